@@ -1,20 +1,20 @@
-"""Figures of GPUs as their makers print them: what utilisations are measured against and plans are made with."""
+"""Tables of GPU specifications from data sheets, for utilisation figures and for planning."""
 
 from dataclasses import dataclass
 
 from pentatron.errors import UserError
 
 GIB = 2**30
-# Sides of matrices that a GPU multiplies in fp8 are multiples of this.
+# The dimensions of fp8 matrix products must be multiples of this.
 FP8_MULTIPLE = 16
 _TERA, _GIGA = 1e12, 1e9
 
 
 @dataclass(frozen=True)
 class Chip:
-    """Dense TFLOP/s in half precision and in fp32, and the formats that matrices can be multiplied in beside fp16.
+    """Dense TFLOP/s of a GPU in half precision (`half`) and fp32 (`full`), and supported matrix dtypes.
 
-    Data sheets print twice as much for sparse matrices.
+    Data sheets print twice the dense rate for sparse matrices.
     """
 
     half: float
@@ -26,7 +26,7 @@ class Chip:
         return self.half if half_precision else self.full
 
 
-# A name that contains another one comes before it: they are looked for in this order.
+# Matched in this order: a name that contains another name must come first.
 _CHIPS = {
     "GB200": Chip(2500, 80, fp8=True),
     "B200": Chip(2250, 75, fp8=True),
@@ -52,7 +52,7 @@ _CHIPS = {
 
 
 def chip_of(device_name: str) -> Chip | None:
-    """The chip of a device by the name its driver gives it; None if it is not in the table, or is a CPU."""
+    """Returns the chip for a device name reported by the driver; None for a CPU or an unknown GPU."""
     words = f" {device_name.replace('-', ' ')} "
     return next((chip for name, chip in _CHIPS.items() if f" {name} " in words), None)
 
@@ -61,7 +61,8 @@ def chip_of(device_name: str) -> Chip | None:
 class Device:
     """A device that layouts are planned for.
 
-    `link`: bytes a second, one way, to a neighbour in the same machine; `network`: to one in another machine.
+    `link` and `network`: bytes per second in one direction to another GPU of the same node, and of another
+    node.
     """
 
     name: str
@@ -72,7 +73,7 @@ class Device:
     is_gpu: bool = True
 
     def peak(self, bytes_of_a_number: int) -> float:
-        """Operations a second."""
+        """Peak FLOP/s for elements of this size."""
         return self.chip.teraflops(bytes_of_a_number == 2) * _TERA
 
 
@@ -85,7 +86,7 @@ def _device(
     return Device(name, chip, int(gigabytes * GIB), link * _GIGA, network * _GIGA, is_gpu)
 
 
-# Memory as the driver reports it; links and networks in gigabytes a second.
+# Memory in GiB as the driver reports it; links and networks in GB/s.
 DEVICES = {
     "b200": _device("B200", 178, 900),
     "h200": _device("H200", 139.8, 450),
@@ -104,10 +105,11 @@ DEVICES = {
 
 
 def device_named(name: str) -> Device:
-    found = DEVICES.get(name.lower().replace(" ", "").replace("_", "-"))
-    if found is None:
+    """Returns the device of this name in the table; UserError if it is unknown."""
+    device = DEVICES.get(name.lower().replace(" ", "").replace("_", "-"))
+    if device is None:
         number = f" (a number of GPUs is --gpus {name})" if name.isdecimal() else ""
         raise UserError(
             f"--gpu {name} is not known here{number}; use one of {', '.join(DEVICES)}, or another with --gpu-memory GB"
         )
-    return found
+    return device

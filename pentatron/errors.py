@@ -5,19 +5,20 @@ from collections.abc import Sequence
 
 
 class UserError(ValueError):
-    """Something the user can mend. Its text is the whole message: one sentence with the fix, no traceback."""
+    """An error the user can fix. Its text is the whole message: one sentence with the fix, no stack trace."""
 
     exit_code = 2
 
 
 class AgreedError(UserError):
-    """One that every rank of a run raises alike; the first one speaks for all."""
+    """An error that all ranks of a run raise with the same text, so it is printed once."""
 
 
 class NotSaved(AgreedError):
-    """A checkpoint could not be written, for want of room or rights. Those before it are whole, and a later one may succeed.
+    """A checkpoint could not be written, for lack of space or permissions.
 
-    `what` is that alone, without what to do where a run ends with it.
+    Earlier checkpoints are intact, and a later save may succeed. `what` is the failure alone, without the
+    advice for a run that ends with it.
     """
 
     def __init__(self, what: str, advice: str = "") -> None:
@@ -26,11 +27,14 @@ class NotSaved(AgreedError):
 
 
 class FolderLost(AgreedError):
-    """The folder that a run writes to is not its own any more: moved, removed, or taken by another job."""
+    """The folder that a run writes to was moved, removed, or taken over by another job."""
 
 
 class BadNumbers(AgreedError):
-    """A step gave numbers that are none. The exit code tells whoever restarts runs what was found out, as Megatron's does."""
+    """A loss or gradient was NaN or inf.
+
+    The exit code is Megatron-LM's: whether the result is reproducible.
+    """
 
     REPRODUCIBLE = 16
     TRANSIENT = 17
@@ -41,7 +45,7 @@ class BadNumbers(AgreedError):
 
 
 class ConfigError(UserError):
-    """All problems of a configuration at once."""
+    """Contains all problems of a configuration at once."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = list(problems)
@@ -53,7 +57,7 @@ class ConfigError(UserError):
 
 
 def file_sentence(error: OSError) -> str:
-    """What the system says of a file; a write names none, and a full disk is the one thing that it may often meet."""
+    """Formats an OSError as one sentence, with the fix for a full disk or missing permissions."""
     reason = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return (

@@ -1,11 +1,12 @@
-"""Durable files: every temporary name, fsync and rename of the package.
+"""Durable file writes: temporary names, fsync and atomic rename.
 
-A file appears whole or not at all. It is written under a temporary name in the same folder, as a rename must not cross file systems;
-it is synced and renamed; then its folder, which holds the name, is synced. `write_file` and `replaced` do this for one file and
-`whole_folder` does it for a folder. Checkpoints and data files consist of several files; they have protocols of their own
-(checkpoint/store.py, data/pair_writer.py), made of the same steps.
+A file is written under a temporary name in the same folder (a rename cannot cross file systems), synced with
+fsync and renamed; then the folder, which stores the name, is synced. `write_file` and `replaced` do this for
+one file, `whole_folder` for a folder. Checkpoints and data files consist of several files; their protocols
+(checkpoint/store.py, data/pair_writer.py) are built from the functions here.
 
-A process that is killed leaves its temporary names behind. The next writer removes them, unless a living process holds their lock.
+A killed process leaves its temporary files behind. The next writer removes them, unless a live process holds
+their lock.
 """
 
 import fcntl
@@ -22,11 +23,11 @@ from typing import IO, Any, BinaryIO
 TEMPORARY_SUFFIX = ".tmp"
 
 
-# --- steps ---
+# --- fsync and rename ---
 
 
 def sync(file: IO[Any] | int) -> None:
-    """Writes what is buffered of an open file, or of a descriptor, to the disk."""
+    """Flushes an open file, or the file of a descriptor, to disk (fsync)."""
     if not isinstance(file, int):
         file.flush()
         file = file.fileno()
@@ -34,29 +35,32 @@ def sync(file: IO[Any] | int) -> None:
 
 
 def sync_data(descriptor: int) -> None:
-    """Writes the bytes of an open file to the disk, and of its metadata only what reading them takes."""
+    """Flushes the data of an open file to disk, with only the metadata needed to read it (fdatasync)."""
     os.fdatasync(descriptor)
 
 
 def sync_folder(path: Path) -> None:
-    """Writes the names in a folder to the disk. A file or a rename survives a power cut only after this."""
+    """Syncs a folder. A new file or a rename in it survives a power failure only after this."""
     _sync_path(path, os.O_RDONLY)
 
 
 def rename(path: Path, target: Path) -> None:
-    """Gives a file or a folder another name; a file of that name is replaced. Not on the disk before `sync_folder`."""
+    """Renames a file or folder atomically, replacing a file of that name.
+
+    Durable only after `sync_folder`.
+    """
     path.rename(target)
 
 
 def commit(temporary: Path, target: Path) -> None:
-    """Syncs a file that is written, renames it and syncs its folder."""
+    """Syncs a finished temporary file, renames it to its target and syncs the folder."""
     _sync_path(temporary, os.O_RDWR)
     rename(temporary, target)
     sync_folder(target.parent)
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder and its missing parents, and syncs the folder around each of them."""
+    """Creates a folder and its missing parents, and syncs the parent of each new one."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in reversed(missing):
@@ -64,7 +68,7 @@ def make_folder(path: Path) -> None:
 
 
 def write_new(path: Path, text: str) -> None:
-    """Writes a file that must not exist, and syncs it; its folder is not synced."""
+    """Writes and syncs a file that must not exist yet. Does not sync its folder."""
     with path.open("x", encoding="utf-8") as file:
         file.write(text)
         sync(file)
@@ -78,55 +82,59 @@ def _sync_path(path: Path, flags: int) -> None:
         os.close(descriptor)
 
 
-# --- names ---
+# --- temporary and free names ---
 
 
 def temporary_suffix() -> str:
-    """The end of a temporary name that no other process of this machine uses."""
+    """Returns a suffix for temporary names, unique to this process on this machine."""
     return f".{os.getpid()}{TEMPORARY_SUFFIX}"
 
 
 def shared_suffix() -> str:
-    """The same for folders that processes of several machines write to."""
+    """Returns a random suffix for temporary names in folders that several machines write to."""
     return f".{secrets.token_hex(8)}{TEMPORARY_SUFFIX}"
 
 
 def hidden_name(path: Path) -> Path:
-    """A name beside a path for what is to become it, or was it: `.NAME.` and eight random hexadecimal digits."""
+    """Returns a hidden temporary name beside a path: `.NAME.` and eight random hex digits."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}")
 
 
 def hidden_names(path: Path) -> list[Path]:
-    """What lies beside a path under a name that `hidden_name` gives for it."""
-    name = re.compile(re.escape(f".{path.name}.") + "[0-9a-f]{8}")
-    return [entry for entry in path.parent.iterdir() if name.fullmatch(entry.name)]
+    """Returns the existing paths that `hidden_name` may have named for this path."""
+    pattern = re.compile(re.escape(f".{path.name}.") + "[0-9a-f]{8}")
+    return [entry for entry in path.parent.iterdir() if pattern.fullmatch(entry.name)]
 
 
 def free_name(wanted: Path) -> Path:
-    """The path itself, or the first of `NAME-2`, `NAME-3`, … that does not exist."""
-    others = (wanted.with_name(f"{wanted.name}-{number}") for number in itertools.count(2))
-    return _first_free(itertools.chain([wanted], others))
+    """Returns the path itself, or the first of `NAME-2`, `NAME-3`, … that does not exist."""
+    numbered_names = (wanted.with_name(f"{wanted.name}-{number}") for number in itertools.count(2))
+    return _first_free(itertools.chain([wanted], numbered_names))
 
 
 def numbered(path: Path, separator: str, ending: str = "") -> Path:
-    """The first of `NAME.1`, `NAME.2`, … that does not exist; `separator` stands before the number and `ending` after it."""
+    """Returns the first of `NAME.1`, `NAME.2`, … that does not exist.
+
+    `separator` precedes the number and `ending` follows it.
+    """
     return _first_free(
         path.with_name(f"{path.name}{separator}{number}{ending}") for number in itertools.count(1)
     )
 
 
 def _first_free(names: Iterable[Path]) -> Path:
-    """The first of these names that does not exist, not even as a broken link."""
+    """Returns the first name that does not exist, not even as a broken symbolic link."""
     return next(name for name in names if not os.path.lexists(name))
 
 
-# --- what killed processes leave ---
+# --- leftovers of killed processes ---
 
 
 def lock(descriptor: int) -> bool:
-    """Locks a temporary file or folder for as long as it is open: the kernel unlocks it when the process ends.
+    """Locks a temporary file or folder while its descriptor is open.
 
-    False: another process has it, or the file system has no locks; leftovers then stay.
+    The kernel releases the lock when the process ends. Returns False if another process holds it or the file
+    system has no locks; leftovers are then kept.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -136,13 +144,13 @@ def lock(descriptor: int) -> bool:
 
 
 def remove_leftovers(target: Path) -> None:
-    """Removes temporary files of `target` that no process has open any more."""
-    name = re.compile(re.escape(f"{target.name}.") + "[0-9a-f]+" + re.escape(TEMPORARY_SUFFIX))
+    """Removes temporary files of `target` that no live process holds."""
+    pattern = re.compile(re.escape(f"{target.name}.") + "[0-9a-f]+" + re.escape(TEMPORARY_SUFFIX))
     if not target.parent.is_dir():
         return
-    for path in [entry for entry in target.parent.iterdir() if name.fullmatch(entry.name)]:
+    for path in [entry for entry in target.parent.iterdir() if pattern.fullmatch(entry.name)]:
         with suppress(OSError):
-            # Not blocked by a FIFO, not led elsewhere by a symlink.
+            # O_NONBLOCK: do not wait on a FIFO. O_NOFOLLOW: do not follow a symbolic link.
             _remove_if_free(path, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW, Path.unlink)
 
 
@@ -156,7 +164,7 @@ def _remove_if_free(path: Path, flags: int, remove: Callable[[Path], object]) ->
 
 
 def remove_leftover_folders(target: Path) -> None:
-    """The same for what `whole_folder` leaves of a process that is killed."""
+    """Removes temporary folders of `target` that `whole_folder` left behind in a killed process."""
     for folder in filter(Path.is_dir, hidden_names(target)):
         _remove_if_free(folder, os.O_RDONLY, _remove_tree)
 
@@ -165,20 +173,20 @@ def _remove_tree(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-# --- one file, one folder ---
+# --- atomic writes ---
 
 
 def write_file(target: Path, content: bytes) -> None:
-    """Writes `content` to `target`, or leaves what was there before."""
+    """Writes a file atomically: on an error the old content stays."""
     with replaced(target) as file:
         file.write(content)
 
 
 @contextmanager
 def replaced(target: Path, suffix: str | None = None) -> Iterator[BinaryIO]:
-    """A file to write, which becomes `target` if the block ends without an error. Removes leftovers of `target` first.
+    """Context manager that yields a file that replaces `target` when the block ends without an error.
 
-    `suffix`: of the temporary name (`temporary_suffix()`).
+    Removes leftovers of `target` first. `suffix`: of the temporary name (default: `temporary_suffix()`).
     """
     remove_leftovers(target)
     temporary = target.with_name(target.name + (suffix or temporary_suffix()))
@@ -194,9 +202,9 @@ def replaced(target: Path, suffix: str | None = None) -> Iterator[BinaryIO]:
 
 @contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
-    """A folder to write to, which becomes `target` if the block ends without an error, and else is removed.
+    """Context manager that yields a folder that becomes `target` when the block ends without an error.
 
-    `target` must not exist, or be an empty folder.
+    After an error it is removed. `target` must not exist or must be an empty folder.
     """
     temporary = hidden_name(target)
     temporary.mkdir()

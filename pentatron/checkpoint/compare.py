@@ -1,4 +1,7 @@
-"""Two steps, tensor by tensor, whatever layouts wrote them: never more than a block of each is in memory."""
+"""Compares the tensors of two checkpoints block by block, and computes digests of their state.
+
+The checkpoints may be of different layouts. At most one block of each side is in memory.
+"""
 
 import hashlib
 import json
@@ -16,13 +19,13 @@ from pentatron.checkpoint.load import ROUTERS, WEIGHTS, StepReader
 from pentatron.checkpoint.tensor_file import DTYPES, Outline, Read, blocks
 from pentatron.parallel.shards import Shape
 
-_SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Integer dtypes by element size, to compare the bits of values.
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class Side:
-    """Tensors that are read by rectangles, from a step or from elsewhere."""
+    """One side of a comparison: tensors that are read by rectangles, from a step or another source."""
 
     name: str
     outlines: Mapping[str, Outline]
@@ -31,7 +34,7 @@ class Side:
 
 @dataclass
 class Difference:
-    """How one tensor differs. `ulps`: representable numbers between the two, where both sides have the same type."""
+    """Difference of one tensor. `ulps`: units in the last place, if both sides have the same dtype."""
 
     name: str
     elements: int = 0
@@ -47,7 +50,7 @@ class Difference:
 
     @property
     def relative_norm(self) -> float:
-        """The norm of the difference over that of the first side."""
+        """Norm of the difference relative to the norm of the first side."""
         if self._squares == 0:
             return 0.0
         return math.sqrt(self._squares / self._reference) if self._reference else math.inf
@@ -57,7 +60,7 @@ class Difference:
         return not self.differing and self.types is None and self.shapes is None
 
     def within(self, tolerance: float) -> bool:
-        """Whether nothing differs by more than that part of the larger of the two numbers."""
+        """Whether no element differs by more than this fraction of the larger absolute value."""
         return self.shapes is None and self.largest_relative <= tolerance
 
     def sentence(self) -> str:
@@ -73,7 +76,7 @@ class Difference:
         )
 
     def add(self, ours: Tensor, theirs: Tensor, start: Shape) -> None:
-        """The next block of both."""
+        """Adds the next block of both sides."""
         self.elements += ours.numel()
         different = _different(ours, theirs)
         if not bool(different.any()):
@@ -87,28 +90,28 @@ class Difference:
             self.ulps = max(self.ulps or 0, _ulps(ours[different], theirs[different]))
         a, b = ours.double(), theirs.double()
         self._reference += float(a.nan_to_num(0, 0, 0).square().sum())
-        apart = (a - b).abs()[different]
-        # What is no number, or infinite, on one side alone is as far as can be.
-        apart = apart.nan_to_num(math.inf, math.inf, math.inf)
+        distance = (a - b).abs()[different]
+        # NaN or inf on one side only counts as an infinite distance.
+        distance = distance.nan_to_num(math.inf, math.inf, math.inf)
         scale = torch.maximum(a.abs(), b.abs())[different].nan_to_num(1.0, 1.0, 1.0)
-        self._squares += float(apart.square().sum())
-        self.largest = max(self.largest, float(apart.max()))
-        # Zeros of another sign differ in their bits and by nothing else.
-        relative = torch.where(apart == 0, apart, apart / scale)
+        self._squares += float(distance.square().sum())
+        self.largest = max(self.largest, float(distance.max()))
+        # +0 and -0 differ in their bits, but their distance is 0.
+        relative = torch.where(distance == 0, distance, distance / scale)
         self.largest_relative = max(self.largest_relative, float(relative.max()))
 
 
 def _different(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Bit by bit where both have the same type: a NaN is then equal to itself, and zeros of another sign differ."""
+    """Mask of differing elements. Bitwise for equal dtypes: a NaN equals itself, and +0 differs from -0."""
     if ours.dtype != theirs.dtype:
         return ~((ours.double() == theirs.double()) | (ours.isnan() & theirs.isnan()))
-    kind = _SAME_WIDTH[ours.element_size()]
+    kind = _INTEGERS[ours.element_size()]
     return ours.contiguous().view(kind) != theirs.contiguous().view(kind)
 
 
 def _ulps(ours: Tensor, theirs: Tensor) -> int:
-    """The largest distance of two numbers in steps of their type, by which the integers of their bits are ordered."""
-    kind = _BITS[ours.element_size()]
+    """Largest distance in units in the last place, computed on the bits as ordered integers."""
+    kind = _INTEGERS[ours.element_size()]
     low = torch.iinfo(kind).min
 
     def ordered(values: Tensor) -> Tensor:
@@ -117,59 +120,59 @@ def _ulps(ours: Tensor, theirs: Tensor) -> int:
 
     a, b = ordered(ours), ordered(theirs)
     if kind == torch.int64:
-        # The difference may have one bit more than fits.
+        # The difference of two int64 may need 65 bits.
         return max(abs(i - j) for i, j in zip(a.tolist(), b.tolist(), strict=True))
     return int((a - b).abs().max())
 
 
 @torch.no_grad()
 def compare_tensor(name: str, ours: Side, theirs: Side, tell: Callable[[int], None]) -> Difference:
-    found = Difference(name)
+    """Compares one tensor block by block. `tell` gets the number of bytes read."""
+    difference = Difference(name)
     a, b = ours.outlines[name], theirs.outlines[name]
     if a.shape != b.shape:
-        found.shapes = a.shape, b.shape
-        return found
+        difference.shapes = a.shape, b.shape
+        return difference
     if a.dtype != b.dtype:
-        found.types = _dtype(a), _dtype(b)
+        difference.types = str(a.dtype).removeprefix("torch."), str(b.dtype).removeprefix("torch.")
     for start, size in blocks(a.shape, max(a.dtype.itemsize, b.dtype.itemsize)):
-        block, other = ours.read(name, start, size), theirs.read(name, start, size)
-        found.add(block, other, start)
-        tell(block.nbytes + other.nbytes)
-    return found
-
-
-def _dtype(outline: Outline) -> str:
-    return str(outline.dtype).removeprefix("torch.")
+        our_block, their_block = ours.read(name, start, size), theirs.read(name, start, size)
+        difference.add(our_block, their_block, start)
+        tell(our_block.nbytes + their_block.nbytes)
+    return difference
 
 
 def differing_values(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """(path, ours, theirs) of every value of two nested tables that is not the same, None where one has none."""
+    """Yields (path, ours, theirs) of each differing value of two nested dictionaries, None if missing."""
     for key in sorted({*ours, *theirs}):
         a, b = ours.get(key), theirs.get(key)
         if isinstance(a, Mapping) and isinstance(b, Mapping):
             yield from ((f"{key}.{path}", x, y) for path, x, y in differing_values(a, b))
+        # NaN is the only value that differs from itself; two NaN count as equal.
         elif a != b and not (a != a and b != b):
             yield key, a, b
 
 
-# Whether two checkpoints hold the same state, in one number for each part of it.
+# --- digests of the state ---
 #
-# Printed losses are no proof: with another number of threads they stay the same to the last digit while
-# weights drift apart. Of tensors the digest is that of their elements, in the order of memory, whatever
-# pieces they are stored in: a step has the same one in every layout.
+# Equal printed losses do not prove equal states: weights can differ while losses agree in all printed digits.
+# A tensor's digest covers its elements in memory order, so it does not depend on the layout that saved it.
 
 
-# What the biases and counts of routers are called: they are the model's as much as its weights are.
-# The states of random generators, one of each rank.
+# Prefix of the states of the random generators, one per rank.
 RANDOM = "rng/"
-# Where data lies, and not what it is (the fingerprint says that); and what the numbers were computed with.
+# Not part of the state: paths of data files (the fingerprint identifies the data) and the software
+# environment.
 NO_STATE = frozenset({"data_files", "environment"})
 
 
 @dataclass(frozen=True)
 class StateDigest:
-    """SHA-256 in hexadecimal. `weights` and `optimizer` say the same of a step in every layout; the states of random
-    generators belong to ranks, and the cursor (where the run stands) has numbers that depend on the order of sums."""
+    """SHA-256 digests of the parts of a state, in hexadecimal.
+
+    `weights` and `optimizer` do not depend on the layout. Random generator states belong to ranks, and the
+    cursor (position in the run) contains numbers that depend on the order of summation.
+    """
 
     weights: str
     optimizer: str
@@ -178,51 +181,41 @@ class StateDigest:
 
     @property
     def whole(self) -> str:
-        return _sum(f"{name} {value}" for name, value in vars(self).items())
+        return _digest_lines(f"{name} {value}" for name, value in vars(self).items())
 
     def parts(self) -> dict[str, str]:
         return {**vars(self), "whole": self.whole}
 
     def differences(self, other: "StateDigest") -> list[str]:
-        """The parts that are not the same."""
+        """Names of the parts that differ."""
         return [name for name, value in vars(self).items() if value != vars(other)[name]]
 
 
 def state_digest(folder: Path, manifest: Manifest) -> StateDigest:
-    """Of a saved step; every byte of it is read, a block at a time."""
+    """Digests a saved step. Reads every byte, one block at a time."""
     parts: dict[str, list[str]] = {"weights": [], "optimizer": [], "random": []}
     for name, digest in tensor_digests(folder, manifest):
-        parts[_part(name)].append(f"{name} {digest}")
-    return StateDigest(**{part: _sum(lines) for part, lines in parts.items()}, cursor=_cursor(manifest))
+        is_weight = name.startswith((WEIGHTS, ROUTERS))
+        part = "weights" if is_weight else "random" if name.startswith(RANDOM) else "optimizer"
+        parts[part].append(f"{name} {digest}")
+    state = {key: value for key, value in manifest.run_state.items() if key not in NO_STATE}
+    cursor = _digest_lines([json.dumps({"step": manifest.step, "state": state}, sort_keys=True)])
+    return StateDigest(**{part: _digest_lines(lines) for part, lines in parts.items()}, cursor=cursor)
 
 
 def tensor_digests(
     folder: Path, manifest: Manifest, names: Iterable[str] | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Of each tensor, by name in their order: its type, its shape and its elements."""
+    """Yields (name, digest) of each tensor in sorted order. Covers dtype, shape and elements."""
     with StepReader(folder, manifest) as reader:
         for name in sorted(manifest.tensors if names is None else names):
             record = manifest.tensors[name]
             digest = hashlib.sha256(f"{record.dtype} {list(record.shape)}\n".encode())
             for start, size in blocks(record.shape, DTYPES[record.dtype].itemsize):
-                digest.update(_bytes(reader.read(name, start, size)))
+                values = reader.read(name, start, size).contiguous()
+                digest.update(values.reshape(-1).view(torch.uint8).numpy().data)
             yield name, digest.hexdigest()
 
 
-def _bytes(tensor: Tensor) -> memoryview:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
-def _part(name: str) -> str:
-    if name.startswith((WEIGHTS, ROUTERS)):
-        return "weights"
-    return "random" if name.startswith(RANDOM) else "optimizer"
-
-
-def _cursor(manifest: Manifest) -> str:
-    state: Mapping[str, Any] = {k: v for k, v in manifest.run_state.items() if k not in NO_STATE}
-    return _sum([json.dumps({"step": manifest.step, "state": state}, sort_keys=True)])
-
-
-def _sum(lines: Iterable[str]) -> str:
+def _digest_lines(lines: Iterable[str]) -> str:
     return hashlib.sha256("".join(f"{line}\n" for line in lines).encode()).hexdigest()

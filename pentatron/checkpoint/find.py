@@ -1,4 +1,7 @@
-"""The steps that a path means: a step itself, a folder of steps, or a run that has one."""
+"""Resolves a path to checkpoint steps: a step, a folder of steps, or a run.
+
+Also lists steps and reads their saved settings.
+"""
 
 import dataclasses
 import math
@@ -20,39 +23,47 @@ from pentatron.settings.run import table
 from pentatron.settings.settings import Settings
 
 LATEST = "latest"
-# What Megatron-LM leaves in one checkpoint, by the value of --ckpt-format that stands for it.
-_OF_MEGATRON = {"torch_dist": (".metadata", "*.distcp"), "torch": ("mp_rank_*",)}
+# File patterns of Megatron-LM's checkpoints, by the value of --ckpt-format.
+_MEGATRON_FILES = {"torch_dist": (".metadata", "*.distcp"), "torch": ("mp_rank_*",)}
 
 
 def checkpoints_of(run: Path) -> Path:
-    """Where a run keeps its checkpoints unless it is told otherwise."""
+    """Default folder of a run's checkpoints."""
     return run / "checkpoints"
 
 
 def followed(path: Path) -> Path:
-    """The step that a pointer names, if the path is one; else the path."""
+    """Resolves a `latest` file to the step it names; returns other paths unchanged."""
     if path.name != LATEST or not path.is_file():
         return path
-    named = pointed_at(path.parent)
-    # A name from a file is not to be trusted with a path.
-    step = path.parent / named
-    return step if Path(named).name == named and is_step(step) else path
+    step_name = pointed_at(path.parent)
+    # Untrusted: a name from a file must not contain a path.
+    step = path.parent / step_name
+    return step if Path(step_name).name == step_name and is_step(step) else path
 
 
 def pointed_at(steps: Path) -> str:
-    """What `latest` says; nothing relies on it unless the user names it."""
+    """Content of `latest`, or an empty string. Only used if the user names the file."""
+    return _read_line(steps / LATEST)
+
+
+def _read_line(path: Path) -> str:
     try:
-        return (steps / LATEST).read_text(encoding="utf-8").strip()
+        return path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
         return ""
 
 
 def is_step(path: Path) -> bool:
+    """Whether the path is a step: it has a manifest."""
     return (path / FILE_NAME).is_file()
 
 
 def steps_at(path: Path) -> Path | None:
-    """The folder of steps that a path means: itself, or the checkpoints of a run; None: neither has any, not even damaged ones."""
+    """Returns the folder of steps for a path: the path or its `checkpoints`.
+
+    None if neither has steps, not even damaged ones.
+    """
     for folder in (path, checkpoints_of(path)):
         store = CheckpointStore(folder, keep=None)
         if store.steps() or store.damaged():
@@ -61,8 +72,8 @@ def steps_at(path: Path) -> Path | None:
 
 
 def read_step(folder: Path, verify: bool, check: Check = verify_files) -> Found:
-    """The step of this folder; with `verify`, its sums are compared, by `check`."""
-    # What belongs to it lies beside it, also where it is named by a link or as the current folder.
+    """Reads the step in this folder. `verify`: compare digests with `check`."""
+    # Resolved, as related files are in the parent folder, which a symbolic link or `.` would hide.
     folder = folder.resolve()
     try:
         manifest = read_manifest(folder)
@@ -75,52 +86,46 @@ def read_step(folder: Path, verify: bool, check: Check = verify_files) -> Found:
 
 
 def megatron_step(path: Path) -> tuple[Path, str] | None:
-    """The checkpoint of Megatron-LM that a path means, and its format; nothing of it is read but the tracker."""
+    """Returns the Megatron-LM checkpoint for a path and its format, or None. Reads only the tracker file."""
     for folder in (path, _newest_iteration(path)):
         if folder is None or not folder.is_dir():
             continue
-        for name, patterns in _OF_MEGATRON.items():
+        for name, patterns in _MEGATRON_FILES.items():
             if any(next(folder.glob(pattern), None) for pattern in patterns):
                 return folder, name
     return None
 
 
 def _newest_iteration(path: Path) -> Path | None:
-    try:
-        said = (path / TRACKER).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        said = ""
-    if said.isdecimal():
-        return path / f"iter_{int(said):07d}"
-    if said == "release":
-        return path / said
+    """Returns the folder that Megatron-LM's tracker names, else its newest iteration, or None."""
+    iteration = _read_line(path / TRACKER)
+    if iteration.isdecimal():
+        return path / f"iter_{int(iteration):07d}"
+    if iteration == "release":
+        return path / iteration
     return max(path.glob("iter_" + "[0-9]" * 7), default=None)
 
 
 def refuse_other_formats(path: Path) -> None:
-    """Names what a folder holds that somebody may take for a checkpoint of ours, and what permits to read it."""
-    found = megatron_step(path)
-    if found is not None:
-        kind = (
-            "in its format torch_dist"
-            if found[1] == "torch_dist"
-            else "in its older format, one file for each rank"
-        )
+    """Raises UserError if the folder contains a Megatron-LM checkpoint, with the option to read it."""
+    if (step := megatron_step(path)) is not None:
+        folder, kind = step
+        described = "format torch_dist" if kind == "torch_dist" else "older format, one file for each rank"
         raise UserError(
-            f"{found[0]} is a checkpoint of Megatron-LM {kind}; such files hold pickle, so reading them must be permitted: add "
-            f"--ckpt-format {found[1]} to pentatron train or export (they are read by a process apart that runs nothing of them)"
+            f"{folder} is a checkpoint of Megatron-LM in its {described}; such files hold pickle, so reading them must be permitted: add "
+            f"--ckpt-format {kind} to pentatron train or export (they are read in a sandboxed process that runs nothing of them)"
         )
-    # Steps of ours leave that file too, beside a pointer of their own.
-    if (path / TRACKER).is_file() and not (path / "latest").exists():
+    # Our saves write the tracker file too, but always with `latest`.
+    if (path / TRACKER).is_file() and not (path / LATEST).exists():
         raise UserError(
             f"{path / TRACKER} is of Megatron-LM, but {_newest_iteration(path)} holds no checkpoint; name the folder of one"
         )
 
 
 def find_step(path: Path, check: Check | None = None) -> tuple[Found, list[str]]:
-    """The step, or the newest one that is whole, and a sentence about each newer one that is not.
+    """Returns the step for a path, or its newest valid one, and a message about each newer invalid one.
 
-    Sums are not compared here, unless `check` does.
+    Compares digests only if `check` is given.
     """
     path = followed(path)
     if is_step(path):
@@ -128,23 +133,23 @@ def find_step(path: Path, check: Check | None = None) -> tuple[Found, list[str]]
     if not path.is_dir():
         raise UserError(f"the folder {path} does not exist; name a run, its checkpoints, or one step of them")
     store = CheckpointStore(steps_at(path) or path, keep=None)
-    found, complaints = store.newest_valid(check is not None, set_aside=False, check=check or verify_files)
-    if found is None:
+    newest, messages = store.newest_valid(check is not None, set_aside=False, check=check or verify_files)
+    if newest is None:
         refuse_other_formats(path)
-        nothing = "it is a Hugging Face folder" if (path / "config.json").exists() else "it has no step"
-        reason = complaints[0] if complaints else nothing
+        missing = "it is a Hugging Face folder" if (path / "config.json").exists() else "it has no step"
+        reason = messages[0] if messages else missing
         raise UserError(
             f"{store.folder} holds no usable checkpoint ({reason}); name a run, its checkpoints, or one step of them"
         )
-    return found, complaints
+    return newest, messages
 
 
-# What lies in a folder of steps: every one of them with its size, its age, and what it is good for.
+# --- listing of steps ---
 
 
-# What a step has beside weights without being able to go on from it.
-_NO_OPTIMIZER = (WEIGHTS, ROUTERS, "rng/")
-_SIZES = (
+# Prefixes of tensors without which a run can still start from the step, but not resume.
+_NOT_OPTIMIZER = (WEIGHTS, ROUTERS, "rng/")
+_PARALLEL_SIZES = (
     ("tp", "tensor_model_parallel_size"),
     ("pp", "pipeline_model_parallel_size"),
     ("vp", "virtual_pipeline_model_parallel_size"),
@@ -156,7 +161,7 @@ _SIZES = (
 
 @dataclass(frozen=True)
 class StepFacts:
-    """`manifest` is None where `problem` says why; sums are not compared here."""
+    """A listed step. `manifest` is None if `problem` is set. Digests are not compared."""
 
     folder: Path
     saved_at: float
@@ -169,13 +174,13 @@ class StepFacts:
 
     @property
     def state(self) -> str:
-        """`whole`, `damaged` or `set aside`, and what else is to be known of it."""
-        first = "set aside" if self.is_set_aside else "damaged" if self.manifest is None else "whole"
-        return ", ".join([first, *["base"] * self.is_base, *["latest"] * self.is_latest])
+        """`whole`, `damaged` or `set aside`, followed by `base` and `latest` if they apply."""
+        condition = "set aside" if self.is_set_aside else "damaged" if self.manifest is None else "whole"
+        return ", ".join([condition, *["base"] * self.is_base, *["latest"] * self.is_latest])
 
 
 def survey(path: Path) -> list[StepFacts]:
-    """The steps that a path means, oldest first, with those that were set aside; a step is one of its folder."""
+    """Lists the steps for a path, oldest first, including those set aside."""
     path = followed(path)
     if is_step(path):
         folder = path.resolve()
@@ -207,42 +212,49 @@ def _facts(folder: Path, pointed: str, bases: frozenset[str]) -> StepFacts:
 
 
 def is_resumable(manifest: Manifest) -> bool:
-    """Whether training can go on from it, rather than begin with its weights. Plain gradient descent remembers nothing."""
-    if any(not name.startswith(_NO_OPTIMIZER) for name in manifest.tensors):
+    """Whether training can resume from the step, with its optimizer state. SGD without momentum has none."""
+    if any(not name.startswith(_NOT_OPTIMIZER) for name in manifest.tensors):
         return True
-    plain_descent = Settings.of_sections(manifest.config).optimizer == "sgd"
-    return plain_descent and not manifest.run_state.get("weights_only", False)
+    is_sgd = Settings.of_sections(manifest.config).optimizer == "sgd"
+    return is_sgd and not manifest.run_state.get("weights_only", False)
 
 
 def layout_words(config: Mapping[str, Any]) -> str:
-    """`tp2 pp2 dp2 zero1`, `one process`."""
+    """Formats the parallel sizes of a step: `tp2 pp2 dp2 zero1`, or `one process`."""
     saved = Settings.of_sections(config)
-    sizes = [f"{short}{getattr(saved, name)}" for short, name in _SIZES if (getattr(saved, name) or 1) != 1]
+    sizes = [
+        f"{short}{getattr(saved, name)}"
+        for short, name in _PARALLEL_SIZES
+        if (getattr(saved, name) or 1) != 1
+    ]
     if sizes and saved.zero_stage:
         sizes.append(f"zero{saved.zero_stage}")
     return " ".join(sizes) or "one process"
 
 
 def count_elements(manifest: Manifest, begin: str) -> int:
-    """Of all tensors whose name begins so."""
+    """Number of elements of all tensors whose name starts with `begin`."""
     return sum(math.prod(r.shape) for name, r in manifest.tensors.items() if name.startswith(begin))
 
 
-# The settings that a checkpoint was made with, and the model they describe.
+# --- saved settings and architecture ---
 
 
-# Sections whose values are computed with; those of the others are compared and shown.
+# Sections whose values are used in computations; others are only compared and shown.
 _USED = ("model", "moe", "optim", "train")
 _DERIVED = (
     *("ffn_hidden_size", "num_attention_heads", "kv_channels", "num_query_groups"),
     *("max_position_embeddings", "vocab_size", "padded_vocab_size"),
 )
-# No setting is a larger number; NaN is within no limits.
+# Limit of numbers in settings. NaN fails every comparison with it.
 _LARGEST = 2**63 - 1
 
 
 def saved_settings(found: Found) -> dict[str, Any]:
-    """By name, whatever section they were in. A setting of the model that is not known here might make it another one."""
+    """Saved settings by name, from all sections.
+
+    An unknown setting of the model is refused: it may change the model.
+    """
     config = found.manifest.config
     unknown = [
         name for section in ("model", "moe") for name in config.get(section, {}) if name not in table()
@@ -253,7 +265,7 @@ def saved_settings(found: Found) -> dict[str, Any]:
             f"version that saved it"
         )
     flat = {name: value for section in config.values() for name, value in section.items()}
-    # What is older or younger than this version is nobody's to judge here.
+    # Settings unknown to this version (older or newer) are passed through unchecked.
     saved = {name: _typed(found, name, value) if name in table() else value for name, value in flat.items()}
     if problem := implausible(saved, {n: r.shape for n, r in found.manifest.tensors.items()}):
         raise UserError(
@@ -263,44 +275,44 @@ def saved_settings(found: Found) -> dict[str, Any]:
 
 
 def _typed(found: Found, name: str, value: Any) -> Any:
-    """A value of the kind that the setting has, however it came into the file."""
+    """Returns a saved value in the type of its setting. Raises UserError if it has another type."""
     item = table()[name]
     absent = value is None and (item.optional or item.section not in _USED)
     items = value if isinstance(value, list) else [value]
-    right = absent or (isinstance(value, list) == item.is_list and all(_is_one(item, one) for one in items))
-    if not right:
+    valid = absent or (isinstance(value, list) == item.is_list and all(_is_valid(item, one) for one in items))
+    if not valid:
         raise UserError(
-            f"{found.folder} has {name} {value!r:.60}, which is no value of that setting; use the version that saved it, or name "
+            f"{found.folder} has {name} {value!r:.60}, which is not a value of that setting; use the version that saved it, or name "
             f"another step"
         )
     return tuple(value) if isinstance(value, list) else value
 
 
-def _is_one(item: Setting, value: Any) -> bool:
-    """Whether it is of the setting's type, and a number or a choice that there is."""
+def _is_valid(item: Setting, value: Any) -> bool:
+    """Whether a value has the setting's type and is within its limits or choices."""
     kind = (int, float) if item.base_type is float else item.base_type
     if not isinstance(value, kind) or isinstance(value, bool) != (item.base_type is bool):
         return False
     if isinstance(value, int | float) and not -_LARGEST <= value <= _LARGEST:
         return False
-    # A choice elsewhere may be older or younger than this version, and makes no other model.
+    # Choices of other sections may be of another version and do not change the model.
     return not item.choices or item.section not in _USED or value in item.choices
 
 
 def architecture_of(found: Found) -> tuple[TransformerConfig, MoEConfig]:
-    """The model a step holds. What it does not say is older than the setting, and has its default."""
+    """Model configuration of a step. Settings it lacks are newer than the step and have their defaults."""
     saved = saved_settings(found)
-    of_model, of_experts = (
+    model_settings, moe_settings = (
         {field.name: saved[field.name] for field in dataclasses.fields(kind) if field.name in saved}
         for kind in (TransformerConfig, MoEConfig)
     )
-    model, moe = TransformerConfig(**of_model), MoEConfig(**of_experts)
-    # A run derives them before it saves anything.
+    model, moe = TransformerConfig(**model_settings), MoEConfig(**moe_settings)
+    # A run derives these before it saves.
     missing = [name for name in _DERIVED if getattr(model, name) is None]
     if moe.num_experts is not None and moe.moe_ffn_hidden_size is None:
         missing.append("moe_ffn_hidden_size")
     if missing:
         raise UserError(
-            f"{found.folder} does not say {missing[0]}, without which its model cannot be built; name another step"
+            f"{found.folder} lacks {missing[0]}, without which its model cannot be built; name another step"
         )
     return model, moe

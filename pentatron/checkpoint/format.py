@@ -1,6 +1,7 @@
-"""The manifest: lists the files and tensors of a checkpoint. It is written last: a folder without one is no checkpoint.
+"""The checkpoint manifest: lists the files and tensors of one step.
 
-There is one format version. A manifest of another version is refused.
+It is written last; a folder without a manifest is not a checkpoint. There is one format version. Manifests of
+other versions are refused.
 """
 
 import hashlib
@@ -23,72 +24,39 @@ from pentatron.errors import UserError
 from pentatron.parallel.encoding import sendable
 from pentatron.parallel.shards import Fragment, Shape
 
-# Whether some rectangles make up a tensor exactly.
-
-
-def cover_problem(whole: Shape, parts: Iterable[tuple[Shape, Shape]]) -> str | None:
-    """Why the parts, each (start, size), do not hold every element of `whole` exactly once, or None.
-
-    How often an element is held is a function that changes at the corners of the parts alone: their sum is the
-    whole if, and only if, all corners but those of the whole cancel. That takes one pass, however many parts
-    there are and however they lie.
-    """
-    signs = [-1 if sum(ends) % 2 else 1 for ends in itertools.product((0, 1), repeat=len(whole))]
-    surplus: dict[Shape, int] = {}
-
-    def add(start: Shape, stop: Shape, times: int) -> None:
-        for sign, corner in zip(signs, itertools.product(*zip(start, stop, strict=True)), strict=True):
-            left = surplus.pop(corner, 0) + sign * times
-            if left:
-                surplus[corner] = left
-
-    for start, size in parts:
-        if not len(start) == len(size) == len(whole):
-            return f"a part of {list(size)} elements at {list(start)} has not the dimensions of {list(whole)}"
-        stop = tuple(i + n for i, n in zip(start, size, strict=True))
-        if not all(0 <= i <= j <= n for i, j, n in zip(start, stop, whole, strict=True)):
-            return f"a part of {list(size)} elements at {list(start)} lies outside {list(whole)}"
-        add(start, stop, 1)
-    add((0,) * len(whole), whole, -1)
-    if not surplus:
-        return None
-    # No corner lies before the first one that is left, so what is left there is what is wrong with that element.
-    first = min(surplus)
-    times = surplus[first] + 1
-    return f"element {list(first)} of {list(whole)} is " + (f"there {times} times" if times else "missing")
-
-
 FORMAT = "pentatron-checkpoint"
 VERSION = 4
 FILE_NAME = "manifest.json"
 
 
 class DamagedCheckpoint(Exception):
-    """A checkpoint that cannot be trusted; the text says which file and why."""
+    """A checkpoint failed its checks. The text names the file and the reason."""
 
 
 @sendable
 @dataclass(frozen=True)
 class StoredPiece:
-    """One stored rectangle of a logical tensor: `shape` elements from `start` on, in `file` under `key`."""
+    """A stored rectangle of a logical tensor: `shape` elements from `start`, in `file` under `key`."""
 
     file: str
     key: str
     start: Shape
     shape: Shape
-    # Says which of a damaged file's tensors are damaged; what decides is the sum of the file.
+    # Only locates damage within a file; validity is decided by the file's own digest.
     crc32: str | None = None
 
 
 @sendable
 @dataclass(frozen=True)
 class TensorRecord:
+    """A logical tensor and the pieces it is stored in."""
+
     dtype: str
     shape: Shape
     pieces: tuple[StoredPiece, ...]
 
     def problem(self, name: str) -> str | None:
-        """Why the pieces are not this tensor, each element once and under the right key; or None."""
+        """Returns why the pieces do not cover this tensor exactly once under the right keys, or None."""
         if self.dtype not in DTYPES:
             return f"its type {self.dtype} is unknown"
         problem = cover_problem(self.shape, ((piece.start, piece.shape) for piece in self.pieces))
@@ -96,16 +64,16 @@ class TensorRecord:
             return problem
         for piece in self.pieces:
             if piece.file.endswith(TORCH_FILES):
-                # There a key says where in the file, which has no names.
+                # Keys of torch files are positions, as these files have no names.
                 continue
-            # The key repeats where the piece lies: a start that is not the one it was saved with shows here.
+            # The key repeats the rectangle, so a start that was changed after saving is detected.
             if piece.key != (expected := piece_key(name, self.shape, piece.start, piece.shape)):
-                return f"the piece {piece.key} stands where {expected} should be"
+                return f"the piece {piece.key} is in the place of {expected}"
         return None
 
 
 def piece_key(name: str, whole: Shape, start: Shape, shape: Shape) -> str:
-    """What a piece is called in its file; the whole tensor keeps its name."""
+    """Returns the key of a piece in its file; a whole tensor is stored under its own name."""
     if shape == whole:
         return name
     return f"{name}[{','.join(f'{i}:{i + n}' for i, n in zip(start, shape, strict=True))}]"
@@ -114,6 +82,8 @@ def piece_key(name: str, whole: Shape, start: Shape, shape: Shape) -> str:
 @sendable
 @dataclass(frozen=True)
 class Manifest:
+    """The contents of a checkpoint step."""
+
     step: int
     files: dict[str, FileRecord]
     tensors: dict[str, TensorRecord]
@@ -121,51 +91,90 @@ class Manifest:
     config: dict[str, Any]
 
     def to_json(self) -> str:
-        """One line for each file and each tensor: short enough for many pieces, and still readable."""
+        """Returns JSON with one line per file and tensor: compact for many pieces, and still readable."""
+        tensors = {}
+        for name, record in self.tensors.items():
+            # `dataclasses.asdict` copies deeply, which takes seconds for many thousand pieces.
+            pieces = [{k: v for k, v in vars(piece).items() if v is not None} for piece in record.pieces]
+            tensors[name] = {"dtype": record.dtype, "shape": record.shape, "pieces": pieces}
         content = {
             "format": FORMAT,
             "version": VERSION,
             "step": self.step,
             "files": {
-                n: {name: value for name, value in vars(r).items() if name != "crc32"}
-                for n, r in self.files.items()
+                name: {key: value for key, value in vars(file).items() if key != "crc32"}
+                for name, file in self.files.items()
             },
-            "tensors": {name: _plain(record) for name, record in self.tensors.items()},
+            "tensors": tensors,
             "run_state": self.run_state,
             "config": self.config,
         }
         signed = {**content, "sha256": _digest(content)}
-        return "{\n" + ",\n".join(f"{json.dumps(k)}: {_lines(v)}" for k, v in signed.items()) + "\n}\n"
+        return "{\n" + ",\n".join(f"{json.dumps(k)}: {_json_lines(v)}" for k, v in signed.items()) + "\n}\n"
 
     def tensors_in(self, file: str) -> list[str]:
+        """Returns the names of the tensors with a piece in this file."""
         return [name for name, record in self.tensors.items() if any(p.file == file for p in record.pieces)]
 
 
-def _plain(record: TensorRecord) -> dict[str, Any]:
-    # `asdict` copies everything deeply, which takes seconds where there are many thousand pieces.
-    pieces = [{k: v for k, v in vars(piece).items() if v is not None} for piece in record.pieces]
-    return {"dtype": record.dtype, "shape": record.shape, "pieces": pieces}
-
-
-def _lines(value: Any) -> str:
+def _json_lines(value: Any) -> str:
     if not isinstance(value, Mapping) or not value:
         return json.dumps(value)
     return "{\n" + ",\n".join(f" {json.dumps(k)}: {json.dumps(v)}" for k, v in value.items()) + "\n}"
 
 
 def _digest(content: Mapping[str, Any]) -> str:
-    """Over the content alone, so that reformatting the file is no damage."""
+    """Returns the SHA-256 of the parsed content, so that reformatting the file is not damage."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
+# --- exact cover ---
+
+
+def cover_problem(whole: Shape, parts: Iterable[tuple[Shape, Shape]]) -> str | None:
+    """Returns why the parts, each (start, size), do not cover every element of `whole` exactly once, or None.
+
+    The coverage count is a function that changes only at the corners of the parts, so the parts sum to the
+    whole if and only if all corners cancel except those of the whole. This takes one pass, independent of the
+    number and arrangement of the parts.
+    """
+    signs = [-1 if sum(ends) % 2 else 1 for ends in itertools.product((0, 1), repeat=len(whole))]
+    surplus: dict[Shape, int] = {}
+
+    def add(start: Shape, stop: Shape, count: int) -> None:
+        for sign, corner in zip(signs, itertools.product(*zip(start, stop, strict=True)), strict=True):
+            remainder = surplus.pop(corner, 0) + sign * count
+            if remainder:
+                surplus[corner] = remainder
+
+    for start, size in parts:
+        if not len(start) == len(size) == len(whole):
+            return f"a part of {list(size)} elements at {list(start)} has other dimensions than {list(whole)}"
+        stop = tuple(i + n for i, n in zip(start, size, strict=True))
+        if not all(0 <= i <= j <= n for i, j, n in zip(start, stop, whole, strict=True)):
+            return f"a part of {list(size)} elements at {list(start)} lies outside {list(whole)}"
+        add(start, stop, 1)
+    add((0,) * len(whole), whole, -1)
+    if not surplus:
+        return None
+    # No corner precedes the first one left, so its surplus is the error in the count of that element.
+    first = min(surplus)
+    count = surplus[first] + 1
+    return f"element {list(first)} of {list(whole)} is " + (f"there {count} times" if count else "missing")
+
+
+# --- reading and verification ---
+
+
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a folder whose files have the recorded sizes; their content is not read."""
+    """Reads a step's manifest and checks the sizes of its files; does not read their content."""
     path = folder / FILE_NAME
     try:
         content = read_json(path)
-        found = content.pop("sha256")
-        version, intact = content["version"], found == _digest(content)
-        # A newer format may compute its checksum in another way.
+        digest = content.pop("sha256")
+        version, intact = content["version"], digest == _digest(content)
+        # A newer version may compute its digest differently, so its version is reported before its digest is
+        # checked.
         if content["format"] == FORMAT and (version > VERSION or (intact and version != VERSION)):
             other = "a newer" if version > VERSION else "an older"
             raise UserError(
@@ -177,35 +186,35 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = Manifest(
             step=content["step"],
             files={name: FileRecord(**record) for name, record in content["files"].items()},
-            tensors={name: _tensor(record) for name, record in content["tensors"].items()},
+            tensors={name: _tensor_record(record) for name, record in content["tensors"].items()},
             run_state=content["run_state"],
             config=content["config"],
         )
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{path} is missing") from None
     except OSError as error:
-        # Not damage: the disk or the permissions may be better tomorrow.
+        # Not damage: the disk or its permissions may recover.
         raise UserError(f"{path} cannot be read ({error.strerror or error})") from None
     except UserError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedCheckpoint(f"{path} is no manifest ({type(error).__name__}: {error})") from None
+        raise DamagedCheckpoint(f"{path} is not a manifest ({type(error).__name__}: {error})") from None
     _check_tensors(folder, manifest)
     check_sizes(folder, manifest)
     return manifest
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """The files are those that are listed, no more and no fewer, and have the recorded sizes."""
+    """Checks that the folder contains exactly the listed files, with the recorded sizes."""
     for name, record in manifest.files.items():
         _check_file(folder, name, record)
     for path in sorted(path for kind in ("*.safetensors", "*.distcp") for path in folder.glob(kind)):
-        # Somebody has put it there: who mixes steps may have taken others away.
+        # An unlisted file means that steps were mixed by hand, so listed ones may be from another step.
         if path.name not in manifest.files:
             raise DamagedCheckpoint(f"{path} is not listed in {FILE_NAME}")
 
 
-def _tensor(record: Mapping[str, Any]) -> TensorRecord:
+def _tensor_record(record: Mapping[str, Any]) -> TensorRecord:
     pieces = tuple(
         StoredPiece(p["file"], p["key"], _shape(p["start"]), _shape(p["shape"]), p.get("crc32"))
         for p in record["pieces"]
@@ -215,7 +224,7 @@ def _tensor(record: Mapping[str, Any]) -> TensorRecord:
 
 def _shape(numbers: list[Any]) -> Shape:
     if not all(type(n) is int for n in numbers):
-        raise ValueError(f"{numbers} is no shape")
+        raise ValueError(f"{numbers} is not a shape")
     return tuple(numbers)
 
 
@@ -233,12 +242,12 @@ def _check_tensors(folder: Path, manifest: Manifest) -> None:
     sizes = {name: file.bytes for name, file in manifest.files.items()}
     if (file := too_large(stored, sizes)) is not None:
         raise DamagedCheckpoint(
-            f"{folder / FILE_NAME} says that {file}, of {sizes[file]} bytes, holds {stored[file]} bytes of tensors"
+            f"{folder / FILE_NAME} lists {stored[file]} bytes of tensors in {file}, which has {sizes[file]} bytes"
         )
 
 
 def _check_file(folder: Path, name: str, record: FileRecord) -> None:
-    # A name from a file is not to be trusted with a path.
+    # Untrusted: a name from a file must not contain a path.
     if record.name != name or Path(name).name != name:
         raise DamagedCheckpoint(
             f"{folder / FILE_NAME} lists {name} under another name or outside its folder: {record.name}"
@@ -247,41 +256,44 @@ def _check_file(folder: Path, name: str, record: FileRecord) -> None:
     if not path.is_file():
         raise DamagedCheckpoint(f"{path} is missing")
     if not is_inside(path, folder):
-        raise DamagedCheckpoint(f"{path} is a link that leads out of its step, which is not followed")
+        raise DamagedCheckpoint(f"{path} is a symbolic link out of its step, which is not followed")
     if path.stat().st_size != record.bytes:
         raise DamagedCheckpoint(f"{path} has {path.stat().st_size} bytes, not {record.bytes}")
 
 
 def verify_files(folder: Path, manifest: Manifest) -> None:
-    """Reads every file and compares its checksum."""
+    """Reads every file and compares its digest."""
     verify_some(folder, manifest, list(manifest.files))
 
 
 def verify_some(folder: Path, manifest: Manifest, names: Sequence[str], cold: bool = False) -> None:
-    """The same for these files, as many at a time as this process has threads. `cold`: as the disk has them, not as memory does."""
+    """Reads these files in parallel and compares their digests.
+
+    `cold`: from disk rather than the page cache.
+    """
     if not names:
         return
     count = torch.get_num_threads()
-    of_each = max(1, count // len(names))
+    threads_per_file = max(1, count // len(names))
 
-    def sum_of(name: str) -> str:
+    def digest_of(name: str) -> str:
         record = manifest.files[name]
-        return digest_of_file(folder / name, record.block_bytes, of_each, cold)
+        return digest_of_file(folder / name, record.block_bytes, threads_per_file, cold)
 
     with ThreadPoolExecutor(max(1, min(len(names), count))) as threads:
-        sums = list(threads.map(sum_of, names))
-    bad = [(name, found) for name, found in zip(names, sums) if found != manifest.files[name].sha256]
+        digests = list(threads.map(digest_of, names))
+    bad = [(name, digest) for name, digest in zip(names, digests) if digest != manifest.files[name].sha256]
     if bad:
-        name, found = bad[0]
+        name, digest = bad[0]
         more = f" (and {len(bad) - 1} more files are damaged)" if len(bad) > 1 else ""
-        raise DamagedCheckpoint(
-            f"{folder / name}: sha256 is {found[:12]}…, not {manifest.files[name].sha256[:12]}…; "
-            f"{what_is_damaged(folder / name, manifest)[1]}{more}"
-        )
+        raise DamagedCheckpoint(f"{what_is_damaged(folder / name, manifest, digest)[1]}{more}")
 
 
-def what_is_damaged(path: Path, manifest: Manifest) -> tuple[list[str], str]:
-    """Of a file whose sum is wrong, the tensors that are, as far as their own sums tell; and that as the end of a sentence."""
+def what_is_damaged(path: Path, manifest: Manifest, digest: str) -> tuple[list[str], str]:
+    """Returns the damaged tensors of a file whose digest is wrong, and a sentence about the damage.
+
+    Tensors are located by their own CRC-32; without these, all tensors of the file are returned.
+    """
     pieces = {
         piece.key: (name, piece)
         for name, record in manifest.tensors.items()
@@ -289,27 +301,31 @@ def what_is_damaged(path: Path, manifest: Manifest) -> tuple[list[str], str]:
         if piece.file == path.name
     }
     names = manifest.tensors_in(path.name)
+    wrong = f"{path}: sha256 is {digest[:12]}…, not {manifest.files[path.name].sha256[:12]}…;"
     if not pieces or any(piece.crc32 is None for _, piece in pieces.values()):
-        return names, f"it holds {len(names)} tensors, from {names[0] if names else 'none'} on"
+        return names, f"{wrong} it holds {len(names)} tensors, from {names[0] if names else 'none'} on"
     try:
-        found = piece_sums(path)
+        sums = piece_sums(path)
     except (ValueError, TypeError) as error:
-        return names, f"its header is damaged ({error}), and with it all {len(pieces)} tensors"
-    damaged = [key for key, (_, piece) in pieces.items() if found.get(key) != piece.crc32]
+        return names, f"{wrong} its header is damaged ({error}), and with it all {len(pieces)} tensors"
+    damaged = [key for key, (_, piece) in pieces.items() if sums.get(key) != piece.crc32]
     if not damaged:
-        return [], f"its header is damaged, and none of its {len(pieces)} tensors"
+        return [], f"{wrong} its header is damaged, and none of its {len(pieces)} tensors"
     more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
-    sentence = f"of its {len(pieces)} tensors {damaged[0]}{more} {'are' if more else 'is'} damaged"
+    sentence = f"{wrong} of its {len(pieces)} tensors {damaged[0]}{more} {'are' if more else 'is'} damaged"
     return list(dict.fromkeys(pieces[key][0] for key in damaged)), sentence
 
 
-# What one rank puts into a step, and how the parts of all ranks become a manifest.
+# --- writing: one rank's file, and the manifest of all ranks ---
 
 
 @sendable
 @dataclass(frozen=True)
 class Written:
-    """What one rank put into the temporary folder, or why it could not: for lack of means, or by our mistake."""
+    """What one rank wrote, or why it could not.
+
+    `failure`: an I/O error. `mistake`: a bug in the caller.
+    """
 
     file: FileRecord | None = None
     tensors: dict[str, TensorRecord] = field(default_factory=dict)
@@ -320,10 +336,11 @@ class Written:
 @sendable
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a save: where the step lies, or what went wrong.
+    """Outcome of a save, decided by rank 0: the folder of the step, or what went wrong.
 
-    `to_check`: all ranks are to read the step once more before anything older goes. `note`: what else should be told. `lost`: why the
-    folder is not the run's any more. `keeps_older`: nothing older may go, as the step may not survive a power cut.
+    `to_check`: all ranks must read the step back before older ones are removed. `note`: an additional
+    message. `lost`: why the folder no longer belongs to the run. `keeps_older`: do not remove older steps, as
+    this one may not survive a power failure.
     """
 
     final: str = ""
@@ -336,12 +353,15 @@ class Verdict:
 
 
 def own_fragments(own: Mapping[str, Tensor]) -> list[Fragment]:
-    """Tensors that one rank alone has."""
+    """Returns tensors that exist only on this rank as fragments that cover them."""
     return [Fragment(name, tuple(t.shape), (0,) * t.dim(), t) for name, t in own.items()]
 
 
 def write_part(path: Path, fragments: Sequence[Fragment]) -> Written:
-    """Writes one rank's file, if it has anything; errors come back as text, so that the other ranks hear of them."""
+    """Writes one rank's file, if it has any tensors.
+
+    Errors are returned as text, to be gathered on all ranks.
+    """
     values: dict[str, Tensor] = {}
     records: list[tuple[str, TensorRecord]] = []
     try:
@@ -352,10 +372,13 @@ def write_part(path: Path, fragments: Sequence[Fragment]) -> Written:
                     raise ValueError(f"{piece.key} is given twice")
                 values[piece.key] = fragment.values
             records.append((fragment.tensor, record))
-        if not values:
-            return Written(None, _collect(records))
-        file = write_tensors(path, values)
-        return Written(file, with_sums(_collect(records), file.crc32))
+        file = write_tensors(path, values) if values else None
+        crc32 = file.crc32 if file is not None else {}
+        tensors = {
+            name: replace(r, pieces=tuple(replace(piece, crc32=crc32.get(piece.key)) for piece in r.pieces))
+            for name, r in _collect(records).items()
+        }
+        return Written(file, tensors)
     except OSError as error:
         return Written(failure=error.strerror or str(error))
     except ValueError as error:
@@ -363,13 +386,13 @@ def write_part(path: Path, fragments: Sequence[Fragment]) -> Written:
 
 
 def _describe(fragment: Fragment, file: str) -> TensorRecord:
-    """The record of a fragment's tensor with this one piece; nothing is stored of an empty part."""
+    """Returns the record of a fragment's tensor with this one piece; an empty part has no piece."""
     dtype = str(fragment.values.dtype).removeprefix("torch.")
     whole, start, size = tuple(fragment.shape), tuple(fragment.start), tuple(fragment.values.shape)
     if not len(whole) == len(start) == len(size):
         raise ValueError(f"{fragment.tensor} of {list(whole)} has a part {list(size)} at {list(start)}")
     if dtype not in DTYPES:
-        raise ValueError(f"{fragment.tensor} is {dtype}, which a checkpoint cannot hold")
+        raise ValueError(f"{fragment.tensor} is {dtype}, which a checkpoint cannot store")
     if fragment.values.numel() == 0 and size != whole:
         return TensorRecord(dtype, whole, ())
     key = piece_key(fragment.tensor, whole, start, size)
@@ -377,45 +400,28 @@ def _describe(fragment: Fragment, file: str) -> TensorRecord:
 
 
 def _collect(records: Iterable[tuple[str, TensorRecord]]) -> dict[str, TensorRecord]:
-    """One record for each tensor, with the pieces of all its records in the order in which they lie."""
+    """Merges records of the same tensor, with its pieces in order of their start."""
     pieces: dict[str, list[StoredPiece]] = {}
-    first: dict[str, TensorRecord] = {}
+    tensors: dict[str, TensorRecord] = {}
     for name, record in records:
-        known = first.setdefault(name, record)
-        if (known.dtype, known.shape) != (record.dtype, record.shape):
+        first_record = tensors.setdefault(name, record)
+        if (first_record.dtype, first_record.shape) != (record.dtype, record.shape):
             raise ValueError(
-                f"{name} is {known.dtype} {list(known.shape)} in one part and "
+                f"{name} is {first_record.dtype} {list(first_record.shape)} in one part and "
                 f"{record.dtype} {list(record.shape)} in another"
             )
         pieces.setdefault(name, []).extend(record.pieces)
     return {
         name: TensorRecord(r.dtype, r.shape, tuple(sorted(pieces[name], key=lambda piece: piece.start)))
-        for name, r in sorted(first.items())
-    }
-
-
-def with_sums(tensors: Mapping[str, TensorRecord], crc32: Mapping[str, str]) -> dict[str, TensorRecord]:
-    """Records of what lies in one file, with the sums that were made of it as it was written."""
-    return {
-        name: replace(r, pieces=tuple(replace(piece, crc32=crc32.get(piece.key)) for piece in r.pieces))
-        for name, r in tensors.items()
+        for name, r in sorted(tensors.items())
     }
 
 
 def whole_tensors(records: Iterable[tuple[str, TensorRecord]]) -> dict[str, TensorRecord]:
-    """Every tensor with all its pieces; ValueError unless they make it up exactly."""
+    """Merges the records of all ranks. Raises ValueError unless the pieces cover every tensor exactly."""
     tensors = _collect(records)
     for name, record in tensors.items():
         problem = record.problem(name)
         if problem is not None:
             raise ValueError(f"{name}: {problem}")
     return tensors
-
-
-def manifest_of(
-    step: int, everyone: Sequence[Written], run_state: Mapping[str, Any], config: Mapping[str, Any]
-) -> Manifest:
-    """What all ranks wrote, once it is sure that the pieces make up every tensor exactly."""
-    files = {written.file.name: written.file for written in everyone if written.file is not None}
-    tensors = whole_tensors(record for written in everyone for record in written.tensors.items())
-    return Manifest(step, files, tensors, dict(run_state), dict(config))

@@ -1,13 +1,13 @@
-"""Links: which rectangle of a tensor of ours is which rectangle of a tensor in another program's files.
+"""Links between our tensors and those of other formats: which rectangle of ours is which rectangle of theirs.
 
-A table names, for each tensor of a model, the tensors of the other side that hold it, and how: some of its rows, each expert by
-itself, transposed, or with an axis of layers in front. The table and the shapes of a model give a list of links, which serves
-both directions. Values move along links in `convert.py`. Packages for other formats contribute tables and read and write files.
+A table names, for each tensor of a model, the tensors of the other format that hold it, and how: some rows,
+one expert each, transposed, or with a layer axis in front. The table and the shapes of a model give a list of
+links, which serves both directions. Packages for other formats contribute tables and read and write files.
 """
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,10 +21,10 @@ from pentatron.settings.model import TransformerConfig
 
 @dataclass(frozen=True)
 class Link:
-    """`size` elements of ours from `at` on are those of theirs from `start` on; `size` counts in our dimensions.
+    """Maps `size` elements of `ours` from `at` to those of `theirs` from `start`.
 
-    Theirs lacks our leading dimension if it holds one expert, and has `stacked` dimensions in front of ours if it holds all layers.
-    With `transposed` its last two dimensions are swapped.
+    `size` is in our dimensions. Theirs lacks our leading dimension if it holds one expert, and has `stacked`
+    leading dimensions more if it holds all layers. `transposed`: its last two dimensions are swapped.
     """
 
     ours: str
@@ -37,55 +37,55 @@ class Link:
 
     @property
     def their_size(self) -> Shape:
-        return (1,) * self.stacked + self._swapped(self.size[self._lacked :])
+        return (1,) * self.stacked + self._transpose(self.size[self._dropped_axes :])
 
     @property
-    def _lacked(self) -> int:
-        """Our leading dimensions that theirs does not have."""
+    def _dropped_axes(self) -> int:
+        """Number of our leading dimensions that theirs lacks."""
         return len(self.at) + self.stacked - len(self.start)
 
-    def _swapped(self, numbers: Shape) -> Shape:
+    def _transpose(self, numbers: Shape) -> Shape:
         return (*numbers[:-2], numbers[-1], numbers[-2]) if self.transposed else numbers
 
     def shared_with_ours(self, at: Shape, size: Shape) -> tuple[Shape, Shape] | None:
-        """The part of a rectangle of ours that this link covers, as (start, size)."""
+        """Intersection of this link with a rectangle of ours, as (start, size), or None."""
         return overlap(at, size, self.at, self.size)
 
     def shared_with_theirs(self, start: Shape, size: Shape) -> tuple[Shape, Shape] | None:
-        """The part of a rectangle of theirs that this link covers, as (start, size)."""
+        """Intersection of this link with a rectangle of theirs, as (start, size), or None."""
         return overlap(start, size, self.start, self.their_size)
 
     def their_rectangle(self, at: Shape, size: Shape) -> tuple[Shape, Shape]:
-        """The same elements in theirs, of a rectangle of ours within this link."""
-        offset = tuple(i - j for i, j in zip(at, self.at, strict=True))[self._lacked :]
-        moved = (0,) * self.stacked + self._swapped(offset)
+        """Maps a rectangle of ours within this link to theirs."""
+        offset = tuple(i - j for i, j in zip(at, self.at, strict=True))[self._dropped_axes :]
+        moved = (0,) * self.stacked + self._transpose(offset)
         start = tuple(i + j for i, j in zip(self.start, moved, strict=True))
-        return start, (1,) * self.stacked + self._swapped(size[self._lacked :])
+        return start, (1,) * self.stacked + self._transpose(size[self._dropped_axes :])
 
     def our_rectangle(self, start: Shape, size: Shape) -> tuple[Shape, Shape]:
-        """The same elements in ours, of a rectangle of theirs within this link."""
+        """Maps a rectangle of theirs within this link to ours."""
         offset = tuple(i - j for i, j in zip(start, self.start, strict=True))[self.stacked :]
-        moved = (0,) * self._lacked + self._swapped(offset)
+        moved = (0,) * self._dropped_axes + self._transpose(offset)
         at = tuple(i + j for i, j in zip(self.at, moved, strict=True))
-        return at, self.size[: self._lacked] + self._swapped(size[self.stacked :])
+        return at, self.size[: self._dropped_axes] + self._transpose(size[self.stacked :])
 
     def to_ours(self, values: Tensor, size: Shape) -> Tensor:
-        """Values of theirs, as a rectangle of ours of this size."""
+        """Converts values of theirs to a rectangle of ours of this size."""
         return (values.transpose(-2, -1) if self.transposed else values).reshape(size)
 
     def to_theirs(self, values: Tensor) -> Tensor:
-        """A rectangle of ours, as values of theirs."""
-        kept = values.reshape((1,) * self.stacked + tuple(values.shape[self._lacked :]))
-        return kept.transpose(-2, -1) if self.transposed else kept
+        """Converts a rectangle of ours to values of theirs."""
+        reshaped = values.reshape((1,) * self.stacked + tuple(values.shape[self._dropped_axes :]))
+        return reshaped.transpose(-2, -1) if self.transposed else reshaped
 
 
 @dataclass(frozen=True)
 class Source:
     """A tensor of theirs, and which rows of ours it holds (a key of `PARTS`).
 
-    `name` may contain `{base}`, a prefix of the whole file, `{kind}`, `weight` or `bias`, `{layer}`, and `{expert}` if each expert
-    has a tensor. `transposed`: matrices are [inputs, outputs] there; a bias is the same either way. `stacked`: one tensor holds all
-    layers, and the layer is an index of its first axis.
+    `name` may contain `{base}` (prefix of the whole file), `{kind}` (`weight` or `bias`), `{layer}`, and
+    `{expert}` if each expert has its own tensor. `transposed`: matrices are [inputs, outputs]; biases are not
+    affected. `stacked`: one tensor holds all layers, indexed by its first axis.
     """
 
     name: str
@@ -96,7 +96,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Row:
-    """A tensor of ours, and the tensors it is made of. The first form is written, each is read."""
+    """Table row: a tensor of ours and its possible sources. The first form is written, all are read."""
 
     ours: str
     forms: tuple[tuple[Source, ...], ...]
@@ -104,7 +104,10 @@ class Row:
 
 @dataclass(frozen=True)
 class NameTable:
-    """A row for each tensor. `unknown` is the error for a tensor without a row, with its name as `{ours}`."""
+    """One row per tensor.
+
+    `unknown` is the error message for a tensor without a row, with its name as `{ours}`.
+    """
 
     rows: tuple[Row, ...]
     unknown: str
@@ -112,7 +115,7 @@ class NameTable:
 
 @dataclass(frozen=True)
 class Run:
-    """`count` rows, from `ours` on in a tensor of ours and from `theirs` on in one of theirs."""
+    """`count` consecutive rows, from `ours` in our tensor and from `theirs` in theirs."""
 
     ours: int
     theirs: int
@@ -120,9 +123,13 @@ class Run:
 
 
 def _queries(model: TransformerConfig, rows: int) -> list[Run]:
+    """Rows of the queries.
+
+    In our QKV tensor, each group holds its queries, then one key and one value head.
+    """
     groups, queries, width = _attention(model)
-    own, stride = queries * width, (queries + 2) * width
-    return [Run(g * stride, g * own, own) for g in range(groups)]
+    rows_per_group, stride = queries * width, (queries + 2) * width
+    return [Run(g * stride, g * rows_per_group, rows_per_group) for g in range(groups)]
 
 
 def _keys(model: TransformerConfig, rows: int) -> list[Run]:
@@ -135,20 +142,20 @@ def _values(model: TransformerConfig, rows: int) -> list[Run]:
 
 
 def _queries_keys_values(model: TransformerConfig, rows: int) -> list[Run]:
-    """One after the other in one tensor."""
+    """Rows of all queries, then all keys, then all values, in one tensor."""
     runs: list[Run] = []
     for part in (_queries, _keys, _values):
-        before = sum(run.count for run in runs)
-        runs += [Run(run.ours, before + run.theirs, run.count) for run in part(model, rows)]
+        offset = sum(run.count for run in runs)
+        runs += [Run(run.ours, offset + run.theirs, run.count) for run in part(model, rows)]
     return runs
 
 
 def _attention(model: TransformerConfig) -> Shape:
-    """Groups, queries of a group, width of a head."""
+    """Returns (query groups, queries per group, head width)."""
     return model.num_query_groups, model.num_attention_heads // model.num_query_groups, model.kv_channels
 
 
-# The rows of ours that a tensor of theirs holds, by the names that tables use.
+# Row selections of our tensor, by the names that tables use.
 PARTS: dict[str, Callable[[TransformerConfig, int], list[Run]]] = {
     "all": lambda model, rows: [Run(0, 0, rows)],
     "first half": lambda model, rows: [Run(0, 0, rows // 2)],
@@ -167,10 +174,10 @@ def links_by_table(
     names: Collection[str] | None = None,
     base: str = "",
 ) -> list[Link]:
-    """The links of tensors of these shapes, in their order.
+    """Returns the links of tensors with these shapes, in order.
 
-    `names` are the tensors of a file, which may have any of the forms of a row; a tensor of which it has none is linked in the
-    first form, and is then missing. Without `names` all links are of the first form.
+    `names` are the tensors of a file, which may use any form of a row; a tensor with no form in the file is
+    linked in the first form, and then reported as missing. Without `names` all links use the first form.
     """
     links: list[Link] = []
     for ours, shape in shapes.items():
@@ -182,11 +189,12 @@ def links_by_table(
 
 
 def _row_of(table: NameTable, ours: str) -> tuple[Row, dict[str, str]]:
+    """Returns the table row of a tensor and the values of its placeholders."""
     for row in table.rows:
         pattern = re.escape(row.ours).replace(r"\{layer\}", r"(?P<layer>\d+)")
-        found = re.fullmatch(pattern.replace(r"\{kind\}", "(?P<kind>weight|bias)"), ours)
-        if found:
-            return row, found.groupdict()
+        match = re.fullmatch(pattern.replace(r"\{kind\}", "(?P<kind>weight|bias)"), ours)
+        if match:
+            return row, match.groupdict()
     raise UserError(table.unknown.format(ours=ours))
 
 
@@ -198,18 +206,19 @@ def _links_of_tensor(
     model: TransformerConfig,
     names: Collection[str] | None,
 ) -> Iterator[Link]:
+    """Yields the links of one tensor."""
     for source in _form(row, fields, names):
         runs = PARTS[source.part](model, shape[_rows_axis(shape)])
-        each = "{expert}" in source.name
-        for expert in range(shape[0]) if each else (0,):
+        per_expert = "{expert}" in source.name
+        for expert in range(shape[0]) if per_expert else (0,):
             theirs = source.name.format(expert=expert, **fields)
             layer = int(fields["layer"]) if source.stacked else None
             for run in runs:
-                yield _link(source, ours, shape, theirs, run, expert if each else None, layer)
+                yield _link(source, ours, shape, theirs, run, expert if per_expert else None, layer)
 
 
 def _form(row: Row, fields: Mapping[str, str], names: Collection[str] | None) -> tuple[Source, ...]:
-    """The first form of which the file has anything, else the first of all."""
+    """Returns the first form that exists in the file, else the first form."""
     for form in row.forms:
         if names is None or form[0].name.format(expert=0, **fields) in names:
             return form
@@ -217,15 +226,18 @@ def _form(row: Row, fields: Mapping[str, str], names: Collection[str] | None) ->
 
 
 def _rows_axis(shape: Shape) -> int:
-    """The outputs of a matrix; an axis of experts may come before them."""
+    """Axis of the output features; an expert axis may precede it."""
     return max(len(shape) - 2, 0)
 
 
 def _link(
     source: Source, ours: str, shape: Shape, theirs: str, run: Run, expert: int | None, layer: int | None
 ) -> Link:
+    """Returns the link of one run of rows."""
     axis = _rows_axis(shape)
-    at, start = (_along(axis, first, len(shape)) for first in (run.ours, run.theirs))
+    at, start = (
+        tuple(first if i == axis else 0 for i in range(len(shape))) for first in (run.ours, run.theirs)
+    )
     size = (*shape[:axis], run.count, *shape[axis + 1 :])
     if expert is not None:
         at, start, size = (expert, *at[1:]), start[1:], (1, *size[1:])
@@ -237,28 +249,24 @@ def _link(
     return Link(ours, at, theirs, (layer, *start), size, transposed, stacked=1)
 
 
-def _along(axis: int, first: int, dimensions: int) -> Shape:
-    return tuple(first if i == axis else 0 for i in range(dimensions))
-
-
 def by_ours(links: Iterable[Link]) -> dict[str, list[Link]]:
-    """The links of each tensor of ours."""
-    found: dict[str, list[Link]] = {}
+    """Groups links by our tensor."""
+    groups: dict[str, list[Link]] = {}
     for link in links:
-        found.setdefault(link.ours, []).append(link)
-    return found
+        groups.setdefault(link.ours, []).append(link)
+    return groups
 
 
 def by_theirs(links: Iterable[Link]) -> dict[str, list[Link]]:
-    """The links of each tensor of theirs."""
-    found: dict[str, list[Link]] = {}
+    """Groups links by their tensor."""
+    groups: dict[str, list[Link]] = {}
     for link in links:
-        found.setdefault(link.theirs, []).append(link)
-    return found
+        groups.setdefault(link.theirs, []).append(link)
+    return groups
 
 
 def their_shapes(links: Iterable[Link]) -> dict[str, Shape]:
-    """Every tensor of theirs that the links name, and the size they need it to have."""
+    """Returns the minimum shape of every tensor of theirs that the links use."""
     shapes: dict[str, Shape] = {}
     for link in links:
         end = tuple(i + n for i, n in zip(link.start, link.their_size, strict=True))
@@ -266,11 +274,10 @@ def their_shapes(links: Iterable[Link]) -> dict[str, Shape]:
     return shapes
 
 
-# Values along links: tensors of one side made of rectangles of the other, a block at a time, and in which
-# type.
+# --- reading values along links ---
 
 
-# The types that a user may ask for.
+# Dtypes the user may choose.
 BY_NAME = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NAMES = {dtype: name for name, dtype in BY_NAME.items()} | {torch.float64: "fp64"}
 
@@ -280,14 +287,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def common_dtype(stored: Iterable[torch.dtype]) -> torch.dtype:
-    """The narrowest type that holds the values of all of them."""
-    found = set(stored)
+    """Returns the narrowest dtype that represents the values of all of these exactly."""
+    dtypes = set(stored)
     candidates = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-    return next(kept for kept in candidates if all(holds(kept, one) for one in found))
+    return next(candidate for candidate in candidates if all(holds(candidate, dtype) for dtype in dtypes))
 
 
 def require_room(name: str, stored: torch.dtype, wanted: torch.dtype) -> None:
-    """Refuses a type that would round values of this tensor."""
+    """Refuses a dtype that would round values of this tensor."""
     if not holds(wanted, stored):
         raise UserError(
             f"{name} is {dtype_name(stored)}, of which {dtype_name(wanted)} cannot hold every value; leave out --dtype to keep "
@@ -296,84 +303,83 @@ def require_room(name: str, stored: torch.dtype, wanted: torch.dtype) -> None:
 
 
 def reads_ours(links: Iterable[Link], theirs: Read, outlines: Mapping[str, Outline]) -> Read:
-    """Reads rectangles of our tensors out of theirs."""
-    of_tensor = by_ours(links)
+    """Returns a reader of rectangles of our tensors from theirs."""
 
-    def read(name: str, start: Shape, size: Shape) -> Tensor:
-        def part(link: Link, at: Shape, extent: Shape) -> Tensor:
-            return link.to_ours(theirs(link.theirs, *link.their_rectangle(at, extent)), extent)
+    def part(link: Link, at: Shape, extent: Shape) -> Tensor:
+        return link.to_ours(theirs(link.theirs, *link.their_rectangle(at, extent)), extent)
 
-        rectangles = [(link, link.shared_with_ours(start, size)) for link in of_tensor[name]]
-        return _put_together(name, rectangles, part, start, size, outlines[name].dtype)
-
-    return read
+    return _reader(by_ours(links), Link.shared_with_ours, part, outlines)
 
 
 def reads_theirs(links: Iterable[Link], ours: Read, outlines: Mapping[str, Outline]) -> Read:
-    """Reads rectangles of their tensors out of ours."""
-    of_tensor = by_theirs(links)
+    """Returns a reader of rectangles of their tensors from ours."""
+
+    def part(link: Link, at: Shape, extent: Shape) -> Tensor:
+        return link.to_theirs(ours(link.ours, *link.our_rectangle(at, extent)))
+
+    return _reader(by_theirs(links), Link.shared_with_theirs, part, outlines)
+
+
+def _reader(
+    links: Mapping[str, Sequence[Link]],
+    intersection: Callable[[Link, Shape, Shape], tuple[Shape, Shape] | None],
+    part: Callable[[Link, Shape, Shape], Tensor],
+    outlines: Mapping[str, Outline],
+) -> Read:
+    """Returns a reader that assembles rectangles from the parts that the links of a tensor provide."""
 
     def read(name: str, start: Shape, size: Shape) -> Tensor:
-        def part(link: Link, at: Shape, extent: Shape) -> Tensor:
-            return link.to_theirs(ours(link.ours, *link.our_rectangle(at, extent)))
-
-        rectangles = [(link, link.shared_with_theirs(start, size)) for link in of_tensor[name]]
-        return _put_together(name, rectangles, part, start, size, outlines[name].dtype)
+        parts = [
+            (link, *common) for link in links[name] if (common := intersection(link, start, size)) is not None
+        ]
+        dtype = outlines[name].dtype
+        if len(parts) == 1:
+            # One link covers the whole rectangle, so no copy is needed.
+            return _cast(dtype, part(*parts[0]), name)
+        values = torch.empty(size, dtype=dtype)
+        filled = 0
+        for link, at, extent in parts:
+            region(values, _subtract(at, start), extent).copy_(_cast(dtype, part(link, at, extent), name))
+            filled += math.prod(extent)
+        assert filled == values.numel(), f"{filled} elements of {list(size)} have a source"
+        return values
 
     return read
 
 
 def fill(target: Fragment, links: Iterable[Link], theirs: Read) -> None:
-    """Overwrites a rectangle of a tensor of ours, in memory that exists; `links` are those of the tensor."""
-    size, found = tuple(target.values.shape), 0
+    """Overwrites a rectangle of our tensor in place; `links` are those of the tensor.
+
+    Copies block by block.
+    """
+    size, filled = tuple(target.values.shape), 0
     for link in links:
         common = link.shared_with_ours(target.start, size)
         if common is None:
             continue
         at, extent = common
-        into = region(target.values.detach(), _minus(at, target.start), extent)
+        into = region(target.values.detach(), _subtract(at, target.start), extent)
         for offset, block in blocks(extent, into.element_size()):
-            first = tuple(i + j for i, j in zip(at, offset, strict=True))
-            values = theirs(link.theirs, *link.their_rectangle(first, block))
+            position = tuple(i + j for i, j in zip(at, offset, strict=True))
+            values = theirs(link.theirs, *link.their_rectangle(position, block))
             region(into, offset, block).copy_(link.to_ours(values, block))
-        found += math.prod(extent)
-    assert found == math.prod(size), f"{target.tensor}: {found} elements of {size} have a source"
-
-
-def _put_together(
-    name: str,
-    rectangles: Iterable[tuple[Link, tuple[Shape, Shape] | None]],
-    part: Callable[[Link, Shape, Shape], Tensor],
-    start: Shape,
-    size: Shape,
-    dtype: torch.dtype,
-) -> Tensor:
-    found = [(link, *common) for link, common in rectangles if common is not None]
-    if len(found) == 1:
-        # One link holds the whole rectangle, so its values need no copy.
-        return _as(dtype, part(*found[0]), name)
-    values = torch.empty(size, dtype=dtype)
-    filled = 0
-    for link, at, extent in found:
-        region(values, _minus(at, start), extent).copy_(_as(dtype, part(link, at, extent), name))
         filled += math.prod(extent)
-    assert filled == values.numel(), f"{filled} elements of {list(size)} have a source"
-    return values
+    assert filled == math.prod(size), f"{target.tensor}: {filled} elements of {size} have a source"
 
 
-def _minus(at: Shape, start: Shape) -> Shape:
+def _subtract(at: Shape, start: Shape) -> Shape:
     return tuple(i - j for i, j in zip(at, start, strict=True))
 
 
-def _as(dtype: torch.dtype, values: Tensor, name: str) -> Tensor:
-    """The values in another type. Rounding is what was asked for; a finite value that becomes infinite is an error."""
-    made = values.to(dtype)
-    if holds(dtype, values.dtype) or all(extreme.isfinite() for extreme in made.aminmax()):
-        return made
-    beyond = made.isinf() & values.isfinite()
-    if beyond.any():
+def _cast(dtype: torch.dtype, values: Tensor, name: str) -> Tensor:
+    """Converts values to a dtype. Rounding is allowed here; a finite value that becomes inf is an error."""
+    cast = values.to(dtype)
+    if holds(dtype, values.dtype) or all(extreme.isfinite() for extreme in cast.aminmax()):
+        return cast
+    overflowed = cast.isinf() & values.isfinite()
+    if overflowed.any():
         raise UserError(
-            f"{name} holds {float(values[beyond].abs().max()):.3g}, which is beyond the range of {dtype_name(dtype)}; choose another "
+            f"{name} holds {float(values[overflowed].abs().max()):.3g}, which is beyond the range of {dtype_name(dtype)}; choose another "
             f"--dtype"
         )
-    return made
+    return cast

@@ -1,11 +1,12 @@
-"""One writer per folder: a run's folder, or a folder of checkpoints.
+"""Locks a run's folder or a folder of checkpoints for one writer.
 
-Two locks, as neither is enough. The kernel's (`flock` on `.lock`) is free as soon as its holder ends, however it ends; but between
-machines that share a folder it may not hold, if the file system was mounted so. The record inside the file names the owner, who renews
-its time while it lives; on another machine that is all there is to go by.
+Two locks, as neither is sufficient. The kernel's lock (`flock` on `.lock`) is released as soon as its holder
+ends, but may not work between machines, depending on how the file system is mounted. The record in the file
+names the owner, who updates its modification time as a heartbeat; on another machine only this is visible.
 
-A lock belongs to an inode, and a path may get another one. So the inode is compared after locking, and again whenever the owner is
-about to write (`FolderLock.require`): an owner whose folder was moved, removed or taken over stops before it writes.
+A lock belongs to an inode, and a path may get another inode. The inode is therefore compared after locking,
+and again before the owner writes (`FolderLock.require`): an owner whose folder was moved, removed or taken
+over stops before it writes.
 """
 
 import contextlib
@@ -28,22 +29,25 @@ from pentatron.checkpoint.untrusted import read_json
 from pentatron.errors import FolderLost, UserError
 
 FILE_NAME = ".lock"
-# How often the owner says that it lives, and when a silent one on another machine counts as gone.
+# Heartbeat interval, and age of the heartbeat after which an owner on another machine counts as dead.
 _BEAT_SECONDS = 10.0
 _STALE_SECONDS = 60.0
-_LOOK_SECONDS = 1.0
-# Tries to lock a file that is deleted or replaced each time before the lock is there.
+_POLL_SECONDS = 1.0
+# Attempts to lock a file that is deleted or replaced before each lock is acquired.
 _TRIES = 100
 _LONGEST_RECORD = 1 << 16
-# File systems of one machine, where the kernel knows every holder of its lock.
+# Local file systems, where the kernel knows every holder of the lock.
 _LOCAL = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "ramfs", "overlay"})
-# What `stat` says of a path that is not there any more, a removed folder of a network file system included.
+# Errors of `stat` for a missing path. ESTALE: a removed folder of a network file system.
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 
 @dataclass(frozen=True)
 class Owner:
-    """`token`: of this one holding, as process numbers come again. `released`: it ended in good order."""
+    """Record of the lock's owner.
+
+    `token`: identifies this lock, as PIDs are reused. `released`: it ended normally.
+    """
 
     host: str
     pid: int
@@ -56,11 +60,11 @@ class Owner:
 
 
 class FolderLock:
-    """A folder that this process holds. `say` gets a line where the lock file had to be made again."""
+    """A folder locked by this process. `say` gets a message if the lock file had to be created again."""
 
     def __init__(self, folder: Path, file: TextIO, say: Callable[[str], None]) -> None:
         self.folder, self.path = folder, folder / FILE_NAME
-        # Why it is not ours any more.
+        # Why the lock was lost; empty while it is held.
         self.lost = ""
         self.owner = Owner(
             socket.gethostname(),
@@ -71,47 +75,49 @@ class FolderLock:
         self._file, self._say = file, say
         self._folder = folder.stat()
         self._is_new = os.fstat(file.fileno()).st_size == 0
-        # The thread that renews the record, and the one that asks.
+        # Guards against the heartbeat thread.
         self._one_at_a_time = threading.Lock()
         self._renewed = 0
         self._record(self.owner)
 
     def require(self, thorough: bool = True) -> None:
-        """Raises `FolderLost` if the folder is not this process's any more; to be called before anything is written.
+        """Raises `FolderLost` if this process no longer holds the folder. Must be called before every write.
 
-        Costs one `stat`. The record is read where its time is not the one that this process left, or if `thorough`.
+        Costs one `stat`. The record is read only if its modification time was changed by another process, or
+        if `thorough`.
         """
         with self._one_at_a_time:
             if self.lost:
                 raise FolderLost(self.lost)
             try:
-                there = _stat(self.path)
+                status = _stat(self.path)
             except OSError:
-                # A disk that does not answer says nothing of owners, and the write that follows meets it as well.
+                # An I/O error does not say who the owner is, and the following write reports it.
                 return
-            if there is None or not os.path.samestat(there, os.fstat(self._file.fileno())):
+            if status is None or not os.path.samestat(status, os.fstat(self._file.fileno())):
                 self._lock_again()
-            elif thorough or there.st_mtime_ns != self._renewed:
+            elif thorough or status.st_mtime_ns != self._renewed:
                 self._require_record()
 
     def renew(self) -> None:
-        """Gives the record a new time, as long as it is ours."""
+        """Heartbeat: updates the record's modification time if it is still ours."""
         with self._one_at_a_time, contextlib.suppress(OSError):
             if read_owner(self.path) == self.owner:
                 os.utime(self.path)
                 self._renewed = self.path.stat().st_mtime_ns
 
     def release(self) -> None:
-        # The next owner, on any machine, need not wait until this one seems to be gone.
+        """Marks the record as released and unlocks the file."""
+        # So that the next owner, on any machine, need not wait for the heartbeat to time out.
         with self._one_at_a_time, contextlib.suppress(OSError):
             if not self.lost and read_owner(self.path) == self.owner:
                 self._record(replace(self.owner, released=True))
         self._file.close()
 
     def withdraw(self) -> None:
-        """For a job that is refused after it took the lock: removes the file if this lock made it, as if it had never been there.
+        """Removes the lock file if this lock created it, for a job that is refused after locking.
 
-        Another job that waits for this inode compares it with the path's, and tries again.
+        Another job waiting for this inode compares it with the path's, and retries.
         """
         if self._is_new:
             self.path.unlink(missing_ok=True)
@@ -119,7 +125,7 @@ class FolderLock:
     def _require_record(self) -> None:
         recorded = read_owner(self.path)
         if recorded is None:
-            # Cut short or damaged; the kernel's lock on this inode is ours.
+            # Truncated or damaged; the kernel's lock on this inode is held.
             with contextlib.suppress(OSError):
                 self._record(self.owner)
         elif recorded.token != self.owner.token:
@@ -128,7 +134,7 @@ class FolderLock:
             self._renewed = self.path.stat().st_mtime_ns
 
     def _lock_again(self) -> None:
-        """`.lock` was deleted or replaced. Locks the file that is there now, unless another job was faster."""
+        """Locks the new file after `.lock` was deleted or replaced, unless another job was faster."""
         folder = _stat(self.folder)
         if folder is None:
             self._lose(f"{self.folder} was moved or removed while this run wrote to it")
@@ -139,7 +145,7 @@ class FolderLock:
         except BlockingIOError:
             owner = read_owner(self.path)
             if owner is not None and owner.token == self.owner.token:
-                # The file is the one that this process holds: some network file systems change inode numbers.
+                # The same file: some network file systems change inode numbers.
                 return
             self._lose(f"{self.path} was deleted, and {self.folder} taken by {owner or 'another job'}")
         except OSError as error:
@@ -151,7 +157,7 @@ class FolderLock:
         self._file.close()
         self._file = file
         with contextlib.suppress(OSError):
-            # A full disk; the kernel's lock is there.
+            # The disk may be full; the kernel's lock is held.
             self._record(self.owner)
         self._say(
             f"note: {self.path} was deleted during the run; it was made again, as no other job uses the folder"
@@ -162,7 +168,7 @@ class FolderLock:
         raise FolderLost(self.lost)
 
     def _record(self, owner: Owner) -> None:
-        # In place: a new file of this name would have a lock of its own.
+        # Written in place: a new file would be another inode with another lock.
         self.path.write_text(json.dumps(asdict(owner)), encoding="utf-8")
         self._renewed = self.path.stat().st_mtime_ns
 
@@ -173,9 +179,10 @@ def folder_lock(
     say: Callable[[str], None] | None = None,
     way_out: str = "stop it, or choose another --run-dir",
 ) -> Iterator[FolderLock]:
-    """Holds the folder for this process. `say` tells why it takes a while, if an owner elsewhere may be gone or not.
+    """Context manager that locks the folder for this process.
 
-    `way_out`: what somebody can do who does not want to wait.
+    `say` gets a message while waiting for the heartbeat of an owner on another machine. `way_out`: advice in
+    the error for a locked folder.
     """
     say = say or (lambda text: None)
     path = folder / FILE_NAME
@@ -185,14 +192,20 @@ def folder_lock(
     except BlockingIOError:
         raise _refusal(folder, str(read_owner(path) or "its owner is not recorded"), way_out) from None
     try:
-        before = read_owner(path)
-        if before is not None and not before.released and _may_be_unseen(before, folder):
-            _wait_for_silence(path, before, say, way_out)
+        previous = read_owner(path)
+        # On a local file system, acquiring the kernel's lock proves that the owner is dead.
+        if (
+            previous is not None
+            and not previous.released
+            and previous.host != socket.gethostname()
+            and _file_system(folder) not in _LOCAL
+        ):
+            _wait_for_timeout(path, previous, say, way_out)
         lock = FolderLock(folder, file, say)
     except BaseException:
         file.close()
         raise
-    with _living(lock):
+    with _heartbeat(lock):
         try:
             yield lock
         finally:
@@ -200,28 +213,29 @@ def folder_lock(
 
 
 def _require_lock_file(path: Path) -> None:
-    """Refuses what is not a lock: it would be overwritten, or, if it is a FIFO or a device, read without end."""
+    """Refuses a file that is not a lock: it would be overwritten, or, if a FIFO or device, block the read."""
     if not path.exists():
         return
-    held = b"?"
+    content = b"?"
     if path.is_file():
         with path.open("rb") as file:
-            held = file.read(_LONGEST_RECORD)
-    if held.strip(b"\0") and not held.startswith(b"{"):
+            content = file.read(_LONGEST_RECORD)
+    if content.strip(b"\0") and not content.startswith(b"{"):
         raise UserError(f"{path} is not the lock of a job; remove it, or choose another folder")
 
 
 def _locked(path: Path) -> TextIO:
-    """The file of this path, locked; BlockingIOError: another process holds it.
+    """Opens and locks the file. Raises BlockingIOError if another process holds it.
 
-    Opens it again if it was deleted or replaced before the lock was taken: a lock on an unlinked inode excludes no other process.
+    Retries if the file was deleted or replaced before it was locked: a lock on an unlinked inode excludes no
+    other process.
     """
     for _ in range(_TRIES):
         file = path.open("a+", encoding="utf-8")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            there = _stat(path)
-            if there is not None and os.path.samestat(there, os.fstat(file.fileno())):
+            status = _stat(path)
+            if status is not None and os.path.samestat(status, os.fstat(file.fileno())):
                 return file
         except BaseException:
             file.close()
@@ -233,7 +247,10 @@ def _locked(path: Path) -> TextIO:
 
 
 def _stat(path: Path) -> os.stat_result | None:
-    """None: it is not there. Other errors, such as those of a network that is away for a moment, are raised."""
+    """Returns None if the path does not exist.
+
+    Raises other errors, such as those of an unavailable network.
+    """
     try:
         return path.stat()
     except OSError as error:
@@ -243,7 +260,7 @@ def _stat(path: Path) -> os.stat_result | None:
 
 
 def is_in_use(folder: Path) -> bool:
-    """Whether a process holds the folder just now, as far as the kernel knows."""
+    """Whether a process holds the kernel's lock of the folder."""
     try:
         with (folder / FILE_NAME).open("r+", encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -254,37 +271,32 @@ def is_in_use(folder: Path) -> bool:
     return False
 
 
-def _may_be_unseen(owner: Owner, folder: Path) -> bool:
-    """Whether the owner may live although the kernel's lock is free."""
-    return owner.host != socket.gethostname() and _file_system(folder) not in _LOCAL
-
-
 def _file_system(folder: Path) -> str:
-    """Its type, by the mount that the folder is under; empty where the system does not tell."""
-    found = ("", "")
+    """Type of the file system the folder is mounted on, or an empty string if unknown."""
+    longest = ("", "")
     try:
         lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return ""
     for line in lines:
         mounted, kind = line.split(" - ")[0].split()[4], line.split(" - ")[1].split()[0]
-        # Of mounts one over the other, the last one counts.
-        if folder.resolve().is_relative_to(mounted) and len(mounted) >= len(found[0]):
-            found = mounted, kind
-    return found[1]
+        # Of mounts on the same path, the last one is visible.
+        if folder.resolve().is_relative_to(mounted) and len(mounted) >= len(longest[0]):
+            longest = mounted, kind
+    return longest[1]
 
 
-def _wait_for_silence(path: Path, owner: Owner, say: Callable[[str], None], way_out: str) -> None:
-    """Refuses as soon as the owner shows that it lives; returns when it has been silent for long enough."""
-    seen = path.stat().st_mtime
+def _wait_for_timeout(path: Path, owner: Owner, say: Callable[[str], None], way_out: str) -> None:
+    """Returns when the owner's heartbeat has timed out; raises UserError as soon as it shows a heartbeat."""
+    modified = path.stat().st_mtime
     if (left := _STALE_SECONDS - _age(path)) > 0:
         say(
-            f"{path.parent} belonged to {owner}; its machine is asked for a sign of life, for {left:.0f} s at most ..."
+            f"{path.parent} belonged to {owner}; waiting up to {left:.0f} s for a heartbeat of that process ..."
         )
     while _age(path) < _STALE_SECONDS:
-        if read_owner(path) != owner or path.stat().st_mtime != seen:
+        if read_owner(path) != owner or path.stat().st_mtime != modified:
             raise _refusal(path.parent, str(owner), way_out)
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
 
 
 def _refusal(folder: Path, owner: str, way_out: str) -> UserError:
@@ -299,7 +311,7 @@ def read_owner(path: Path) -> Owner | None:
 
 
 def _age(path: Path) -> float:
-    """Seconds since the owner last said that it lives, by the clock of the disk, which both machines read."""
+    """Seconds since the last heartbeat, by the clock of the file system, which both machines share."""
     probe = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     try:
         probe.touch()
@@ -309,8 +321,8 @@ def _age(path: Path) -> float:
 
 
 @contextmanager
-def _living(lock: FolderLock) -> Iterator[None]:
-    """Renews the record every now and then."""
+def _heartbeat(lock: FolderLock) -> Iterator[None]:
+    """Context manager that renews the lock from a background thread."""
     ended = threading.Event()
 
     def beat() -> None:

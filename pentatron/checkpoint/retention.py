@@ -1,4 +1,7 @@
-"""Which steps may go, and how they go: the one rule of a run's own retention and of `pentatron checkpoint prune`."""
+"""Which checkpoint steps are kept and how others are removed, for runs and for `pentatron checkpoint prune`.
+
+Records base steps.
+"""
 
 import json
 import re
@@ -11,46 +14,49 @@ from pentatron.errors import UserError
 from pentatron.files import free_name, hidden_name, make_folder, rename, write_file
 from pentatron.text import parse_json
 
-# The second is the name of a step in the format torch_dist.
-_NUMBER = re.compile(r"(?:step-(\d{8,})(?:-again\d+)?|iter_(\d{7,}))")
+# Names of steps in our format and in the format torch_dist.
+STEP_NAME = re.compile(r"step-(\d{8,})(?:-again(\d+))?|iter_(\d{7,})")
 
 _REPLACED = "replaced-"
 
 
 @dataclass(frozen=True)
 class Retention:
-    """The newest `keep` steps stay (None: all), and of the others those whose number is a multiple of `every`."""
+    """Retains the newest `keep` steps (None: all), and steps whose number is a multiple of `every`."""
 
     keep: int | None = None
     every: int | None = None
 
     def outdated(self, steps: Sequence[Path], protected: Collection[Path] = ()) -> list[Path]:
-        """Of steps, oldest first, those that may go: earlier saves of a step that was saved again, and what is not kept."""
+        """Returns the steps to remove: replaced saves of the same step, and those not retained.
+
+        `steps` is oldest first.
+        """
         last = {number_of(step): step for step in steps}
         replaced = [step for step in steps if last[number_of(step)] != step]
         current = [step for step in steps if last[number_of(step)] == step]
         beyond = [] if self.keep is None else current[: max(0, len(current) - self.keep)]
-        old = [step for step in beyond if not self._stays(step)]
+        old = [step for step in beyond if not self._is_permanent(step)]
         return [step for step in (*replaced, *old) if step not in protected]
 
-    def _stays(self, step: Path) -> bool:
+    def _is_permanent(self, step: Path) -> bool:
         number = number_of(step)
         return self.every is not None and number is not None and number % self.every == 0
 
 
 def number_of(step: Path) -> int | None:
-    """Which step a folder says it is by its name; None: it has another kind of name."""
-    match = _NUMBER.fullmatch(step.name)
-    return int(match[1] or match[2]) if match else None
+    """Returns the step number in a folder's name, or None."""
+    match = STEP_NAME.fullmatch(step.name)
+    return int(match[1] or match[3]) if match else None
 
 
 def hidden_while_replaced(step: Path) -> Path:
-    """The name of a step that makes way for another save of it."""
+    """Temporary name of a step while another save of it is committed."""
     return hidden_name(step.with_name(f"{_REPLACED}{step.name}"))
 
 
 def restore_replaced(folder: Path) -> None:
-    """A step that made way for a save that never came takes its place again."""
+    """Restores steps that were renamed for a save that was never committed."""
     for hidden in folder.glob(f".{_REPLACED}*"):
         step = folder / hidden.name.removeprefix(f".{_REPLACED}").rpartition(".")[0]
         if not step.exists():
@@ -58,10 +64,10 @@ def restore_replaced(folder: Path) -> None:
 
 
 def remove_steps(folder: Path, steps: Iterable[Path]) -> None:
-    """Removes steps of a folder, and what killed saves and removals have left in it."""
+    """Removes steps of a folder, and leftovers of interrupted saves and removals."""
     restore_replaced(folder)
     for step in steps:
-        # Hidden first: a deletion cut short must not leave half a step under a step's name.
+        # Renamed first: an interrupted deletion must not leave a partial step under a step's name.
         rename(step, hidden_name(step))
     for leftover in (path for kind in (".step-*", ".iter_*", f".{_REPLACED}*") for path in folder.glob(kind)):
         if leftover.is_symlink():
@@ -72,11 +78,10 @@ def remove_steps(folder: Path, steps: Iterable[Path]) -> None:
         pointer.unlink(missing_ok=True)
 
 
-# Steps a run began from, where they lie among its own: kept for good, and never taken for what the run has
-# reached.
+# --- base steps: steps that were in the folder when the run began ---
 #
-# Without the record, a run that starts at step 0 from weights in its own folder could not tell them from its
-# own saves.
+# They are never removed or counted as progress of the run. Without the record, a run that starts at step 0
+# from weights in its own folder could not distinguish them from its own saves.
 
 
 FILE_NAME = "began-from.json"
@@ -85,22 +90,25 @@ _BEFORE = ".before"
 
 @dataclass(frozen=True)
 class Bases:
-    """`steps`: the names of what lay in the folder when the run began. `origin`: what its weights come from; None: they were new."""
+    """`steps`: names of the steps in the folder when the run began.
+
+    `origin`: source of its weights; None: initialised.
+    """
 
     steps: frozenset[str]
     origin: Path | None
 
 
 def read_record(folder: Path) -> Bases | None:
-    """What a run recorded when it began; None: nothing."""
+    """Returns what the run recorded when it began, or None."""
     path = folder / FILE_NAME
     try:
         if path.exists() and not path.is_file():
-            # To open a FIFO would wait for its writer.
+            # Opening a FIFO would block.
             raise ValueError("it is not a regular file")
-        found = parse_json(path.read_text(encoding="utf-8"))
-        origin = found.get("from")
-        return Bases(frozenset(map(str, found["steps"])), None if origin is None else Path(str(origin)))
+        record = parse_json(path.read_text(encoding="utf-8"))
+        origin = record.get("from")
+        return Bases(frozenset(map(str, record["steps"])), None if origin is None else Path(str(origin)))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -111,37 +119,37 @@ def read_record(folder: Path) -> Bases | None:
 
 
 def read_bases(folder: Path) -> frozenset[str] | None:
-    """The names of the steps that were there when the run began; None: nothing was recorded."""
+    """Returns the names of the base steps, or None if nothing was recorded."""
     record = read_record(folder)
     return None if record is None else record.steps
 
 
 def record_bases(folder: Path, steps: Iterable[Path], origin: Path | None) -> None:
-    """Records, as the run begins, the steps that lie in its folder, and what its weights come from."""
+    """Records the steps in the folder as the run begins, and the source of its weights."""
     make_folder(folder)
-    _write(folder, {step.name for step in steps}, None if origin is None else origin.absolute())
+    _write_record(folder, {step.name for step in steps}, None if origin is None else origin.absolute())
 
 
-def _write(folder: Path, steps: Iterable[str], origin: Path | None) -> None:
-    found = {"from": None if origin is None else str(origin), "steps": sorted(steps)}
-    write_file(folder / FILE_NAME, (json.dumps(found, indent=1) + "\n").encode())
+def _write_record(folder: Path, steps: Iterable[str], origin: Path | None) -> None:
+    record = {"from": None if origin is None else str(origin), "steps": sorted(steps)}
+    write_file(folder / FILE_NAME, (json.dumps(record, indent=1) + "\n").encode())
 
 
 def keep_base(step: Path) -> Path:
-    """Gives a step of an earlier run another name, as one of the same number is about to be saved; returns where it now lies."""
-    kept = free_name(step.with_name(f"{step.name}{_BEFORE}"))
-    rename(step, kept)
+    """Renames a base step whose number is about to be saved by this run. Returns its new path."""
+    renamed = free_name(step.with_name(f"{step.name}{_BEFORE}"))
+    rename(step, renamed)
     record = read_record(step.parent)
     if record is not None and step.name in record.steps:
-        origin = kept.absolute() if record.origin == step.absolute() else record.origin
-        _write(step.parent, {*record.steps, kept.name} - {step.name}, origin)
-    return kept
+        origin = renamed.absolute() if record.origin == step.absolute() else record.origin
+        _write_record(step.parent, {*record.steps, renamed.name} - {step.name}, origin)
+    return renamed
 
 
 def restore_bases(folder: Path) -> None:
-    """A step that made way for a save that never came takes its name again."""
+    """Restores the names of base steps that were renamed for a save that was never committed."""
     bases = read_bases(folder) or frozenset()
     for name in bases:
-        kept = [p for p in sorted(folder.glob(f"{name}{_BEFORE}*")) if p.name not in bases]
-        if kept and not (folder / name).exists():
-            rename(kept[-1], folder / name)
+        renamed = [p for p in sorted(folder.glob(f"{name}{_BEFORE}*")) if p.name not in bases]
+        if renamed and not (folder / name).exists():
+            rename(renamed[-1], folder / name)

@@ -1,4 +1,9 @@
-"""A copy of a state in host memory, from which a checkpoint is written while the state changes."""
+"""Synchronous and asynchronous checkpoint saves.
+
+The path of a save: train/trainer.py, train/checkpoints.py (when to save), `Saver` (host copy, background
+thread), checkpoint/store.py (stages on all ranks, commit), checkpoint/format.py (one rank's file and the
+manifest), checkpoint/tensor_file.py (safetensors), files.py (fsync, rename), checksums.py.
+"""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,14 +21,16 @@ from pentatron.checkpoint.tensor_file import BLOCK_BYTES
 from pentatron.parallel.collectives import Group
 from pentatron.parallel.shards import Fragment
 
-# Every copy begins at a multiple of this, which is one of every type's width.
-_ALIGNMENT = 64
+# Alignment of each copy in bytes, a multiple of every element size.
+_ALIGN_BYTES = 64
 
 
 class HostCopy:
-    """One buffer, made once and used for every save: new memory would have to be cleared by the kernel, which takes longer than the copy.
+    """Asynchronous copy of fragments into one host buffer that all saves reuse.
 
-    What changes only in the optimizer's update is copied by whoever writes, while the next step computes; the update waits for it.
+    The buffer is reused because the kernel clears new memory, which takes longer than the copy. Fragments
+    that change only in the optimizer update are copied by the writing thread while the next step computes;
+    the update waits for it.
     """
 
     def __init__(self) -> None:
@@ -33,22 +40,27 @@ class HostCopy:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def begin(self, steady: Sequence[Fragment], changing: Sequence[Fragment]) -> Callable[[], list[Fragment]]:
-        """Copies now what is `changing`. The rest is copied when the result is called, from any thread."""
+        """Copies `changing` now.
+
+        The returned function copies `steady` and returns all copies; it may be called from any thread.
+        """
         assert self._copied.is_set(), "one copy at a time"
-        places = list(self._places([*changing, *steady]))
+        fragments = [*changing, *steady]
+        views = list(self._views(fragments))
         copies = [
-            Fragment(fragment.tensor, fragment.shape, fragment.start, place)
-            for fragment, place in zip([*changing, *steady], places, strict=True)
+            Fragment(fragment.tensor, fragment.shape, fragment.start, view)
+            for fragment, view in zip(fragments, views, strict=True)
         ]
-        now = len(changing)
-        self._copy([(f.values, place) for f, place in zip(changing, places[:now], strict=True)])
-        later = [(f.values, place) for f, place in zip(steady, places[now:], strict=True)]
-        events = _reached({values.device for values, _ in later})
+        pairs = [(fragment.values, view) for fragment, view in zip(fragments, views, strict=True)]
+        self._copy(pairs[: len(changing)])
+        steady_pairs = pairs[len(changing) :]
+        # Recorded here, on the stream that computed the values: the writing thread has other streams.
+        events = _record_events({values.device for values, _ in steady_pairs})
         self._copied.clear()
 
         def finish() -> list[Fragment]:
             try:
-                self._copy(later, events)
+                self._copy(steady_pairs, events)
             finally:
                 self._copied.set()
             return copies
@@ -56,38 +68,41 @@ class HostCopy:
         return finish
 
     def wait(self) -> None:
-        """Until nothing is read any more of what was to be copied."""
+        """Blocks until the source tensors are no longer read."""
         self._copied.wait()
 
     def give_up(self) -> None:
-        """Nothing will be copied after all."""
+        """Releases `wait` when the copy was not and will not be made."""
         self._copied.set()
 
     @torch.no_grad()
     def _copy(
         self, pairs: Sequence[tuple[Tensor, Tensor]], after: dict[torch.device, Any] | None = None
     ) -> None:
-        """On a GPU in a stream of its own, beside what is computed."""
-        for device, reached in (after or _reached({values.device for values, _ in pairs})).items():
-            # A thread begins with the first GPU, and going back to it would take memory there for every rank of the machine.
+        """Copies each pair (source, target). GPU copies use a side stream, in parallel with computation."""
+        for device, event in (after or _record_events({values.device for values, _ in pairs})).items():
+            # A new thread's current device is GPU 0; using it would create a CUDA context there for every
+            # rank of the node.
             torch.cuda.set_device(device)
             stream = self._streams.get(device) or torch.cuda.Stream(device)
             self._streams[device] = stream
-            stream.wait_event(reached)
+            stream.wait_event(event)
             with torch.cuda.stream(stream):
-                for values, place in pairs:
+                for values, target in pairs:
                     if values.device == device:
-                        place.copy_(values, non_blocking=True)
+                        target.copy_(values, non_blocking=True)
             stream.synchronize()
-        for values, place in pairs:
+        for values, target in pairs:
             if values.device.type != "cuda":
-                _copy_in_memory(values.detach(), place)
+                _copy_in_memory(values.detach(), target)
 
-    def _places(self, fragments: Sequence[Fragment]) -> Iterator[Tensor]:
+    def _views(self, fragments: Sequence[Fragment]) -> Iterator[Tensor]:
+        """Yields a view of the buffer for each fragment, growing the buffer if needed."""
         sizes = [f.values.numel() * f.values.element_size() for f in fragments]
-        starts = np.cumsum([0, *(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]).tolist()
+        starts = np.cumsum([0, *(-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for size in sizes)]).tolist()
         if self._buffer is None or self._buffer.numel() < starts[-1]:
             on_gpu = any(f.values.device.type == "cuda" for f in fragments)
+            # Freed first, so that both buffers never exist at the same time.
             self._buffer = None
             self._buffer = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=on_gpu)
         for fragment, start, size in zip(fragments, starts, sizes):
@@ -95,8 +110,8 @@ class HostCopy:
             yield flat.view(fragment.values.shape)
 
 
-def _reached(devices: set[torch.device]) -> dict[torch.device, Any]:
-    """For each GPU, the moment up to which its work must be done before its memory is read."""
+def _record_events(devices: set[torch.device]) -> dict[torch.device, Any]:
+    """Records an event on the current stream of each GPU: copies must wait for it."""
     return {
         device: torch.cuda.current_stream(device).record_event()
         for device in devices
@@ -104,22 +119,25 @@ def _reached(devices: set[torch.device]) -> dict[torch.device, Any]:
     }
 
 
-def _copy_in_memory(values: Tensor, place: Tensor) -> None:
-    """By one thread that lets others run; torch would start as many again as compute the next step."""
+def _copy_in_memory(values: Tensor, copy: Tensor) -> None:
+    """Copies with one thread that releases the GIL.
+
+    torch would start as many threads as compute the next step.
+    """
     if not values.is_contiguous() or values.numel() == 0:
-        place.copy_(values)
+        copy.copy_(values)
         return
-    source, target = (t.reshape(-1).view(torch.uint8).numpy() for t in (values, place))
+    source, target = (t.reshape(-1).view(torch.uint8).numpy() for t in (values, copy))
     for start in range(0, len(source), BLOCK_BYTES):
         np.copyto(target[start : start + BLOCK_BYTES], source[start : start + BLOCK_BYTES])
 
 
-# The saves of a run, one after the other, at once or in the background.
+# --- saves of a run ---
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A step that is committed. `note`: what else should be told."""
+    """A committed step. `note`: an additional message for the user."""
 
     step: int
     folder: Path
@@ -127,9 +145,11 @@ class Saved:
 
 
 class Saver:
-    """In the background, files are written by threads while training goes on; all agreement is made by whoever calls here.
+    """Saves steps one after the other, synchronously or in the background.
 
-    That must be every rank, at the same points: `begin`, and `settle` between steps and at the end.
+    In the background a thread writes the files while training continues; only the caller's thread runs
+    collectives. All ranks must therefore call `begin`, and `settle` between steps and at the end, at the same
+    points.
     """
 
     def __init__(
@@ -138,8 +158,8 @@ class Saver:
         self.store, self.group, self.background = store, group, background
         self._say = say
         self._copy = HostCopy()
-        self._under_way: tuple[int, Stages] | None = None
-        self._told = False
+        self._pending: tuple[int, Stages] | None = None
+        self._warned = False
 
     def begin(
         self,
@@ -150,49 +170,57 @@ class Saver:
         run_state: Mapping[str, Any],
         config: Mapping[str, Any],
     ) -> None:
-        """Saves, or begins to: then `steady` must not change before `wait_until_copied`. An earlier save must be settled."""
-        assert self._under_way is None, "one save at a time"
-        held, moving = list(steady), [*changing, *own_fragments(own)]
-        if self.background:
-            parts = self._copy.begin(held, moving)
-        else:
-            together = [*held, *moving]
+        """Saves, or starts to in the background.
 
-            def parts() -> list[Fragment]:
-                return together
+        `steady` must then not change before `wait_until_copied` returns. An earlier save must be settled.
+        `own` are tensors that exist only on this rank.
+        """
+        assert self._pending is None, "one save at a time"
+        steady_list, changing_list = list(steady), [*changing, *own_fragments(own)]
+        if self.background:
+            copied_fragments = self._copy.begin(steady_list, changing_list)
+        else:
+            fragments = [*steady_list, *changing_list]
+
+            def copied_fragments() -> list[Fragment]:
+                return fragments
 
         try:
-            stages = self.store.start(step, parts, run_state, config, self.group, self.background)
+            stages = self.store.start(step, copied_fragments, run_state, config, self.group, self.background)
         except BaseException:
-            # Nobody will copy: an update must not wait for it.
+            # The copy will not run, so the optimizer update must not wait for it.
             self._copy.give_up()
             raise
-        self._under_way = step, stages
+        self._pending = step, stages
 
     @property
     def under_way(self) -> int | None:
-        """The step that is being saved."""
-        return None if self._under_way is None else self._under_way[0]
+        """The step that is being saved, or None."""
+        return None if self._pending is None else self._pending[0]
 
     def settle(self, wait: bool) -> Saved | None:
-        """The step whose save has ended since, if there is one; its failure is raised, on all ranks alike. Every rank must ask."""
-        if self._under_way is None:
+        """Finishes a pending save: commits it if all ranks have written. Collective.
+
+        Returns the saved step, or None if there is none or it is still being written (`wait=False`). Raises a
+        failure on all ranks alike.
+        """
+        if self._pending is None:
             return None
-        step, stages = self._under_way
+        step, stages = self._pending
         verdicts = stages.advance(wait)
         if verdicts is None:
             return None
-        self._under_way = None
+        self._pending = None
         return Saved(step, self.store.outcome(step, verdicts), verdicts[0].note)
 
     def settle_before_next(self) -> Saved | None:
-        """The same before another save, which has to wait: told once, as whoever saves so often should know."""
-        if self._under_way is None:
+        """Waits for the pending save before the next one starts; warns once that saves are too frequent."""
+        if self._pending is None:
             return None
-        step = self._under_way[0]
+        step = self._pending[0]
         saved = self.settle(wait=False)
-        if saved is None and not self._told:
-            self._told = True
+        if saved is None and not self._warned:
+            self._warned = True
             self._say(
                 f"note: the checkpoint of step {step} is still being written: training waits for it before the next one (a longer "
                 f"--save-interval, or a faster disk, avoids that)"
@@ -200,5 +228,5 @@ class Saver:
         return saved or self.settle(wait=True)
 
     def wait_until_copied(self) -> None:
-        """Before anything is changed that is being saved."""
+        """Blocks until the pending save has copied the tensors; called before they change."""
         self._copy.wait()

@@ -1,16 +1,16 @@
-"""The checkpoints of one run: a folder of steps, each complete or not there at all.
+"""The checkpoints of one run: a folder of steps, each complete or absent.
 
-Saving: every rank writes its file into a fresh temporary folder; rank 0 writes the manifest last, renames the
-folder into place and then moves the `latest` pointer. Whatever is killed in between leaves older steps untouched.
+Commit protocol: every rank writes its file to a new temporary folder; rank 0 writes the manifest last,
+renames the folder to the name of the step, and then updates the `latest` file. A crash at any point leaves
+older steps intact.
 """
 
 import contextlib
-import re
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,14 @@ from pentatron.checkpoint.format import (
     Manifest,
     Verdict,
     Written,
-    manifest_of,
     own_fragments,
     read_manifest,
     verify_files,
+    whole_tensors,
     write_part,
 )
 from pentatron.checkpoint.retention import (
+    STEP_NAME,
     Retention,
     keep_base,
     read_bases,
@@ -46,172 +47,8 @@ from pentatron.parallel.encoding import sendable
 from pentatron.parallel.shards import Fragment
 from pentatron.text import in_mib
 
-# A save as work that all ranks do in stages, in the background if wished: what every rank's stage gave is
-# known to all before the next one.
-#
-# Only the caller's thread ever talks to other ranks. A collective of a second thread would meet those of
-# training in another order on each rank, and hang or mix them up.
-
-
-# Gets what the stage before gave on every rank, in their order; the first one gets nothing.
-Stage = Callable[[Sequence[Any]], Any]
-
-
-class Stages:
-    def __init__(self, stages: Sequence[Stage], group: Group, background: bool) -> None:
-        self._left, self._group, self._background = list(stages), group, background
-        self._running = self._start(())
-
-    def _start(self, before: Sequence[Any]) -> "Future[Any]":
-        stage = self._left.pop(0)
-        return run(lambda: stage(before), self._background)
-
-    def advance(self, wait: bool) -> Sequence[Any] | None:
-        """Goes on as far as all ranks have come; what the last stage gave on every rank, or None if they are not done.
-
-        Every rank must ask, with the same `wait`. An exception of this rank's stage is raised here.
-        """
-        while True:
-            if not wait and largest(int(not self._running.done()), self._group):
-                return None
-            everyone = gather_objects(self._running.result(), self._group)
-            if not self._left:
-                return everyone
-            self._running = self._start(everyone)
-
-
-def run(action: Callable[[], Any], background: bool) -> "Future[Any]":
-    """Runs it now, or in a thread of its own."""
-    future: Future[Any] = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(action())
-        except BaseException as error:
-            future.set_exception(error)
-
-    if background:
-        # A daemon: a process that is told twice to end ends, and what it was writing is no step yet.
-        threading.Thread(target=work, name="checkpoint", daemon=True).start()
-    else:
-        future.set_result(action())
-    return future
-
-
-class Save:
-    """One rank's part in one save, stage by stage."""
-
-    def __init__(
-        self,
-        store: "CheckpointStore",
-        step: int,
-        temporary: Path,
-        run_state: Mapping[str, Any],
-        config: Mapping[str, Any],
-        group: Group,
-    ) -> None:
-        self.store, self.step, self.temporary, self.group = store, step, temporary, group
-        self.run_state, self.config = run_state, config
-        self.verdict = Verdict()
-
-    def write(self, parts: Sequence[Fragment]) -> Any:
-        return self.store.write_own(self.temporary, self.group.rank, parts)
-
-    def settle(self, everyone: Sequence[Written]) -> Verdict:
-        """Rank 0 commits the step if every rank wrote its part and the parts fit together."""
-        if self.group.rank == 0:
-            self.verdict = self._decide(everyone)
-            if not self.verdict.final and not self.verdict.lost:
-                shutil.rmtree(self.temporary, ignore_errors=True)
-        return self.verdict
-
-    def _decide(self, everyone: Sequence[Written]) -> Verdict:
-        for rank, written in enumerate(everyone):
-            if written.mistake:
-                return Verdict(mistake=f"rank {rank}: {written.mistake}")
-            if written.failure:
-                return Verdict(failure=f"rank {rank}: {written.failure}")
-        final = None
-        try:
-            self.store.guard(True)
-            manifest = self.store.complete(self.temporary, self.step, everyone, self.run_state, self.config)
-            final = self.store.place(self.temporary, manifest)
-            unsynced = self._sync()
-            # What is there now is looked at, not what was meant to be.
-            read_manifest(final)
-            note = "; ".join(filter(None, (unsynced, self._point_to(final))))
-            to_check = not unsynced and self.store.needs_check(self.step)
-            return Verdict(str(final), to_check=to_check, note=note, keeps_older=bool(unsynced))
-        except OSError as error:
-            return Verdict(failure=f"rank 0: {error.strerror or error}")
-        except FolderLost as error:
-            return Verdict(lost=str(error))
-        except (DamagedCheckpoint, UserError) as error:
-            if final is not None:
-                self.store.withdraw(final)
-            return Verdict(failure=f"rank 0: {error}")
-        except (ValueError, TypeError) as error:
-            return Verdict(mistake=str(error))
-
-    def _sync(self) -> str:
-        """What is to be told where the name of the step may not survive a power cut; the step is there, and is not saved again."""
-        try:
-            sync_folder(self.store.folder)
-        except OSError as error:
-            return (
-                f"the step is saved, but {self.store.folder} could not be synced to the disk ({error.strerror or error}), so that a power "
-                f"cut may lose it; older steps are kept"
-            )
-        return ""
-
-    def _point_to(self, step: Path) -> str:
-        """What is to be told where that fails: the step is saved without it."""
-        try:
-            self.store.point_to(step)
-        except OSError as error:
-            return f"the step is saved, but the file `latest` could not be made to name it ({error.strerror or error})"
-        return ""
-
-    def check(self, verdicts: Sequence[Verdict]) -> Obstacle | None:
-        """Each rank reads its share of the files, if that is wanted."""
-        if not verdicts[0].to_check:
-            return None
-        folder = Path(verdicts[0].final)
-        try:
-            manifest = read_manifest(folder)
-        except (DamagedCheckpoint, UserError) as error:
-            return Obstacle(str(error), is_damage=True)
-        return problem_of_share(folder, manifest, self.group.rank, self.group.size, cold=True)
-
-    def conclude(self, problems: Sequence[Obstacle | None]) -> Verdict:
-        """What is not as it was written is set aside, and everything older stays; else rank 0 removes what may go."""
-        if self.group.rank != 0 or not self.verdict.final:
-            return self.verdict
-        final = Path(self.verdict.final)
-        found = [f"rank {rank}: {problem.text}" for rank, problem in enumerate(problems) if problem]
-        if found:
-            self.store.withdraw(final)
-            return Verdict(failure=found[0])
-        if self.verdict.to_check:
-            self.store.trust(final)
-        if self.verdict.keeps_older:
-            return self.verdict
-        try:
-            self.store.guard(True)
-            self.store.remove_old(self.step)
-        except FolderLost:
-            # The step itself is saved, and the run stops before its next step.
-            return self.verdict
-        except OSError as error:
-            # The step itself is saved.
-            note = f"older checkpoints could not be removed ({error.filename}: {error.strerror or error})"
-            return replace(self.verdict, note="; ".join(filter(None, (self.verdict.note, note))))
-        return self.verdict
-
-
-# Where users of Megatron-LM look for the number of the last step.
+# The file that names the last step in Megatron-LM.
 TRACKER = "latest_checkpointed_iteration.txt"
-STEP_NAME = re.compile(r"step-(\d{8,})(?:-again(\d+))?|iter_(\d{7,})")
 _DAMAGED = ".damaged"
 
 
@@ -229,9 +66,10 @@ def step_name(step: int) -> str:
 
 
 class CheckpointStore:
-    """`keep`: how many of the newest steps stay (None: all). `retain`: every step that is a multiple of it stays for good.
+    """The folder of a run's checkpoints.
 
-    `verify`: older steps go only when one that stays has been read and compared with its sums.
+    `keep`: number of newest steps to retain (None: all). `retain`: interval of steps to retain permanently.
+    `verify`: remove older steps only when a retained one has been read back and compared with its digests.
     """
 
     def __init__(
@@ -239,9 +77,10 @@ class CheckpointStore:
     ) -> None:
         self.folder = folder
         self.keep, self.retain, self.verify = keep, retain, verify
-        # Raises `FolderLost` if the folder is not this process's any more; with False, it may look less closely.
+        # Raises `FolderLost` if this process no longer holds the folder. The argument asks for a thorough
+        # check.
         self.guard: Callable[[bool], None] = lambda thorough: None
-        # Names of steps that were read and compared.
+        # Names of steps that were read back and compared.
         self._verified: set[str] = set()
 
     def save(
@@ -253,7 +92,10 @@ class CheckpointStore:
         config: Mapping[str, Any],
         group: Group,
     ) -> Path:
-        """Saves one step. Over the group, the fragments make up every tensor exactly; `own` is this rank's alone."""
+        """Saves one step synchronously.
+
+        All ranks' fragments cover every tensor exactly; `own` exists only on this rank.
+        """
         parts = (*fragments, *own_fragments(own))
         stages = self.start(step, lambda: parts, run_state, config, group, background=False)
         return self.outcome(step, stages.advance(wait=True))
@@ -266,19 +108,24 @@ class CheckpointStore:
         config: Mapping[str, Any],
         group: Group,
         background: bool,
-    ) -> Stages:
-        """Begins to save. What the stages give in the end is for `outcome`; nobody else may use the folder until then."""
-        save = Save(self, step, self._agree_on_temporary(step, group), run_state, config, group)
-        return Stages(
-            [lambda _: save.write(parts()), save.settle, save.check, save.conclude], group, background
-        )
+    ) -> "Stages":
+        """Starts a save and returns its stages: write, commit, read back, remove old steps.
+
+        `outcome` takes the result of the last stage. The folder must not be used otherwise until then.
+        """
+        task = Save(self, step, self._make_temporary(step, group), run_state, config, group)
+        stages = [lambda _: task.write(parts()), task.commit, task.read_back, task.remove_outdated]
+        return Stages(stages, group, background)
 
     def write_own(self, temporary: Path, rank: int, parts: Sequence[Fragment]) -> Written:
-        """One rank's part, in files of this store's format; errors come back as text, so that the other ranks hear of them."""
+        """Writes one rank's files in this store's format.
+
+        Errors are returned as text, to be gathered on all ranks.
+        """
         return write_part(temporary / f"rank-{rank:05d}.safetensors", parts)
 
     def bytes_of(self, part: Fragment) -> int:
-        """What it takes on the disk."""
+        """Size of a fragment on disk."""
         return part.values.numel() * part.values.element_size()
 
     def complete(
@@ -289,11 +136,16 @@ class CheckpointStore:
         run_state: Mapping[str, Any],
         config: Mapping[str, Any],
     ) -> Manifest:
-        """The manifest of what all ranks wrote; ValueError if the parts do not fit together."""
-        return manifest_of(step, everyone, run_state, config)
+        """Builds the manifest of all ranks' files.
+
+        Raises ValueError unless the fragments cover every tensor exactly.
+        """
+        files = {written.file.name: written.file for written in everyone if written.file is not None}
+        tensors = whole_tensors(record for written in everyone for record in written.tensors.items())
+        return Manifest(step, files, tensors, dict(run_state), dict(config))
 
     def outcome(self, step: int, verdicts: Sequence[Any] | None) -> Path:
-        """Where the step lies; or the error that all ranks raise."""
+        """Returns the folder of the saved step, or raises the error of the save on all ranks."""
         assert verdicts is not None, "the save is not done yet"
         verdict: Verdict = verdicts[0]
         if verdict.lost:
@@ -305,57 +157,59 @@ class CheckpointStore:
         return Path(verdict.final)
 
     def temporary(self, step: int) -> Path:
-        """A name for a step that is being written; the folder is not made yet."""
+        """Returns a temporary name for a step being written, without creating the folder."""
         return hidden_name(self.folder / step_name(step))
 
-    def _agree_on_temporary(self, step: int, group: Group) -> Path:
-        """A fresh folder made by rank 0; if it could not be made, every rank hears why."""
-        made, problem, lost = self.temporary(step), "", ""
+    def _make_temporary(self, step: int, group: Group) -> Path:
+        """Creates a temporary folder on rank 0. All ranks get its path or raise the same error."""
+        folder = self.temporary(step)
+        verdict = Verdict(str(folder))
         if group.rank == 0:
             try:
                 self.guard(True)
-                # First of all, as it may be what fills the disk.
+                # Before anything is written: leftovers may be what fills the disk.
                 self.remove_leftovers()
-                made.mkdir(parents=True)
+                folder.mkdir(parents=True)
             except OSError as error:
-                problem = f"rank 0: {error.strerror or error}"
+                verdict = Verdict(failure=f"rank 0: {error.strerror or error}")
             except FolderLost as error:
-                lost = str(error)
-        made, problem, lost = broadcast_object((made, problem, lost), group)
-        if lost:
-            raise FolderLost(lost)
-        if problem:
-            raise self._not_saved(step, problem)
-        return Path(made)
+                verdict = Verdict(lost=str(error))
+        return self.outcome(step, [broadcast_object(verdict, group)])
 
     def _not_saved(self, step: int, reason: str) -> NotSaved:
         existing = next(p for p in (self.folder, *self.folder.parents) if p.exists())
         free = shutil.disk_usage(existing).free
         return NotSaved(
             f"the checkpoint of step {step} could not be saved to {self.folder} ({reason}; {in_mib(free, '.0f')} MiB free)",
-            "earlier checkpoints are intact, and once this is mended training can go on from the newest",
+            "earlier checkpoints are intact, and once this is fixed training can resume from the newest",
         )
 
     def commit(self, temporary: Path, manifest: Manifest) -> Path:
-        """Makes a step of files that are written, and points to it; returns where it now lies."""
+        """Commits a step whose files are written, and updates `latest`. Returns its final folder."""
         final = self.place(temporary, manifest)
         sync_folder(self.folder)
-        self.point_to(final)
+        self.update_latest(final)
         return final
 
     def place(self, temporary: Path, manifest: Manifest) -> Path:
-        """Gives a step whose files are written its manifest and its name: it is there. `sync_folder` then makes it last."""
+        """Writes the manifest of a finished step and renames the folder to its final name.
+
+        Durable after `sync_folder`.
+        """
         write_new(temporary / FILE_NAME, manifest.to_json())
         sync_folder(temporary)
         self.guard(True)
-        # Last of all, as an earlier save of the same step may make way for it.
+        # Chosen last: an earlier save of the same step may be renamed for it.
         final = self._free_step(manifest.step)
         self._verified.discard(final.name)
         rename(temporary, final)
         return final
 
-    def point_to(self, step: Path) -> None:
-        """For people and their scripts; nothing reads it unless the user names it. The second file is the one that Megatron's users look for."""
+    def update_latest(self, step: Path) -> None:
+        """Writes `latest` and Megatron-LM's tracker file.
+
+        Nothing reads them unless the user names them. They are not part of the commit.
+        """
         for name, text in (("latest", f"{step.name}\n"), (TRACKER, str(_order(step)[0]))):
             pointer = hidden_name(self.folder / "latest")
             write_new(pointer, text)
@@ -363,19 +217,22 @@ class CheckpointStore:
         sync_folder(self.folder)
 
     def _free_step(self, step: int) -> Path:
-        """A name newer than any of this step: saved again after a rollback, it stands beside the old one. One of an earlier run makes way."""
+        """Returns a free name for a step, newer than all saves of the same step.
+
+        A step saved again after a rollback gets a suffix; one of an earlier run is renamed.
+        """
         self._keep_bases(step)
         taken = [_order(p)[1] for p in self.steps() if _order(p)[0] == step]
         return self.folder / (f"{step_name(step)}-again{max(taken) + 1}" if taken else step_name(step))
 
     def _keep_bases(self, step: int) -> None:
-        """Steps of this number that an earlier run left in the folder get other names, and stay."""
+        """Renames steps of this number that an earlier run left in the folder."""
         bases = read_bases(self.folder) or ()
         for base in [p for p in self.steps() if _order(p)[0] == step and p.name in bases]:
             keep_base(base)
 
     def steps(self) -> list[Path]:
-        """Finished steps, oldest first; of a step saved again, the last one last."""
+        """Finished steps, oldest first. Repeated saves of a step are in order."""
         if not self.folder.is_dir():
             return []
         return sorted((p for p in self.folder.iterdir() if _is_finished(p)), key=_order)
@@ -383,12 +240,12 @@ class CheckpointStore:
     def newest_valid(
         self, verify: bool, set_aside: bool, check: Check = verify_files
     ) -> tuple[Found | None, list[str]]:
-        """The newest step that passes its checks, and a sentence about each one that did not. `check` compares sums.
+        """Returns the newest step that passes its checks, and a message about each newer one that does not.
 
-        With `set_aside` the bad ones are renamed, so that nobody meets them again; only the run that holds the
-        folder may ask for that.
+        `check` compares digests. `set_aside` renames damaged steps; only the run that holds the folder may do
+        so.
         """
-        complaints: list[str] = []
+        messages: list[str] = []
         if set_aside:
             with contextlib.suppress(OSError):
                 restore_replaced(self.folder)
@@ -397,99 +254,278 @@ class CheckpointStore:
             try:
                 manifest = read_manifest(folder)
                 if manifest.step != _order(folder)[0]:
-                    raise DamagedCheckpoint(f"{folder} says it is step {manifest.step}")
+                    raise DamagedCheckpoint(f"{folder} contains step {manifest.step}")
                 require_one_step(folder, manifest)
                 if verify:
                     check(folder, manifest)
-                if set_aside and complaints:
-                    # Nothing here reads it, and a disk that cannot take it is met by the next save.
+                if set_aside and messages:
+                    # Not read by Pentatron, and a disk error is reported by the next save.
                     with contextlib.suppress(OSError):
-                        self.point_to(folder)
-                return Found(folder, manifest), complaints
+                        self.update_latest(folder)
+                return Found(folder, manifest), messages
             except DamagedCheckpoint as damage:
-                complaints.append(str(damage))
+                messages.append(str(damage))
                 if set_aside:
-                    complaints[-1] += f"; the step is set aside as {self.set_aside(folder).name}"
-        return None, complaints
+                    messages[-1] += f"; the step is set aside as {self.set_aside(folder).name}"
+        return None, messages
 
     def set_aside(self, step: Path) -> Path:
-        """Renames a damaged step, so that nobody takes it for a good one; where it now lies."""
-        aside = free_name(step.with_name(f"{step.name}{_DAMAGED}"))
-        rename(step, aside)
-        return aside
+        """Renames a damaged step, so that it is not loaded again. Returns its new path."""
+        renamed = free_name(step.with_name(f"{step.name}{_DAMAGED}"))
+        rename(step, renamed)
+        return renamed
 
     def _candidates(self) -> list[Path]:
-        """The steps the run has saved. What it began from counts while there are none, and none was lost: of several, that comes last."""
+        """Steps to load from, oldest first: those saved by this run.
+
+        If it has saved none and none was set aside as damaged, its base steps, with the one its weights come
+        from last.
+        """
         steps, record = self.steps(), read_record(self.folder)
-        own = [step for step in steps if record is None or step.name not in record.steps]
-        if own or record is None:
-            return own
+        saved = [step for step in steps if record is None or step.name not in record.steps]
+        if saved or record is None:
+            return saved
         if any(step.name not in record.steps for step in self.damaged()):
             return []
         return sorted(steps, key=lambda step: record.origin is not None and step.name == record.origin.name)
 
     def newest_own(self) -> int | None:
-        """The number of the last step that the run itself has saved."""
+        """Number of the newest step saved by this run, or None."""
         bases = read_bases(self.folder) or ()
-        found, _ = self.newest_valid(verify=False, set_aside=False)
-        return None if found is None or found.folder.name in bases else found.manifest.step
+        newest, _ = self.newest_valid(verify=False, set_aside=False)
+        return None if newest is None or newest.folder.name in bases else newest.manifest.step
 
     def begin_again(self) -> None:
-        """Every step that is there belongs to earlier runs from now on; the newest of them is what this one begins from."""
+        """Marks all existing steps as bases of a new run, which starts from the newest of them."""
         self.record_beginning(next(reversed(self._candidates()), None))
 
     def record_beginning(self, origin: Path | None) -> None:
-        """Keeps for later starts which steps are not the run's own, and what its weights come from."""
+        """Records all existing steps as bases of this run, and `origin` as the source of its weights."""
         record_bases(self.folder, [*self.steps(), *self.damaged()], origin)
 
     def damaged(self) -> list[Path]:
-        """Steps that were set aside earlier."""
+        """Steps that were set aside as damaged."""
         return sorted(p for kind in ("step-", "iter_") for p in self.folder.glob(f"{kind}*{_DAMAGED}*"))
 
     def trust(self, step: Path) -> None:
-        """The step was read and compared with its sums."""
+        """Marks a step as read back and compared with its digests."""
         self._verified.add(step.name)
 
-    def divide(self, saved: int) -> tuple[list[Path], list[Path]]:
-        """Which steps stay once this one is saved, and which go: what it replaces, and the oldest beyond `keep`."""
+    def split_outdated(self, saved: int) -> tuple[list[Path], list[Path]]:
+        """Splits this run's steps into those to keep and those to remove once `saved` is committed."""
         bases = read_bases(self.folder) or ()
         steps = [step for step in self.steps() if step.name not in bases]
         just_saved = [p for p in steps if _order(p)[0] == saved][-1:]
-        going = Retention(self.keep, self.retain).outdated(steps, just_saved)
-        return [step for step in steps if step not in going], going
+        outdated = Retention(self.keep, self.retain).outdated(steps, just_saved)
+        return [step for step in steps if step not in outdated], outdated
 
-    def needs_check(self, saved: int) -> bool:
-        """Whether a save would leave no step that was ever read and compared, had it not been for those it removes."""
-        staying, going = self.divide(saved)
-        return self.verify and bool(going) and not any(step.name in self._verified for step in staying)
+    def needs_read_back(self, saved: int) -> bool:
+        """Whether a save would remove old steps without leaving one that was read back and compared."""
+        kept, outdated = self.split_outdated(saved)
+        return self.verify and bool(outdated) and not any(step.name in self._verified for step in kept)
 
     def remove_leftovers(self) -> None:
-        """What killed saves and removals have left; nothing may be under way."""
+        """Removes leftovers of interrupted saves and removals. No save may be pending."""
         remove_steps(self.folder, ())
 
-    def remove_old(self, saved: int) -> None:
-        remove_steps(self.folder, self.divide(saved)[1])
+    def remove_outdated(self, saved: int) -> None:
+        """Removes the steps that are outdated once `saved` is committed."""
+        remove_steps(self.folder, self.split_outdated(saved)[1])
 
-    def withdraw(self, step: Path) -> None:
-        """A step that turned out to be damaged as soon as it was saved."""
-        # A disk that loses what it took may refuse this too. The other ranks wait for the verdict, and whoever loads finds the damage.
+    def set_aside_failed(self, step: Path) -> None:
+        """Sets aside a step that failed its check right after the save."""
+        # Best effort: a failing disk may refuse this too, the other ranks wait for the result, and loading
+        # detects the damage.
         with contextlib.suppress(OSError):
             self.set_aside(step)
-            if left := self.steps():
-                self.point_to(left[-1])
+            if remaining := self.steps():
+                self.update_latest(remaining[-1])
+
+
+# --- one save ---
+
+
+@dataclass
+class Save:
+    """The stages of one save on one rank."""
+
+    store: CheckpointStore
+    step: int
+    temporary: Path
+    run_state: Mapping[str, Any]
+    config: Mapping[str, Any]
+    group: Group
+    verdict: Verdict = field(default_factory=Verdict)
+
+    def write(self, parts: Sequence[Fragment]) -> Any:
+        """Stage 1, all ranks: writes this rank's files."""
+        return self.store.write_own(self.temporary, self.group.rank, parts)
+
+    def commit(self, everyone: Sequence[Written]) -> Verdict:
+        """Stage 2, rank 0: commits the step if all ranks wrote their files and the fragments are complete."""
+        if self.group.rank == 0:
+            self.verdict = self._try_commit(everyone)
+            if not self.verdict.final and not self.verdict.lost:
+                shutil.rmtree(self.temporary, ignore_errors=True)
+        return self.verdict
+
+    def _try_commit(self, everyone: Sequence[Written]) -> Verdict:
+        """Commits the step.
+
+        Order: manifest, rename, sync of the folder, read back of the manifest, `latest`.
+        """
+        for rank, written in enumerate(everyone):
+            if written.mistake:
+                return Verdict(mistake=f"rank {rank}: {written.mistake}")
+            if written.failure:
+                return Verdict(failure=f"rank {rank}: {written.failure}")
+        final = None
+        try:
+            self.store.guard(True)
+            manifest = self.store.complete(self.temporary, self.step, everyone, self.run_state, self.config)
+            final = self.store.place(self.temporary, manifest)
+            unsynced = self._sync_name()
+            # Read from disk: verifies what was written, not what should have been.
+            read_manifest(final)
+            note = "; ".join(filter(None, (unsynced, self._update_latest(final))))
+            to_check = not unsynced and self.store.needs_read_back(self.step)
+            return Verdict(str(final), to_check=to_check, note=note, keeps_older=bool(unsynced))
+        except OSError as error:
+            return Verdict(failure=f"rank 0: {error.strerror or error}")
+        except FolderLost as error:
+            return Verdict(lost=str(error))
+        except (DamagedCheckpoint, UserError) as error:
+            if final is not None:
+                self.store.set_aside_failed(final)
+            return Verdict(failure=f"rank 0: {error}")
+        except (ValueError, TypeError) as error:
+            return Verdict(mistake=str(error))
+
+    def _sync_name(self) -> str:
+        """Syncs the step's name; returns a warning if that fails, as the step itself is saved."""
+        try:
+            sync_folder(self.store.folder)
+        except OSError as error:
+            return (
+                f"the step is saved, but {self.store.folder} could not be synced to the disk ({error.strerror or error}), so that a power "
+                f"cut may lose it; older steps are kept"
+            )
+        return ""
+
+    def _update_latest(self, step: Path) -> str:
+        """Updates `latest`; returns a warning if that fails, as the step itself is saved."""
+        try:
+            self.store.update_latest(step)
+        except OSError as error:
+            return f"the step is saved, but the file `latest` could not be made to name it ({error.strerror or error})"
+        return ""
+
+    def read_back(self, verdicts: Sequence[Verdict]) -> Obstacle | None:
+        """Stage 3, all ranks: reads back this rank's share of the files if `to_check`."""
+        if not verdicts[0].to_check:
+            return None
+        folder = Path(verdicts[0].final)
+        try:
+            manifest = read_manifest(folder)
+        except (DamagedCheckpoint, UserError) as error:
+            return Obstacle(str(error), is_damage=True)
+        return problem_of_share(folder, manifest, self.group.rank, self.group.size, cold=True)
+
+    def remove_outdated(self, problems: Sequence[Obstacle | None]) -> Verdict:
+        """Stage 4, rank 0: sets the step aside if it was damaged, otherwise removes outdated steps."""
+        if self.group.rank != 0 or not self.verdict.final:
+            return self.verdict
+        final = Path(self.verdict.final)
+        failures = [f"rank {rank}: {problem.text}" for rank, problem in enumerate(problems) if problem]
+        if failures:
+            self.store.set_aside_failed(final)
+            return Verdict(failure=failures[0])
+        if self.verdict.to_check:
+            self.store.trust(final)
+        if self.verdict.keeps_older:
+            return self.verdict
+        try:
+            self.store.guard(True)
+            self.store.remove_outdated(self.step)
+        except FolderLost:
+            # The step is saved. The run stops before its next step.
+            return self.verdict
+        except OSError as error:
+            note = f"older checkpoints could not be removed ({error.filename}: {error.strerror or error})"
+            return replace(self.verdict, note="; ".join(filter(None, (self.verdict.note, note))))
+        return self.verdict
+
+
+# One stage of a save: takes the results of the previous stage of all ranks, in rank order.
+Stage = Callable[[Sequence[Any]], Any]
+
+
+class Stages:
+    """Runs a save in stages, gathering each stage's results on all ranks before the next.
+
+    A stage may run in a background thread. Only the caller's thread runs collectives: in a second thread,
+    their order relative to those of training would differ between ranks.
+    """
+
+    def __init__(self, stages: Sequence[Stage], group: Group, background: bool) -> None:
+        self._remaining, self._group, self._background = list(stages), group, background
+        self._running = self._start(())
+
+    def _start(self, previous: Sequence[Any]) -> "Future[Any]":
+        stage = self._remaining.pop(0)
+        return _run(lambda: stage(previous), self._background)
+
+    def advance(self, wait: bool) -> Sequence[Any] | None:
+        """Advances as far as all ranks are ready.
+
+        Returns the last stage's results of all ranks, or None if not finished. Collective: every rank must
+        call it with the same `wait`. Raises the exception of this rank's stage.
+        """
+        while True:
+            if not wait and largest(int(not self._running.done()), self._group):
+                return None
+            results = gather_objects(self._running.result(), self._group)
+            if not self._remaining:
+                return results
+            self._running = self._start(results)
+
+
+def _run(action: Callable[[], Any], background: bool) -> "Future[Any]":
+    """Runs an action now or in a daemon thread, and returns a future of its result."""
+    future: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(action())
+        except BaseException as error:
+            future.set_exception(error)
+
+    if background:
+        # Daemon, so that a second signal can end the process: a step being written is not committed yet.
+        threading.Thread(target=work, name="checkpoint", daemon=True).start()
+    else:
+        future.set_result(action())
+    return future
+
+
+# --- names of steps ---
 
 
 def require_one_step(folder: Path, manifest: Manifest) -> None:
-    """The manifest's own number, and that of the state a run goes on with. What was imported has no state."""
-    of_state = manifest.run_state.get("step", manifest.step)
-    if of_state != manifest.step:
+    """Checks that the run state is of the manifest's step. Imported checkpoints have no run state."""
+    state_step = manifest.run_state.get("step", manifest.step)
+    if state_step != manifest.step:
         raise DamagedCheckpoint(
-            f"{folder}/{FILE_NAME} is of step {manifest.step}, but the state in it is of step {of_state!r}"
+            f"{folder}/{FILE_NAME} is of step {manifest.step}, but its run state is of step {state_step!r}"
         )
 
 
 def _is_finished(path: Path) -> bool:
-    """Others write steps called iter_0000100 as well: such a one is ours if it has our manifest, or has lost it."""
+    """Whether a folder is a finished step.
+
+    Megatron-LM also names steps iter_0000100; such a folder needs our manifest, or our files if the manifest
+    was lost.
+    """
     match = STEP_NAME.fullmatch(path.name)
     if match is None or not path.is_dir():
         return False
@@ -497,7 +533,7 @@ def _is_finished(path: Path) -> bool:
 
 
 def _order(folder: Path) -> tuple[int, int]:
-    """(step, how often it was saved again) of a step's folder."""
+    """Returns (step, number of repeated saves) of a step's folder, as its sort key."""
     match = STEP_NAME.fullmatch(folder.name)
     assert match is not None
     return int(match[1] or match[3]), int(match[2] or 0)

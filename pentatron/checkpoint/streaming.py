@@ -1,4 +1,4 @@
-"""A step written by one process, block by block, that never has the whole of it in memory."""
+"""Writes a checkpoint step from one process block by block, without holding the whole step in memory."""
 
 import dataclasses
 import time
@@ -9,14 +9,14 @@ from typing import Any
 
 from torch import Tensor
 
-from pentatron.checkpoint.format import Manifest, StoredPiece, TensorRecord, piece_key, with_sums
+from pentatron.checkpoint.format import Manifest, StoredPiece, TensorRecord, piece_key
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.checkpoint.tensor_file import DTYPES, FileRecord, Outline, Read, write_blocks
 from pentatron.monitor.display import Display
 from pentatron.parallel.shards import Shape
 from pentatron.text import decimal_rate, decimal_size
 
-# A rectangle of a tensor: its name, where it begins, and its size.
+# A rectangle of a tensor: name, start, size.
 Rectangle = tuple[str, Shape, Shape]
 
 
@@ -29,41 +29,35 @@ def save_streamed(
     config: Mapping[str, Any],
     file_bytes: int,
 ) -> Path:
-    """Saves whole tensors, in files of at most `file_bytes` unless one tensor alone is larger.
+    """Saves whole tensors, in files of at most `file_bytes` (more if a single tensor is larger).
 
-    The caller removes what an error leaves: it has made the folder.
+    On an error, the caller removes the folder that it created.
     """
-    temporary = store.temporary(step)
-    temporary.mkdir(parents=True)
-    groups = list(in_files(outlines, file_bytes))
-    names = [f"weights-{number:05d}.safetensors" for number in range(1, len(groups) + 1)]
-    files = [write_blocks(temporary / name, group, read) for name, group in zip(names, groups, strict=True)]
     tensors = {
-        tensor: TensorRecord(
-            str(outline.dtype).removeprefix("torch."),
-            outline.shape,
-            (StoredPiece(name, tensor, (0,) * len(outline.shape), outline.shape),),
-        )
-        for name, group in zip(names, groups, strict=True)
-        for tensor, outline in group.items()
+        name: TensorRecord(str(outline.dtype).removeprefix("torch."), outline.shape, ())
+        for name, outline in outlines.items()
     }
-    summed = with_sums(tensors, {tensor: crc for file in files for tensor, crc in file.crc32.items()})
-    manifest = Manifest(
-        step, {f.name: f for f in files}, dict(sorted(summed.items())), dict(run_state), dict(config)
+    contents = (
+        (
+            f"weights-{number:05d}.safetensors",
+            [(name, (0,) * len(o.shape), o.shape) for name, o in group.items()],
+        )
+        for number, group in enumerate(in_files(outlines, file_bytes), 1)
     )
-    return store.commit(temporary, manifest)
+    source = Manifest(step, {}, tensors, dict(run_state), dict(config))
+    return save_rectangles(store, source, read, contents, config)
 
 
 def in_files(outlines: Mapping[str, Outline], file_bytes: int) -> Iterator[dict[str, Outline]]:
-    """Tensors in their order, as many to a file as it may hold, and at least one."""
+    """Groups tensors in order into files of at most `file_bytes`, each with at least one tensor."""
     group: dict[str, Outline] = {}
-    held = 0
+    size = 0
     for name, outline in outlines.items():
-        if group and held + outline.bytes > file_bytes:
+        if group and size + outline.bytes > file_bytes:
             yield group
-            group, held = {}, 0
+            group, size = {}, 0
         group[name] = outline
-        held += outline.bytes
+        size += outline.bytes
     if group:
         yield group
 
@@ -75,22 +69,25 @@ def save_rectangles(
     contents: Iterable[tuple[str, Sequence[Rectangle]]],
     config: Mapping[str, Any],
 ) -> Path:
-    """Saves what a step holds in other files: each has a name and the rectangles that lie in it, and is written as it comes.
+    """Saves the tensors of a step in other files: `contents` yields the name and rectangles of each.
 
-    As above, the caller removes what an error leaves.
+    On an error, the caller removes the folder that it created.
     """
     temporary = store.temporary(source.step)
     temporary.mkdir(parents=True)
     files: dict[str, FileRecord] = {}
     pieces: dict[str, list[StoredPiece]] = {name: [] for name in source.tensors}
     for file, rectangles in contents:
-        places = {_key(source, *rectangle): rectangle for rectangle in rectangles}
-        assert len(places) == len(rectangles), f"{file} would hold a rectangle twice"
-        outlines = {
-            key: Outline(DTYPES[source.tensors[name].dtype], size) for key, (name, _, size) in places.items()
+        by_key = {
+            piece_key(name, source.tensors[name].shape, start, size): (name, start, size)
+            for name, start, size in rectangles
         }
-        files[file] = write_blocks(temporary / file, outlines, _within(places, read))
-        for key, (name, start, size) in places.items():
+        assert len(by_key) == len(rectangles), f"{file} would contain a rectangle twice"
+        outlines = {
+            key: Outline(DTYPES[source.tensors[name].dtype], size) for key, (name, _, size) in by_key.items()
+        }
+        files[file] = write_blocks(temporary / file, outlines, _reader_by_key(by_key, read))
+        for key, (name, start, size) in by_key.items():
             pieces[name].append(StoredPiece(file, key, start, size, files[file].crc32[key]))
     tensors = {
         name: dataclasses.replace(record, pieces=tuple(sorted(pieces[name], key=lambda piece: piece.start)))
@@ -103,26 +100,22 @@ def save_rectangles(
     return store.commit(temporary, manifest)
 
 
-def _key(source: Manifest, name: str, start: Shape, size: Shape) -> str:
-    return piece_key(name, source.tensors[name].shape, start, size)
+def _reader_by_key(by_key: Mapping[str, Rectangle], read: Read) -> Read:
+    """Returns a reader of parts of rectangles by the rectangle's key."""
+
+    def read_part(key: str, start: Shape, size: Shape) -> Tensor:
+        name, origin, _ = by_key[key]
+        return read(name, tuple(i + j for i, j in zip(origin, start, strict=True)), size)
+
+    return read_part
 
 
-def _within(places: Mapping[str, Rectangle], read: Read) -> Read:
-    """Reads a part of a rectangle by the rectangle's key."""
-
-    def part(key: str, start: Shape, size: Shape) -> Tensor:
-        name, at, _ = places[key]
-        return read(name, tuple(i + j for i, j in zip(at, start, strict=True)), size)
-
-    return part
-
-
-# How far a conversion is, and how fast.
+# --- progress of conversions ---
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What was written."""
+    """Result of a conversion."""
 
     parameters: int
     tensors: int
@@ -137,7 +130,7 @@ class Summary:
 
 
 class Progress:
-    """Counts the bytes that pass through a reader, and shows them."""
+    """Counts the bytes read through a reader, and displays progress and rate."""
 
     def __init__(self, display: Display, what: str, total: int) -> None:
         self.display, self.what, self.total = display, what, total

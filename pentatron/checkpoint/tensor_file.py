@@ -1,7 +1,7 @@
-"""Safetensors files, hashed while they are written.
+"""Writes safetensors files in blocks and computes their checksums in the same pass.
 
-The `safetensors` library writes a whole file in one call and neither hashes nor flushes it to disk; a checkpoint
-needs both, and one pass over the bytes. Reading goes through the library.
+The `safetensors` library writes a whole file in one call, without checksums or fsync. Reading uses the
+library.
 """
 
 import collections
@@ -24,19 +24,19 @@ from pentatron.parallel.encoding import sendable
 from pentatron.parallel.shards import Shape, region
 from pentatron.text import parse_json
 
-# At most so much is copied at a time, whatever the size of a tensor. Larger blocks are slower: each is new memory, which the
-# kernel clears page by page, where smaller ones are used again.
+# Block size of copies from the device. Larger blocks are slower: the allocator returns them to the kernel,
+# which then clears every page of the next one, while smaller blocks are reused.
 BLOCK_BYTES = 16 * 2**20
-# Steps of writing and hashing that may wait while the next block is fetched.
-_BLOCKS_AHEAD = 6
-# Smaller tensors are written together, until they come to so much or are so many.
+# Maximum number of pending writes and checksums while the next block is fetched.
+_MAX_PENDING = 6
+# Small tensors are written together in one writev call, up to these limits.
 _BATCH_BYTES = 8 * 2**20
 _BATCH_PARTS = 512
-# A file's digest is SHA-256 over the CRC-32 of blocks of this size, each computed by one thread.
+# Block size of the digest: SHA-256 over the CRC-32 of the blocks, each computed by one thread.
 _SUM_BLOCK_BYTES = 16 * 2**20
-# What the safetensors library accepts.
+# Limit of the safetensors library.
 _LARGEST_HEADER = 100_000_000
-# What is written goes to the disk in portions of about this size.
+# Written data is flushed to disk in portions of about this size.
 _FLUSH_BYTES = 128 * 2**20
 
 _DTYPE_NAMES = {
@@ -50,16 +50,16 @@ _DTYPE_NAMES = {
     torch.bool: "BOOL",
 }
 
-# The types a checkpoint can hold, by the names it uses for them.
+# Dtypes a checkpoint can store, by their names in the manifest.
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPE_NAMES}
 
-# The types a weight may have, by safetensors' names.
+# Dtypes a weight may have, by their safetensors names.
 WEIGHT_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items() if dtype.is_floating_point}
 
-# Files that torch has written; `torch_file.py` reads them.
+# Suffixes of files written by torch, which `torch_file.py` reads.
 TORCH_FILES = (".distcp", ".pt")
 
-# What can hold every value of a type, beside the type itself.
+# Wider dtypes that represent every value of a dtype.
 _WIDER = {
     torch.float16: (torch.float32, torch.float64),
     torch.bfloat16: (torch.float32, torch.float64),
@@ -68,16 +68,17 @@ _WIDER = {
 
 
 def holds(kept: torch.dtype, stored: torch.dtype) -> bool:
-    """Whether every value of one type is a value of the other."""
+    """Whether the dtype `kept` represents every value of the dtype `stored`."""
     return kept == stored or kept in _WIDER.get(stored, ())
 
 
 @sendable
 @dataclass(frozen=True)
 class FileRecord:
-    """What a manifest says about one file.
+    """Manifest entry of a file.
 
-    `block_sums`: what `sha256` is computed of, all bytes (SHA256) or the CRC-32 of each block of `block_bytes` (CRC32).
+    `block_sums`: kind of `sha256`, over all bytes (SHA256) or over the CRC-32 of each block of `block_bytes`
+    (CRC32).
     """
 
     name: str
@@ -85,13 +86,13 @@ class FileRecord:
     sha256: str
     block_bytes: int
     block_sums: str
-    # CRC-32 of each tensor by its name in the file; a manifest has them where it lists the pieces.
+    # CRC-32 of each tensor by its key in the file. The manifest stores them with the pieces.
     crc32: Mapping[str, str] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
 class Outline:
-    """A tensor before it is there."""
+    """Dtype and shape of a tensor that is not in memory yet."""
 
     dtype: torch.dtype
     shape: Shape
@@ -101,14 +102,14 @@ class Outline:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-# Gives the rectangle (start, size) of the tensor of that name.
+# Returns the rectangle (start, size) of a tensor by name.
 Read = Callable[[str, Shape, Shape], Tensor]
 
 
 class _Writer:
-    """Writes and takes sums in threads of their own, as all can go on while the next block is fetched.
+    """Writes and checksums data in background threads while the next block is fetched.
 
-    One more sends to the disk what was written, so that little is left to wait for in the end.
+    A third thread calls fdatasync as data accumulates, so that the final fsync has little left to wait for.
     """
 
     def __init__(self, file: FileIO, hashed: bool) -> None:
@@ -122,47 +123,48 @@ class _Writer:
         self._unflushed = 0
 
     def write(self, data: bytes | memoryview, tensor: str = "") -> None:
-        """What is small waits for more to come: a state of many small tensors takes no longer than one of large ones."""
+        """Queues data. Small writes are batched, so many small tensors are as fast as a few large ones."""
         self._batch.append((tensor, data))
         self._batched += len(data)
         self.bytes += len(data)
         if self._batched >= _BATCH_BYTES or len(self._batch) >= _BATCH_PARTS:
-            self._send()
+            self._submit_batch()
 
-    def _send(self) -> None:
-        self._wait(_BLOCKS_AHEAD)
+    def _submit_batch(self) -> None:
+        self._wait(_MAX_PENDING)
         batch, self._batch, self._batched = self._batch, [], 0
-        self._pending.append(self._writing.submit(self._put, [data for _, data in batch]))
+        self._pending.append(self._writing.submit(self._write_batch, [data for _, data in batch]))
         if self.blocks is not None:
             for tensor, data in batch:
                 self._pending.extend(self.blocks.add(data, tensor))
 
-    def _put(self, parts: list[bytes | memoryview]) -> None:
+    def _write_batch(self, parts: list[bytes | memoryview]) -> None:
         while parts:
             written = os.writev(self.file.fileno(), parts)
             self._unflushed += written
-            # A disk that is all but full takes a part of it and then says so.
+            # writev may write only a part, such as on an almost full disk; the next call then fails with
+            # ENOSPC.
             while parts and written >= len(parts[0]):
                 written -= len(parts.pop(0))
             if written:
                 parts[0] = memoryview(parts[0])[written:]
         if self._unflushed >= _FLUSH_BYTES and (self._flush is None or self._flush.done()):
-            self._check_flush()
+            if self._flush is not None:
+                # Raises the error of the previous fdatasync.
+                self._flush.result()
             self._flush, self._unflushed = self._flushing.submit(sync_data, self.file.fileno()), 0
 
-    def _check_flush(self) -> None:
-        if self._flush is not None:
-            self._flush.result()
-
-    def _wait(self, left: int) -> None:
-        while len(self._pending) > left:
+    def _wait(self, limit: int) -> None:
+        """Waits until at most `limit` operations are pending; raises their errors."""
+        while len(self._pending) > limit:
             self._pending.popleft().result()
 
     def finish(self) -> str:
-        """Waits until everything is written; the sum of it, if there is to be one."""
-        self._send()
+        """Waits for all writes; returns the digest, or an empty string if not hashed."""
+        self._submit_batch()
         self._wait(0)
-        self._check_flush()
+        if self._flush is not None:
+            self._flush.result()
         return self.blocks.finish() if self.blocks is not None else ""
 
     def close(self) -> None:
@@ -173,7 +175,7 @@ class _Writer:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
-    """Writes a safetensors file, block by block, and flushes it to disk."""
+    """Writes tensors to a safetensors file in blocks, and syncs it."""
     outlines = {name: Outline(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
     def read(name: str, start: Shape, size: Shape) -> Tensor:
@@ -189,8 +191,8 @@ def write_blocks(
     metadata: Mapping[str, str] | None = None,
     hashed: bool = True,
 ) -> FileRecord:
-    """The same for tensors that are not in memory: each block is asked for when its turn has come."""
-    # Wide elements first, so that all of them lie at multiples of their own width.
+    """Writes tensors that are not in memory: calls `read` for each block in turn."""
+    # Sorted by descending element size, so that every tensor is aligned to its elements.
     ordered = dict(sorted(outlines.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
     with path.open("xb", buffering=0) as file:
         writer = _Writer(file, hashed)
@@ -200,14 +202,14 @@ def write_blocks(
             writer.write(header)
             for name, outline in ordered.items():
                 for start, size in blocks(outline.shape, outline.dtype.itemsize):
-                    writer.write(_raw(read(name, start, size)), name)
+                    writer.write(_host_bytes(read(name, start, size)), name)
             digest = writer.finish()
         finally:
             writer.close()
         sync(file)
-    # Of each tensor, so that damage can be named more exactly than by the file.
-    found = {} if writer.blocks is None else writer.blocks.tensors
-    sums = {name: f"{found.get(name, 0):08x}" for name in ordered} if hashed else {}
+    # Sums per tensor, to locate damage within the file.
+    crcs = {} if writer.blocks is None else writer.blocks.tensors
+    sums = {name: f"{crcs.get(name, 0):08x}" for name in ordered} if hashed else {}
     return FileRecord(path.name, writer.bytes, digest, _SUM_BLOCK_BYTES, CRC32, sums)
 
 
@@ -223,12 +225,12 @@ def _header(outlines: Mapping[str, Outline], metadata: Mapping[str, str] | None)
         }
         start = stop
     text = json.dumps(entries).encode()
-    # The format wants the data to start at a multiple of eight.
+    # safetensors requires the data to be aligned to eight bytes.
     return text + b" " * (-len(text) % 8)
 
 
 def blocks(shape: Shape, element_bytes: int) -> Iterator[tuple[Shape, Shape]]:
-    """Cuts a row-major tensor into blocks of at most BLOCK_BYTES: (start, size) of each, in the order of memory."""
+    """Splits a row-major tensor into blocks of at most BLOCK_BYTES: (start, size) of each in memory order."""
     if math.prod(shape) == 0:
         return
     row = math.prod(shape[1:]) * element_bytes
@@ -244,21 +246,21 @@ def blocks(shape: Shape, element_bytes: int) -> Iterator[tuple[Shape, Shape]]:
             yield (i, *(0 for _ in shape[1:])), (min(rows, shape[0] - i), *shape[1:])
 
 
-def _raw(tensor: Tensor) -> memoryview:
+def _host_bytes(tensor: Tensor) -> memoryview:
     return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def piece_sums(path: Path) -> dict[str, str]:
-    """CRC-32 of every tensor of a file, by its name there; ValueError if the header makes no sense."""
+    """Returns the CRC-32 of every tensor of a file by key. Raises ValueError if the header is invalid."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > min(_LARGEST_HEADER, path.stat().st_size):
             raise ValueError(f"it would be {length} bytes long")
         entries = parse_json(file.read(length))
-        found = {}
+        sums = {}
         for name, entry in entries.items() if isinstance(entries, dict) else ():
             if name != "__metadata__" and isinstance(entry, dict):
                 first, last = map(int, entry.get("data_offsets", (0, 0)))
                 start = max(0, 8 + length + first)
-                found[name] = f"{crc32_of_range(file.fileno(), start, last - first):08x}"
-        return found
+                sums[name] = f"{crc32_of_range(file.fileno(), start, last - first):08x}"
+        return sums

@@ -1,8 +1,9 @@
-"""Tensors in files that torch has written, opened like a safetensors file: any rectangle by a key, no more read than is asked for.
+"""Reads tensors in files written by torch, with the interface of a safetensors file: slices by key.
 
-A key says where a tensor lies and which rectangle of it is meant, as `place|start|size|shape`: `shape` is what we see, the
-same numbers with other axes of length one. In `.distcp` files the place is that of one tensor of torch.save, of which
-nothing is unpickled but where its numbers lie; in `.pt` files it is that of the plain numbers.
+A key is `place|start|size|shape`: the position of a tensor in the file, a rectangle of it, and the shape to
+view it as (with other axes of length one). In `.distcp` files the place is that of one tensor of torch.save,
+of which only the metadata is unpickled; in `.pt` files it is that of the raw data. Only the requested
+rectangle is read.
 """
 
 import io
@@ -22,14 +23,14 @@ from pentatron.checkpoint.format import DamagedCheckpoint
 from pentatron.checkpoint.tensor_file import DTYPES
 from pentatron.parallel.shards import Shape, region
 
-# One tensor of torch.save: where its numbers lie, without loading it.
+# --- metadata of one tensor of torch.save ---
 #
-# Such a file is an archive of a small pickle and of plain numbers. A pickle is a program that may call what
-# it names. This one is asked for nothing but the outline of a tensor: the three names it needs for that are
-# answered with stand-ins that keep their arguments, and any other name ends the reading.
+# The file is a zip archive of a small pickle and of raw data. Unpickling may call any function the pickle
+# names, so the three names that a tensor needs are replaced by stand-ins that record their arguments, and
+# others are refused.
 
 
-# Types of elements, by the names of the classes that torch pickles for their memory.
+# Dtypes by the storage classes that torch pickles.
 STORAGES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -40,85 +41,97 @@ STORAGES = {
     "ByteStorage": torch.uint8,
     "BoolStorage": torch.bool,
 }
-# The pickle of one tensor has some hundred bytes.
-_LONGEST_PROGRAM = 1 << 16
+# The pickle of one tensor has a few hundred bytes.
+_MAX_PICKLE_BYTES = 1 << 16
 
 
-class _Outline(pickle.Unpickler):
+class _TensorUnpickler(pickle.Unpickler):
+    """Unpickles the metadata of one tensor without calling anything the pickle names."""
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return _arguments
+            return _recorded_tensor
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
         if module == "torch" and name in STORAGES:
             return name
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no tensor needs")
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which no tensor needs")
 
     def persistent_load(self, pid: Any) -> Any:
         return pid
 
 
-def _arguments(*given: Any) -> tuple[str, tuple[Any, ...]]:
-    return "tensor", given
+def _recorded_tensor(*arguments: Any) -> tuple[str, tuple[Any, ...]]:
+    return "tensor", arguments
 
 
 def saved_tensor(data: memoryview) -> tuple[int, torch.dtype, Shape, Shape]:
-    """First byte, type, shape and strides of the tensor in an archive; raises whatever is wrong with it."""
+    """Returns (first byte, dtype, shape, strides) of the tensor in an archive.
+
+    Raises any exception if it is invalid.
+    """
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        program = next(entry for entry in archive.infolist() if entry.filename.endswith("/data.pkl"))
-        if program.file_size > _LONGEST_PROGRAM or program.compress_type != zipfile.ZIP_STORED:
-            raise ValueError("what describes the tensor is too long")
-        found = _Outline(io.BytesIO(archive.read(program))).load()
-        if not (isinstance(found, tuple) and found[:1] == ("tensor",)):
-            raise ValueError(f"a {type(found).__name__} lies there, and no tensor")
-        (kind, storage, key, _, _), first, size, strides = found[1][:4]
-        if kind != "storage" or storage not in STORAGES:
-            raise ValueError("its numbers are not stored as such")
-        dtype, shape, steps = STORAGES[storage], _whole(size), _whole(strides)
-        entry = archive.getinfo(program.filename.removesuffix("data.pkl") + f"data/{key}")
-    if entry.compress_type != zipfile.ZIP_STORED or len(shape) != len(steps):
-        raise ValueError("its numbers are packed")
+        pickled = next(entry for entry in archive.infolist() if entry.filename.endswith("/data.pkl"))
+        if pickled.file_size > _MAX_PICKLE_BYTES or pickled.compress_type != zipfile.ZIP_STORED:
+            raise ValueError("the pickle of the tensor is too long")
+        loaded = _TensorUnpickler(io.BytesIO(archive.read(pickled))).load()
+        if not (isinstance(loaded, tuple) and loaded[:1] == ("tensor",)):
+            raise ValueError(f"it contains a {type(loaded).__name__} instead of a tensor")
+        (tag, storage, key, _, _), storage_offset, size, strides = loaded[1][:4]
+        if tag != "storage" or storage not in STORAGES:
+            raise ValueError("its storage has an unknown type")
+        dtype, shape, stride = STORAGES[storage], _sizes(size), _sizes(strides)
+        entry = archive.getinfo(pickled.filename.removesuffix("data.pkl") + f"data/{key}")
+    if entry.compress_type != zipfile.ZIP_STORED or len(shape) != len(stride):
+        raise ValueError("its data is compressed or its strides do not fit its shape")
+    # The local header of a zip entry has 30 bytes, a name and an extra field, whose lengths are at bytes 26
+    # and 28.
     header = entry.header_offset
-    named, extra = (int.from_bytes(data[header + at : header + at + 2], "little") for at in (26, 28))
-    begin = header + 30 + named + extra
-    (skipped,) = _whole((first,))
-    elements = skipped + (1 + sum((n - 1) * step for n, step in zip(shape, steps)) if all(shape) else 0)
+    name_length, extra_length = (
+        int.from_bytes(data[header + at : header + at + 2], "little") for at in (26, 28)
+    )
+    begin = header + 30 + name_length + extra_length
+    (skipped_elements,) = _sizes((storage_offset,))
+    elements = skipped_elements + (
+        1 + sum((n - 1) * step for n, step in zip(shape, stride)) if all(shape) else 0
+    )
     if begin + entry.file_size > len(data) or elements * dtype.itemsize > entry.file_size:
-        raise ValueError("its numbers reach beyond their place")
-    return begin + skipped * dtype.itemsize, dtype, shape, steps
+        raise ValueError("its elements reach beyond its storage")
+    return begin + skipped_elements * dtype.itemsize, dtype, shape, stride
 
 
-def _whole(numbers: Any) -> Shape:
-    found = tuple(numbers)
-    if not all(type(n) is int and n >= 0 for n in found):
-        raise ValueError(f"{found} are no sizes")
-    return found
+def _sizes(numbers: Any) -> Shape:
+    """Returns sizes or strides as a tuple; raises ValueError unless all are non-negative integers."""
+    sizes = tuple(numbers)
+    if not all(type(n) is int and n >= 0 for n in sizes):
+        raise ValueError(f"{sizes} are not sizes")
+    return sizes
 
 
 def saved_place(offset: int, length: int) -> str:
-    """Of what torch.save has written into a part of a file."""
+    """Returns the place of a tensor of torch.save in a byte range of a file."""
     return f"saved:{offset}:{length}"
 
 
 def plain_place(offset: int, dtype: str, shape: Shape) -> str:
-    """Of numbers that lie one after the other from a byte on."""
-    return f"plain:{offset}:{dtype}:{_written(shape)}"
+    """Returns the place of contiguous raw data at a byte offset."""
+    return f"plain:{offset}:{dtype}:{_format_shape(shape)}"
 
 
 def rectangle_key(place: str, start: Shape, size: Shape, seen_as: Shape) -> str:
-    return "|".join((place, *map(_written, (start, size, seen_as))))
+    return "|".join((place, *map(_format_shape, (start, size, seen_as))))
 
 
-def _written(numbers: Sequence[int]) -> str:
+def _format_shape(numbers: Sequence[int]) -> str:
     return ",".join(map(str, numbers))
 
 
-def _numbers(text: str) -> Shape:
+def _parse_shape(text: str) -> Shape:
     return tuple(map(int, text.split(","))) if text else ()
 
 
 class TorchFile:
-    """To be used in a `with`; gives slices as safetensors' files do."""
+    """Context manager that returns slices by key, as safetensors files do. The file is memory-mapped."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -126,39 +139,44 @@ class TorchFile:
 
     def __enter__(self) -> "TorchFile":
         with self.path.open("rb") as file:
-            # Writable for us alone, which torch wants of memory that it looks at.
+            # Copy-on-write: torch requires writable memory, and the file must not change.
             self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Views of the memory may live on; it goes with the last of them.
+        # Views keep the mapping alive; it is freed with the last of them.
         self._last = None
 
-    def get_slice(self, key: str) -> "_Rectangle":
+    def get_slice(self, key: str) -> "_Slice":
         try:
-            return self._rectangle(*key.split("|"))
+            return self._slice(*key.split("|"))
         except (ValueError, TypeError, KeyError, RuntimeError) as error:
-            # Keys are written by whoever wrote the manifest.
-            raise DamagedCheckpoint(f"nothing can be read by the key {key[:80]!r} ({error})") from None
+            # Untrusted: keys come from the manifest.
+            raise DamagedCheckpoint(f"the key {key[:80]!r} is invalid ({error})") from None
 
-    def _rectangle(self, place: str, start: str, size: str, shape: str) -> "_Rectangle":
+    def _slice(self, place: str, start: str, size: str, shape: str) -> "_Slice":
         if self._last is None or self._last[0] != place:
             self._last = place, self._tensor(place)
-        whole, at, extent = self._last[1], _numbers(start), _numbers(size)
+        whole, at, extent = self._last[1], _parse_shape(start), _parse_shape(size)
         fits = len(at) == whole.dim() and all(i + n <= m for i, n, m in zip(at, extent, whole.shape))
         if not fits:
             raise DamagedCheckpoint(
-                f"{place} is {list(whole.shape)} there, and {list(extent)} from {list(at)} on are wanted"
+                f"{place} is stored as {list(whole.shape)}, which does not contain {list(extent)} at {list(at)}"
             )
-        return _Rectangle(region(whole, at, extent).reshape(_numbers(shape)))
+        return _Slice(region(whole, at, extent).reshape(_parse_shape(shape)))
 
     def _tensor(self, place: str) -> Tensor:
         kind, offset, *rest = place.split(":")
-        return self._saved(int(offset), int(rest[0])) if kind == "saved" else self._plain(int(offset), *rest)
+        return (
+            self._torch_save_tensor(int(offset), int(rest[0]))
+            if kind == "saved"
+            else self._raw_tensor(int(offset), *rest)
+        )
 
-    def _saved(self, offset: int, length: int) -> Tensor:
+    def _torch_save_tensor(self, offset: int, length: int) -> Tensor:
+        """Returns the tensor that torch.save wrote into a byte range, as a view of the file."""
         if not 0 <= offset <= offset + length <= len(self._memory):
-            raise DamagedCheckpoint(f"it ends before byte {offset + length}")
+            raise DamagedCheckpoint(f"the file ends before byte {offset + length}")
         try:
             begin, dtype, size, strides = saved_tensor(memoryview(self._memory)[offset : offset + length])
             count = 1 + sum((n - 1) * step for n, step in zip(size, strides)) if math.prod(size) else 0
@@ -170,21 +188,24 @@ class TorchFile:
             reason = str(error).strip().partition("\n")[0]
             raise DamagedCheckpoint(f"no tensor can be read at byte {offset}: {reason}") from None
 
-    def _plain(self, offset: int, dtype: str, shape: str) -> Tensor:
-        size, kind = _numbers(shape), DTYPES[dtype]
+    def _raw_tensor(self, offset: int, dtype: str, shape: str) -> Tensor:
+        """Returns contiguous raw data as a view of the file."""
+        size, kind = _parse_shape(shape), DTYPES[dtype]
         count = math.prod(size)
         if not 0 <= offset <= offset + count * kind.itemsize <= len(self._memory):
-            raise DamagedCheckpoint(f"it ends before byte {offset + count * kind.itemsize}")
+            raise DamagedCheckpoint(f"the file ends before byte {offset + count * kind.itemsize}")
         return torch.frombuffer(self._memory, dtype=kind, count=count, offset=offset).view(size)
 
 
-class _Rectangle:
+class _Slice:
+    """Tensor with the interface of a safetensors slice."""
+
     def __init__(self, values: Tensor) -> None:
         self.values = values
 
     def get_shape(self) -> list[int]:
         return list(self.values.shape)
 
-    def __getitem__(self, where: Any) -> Tensor:
-        found: Tensor = self.values[where]
-        return found
+    def __getitem__(self, index: Any) -> Tensor:
+        values: Tensor = self.values[index]
+        return values

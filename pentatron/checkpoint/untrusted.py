@@ -1,6 +1,6 @@
-"""What a manifest of a stranger may not be, found before anything of it is used.
+"""Validates an untrusted manifest before any of its values is used.
 
-A right checksum says that a manifest is whole, not that it is honest: whoever writes one can sign it.
+A correct digest shows that a manifest is complete, not that it is benign: anyone can compute it.
 """
 
 import math
@@ -13,36 +13,39 @@ from pentatron.settings.run import table
 from pentatron.settings.settings import Settings
 from pentatron.text import binary_size, one_line, parse_document
 
-# Sizes that must be above 0 where they are given.
+# Sizes that must be positive if given.
 _COUNTS = (
     "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels max_position_embeddings vocab_size "
     "padded_vocab_size make_vocab_size_divisible_by num_experts moe_ffn_hidden_size moe_router_topk "
     "moe_shared_expert_intermediate_size rope_scaling_original_max_position_embeddings"
 ).split()
-# Rows of an embedding that are there for their number alone, and that no checkpoint stores.
+# Limit of padding rows of the vocabulary, which no checkpoint stores.
 _MOST_PADDING = 2**20
-# Where positions are no tensor, nothing is as long as they say; a number that this is too small for is none.
+# Limit of positions, which no tensor bounds unless they are learned.
 _MOST_POSITIONS = 2**40
-# A manifest has a line for each piece; this is room for millions of them.
+# One line per piece: enough for millions of pieces.
 _LARGEST_MANIFEST = 2**30
-# Corners are counted by powers of two; no layer has a tensor of so many dimensions.
+# The cover check takes 2^dimensions steps; no layer has a tensor with more dimensions.
 _MOST_DIMENSIONS = 8
 _LAST_STEP = 10**15
-# Smaller ones would cost more to count than to add up.
+# Smaller blocks would make verification slow.
 _SMALLEST_BLOCK = 2**16
 
 
 def read_json(path: Path) -> Any:
-    """A JSON file that is a file, and of bounded size; raises ValueError otherwise, FileNotFoundError if it is missing."""
+    """Reads JSON from a regular file of bounded size.
+
+    Raises ValueError if it is neither, FileNotFoundError if missing.
+    """
     if path.exists() and not path.is_file():
-        raise ValueError("it is no plain file")
+        raise ValueError("it is not a regular file")
     if path.stat().st_size > _LARGEST_MANIFEST:
         raise ValueError(f"it is larger than {binary_size(_LARGEST_MANIFEST)}")
     return parse_document(path.read_text(encoding="utf-8"))
 
 
 def check_types(content: Mapping[str, Any]) -> None:
-    """Raises ValueError unless everything that will be used is of the kind it must be."""
+    """Raises ValueError unless every value that will be used has the right type."""
     _require(type(content["step"]) is int and 0 <= content["step"] <= _LAST_STEP, "step", content["step"])
     for name in ("files", "tensors", "run_state", "config"):
         _require(isinstance(content[name], dict), name, content[name])
@@ -76,44 +79,45 @@ def _is_shape(numbers: Any) -> bool:
     return all(type(number) is int for number in numbers)
 
 
-def _require(right: bool, what: str, found: Any) -> None:
-    if not right:
-        text = repr(found)
+def _require(condition: bool, what: str, value: Any) -> None:
+    if not condition:
+        text = repr(value)
         raise ValueError(f"{what} is {text if len(text) <= 60 else f'{text[:57]}...'}")
 
 
 def too_large(stored: Mapping[str, int], files: Mapping[str, int]) -> str | None:
-    """The file that is to hold more bytes of tensors than it has, or None: what is claimed of memory is bounded by the disk."""
+    """Returns a file listed with more bytes of tensors than its size, or None."""
     return next((name for name, claimed in stored.items() if claimed > files[name]), None)
 
 
 def is_inside(path: Path, folder: Path) -> bool:
-    """Whether a file is where it seems to be, rather than a link that leads out of its folder."""
+    """Whether a file is in its folder, not behind a symbolic link out of it."""
     return path.resolve().parent == folder.resolve()
 
 
 def implausible(
     settings: Mapping[str, Any], tensors: Mapping[str, Sequence[int]], stacked: bool = False
 ) -> str | None:
-    """Why tensors of these shapes cannot be the model of the settings, or None.
+    """Returns why tensors of these shapes cannot belong to the model of the settings, or None.
 
-    A model is built before its tensors are read. Each size times those it is multiplied with is the size of some tensor, so it must not
-    be more than all of them have. `stacked`: one tensor may hold a parameter of all layers.
+    A model is built before its tensors are read, so its size must be bounded: each product of sizes that some
+    tensor has must not exceed the number of stored elements. `stacked`: one tensor may hold a parameter of
+    all layers.
     """
-    # What is not saved is no size at all, rather than the default.
+    # Settings that were not saved are None, not their defaults.
     saved = Settings({**dict.fromkeys(table()), **settings})
     for name in _COUNTS:
         if (count := getattr(saved, name)) is not None and count < 1:
-            return f"{name} {count}, and it must be above 0"
+            return f"{name} {count}, which must be above 0"
     elements = sum(math.prod(shape) for shape in tensors.values())
     layers = saved.num_layers or 0
     if not stacked and layers > len(tensors):
-        return f"num_layers {layers}, and there are {len(tensors)} tensors"
+        return f"num_layers {layers}, but there are only {len(tensors)} tensors"
     for names in (("num_layers", "hidden_size"), *_products(saved)):
         sizes = [getattr(saved, name) or 1 for name in names]
         if math.prod(sizes) > elements:
-            said = " × ".join(f"{name} {size}" for name, size in zip(names, sizes))
-            return f"{said}, and all tensors have {elements} elements"
+            product = " × ".join(f"{name} {size}" for name, size in zip(names, sizes))
+            return f"{product}, but all tensors have {elements} elements"
     if (saved.padded_vocab_size or 0) - (saved.vocab_size or 0) > _MOST_PADDING:
         return f"padded_vocab_size {saved.padded_vocab_size} for vocab_size {saved.vocab_size}"
     if (saved.max_position_embeddings or 0) > _MOST_POSITIONS:
@@ -122,10 +126,10 @@ def implausible(
 
 
 def _products(saved: Settings) -> Iterator[tuple[str, ...]]:
-    """Names of sizes whose product is that of a tensor, or of a part of one."""
+    """Yields names of sizes whose product is the size of a tensor, or of a part of one."""
     width = "hidden_size"
     yield "vocab_size", width
-    # Of queries, keys and values; the rotary frequencies are no more than the width of one head.
+    # QKV. The rotary frequencies are no larger than a head.
     for heads in ("num_attention_heads", "num_query_groups"):
         yield heads, "kv_channels", width
     if saved.position_embedding_type in (None, "learned_absolute"):

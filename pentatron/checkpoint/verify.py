@@ -1,6 +1,7 @@
-"""Checksums compared by all ranks: each reads a part of the files, and all learn one verdict.
+"""Verifies the files of a step on all ranks: each reads a share, and all get the same result.
 
-One rank alone would read a large checkpoint for as long as all of them take together, while they wait.
+Also finds all problems of a step. A single rank would need as long as all ranks together, while the others
+wait.
 """
 
 import math
@@ -32,28 +33,28 @@ from pentatron.parallel.encoding import sendable
 from pentatron.parallel.shards import Shape
 
 T = TypeVar("T")
-# Raises DamagedCheckpoint if the files of a step are not what its manifest says.
+# Raises DamagedCheckpoint if the files of a step differ from its manifest.
 Check = Callable[[Path, Manifest], None]
 
 
 @sendable
 @dataclass(frozen=True)
 class Obstacle:
-    """What a rank met: damage, or else a disk or permissions that may be better tomorrow."""
+    """Why a rank could not verify: damage, or an I/O error or permissions that may be temporary."""
 
     text: str
     is_damage: bool
 
 
 def share_of(names: Sequence[str], rank: int, ranks: int) -> list[str]:
-    """The files that one of so many ranks reads. In the layout that saved them these are the ones it will load."""
+    """Files that one rank reads. In the layout that saved them, these are the ones it loads afterwards."""
     return [name for i, name in enumerate(sorted(names)) if i * ranks // len(names) == rank]
 
 
 def problem_of_share(
     folder: Path, manifest: Manifest, rank: int, ranks: int, cold: bool = False
 ) -> Obstacle | None:
-    """What is wrong with this rank's share of a step's files."""
+    """Verifies this rank's share of a step's files. Returns the problem, or None."""
     try:
         if rank == 0:
             check_sizes(folder, manifest)
@@ -68,26 +69,30 @@ def problem_of_share(
 
 
 def searched_together(search: Callable[[Check], T], group: Group) -> T:
-    """What rank 0 finds, on every rank, or its error; all ranks help to check what it looks at. Every rank must ask."""
+    """Runs `search` on rank 0 and returns its result, or raises its error, on all ranks. Collective.
+
+    The check passed to `search` is distributed over all ranks.
+    """
 
     def lead() -> T:
         try:
-            return search(lambda folder, manifest: _check_together(folder, manifest, group))
+            return search(lambda folder, manifest: _check_on_all_ranks(folder, manifest, group))
         finally:
-            # The others stop waiting for something to check.
+            # Ends `serve_checks` on the other ranks.
             broadcast_object(None, group)
 
-    def help_the_first() -> None:
-        while (asked := broadcast_object(None, group)) is not None:
-            folder, manifest = asked
+    def serve_checks() -> None:
+        while (request := broadcast_object(None, group)) is not None:
+            folder, manifest = request
             _problems(folder, manifest, group)
 
-    found = on_some_ranks(True, lead if group.rank == 0 else help_the_first, group)
-    told: T = broadcast_object(found, group)
-    return told
+    result_here = on_some_ranks(True, lead if group.rank == 0 else serve_checks, group)
+    result: T = broadcast_object(result_here, group)
+    return result
 
 
-def _check_together(folder: Path, manifest: Manifest, group: Group) -> None:
+def _check_on_all_ranks(folder: Path, manifest: Manifest, group: Group) -> None:
+    """Verifies a step on all ranks; called by rank 0, while the others serve its requests."""
     broadcast_object((folder, manifest), group)
     problems = _problems(folder, manifest, group)
     for rank, problem in problems:
@@ -98,36 +103,43 @@ def _check_together(folder: Path, manifest: Manifest, group: Group) -> None:
 
 
 def _problems(folder: Path, manifest: Manifest, group: Group) -> list[tuple[int, Obstacle]]:
-    """Of every rank that has one, with its number. Ranks that see the same folder divide its files; one that sees another, a copy on its own
-    machine, say, checks that one."""
-    seen = gather_objects(_identity(folder), group)
-    alike = [rank for rank, identity in enumerate(seen) if identity == seen[group.rank]]
-    if seen[group.rank] is None:
-        mine: Obstacle | None = Obstacle(
-            f"{folder} is not there for this rank; put the checkpoint where all machines see it, or on each of them",
+    """Returns the problems of all ranks that have one, with their ranks. Collective.
+
+    Ranks that see the same folder share its files. A rank that sees another one, such as a copy on its own
+    node, verifies that.
+    """
+    identities = gather_objects(_identity(folder), group)
+    same_folder = [rank for rank, identity in enumerate(identities) if identity == identities[group.rank]]
+    if identities[group.rank] is None:
+        problem_here: Obstacle | None = Obstacle(
+            f"{folder} does not exist for this rank; put the checkpoint where all machines see it, or on each of them",
             is_damage=False,
         )
     else:
-        mine = problem_of_share(folder, manifest, alike.index(group.rank), len(alike))
-    return [(r, problem) for r, problem in enumerate(gather_objects(mine, group)) if problem is not None]
+        problem_here = problem_of_share(folder, manifest, same_folder.index(group.rank), len(same_folder))
+    return [
+        (r, problem) for r, problem in enumerate(gather_objects(problem_here, group)) if problem is not None
+    ]
 
 
 def _identity(folder: Path) -> tuple[int, int, int] | None:
-    """The same for all that see the same manifest, over a network too, and another one for a copy of it."""
+    """Identifies a manifest file: equal on all nodes that mount it, different for a copy.
+
+    None if it does not exist.
+    """
     try:
-        found = (folder / FILE_NAME).stat()
+        status = (folder / FILE_NAME).stat()
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns, found.st_ctime_ns
+    return status.st_ino, status.st_mtime_ns, status.st_ctime_ns
 
 
-# Numbers about the tensors of a step, found a block at a time: smallest, largest, mean, norm, and what is no
-# number.
+# --- statistics of tensors ---
 
 
 @dataclass
 class Statistics:
-    """`least`, `most`, `mean` and `norm` are those of the numbers that are finite."""
+    """Statistics of a tensor. `least`, `most`, `mean` and `norm` cover its finite elements."""
 
     elements: int = 0
     nans: int = 0
@@ -151,7 +163,7 @@ class Statistics:
         return math.sqrt(self._squares)
 
     def add(self, values: Tensor, start: Shape) -> None:
-        """The next block; `start` is where it lies in its tensor."""
+        """Adds the next block; `start` is its position in the tensor."""
         exact = values.detach().double()
         finite = exact.isfinite()
         self.elements += exact.numel()
@@ -171,7 +183,7 @@ class Statistics:
 
 
 def read_blocks(reader: StepReader, name: str) -> Iterator[tuple[Shape, Tensor]]:
-    """A tensor in blocks of bounded size: where each begins, and its values, in the order of memory."""
+    """Yields (start, values) of the blocks of a tensor, in memory order."""
     record = reader.manifest.tensors[name]
     for start, size in blocks(record.shape, DTYPES[record.dtype].itemsize):
         yield start, reader.read(name, start, size)
@@ -179,19 +191,22 @@ def read_blocks(reader: StepReader, name: str) -> Iterator[tuple[Shape, Tensor]]
 
 @torch.no_grad()
 def statistics_of(reader: StepReader, name: str) -> Statistics:
-    found = Statistics()
+    """Returns the statistics of a tensor of a step."""
+    statistics = Statistics()
     for start, values in read_blocks(reader, name):
-        found.add(values, start)
-    return found
+        statistics.add(values, start)
+    return statistics
 
 
-# Everything that is wrong with a step, rather than the first thing: `newest_valid` needs to know that, people
-# need to know what.
+# --- all problems of a step, for `pentatron checkpoint verify` ---
 
 
 @dataclass(frozen=True)
 class Problem:
-    """`file`, `tensors` (those it touches), `expected` and `found` where they are known; `sentence` says it all."""
+    """A problem of a step.
+
+    `tensors`: those affected. `expected` and `found`: if known. `sentence`: the full message.
+    """
 
     sentence: str
     file: str = ""
@@ -201,65 +216,58 @@ class Problem:
 
 
 def open_manifest(folder: Path) -> tuple[Manifest | None, list[Problem]]:
-    """The manifest of a step, if it can be trusted so far; files have their sizes, their content is not read."""
+    """Reads the manifest and checks the sizes of the files, not their content."""
     try:
         manifest = read_manifest(folder)
     except (DamagedCheckpoint, UserError) as error:
         return None, [Problem(str(error))]
     number = number_of(folder)
     if number is not None and number != manifest.step:
-        said = f"{folder} says it is step {manifest.step}"
-        return None, [Problem(said, expected=str(number), found=str(manifest.step))]
+        sentence = f"{folder} contains step {manifest.step}"
+        return None, [Problem(sentence, expected=str(number), found=str(manifest.step))]
     return manifest, []
 
 
 def check_sums(folder: Path, manifest: Manifest, threads: int, tell: Tell) -> list[Problem]:
-    """Reads every file, several at a time, and compares its sum with the manifest's."""
+    """Reads every file in parallel and compares its digest with the manifest."""
 
     def check(name: str) -> list[Problem]:
-        return list(_check_sum(folder, manifest, name, tell))
+        path, expected = folder / name, manifest.files[name].sha256
+        try:
+            digest = digest_of_file(path, manifest.files[name].block_bytes, tell=tell)
+            if digest == expected:
+                return []
+            names, sentence = what_is_damaged(path, manifest, digest)
+        except OSError as error:
+            sentence = f"{path} cannot be read ({error.strerror or error})"
+            return [Problem(sentence, name, tuple(manifest.tensors_in(name)))]
+        return [Problem(sentence, name, tuple(names), expected, digest)]
 
     with ThreadPoolExecutor(max(1, threads)) as pool:
         return [problem for problems in pool.map(check, manifest.files) for problem in problems]
 
 
-def _check_sum(folder: Path, manifest: Manifest, name: str, tell: Tell) -> Iterator[Problem]:
-    record, path = manifest.files[name], folder / name
-    expected = record.sha256
-    try:
-        found = digest_of_file(path, record.block_bytes, tell=tell)
-        if found == expected:
-            return
-        names, said = what_is_damaged(path, manifest)
-    except OSError as error:
-        names = manifest.tensors_in(name)
-        yield Problem(f"{path} cannot be read ({error.strerror or error})", name, tuple(names))
-        return
-    sentence = f"{path}: sha256 is {found[:12]}…, not {expected[:12]}…; {said}"
-    yield Problem(sentence, name, tuple(names), expected, found)
-
-
 def check_numbers(folder: Path, manifest: Manifest, tell: Tell) -> list[Problem]:
-    """Every tensor of real numbers, for what is none. A NaN that was saved is no damage of a file: its sum is right."""
-    found: list[Problem] = []
+    """Searches every floating-point tensor for NaN and inf. These are not file damage: the digests match."""
+    problems: list[Problem] = []
     with StepReader(folder, manifest) as reader:
         for name, record in manifest.tensors.items():
             if not DTYPES[record.dtype].is_floating_point:
                 continue
             try:
-                numbers = statistics_of(reader, name)
+                statistics = statistics_of(reader, name)
             except UserError as error:
-                found.append(Problem(str(error), tensors=(name,)))
+                problems.append(Problem(str(error), tensors=(name,)))
                 continue
-            tell(numbers.elements * DTYPES[record.dtype].itemsize)
-            if numbers.finite < numbers.elements:
-                said = f"{numbers.nans:,} NaN and {numbers.infinities:,} infinite"
-                found.append(
+            tell(statistics.elements * DTYPES[record.dtype].itemsize)
+            if statistics.finite < statistics.elements:
+                counts = f"{statistics.nans:,} NaN and {statistics.infinities:,} infinite"
+                problems.append(
                     Problem(
-                        f"{folder}: {name} has {said} of {numbers.elements:,} elements, the first at {numbers.first_bad}",
+                        f"{folder}: {name} has {counts} of {statistics.elements:,} elements, the first at {statistics.first_bad}",
                         tensors=(name,),
                         expected="finite numbers",
-                        found=said,
+                        found=counts,
                     )
                 )
-    return found
+    return problems

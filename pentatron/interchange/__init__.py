@@ -1,1 +1,1 @@
-"""Checkpoints as Megatron-LM has them: what its tensors are called, reading its files apart, writing them."""
+"""Reads and writes checkpoints of Megatron-LM."""

@@ -1,11 +1,11 @@
-"""What a checkpoint of Megatron-LM holds: every tensor of theirs with the rectangles it is stored in, whichever kind of file it is.
+"""Contents of a Megatron-LM checkpoint, in either of its formats, as a manifest of our own format.
 
-From that and the links follows a manifest like that of our own checkpoints, so that all that reads those reads these: loading
-in any layout, exports, comparisons.
+The tables of names and the links give the position of our tensors in its files. The manifest makes loading in
+any layout, export and comparison work as for our own checkpoints.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,35 +19,38 @@ from pentatron.models.causal_lm import logical_shapes
 from pentatron.parallel.shards import Shape
 from pentatron.settings.model import MoEConfig, TransformerConfig, moe_layers
 
-# The names of our tensors in Megatron-LM's checkpoints: tables of links for both directions.
+# --- tables of tensor names ---
 #
-# Queries, keys and values by group, gate before up, and all experts in one tensor are as we have them. Names
-# differ, and there may be an axis of layers in front; some files have gate and up apart, or each expert.
+# Megatron-LM groups queries, keys and values, puts gate before up, and stacks experts as we do. Names differ,
+# and a layer axis may come first. Some files store gate and up separately, or each expert.
 
 
-# The tensors that are padded to more rows than there are words.
+# Tensors whose rows are padded beyond the vocabulary.
 VOCABULARY = ("embedding.word.weight", "head.weight")
 _UNKNOWN = "Megatron-LM has no tensor like {ours}, so this model cannot be exchanged with it; leave out --ckpt-format"
 _EXPERTS = "mlp.experts.experts."
-# Layers with experts look for their norm under the second name, others under the first.
+# Name of the norm before an MLP in dense layers, and in MoE layers.
 _NORM, _NORM_OF_EXPERTS = "mlp.linear_fc1.layer_norm_{kind}", "pre_mlp_layernorm.{kind}"
 
 
-def _outside(ours: str, theirs: str) -> Row:
+def _row_outside_layers(ours: str, theirs: str) -> Row:
     return Row(ours, ((Source(f"{{base}}{theirs}"),),))
 
 
 def _rows(stacked: Sequence[bool]) -> Iterator[Row]:
-    """The table, with the two ways to store layers in this order: all in one tensor, or each by itself."""
+    """Rows of the table.
+
+    `stacked`: the layer formats in order of precedence: all in one tensor, or one per layer.
+    """
 
     def row(ours: str, *theirs: str, halves: bool = False, experts: bool = False) -> Row:
         forms = (form for name in theirs for form in _forms(name, stacked, halves, experts))
         return Row(f"layers.{{layer}}.{ours}", tuple(forms))
 
-    yield _outside("embedding.word.weight", "embedding.word_embeddings.weight")
-    yield _outside("embedding.position.weight", "embedding.position_embeddings.weight")
-    yield _outside("final_norm.{kind}", "decoder.final_layernorm.{kind}")
-    yield _outside("head.weight", "output_layer.weight")
+    yield _row_outside_layers("embedding.word.weight", "embedding.word_embeddings.weight")
+    yield _row_outside_layers("embedding.position.weight", "embedding.position_embeddings.weight")
+    yield _row_outside_layers("final_norm.{kind}", "decoder.final_layernorm.{kind}")
+    yield _row_outside_layers("head.weight", "output_layer.weight")
     yield row("input_norm.{kind}", "self_attention.linear_qkv.layer_norm_{kind}", "input_layernorm.{kind}")
     yield row("attention.linear_qkv.{kind}", "self_attention.linear_qkv.{kind}")
     yield row("attention.q_norm.{kind}", "self_attention.q_layernorm.{kind}")
@@ -66,29 +69,37 @@ def _rows(stacked: Sequence[bool]) -> Iterator[Row]:
 
 
 def _forms(theirs: str, stacked: Sequence[bool], halves: bool, experts: bool) -> Iterator[tuple[Source, ...]]:
-    """A tensor in a layer: whole, with gate and up apart (`_w`, `_v`), and the same for each expert."""
-    for in_one in stacked:
-        name = f"{{base}}decoder.layers.{theirs}" if in_one else f"{{base}}decoder.layers.{{layer}}.{theirs}"
-        each = name.replace(_EXPERTS, f"{_EXPERTS}{{expert}}.")
-        for whole in (name, each) if experts else (name,):
-            yield (Source(whole, stacked=in_one),)
+    """Yields the forms of a tensor in a layer.
+
+    Whole, or gate and up separate (`_w`, `_v`); both also for each expert.
+    """
+    for is_stacked in stacked:
+        name = (
+            f"{{base}}decoder.layers.{theirs}" if is_stacked else f"{{base}}decoder.layers.{{layer}}.{theirs}"
+        )
+        per_expert = name.replace(_EXPERTS, f"{_EXPERTS}{{expert}}.")
+        for tensor in (name, per_expert) if experts else (name,):
+            yield (Source(tensor, stacked=is_stacked),)
             if halves:
-                gate = Source(f"{whole}_w", "first half", stacked=in_one)
-                yield gate, Source(f"{whole}_v", "second half", stacked=in_one)
+                gate = Source(f"{tensor}_w", "first half", stacked=is_stacked)
+                yield gate, Source(f"{tensor}_v", "second half", stacked=is_stacked)
 
 
-# By whether all layers lie in one tensor in what is written; both are read.
+# By whether all layers are written in one tensor. Both formats are read.
 TABLES = {stacked: NameTable(tuple(_rows((stacked, not stacked))), _UNKNOWN) for stacked in (True, False)}
 
 
 def second_name(theirs: str) -> str:
-    """The other name of a norm before an MLP, under which a file may have the same values once more."""
+    """Name of the same norm in a MoE layer, under which a file may store it again."""
     first, second = (name.removesuffix("{kind}") for name in (_NORM, _NORM_OF_EXPERTS))
     return theirs.replace(first, second)
 
 
 def tensors_of(model: TransformerConfig, moe: MoEConfig) -> dict[str, Shape]:
-    """Every tensor of a model of ours, and the bias of each router that has one, which is no parameter."""
+    """Returns the shapes of a model's tensors.
+
+    Includes the expert biases of routers, which are not parameters.
+    """
     shapes = dict(logical_shapes(model, moe))
     if moe.moe_router_enable_expert_bias and moe.num_experts:
         for name in [name for name in shapes if name.endswith(".mlp.router.weight")]:
@@ -97,38 +108,38 @@ def tensors_of(model: TransformerConfig, moe: MoEConfig) -> dict[str, Shape]:
 
 
 def is_stacked(model: TransformerConfig, moe: MoEConfig) -> bool:
-    """Whether Megatron-LM writes all layers in one tensor: it does where they are alike, and no pattern was given."""
+    """Whether Megatron-LM writes all layers in one tensor: if all are alike."""
     return not moe.num_experts or all(moe_layers(moe.moe_layer_freq, model.num_layers))
 
 
 def written_links(model: TransformerConfig, moe: MoEConfig) -> dict[str, list[Link]]:
-    """For each tensor of ours a link to each name that it is written under."""
+    """Returns the links of each of our tensors to all names it is written under."""
     stacked, shapes = is_stacked(model, moe), tensors_of(model, moe)
     links = links_by_table(TABLES[stacked], model, shapes)
-    with_experts = {
+    moe_layer_prefixes = {
         name.removesuffix("mlp.router.weight") for name in shapes if name.endswith(".mlp.router.weight")
     }
-    # A row names one tensor of theirs; the second holds the same values.
-    again = [
+    # A row has one name. The norm of a MoE layer is written under both.
+    second_links = [
         replace(link, theirs=second_name(link.theirs))
         for link in links
-        if link.ours.partition("mlp_norm.")[0] in with_experts
+        if link.ours.partition("mlp_norm.")[0] in moe_layer_prefixes
     ]
-    return by_ours([*links, *again])
+    return by_ours([*links, *second_links])
 
 
 def read_links(
     model: TransformerConfig, moe: MoEConfig, names: Collection[str], prefix: str = ""
 ) -> dict[str, list[Link]]:
-    """For each tensor of ours the links to what a file has of it; `prefix` comes before each of its names."""
+    """Returns the links of each of our tensors to those in a file, whose names start with `prefix`."""
     return by_ours(links_by_table(TABLES[True], model, tensors_of(model, moe), names, prefix))
 
 
 def written_shapes(links: Mapping[str, Sequence[Link]], layers: int, vocabulary: int) -> dict[str, Shape]:
-    """The size of every tensor that is written: with all layers, and the padding of the vocabulary."""
-    found = [link for of_tensor in links.values() for link in of_tensor]
-    shapes = their_shapes(found)
-    for link in found:
+    """Returns the shapes of all written tensors: with all layers, and with padding of the vocabulary."""
+    all_links = [link for of_tensor in links.values() for link in of_tensor]
+    shapes = their_shapes(all_links)
+    for link in all_links:
         _, *rest = shapes[link.theirs]
         if link.stacked:
             shapes[link.theirs] = (layers, *rest)
@@ -137,8 +148,7 @@ def written_shapes(links: Mapping[str, Sequence[Link]], layers: int, vocabulary:
     return shapes
 
 
-# What their layers keep besides tensors: nothing, unless matrices are in fp8, but a loader asks for it. With the number of
-# axes in front of it: the layers, and the experts.
+# Extra states of Transformer Engine modules. Empty without fp8, but Megatron-LM's loader requires them.
 EXTRA_STATE = "_extra_state"
 EXTRA_IN_LAYERS = (
     "self_attention.linear_qkv",
@@ -157,19 +167,23 @@ EXTRA_OF_EXPERTS = (f"{_EXPERTS}linear_fc1", f"{_EXPERTS}linear_fc2")
 EXTRA_OUTSIDE = ("decoder.final_layernorm",)
 
 
-# What an optimizer keeps of a tensor comes under these, before the tensor's own name.
+# Prefixes of optimizer state and of master weights, before the tensor's name.
 STATE = "optimizer.state."
 MASTER = f"{STATE}fp32_param."
-# By the names that both give to what is kept: of Adam, and of gradient descent with momentum.
+# Optimizer states of Adam and of SGD with momentum, which both formats name alike.
 KEPT = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-# Programs around Megatron-LM put these before every name.
+# Prefixes that programs based on Megatron-LM put before every name.
 _PREFIXES = ("", "model.", "module.", "model.module.")
 _ANCHOR = "embedding.word_embeddings.weight"
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A rectangle of a tensor of theirs: in which file, and how `torch_file` finds what it is in; there it begins at `within`."""
+    """A stored rectangle of a tensor of theirs.
+
+    `place`: position in the file for `torch_file`. `within`: start of the rectangle in the tensor stored
+    there.
+    """
 
     start: Shape
     size: Shape
@@ -180,6 +194,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class Stored:
+    """A tensor of theirs."""
+
     dtype: str
     shape: Shape
     pieces: tuple[Piece, ...]
@@ -187,22 +203,23 @@ class Stored:
 
 @dataclass(frozen=True)
 class Contents:
-    """All that is known of one checkpoint of theirs; `remarks` are for the user."""
+    """Contents of a Megatron-LM checkpoint. `remarks` are messages for the user."""
 
     folder: Path
     iteration: int
     tensors: Mapping[str, Stored]
     arguments: Mapping[str, Any]
     common: Mapping[str, Any]
-    remarks: tuple[str, ...] = field(default=())
+    remarks: tuple[str, ...] = ()
 
 
 def prefix_of(names: Collection[str], folder: Path) -> str:
+    """Returns the prefix of all model tensors."""
     for prefix in _PREFIXES:
         if f"{prefix}{_ANCHOR}" in names:
             return prefix
     raise UserError(
-        f"{folder} holds no language model of Megatron-LM: there is no {_ANCHOR} among its {len(names)} tensors"
+        f"{folder} contains no language model of Megatron-LM: there is no {_ANCHOR} among its {len(names)} tensors"
     )
 
 
@@ -213,99 +230,109 @@ def manifest_of(
     run_state: Mapping[str, Any],
     config: Mapping[str, Any],
 ) -> Manifest:
-    """The checkpoint as one of ours: the tensors of this model, and where the elements of each lie."""
+    """Returns the manifest of the checkpoint in our format.
+
+    It lists the tensors of this model and the position of their elements.
+    """
     stored = contents.tensors
     prefix = prefix_of(stored, contents.folder)
     links = read_links(model, moe, stored, prefix)
-    masters = all(f"{MASTER}{link.theirs}" in stored for link in _of_parameters(links))
+    has_master_weights = all(f"{MASTER}{link.theirs}" in stored for link in _parameter_links(links))
     tensors: dict[str, TensorRecord] = {}
     for ours, of_tensor in links.items():
-        kind = ROUTERS if _is_of_router(ours) else WEIGHTS
-        before = MASTER if masters and kind == WEIGHTS else ""
-        tensors[f"{kind}{ours}"] = _record(contents, ours, of_tensor, before)
-    for kept in KEPT:
-        if all(f"{STATE}{kept}.{link.theirs}" in stored for link in _of_parameters(links)):
+        kind = ROUTERS if _is_router_bias(ours) else WEIGHTS
+        name_prefix = MASTER if has_master_weights and kind == WEIGHTS else ""
+        tensors[f"{kind}{ours}"] = _record(contents, ours, of_tensor, name_prefix)
+    for state in KEPT:
+        if all(f"{STATE}{state}.{link.theirs}" in stored for link in _parameter_links(links)):
             for ours, of_tensor in links.items():
-                if not _is_of_router(ours):
-                    tensors[f"{kept}/{ours}"] = _record(contents, ours, of_tensor, f"{STATE}{kept}.")
+                if not _is_router_bias(ours):
+                    tensors[f"{state}/{ours}"] = _record(contents, ours, of_tensor, f"{STATE}{state}.")
     _refuse_left_over(contents, prefix, links)
     return Manifest(contents.iteration, {}, dict(sorted(tensors.items())), dict(run_state), dict(config))
 
 
-def _of_parameters(links: Mapping[str, list[Link]]) -> Iterator[Link]:
+def _parameter_links(links: Mapping[str, list[Link]]) -> Iterator[Link]:
     for ours, of_tensor in links.items():
-        if not _is_of_router(ours):
+        if not _is_router_bias(ours):
             yield from of_tensor
 
 
-def _is_of_router(ours: str) -> bool:
-    """The bias of a router is moved by counts, not by gradients, and kept apart from weights."""
+def _is_router_bias(ours: str) -> bool:
+    """Whether this is the expert bias of a router.
+
+    It is updated from token counts, and stored separately from weights.
+    """
     return ours.endswith(".mlp.router.bias")
 
 
-def _record(contents: Contents, ours: str, links: Iterable[Link], before: str) -> TensorRecord:
+def _record(contents: Contents, ours: str, links: Iterable[Link], name_prefix: str) -> TensorRecord:
+    """Returns the record of one of our tensors."""
     pieces: list[StoredPiece] = []
     dtypes: set[str] = set()
     shape: Shape = ()
     for link in links:
-        name = f"{before}{link.theirs}"
-        found = contents.tensors.get(name)
-        if found is None:
+        name = f"{name_prefix}{link.theirs}"
+        stored = contents.tensors.get(name)
+        if stored is None:
             raise UserError(
                 f"{contents.folder} lacks {name}, so it is not the model that its arguments describe; name another checkpoint"
             )
-        _check_shape(contents.folder, name, found, link)
-        dtypes.add(found.dtype)
-        pieces += _pieces(link, found)
+        _check_shape(contents.folder, name, stored, link)
+        dtypes.add(stored.dtype)
+        pieces += _pieces(link, stored)
         end = tuple(i + n for i, n in zip(link.at, link.size))
         shape = tuple(map(max, shape, end)) if shape else end
     if len(dtypes) > 1 or not dtypes <= set(DTYPES):
         raise UserError(
-            f"{contents.folder} holds {ours} as {' and '.join(sorted(dtypes))}, which cannot be read here"
+            f"{contents.folder} contains {ours} as {' and '.join(sorted(dtypes))}, which cannot be read here"
         )
     problem = cover_problem(shape, ((piece.start, piece.shape) for piece in pieces))
     if problem is not None:
-        raise UserError(f"{contents.folder} does not hold all of {before}{ours}: {problem}")
+        raise UserError(f"{contents.folder} lacks a part of {name_prefix}{ours}: {problem}")
     return TensorRecord(dtypes.pop(), shape, tuple(sorted(pieces, key=lambda piece: piece.start)))
 
 
-def _check_shape(folder: Path, name: str, found: Stored, link: Link) -> None:
-    """A vocabulary may be padded; everything else must be as large as the model says."""
-    wanted = tuple(i + n for i, n in zip(link.start, link.their_size))
-    padded = link.ours in VOCABULARY and found.shape[1:] == wanted[1:] and found.shape[0] >= wanted[0]
-    layers = link.stacked and found.shape[1:] == wanted[1:] and found.shape[0] >= wanted[0]
-    if not (found.shape == wanted or padded or layers):
+def _check_shape(folder: Path, name: str, stored: Stored, link: Link) -> None:
+    """Checks the shape of a stored tensor. The vocabulary may be padded."""
+    expected = tuple(i + n for i, n in zip(link.start, link.their_size))
+    # The link of one layer requires only as many stacked layers as its own index.
+    may_be_longer = link.ours in VOCABULARY or link.stacked
+    is_longer = stored.shape[1:] == expected[1:] and stored.shape[0] >= expected[0]
+    if stored.shape != expected and not (may_be_longer and is_longer):
         raise UserError(
-            f"{folder} holds {name} as {list(found.shape)}, where the model its arguments describe has {list(wanted)}"
+            f"{folder} contains {name} as {list(stored.shape)}, but the model its arguments describe has {list(expected)}"
         )
 
 
-def _pieces(link: Link, found: Stored) -> Iterator[StoredPiece]:
-    for piece in found.pieces:
+def _pieces(link: Link, stored: Stored) -> Iterator[StoredPiece]:
+    """Yields the pieces of our tensor along a link."""
+    for piece in stored.pieces:
         common = link.shared_with_theirs(piece.start, piece.size)
         if common is None:
             continue
         start, size = common
-        at, seen = link.our_rectangle(start, size)
-        first = piece.within or (0,) * len(piece.start)
-        inside = tuple(i - j + k for i, j, k in zip(start, piece.start, first))
-        yield StoredPiece(piece.file, rectangle_key(piece.place, inside, size, seen), at, seen)
+        at, shape = link.our_rectangle(start, size)
+        origin = piece.within or (0,) * len(piece.start)
+        inside = tuple(i - j + k for i, j, k in zip(start, piece.start, origin))
+        yield StoredPiece(piece.file, rectangle_key(piece.place, inside, size, shape), at, shape)
 
 
 def _refuse_left_over(contents: Contents, prefix: str, links: Mapping[str, list[Link]]) -> None:
-    """Weights that no tensor of ours takes would be lost in silence."""
-    known = {link.theirs for of_tensor in links.values() for link in of_tensor}
-    known |= {second_name(name) for name in known}
-    left = [
+    """Raises UserError for weights that no tensor of ours reads, as they would be lost silently."""
+    used = {link.theirs for of_tensor in links.values() for link in of_tensor}
+    used |= {second_name(name) for name in used}
+    if "head.weight" not in links:
+        # Tied embeddings: the file may store the shared weight again.
+        used.add(f"{prefix}output_layer.weight")
+    unused = [
         name
         for name in contents.tensors
         if name.startswith(prefix)
         and not name.startswith(("optimizer.", "rng", "rerun"))
-        and name not in known
+        and name not in used
     ]
-    tied = f"{prefix}output_layer.weight"
-    left = [name for name in left if name != tied or "head.weight" in links]
-    if left:
+    if unused:
         raise UserError(
-            f"{contents.folder} holds {len(left)} tensors that the model its arguments describe does not have, the first being {left[0]}"
+            f"{contents.folder} contains {len(unused)} tensors that the model its arguments describe does not have, the first being {unused[0]}"
         )

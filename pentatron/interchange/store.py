@@ -1,7 +1,8 @@
-"""Steps that are Megatron-LM's checkpoints and ours at once: its files in the format torch_dist, and our manifest beside them.
+"""Saves steps in Megatron-LM's torch_dist format with our manifest beside it.
 
-The manifest says where every rectangle lies in the `.distcp` files, so that a run goes on from such a step as from any other:
-checked by its sums, in any layout, with no pickled file read. What Megatron-LM has no place for lies in files of our own.
+The manifest gives the position of every rectangle in the `.distcp` files, so a run resumes from such a step
+as from any other: verified by digests, in any layout, without unpickling. State that Megatron-LM has no place
+for is in our own files.
 """
 
 import dataclasses
@@ -62,8 +63,8 @@ def iteration_name(step: int) -> str:
 
 @sendable
 @dataclass(frozen=True)
-class _Wrote(Written):
-    """What one rank put into the temporary folder, or why it could not."""
+class _TorchDistWritten(Written):
+    """What one rank wrote to the temporary folder, or why it could not."""
 
     files: tuple[FileRecord, ...] = ()
     places: tuple[Place, ...] = ()
@@ -72,7 +73,7 @@ class _Wrote(Written):
 
 @dataclass
 class _RankFile:
-    """The `.distcp` file of a rank while it is written, and what it is to be called."""
+    """The `.distcp` file of a rank being written, and the names of its tensors."""
 
     file: HashedFile
     places: list[Place] = field(default_factory=list)
@@ -80,21 +81,21 @@ class _RankFile:
     def add(
         self, links: Sequence[Link], kinds: Sequence[str], at: Shape, values: Tensor, dtype: torch.dtype
     ) -> Place:
-        """Writes a rectangle of ours once, under all its names."""
+        """Writes a rectangle of ours once, under all its names. Returns its first place."""
         start, size = links[0].their_rectangle(at, tuple(values.shape))
         offset, length = self.file.save(links[0].to_theirs(own_copy(values, dtype)))
         name = str(dtype).removeprefix("torch.")
-        made = [
+        places = [
             Place(f"{kind}{link.theirs}", start, size, name, self.file.path.name, offset, length)
             for link in links
             for kind in kinds
         ]
-        self.places += made
-        return made[0]
+        self.places += places
+        return places[0]
 
 
 class TorchDistStore(CheckpointStore):
-    """Saves what `CheckpointStore` saves, as Megatron-LM has it."""
+    """A `CheckpointStore` that saves in the torch_dist format."""
 
     def __init__(
         self, folder: Path, keep: int | None, retain: int | None, verify: bool, config: RunConfig
@@ -109,54 +110,58 @@ class TorchDistStore(CheckpointStore):
         precision = config.precision
         self.dtype = torch.bfloat16 if precision.bf16 else torch.float16 if precision.fp16 else torch.float32
 
-    def write_own(self, temporary: Path, rank: int, parts: Sequence[Fragment]) -> _Wrote:
-        """This rank's files; errors come back as text, so that the other ranks hear of them."""
+    def write_own(self, temporary: Path, rank: int, parts: Sequence[Fragment]) -> _TorchDistWritten:
+        """Writes this rank's files. Errors are returned as text, to be gathered on all ranks."""
         try:
             with HashedFile(temporary / f"__{rank}_0.distcp") as file:
                 return self._write(_RankFile(file), temporary / f"rank-{rank:05d}.safetensors", parts)
         except OSError as error:
-            return _Wrote(failure=error.strerror or str(error))
+            return _TorchDistWritten(failure=error.strerror or str(error))
         except (ValueError, KeyError, RuntimeError) as error:
-            return _Wrote(mistake=f"{type(error).__name__}: {error}")
+            return _TorchDistWritten(mistake=f"{type(error).__name__}: {error}")
 
     def bytes_of(self, part: Fragment) -> int:
-        twice = part.tensor.startswith(WEIGHTS) and part.values.dtype != self.dtype
-        return super().bytes_of(part) + twice * part.values.numel() * self.dtype.itemsize
+        """Size of a fragment on disk.
 
-    def _write(self, named: _RankFile, path: Path, parts: Sequence[Fragment]) -> _Wrote:
-        """What Megatron-LM has names for, and in a file of our own the rest."""
-        beside: dict[str, Tensor] = {}
+        Weights are written twice if their dtype differs from the compute dtype.
+        """
+        has_master_copy = part.tensor.startswith(WEIGHTS) and part.values.dtype != self.dtype
+        return super().bytes_of(part) + has_master_copy * part.values.numel() * self.dtype.itemsize
+
+    def _write(self, rank_file: _RankFile, other_path: Path, parts: Sequence[Fragment]) -> _TorchDistWritten:
+        """Writes tensors Megatron-LM has names for to the `.distcp` file, others to a file of our own."""
+        other_values: dict[str, Tensor] = {}
         records: list[tuple[str, TensorRecord]] = []
         for fragment in parts:
             if fragment.values.numel() == 0:
                 continue
             kind, _, ours = fragment.tensor.partition("/")
             if kind in ("weights", *KEPT):
-                records.append((fragment.tensor, self._add(named, kind, ours, fragment)))
+                records.append((fragment.tensor, self._add(rank_file, kind, ours, fragment)))
                 continue
             if fragment.tensor.startswith(ROUTERS) and ours in self.links:
-                named.add(self.links[ours], [""], fragment.start, fragment.values, torch.float32)
+                rank_file.add(self.links[ours], [""], fragment.start, fragment.values, torch.float32)
             key = piece_key(
                 fragment.tensor, tuple(fragment.shape), fragment.start, tuple(fragment.values.shape)
             )
-            beside[key] = fragment.values
-            piece = StoredPiece(path.name, key, tuple(fragment.start), tuple(fragment.values.shape))
+            other_values[key] = fragment.values
+            piece = StoredPiece(other_path.name, key, tuple(fragment.start), tuple(fragment.values.shape))
             records.append((fragment.tensor, _one_piece(fragment, piece, fragment.values.dtype)))
-        files = [named.file.finish()]
-        if beside:
-            files.append(write_tensors(path, beside))
-        return _Wrote(files=tuple(files), places=tuple(named.places), records=tuple(records))
+        files = [rank_file.file.finish()]
+        if other_values:
+            files.append(write_tensors(other_path, other_values))
+        return _TorchDistWritten(files=tuple(files), places=tuple(rank_file.places), records=tuple(records))
 
-    def _add(self, named: _RankFile, kind: str, ours: str, fragment: Fragment) -> TensorRecord:
-        """Weights twice where the run computes with others than it keeps; once under both names where they are the same."""
+    def _add(self, rank_file: _RankFile, kind: str, ours: str, fragment: Fragment) -> TensorRecord:
+        """Writes weights in the compute dtype and as master weights; once if both have the same dtype."""
         links, at, values = self.links[ours], fragment.start, fragment.values
         if kind != "weights":
-            place = named.add(links, [f"{STATE}{kind}."], at, values, values.dtype)
+            place = rank_file.add(links, [f"{STATE}{kind}."], at, values, values.dtype)
         elif self.dtype == values.dtype:
-            place = named.add(links, ["", MASTER], at, values, values.dtype)
+            place = rank_file.add(links, ["", MASTER], at, values, values.dtype)
         else:
-            named.add(links, [""], at, values, self.dtype)
-            place = named.add(links, [MASTER], at, values, values.dtype)
+            rank_file.add(links, [""], at, values, self.dtype)
+            place = rank_file.add(links, [MASTER], at, values, values.dtype)
         size = tuple(values.shape)
         key = rectangle_key(saved_place(place.offset, place.length), (0,) * len(place.size), place.size, size)
         return _one_piece(fragment, StoredPiece(place.file, key, tuple(at), size), values.dtype)
@@ -165,65 +170,68 @@ class TorchDistStore(CheckpointStore):
         self,
         temporary: Path,
         step: int,
-        everyone: Sequence[_Wrote],
+        everyone: Sequence[_TorchDistWritten],
         run_state: Mapping[str, Any],
         config: Mapping[str, Any],
     ) -> Manifest:
-        """Rank 0 adds what belongs to no rank, once it is sure that the parts make up every tensor exactly."""
+        """Rank 0 writes what belongs to no rank, after checking that the fragments are complete."""
         tensors = whole_tensors(record for wrote in everyone for record in wrote.records)
         places = [place for wrote in everyone for place in wrote.places]
         files = [file for wrote in everyone for file in wrote.files]
         with HashedFile(temporary / f"__{len(everyone)}_0.distcp") as file:
-            rest = _RankFile(file)
-            self._add_padding(rest, {place.theirs: place.dtype for place in places})
-            offset, length = rest.file.save([None])
-            nothing = Place("", None, (), "", rest.file.path.name, offset, length)
-            places += rest.places
-            places += [dataclasses.replace(nothing, theirs=name) for name in self._extra_states()]
-            files.append(rest.file.finish())
+            last_file = _RankFile(file)
+            self._add_padding(last_file, {place.theirs: place.dtype for place in places})
+            offset, length = last_file.file.save([None])
+            empty_object = Place("", None, (), "", last_file.file.path.name, offset, length)
+            places += last_file.places
+            places += [dataclasses.replace(empty_object, theirs=name) for name in self._extra_states()]
+            files.append(last_file.file.finish())
         shapes = {
-            place.theirs: self.shapes[_bare(place.theirs)] for place in places if place.start is not None
+            place.theirs: self.shapes[_parameter_name(place.theirs)]
+            for place in places
+            if place.start is not None
         }
         _require_whole(shapes, places)
         files += write_index(temporary, shapes, places)
-        stacked = is_stacked(self.config.model, self.config.moe)
+        is_stacked_model = is_stacked(self.config.model, self.config.moe)
         arguments = their_arguments(self.config, run_state, step)
-        common = common_state(step, run_state, self.config, stacked)
+        common = common_state(step, run_state, self.config, is_stacked_model)
         files.append(write_common(temporary, common, arguments))
         return Manifest(step, {f.name: f for f in files}, tensors, dict(run_state), dict(config))
 
-    def _add_padding(self, rest: _RankFile, dtypes: Mapping[str, str]) -> None:
-        """Rows of the vocabulary that belong to no token: zeros, which Megatron-LM's loader wants to find."""
+    def _add_padding(self, last_file: _RankFile, dtypes: Mapping[str, str]) -> None:
+        """Writes zeros for padding rows of the vocabulary, which Megatron-LM's loader requires."""
         for ours in VOCABULARY:
             for link in self.links.get(ours, ()):
                 rows = self.vocabulary - link.size[0]
                 for name, dtype in dtypes.items():
-                    if _bare(name) == link.theirs and rows:
+                    if _parameter_name(name) == link.theirs and rows:
                         zeros = torch.zeros(rows, link.size[1], dtype=DTYPES[dtype])
                         start, kind = (link.size[0], 0), name.removesuffix(link.theirs)
-                        rest.add([link], [kind], start, zeros, zeros.dtype)
+                        last_file.add([link], [kind], start, zeros, zeros.dtype)
 
     def _extra_states(self) -> Iterable[str]:
-        """The names of what layers keep besides tensors, for each layer and each expert."""
+        """Names of the extra states of all layers and experts."""
         layers, experts = self.config.model.num_layers, self.config.moe.num_experts or 0
         stacked = is_stacked(self.config.model, self.config.moe)
         for layer in range(layers):
-            prefix, at, of = (
-                ("decoder.layers.", str(layer), str(layers))
-                if stacked
-                else (f"decoder.layers.{layer}.", "0", "1")
-            )
+            prefix = "decoder.layers." if stacked else f"decoder.layers.{layer}."
             for name in EXTRA_IN_LAYERS:
-                yield f"{prefix}{name}.{EXTRA_STATE}/shard_{at}_{of}"
+                shard = f"{layer}_{layers}" if stacked else "0_1"
+                yield f"{prefix}{name}.{EXTRA_STATE}/shard_{shard}"
             for name in EXTRA_OF_EXPERTS:
                 for expert in range(experts):
-                    where = f"{at}.{expert}_{of}.{experts}" if stacked else f"{expert}_{experts}"
-                    yield f"{prefix}{name}.{EXTRA_STATE}/shard_{where}"
+                    shard = f"{layer}.{expert}_{layers}.{experts}" if stacked else f"{expert}_{experts}"
+                    yield f"{prefix}{name}.{EXTRA_STATE}/shard_{shard}"
         for name in EXTRA_OUTSIDE:
             yield f"{name}.{EXTRA_STATE}/shard_0_1"
 
     def _free_step(self, step: int) -> Path:
-        """The name that Megatron-LM looks for. A step of this run of that name, saved before a rollback, makes way; others are kept."""
+        """Returns the name that Megatron-LM expects.
+
+        A step of this run of that name, saved before a rollback, is replaced once the new one is committed;
+        others are renamed.
+        """
         self._keep_bases(step)
         final = self.folder / iteration_name(step)
         if not final.exists():
@@ -236,16 +244,16 @@ class TorchDistStore(CheckpointStore):
 
 
 def store_for(config: RunConfig) -> CheckpointStore:
-    """Where a run saves, in the format it asks for."""
+    """Returns the store of a run in its checkpoint format."""
     chosen = config.checkpoint
-    kept = (chosen.keep_checkpoints, chosen.save_retain_interval, chosen.verify_checkpoint)
+    options = (chosen.keep_checkpoints, chosen.save_retain_interval, chosen.verify_checkpoint)
     if chosen.ckpt_format == "torch_dist":
-        return TorchDistStore(Path(chosen.save), *kept, config)
-    return CheckpointStore(Path(chosen.save), *kept)
+        return TorchDistStore(Path(chosen.save), *options, config)
+    return CheckpointStore(Path(chosen.save), *options)
 
 
-def _bare(theirs: str) -> str:
-    """A name without what says that it is the optimizer's."""
+def _parameter_name(theirs: str) -> str:
+    """Removes the prefix of an optimizer state from a name."""
     if not theirs.startswith(STATE):
         return theirs
     return theirs.removeprefix(STATE).partition(".")[2]
@@ -256,7 +264,7 @@ def _one_piece(fragment: Fragment, piece: StoredPiece, dtype: torch.dtype) -> Te
 
 
 def _require_whole(shapes: Mapping[str, Shape], places: Iterable[Place]) -> None:
-    """Every tensor of theirs, each element once."""
+    """Raises ValueError unless the places cover every tensor of theirs exactly."""
     parts: dict[str, list[tuple[Shape, Shape]]] = {}
     for place in places:
         if place.start is not None:

@@ -1,4 +1,4 @@
-"""A checkpoint in the format torch_dist, as it lies in a folder: what it holds, without a tensor being read."""
+"""Reads the metadata of torch_dist checkpoints, without loading tensors, and writes their files."""
 
 import contextlib
 import hashlib
@@ -11,7 +11,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,29 +27,29 @@ from pentatron.interchange.index import KEPT, STATE, Contents, Piece, Stored, pr
 from pentatron.parallel.encoding import sendable
 from pentatron.parallel.shards import Shape
 
-# Starts the program that reads pickled files, and understands what it says.
+# --- the sandboxed unpickler ---
 
 
 _PROGRAM = Path(__file__).with_name("unpickle_sandbox.py")
-# CPU time of the reader: a base, and what each second must read at least.
-_SECONDS, _BYTES_A_SECOND = 30, 2**20
-# By the clock, for each of those: a file may lie on a slow disk, and the machine may be busy.
+# CPU time limit of the unpickler: a base, and the minimum rate in bytes per second.
+_SECONDS, _BYTES_PER_SECOND = 30, 2**20
+# Wall time limit as a multiple of the CPU time: the disk may be slow, and the machine busy.
 _PATIENCE = 10
 
 
 def read_apart(path: Path, seconds: int = _SECONDS) -> Any:
-    """What a pickled file of Megatron-LM holds, read by a process that can run nothing of it.
+    """Unpickles a file of Megatron-LM in a sandboxed process that executes nothing of it.
 
-    `seconds` of a core are enough for any small file; larger ones have more, by their size.
+    `seconds`: CPU time limit, extended for large files.
     """
     try:
         with path.open("rb") as file:
-            seconds += os.fstat(file.fileno()).st_size // _BYTES_A_SECOND
+            seconds += os.fstat(file.fileno()).st_size // _BYTES_PER_SECOND
     except OSError as error:
         raise UserError(
             f"{path} cannot be read ({error.strerror or error}); name another checkpoint"
         ) from None
-    # -I and -S: neither the environment nor installed packages have a say in it.
+    # -I and -S: isolated from the environment and from installed packages.
     try:
         done = subprocess.run(
             [sys.executable, "-I", "-S", str(_PROGRAM), str(path.resolve()), str(seconds)],
@@ -59,9 +59,9 @@ def read_apart(path: Path, seconds: int = _SECONDS) -> Any:
             timeout=seconds * _PATIENCE,
         )
     except subprocess.TimeoutExpired:
-        raise _endless(path, f"{seconds * _PATIENCE} seconds") from None
+        raise _timeout_error(path, f"{seconds * _PATIENCE} seconds") from None
     if done.returncode == -signal.SIGXCPU:
-        raise _endless(path, f"{seconds} seconds of a core")
+        raise _timeout_error(path, f"{seconds} seconds of a core")
     try:
         answer = json.loads(done.stdout)
     except ValueError:
@@ -71,7 +71,7 @@ def read_apart(path: Path, seconds: int = _SECONDS) -> Any:
         ) from None
     if "refused" in answer:
         raise UserError(
-            f"{path} asks for {answer['refused']}, which no checkpoint needs, so it was not read and nothing of it ran; do not use this "
+            f"{path} refers to {answer['refused']}, which no checkpoint needs, so it was not read and nothing of it ran; do not use this "
             f"file unless you know who made it"
         )
     if "error" in answer:
@@ -79,15 +79,17 @@ def read_apart(path: Path, seconds: int = _SECONDS) -> Any:
     return answer["found"]
 
 
-def _endless(path: Path, limit: str) -> UserError:
+def _timeout_error(path: Path, limit: str) -> UserError:
     return UserError(
-        f"{path} takes longer than {limit} to read, so its reader was stopped; the file is damaged, or was made to run without end: "
+        f"{path} takes longer than {limit} to read, so its reader was stopped; the file is damaged, or was made to run forever: "
         f"name another checkpoint"
     )
 
 
+# --- reading ---
+
 INDEX, COMMON, FORMAT = ".metadata", "common.pt", "metadata.json"
-_ENDING = ".distcp"
+_SUFFIX = ".distcp"
 
 
 def is_torch_dist(folder: Path) -> bool:
@@ -95,17 +97,17 @@ def is_torch_dist(folder: Path) -> bool:
 
 
 def open_torch_dist(folder: Path) -> Contents:
-    """What the folder says of itself; its pickled files are read apart."""
+    """Reads the metadata of a checkpoint; pickled files are read in the sandbox."""
     _check_backend(folder)
     index, common = read_apart(folder / INDEX), read_apart(folder / COMMON)
     if not isinstance(common, Mapping) or not isinstance(index, Mapping) or "places" not in index:
         raise UserError(
-            f"{folder} is no checkpoint of Megatron-LM: its {COMMON} or {INDEX} holds something else"
+            f"{folder} is not a checkpoint of Megatron-LM: its {COMMON} or {INDEX} contains something else"
         )
     tensors = _tensors(folder, index)
     arguments = common.get("args") or {}
     contents = Contents(folder, int(common.get("iteration") or 0), tensors, arguments, common)
-    return _with_remark_on_optimizer(contents, index["others"])
+    return _without_unreadable_optimizer(contents, index["others"])
 
 
 def _check_backend(folder: Path) -> None:
@@ -115,11 +117,12 @@ def _check_backend(folder: Path) -> None:
         raise UserError(f"{folder / FORMAT} cannot be read ({type(error).__name__}: {error})") from None
     if backend != "torch_dist":
         raise UserError(
-            f"{folder} is in Megatron-LM's format {backend}, which is not read here; let Megatron-LM save it again as torch_dist"
+            f"{folder} is in Megatron-LM's format {backend}, which is not supported; let Megatron-LM save it again as torch_dist"
         )
 
 
 def _tensors(folder: Path, index: Mapping[str, Any]) -> dict[str, Stored]:
+    """Returns the tensors of the index with the position of their pieces."""
     sizes = {
         (name, tuple(start)): tuple(size)
         for name, record in index["tensors"].items()
@@ -129,13 +132,13 @@ def _tensors(folder: Path, index: Mapping[str, Any]) -> dict[str, Stored]:
     for name, start, file, offset, length, transformed in index["places"]:
         if start is None or name not in pieces:
             continue
-        if Path(file).name != file or not file.endswith(_ENDING) or min(offset, length) < 0:
-            # A name from a file is not to be trusted with a path.
+        if Path(file).name != file or not file.endswith(_SUFFIX) or min(offset, length) < 0:
+            # Untrusted: a name from a file must not contain a path.
             raise UserError(
-                f"{folder / INDEX} says that {name} lies in {file}, which is no file of this folder's kind"
+                f"{folder / INDEX} lists {name} in {file}, which is not a {_SUFFIX} file of this folder"
             )
         if transformed:
-            raise UserError(f"{folder} holds {name} compressed or encrypted, which is not read here")
+            raise UserError(f"{folder} contains {name} compressed or encrypted, which is not supported")
         size = sizes.get((name, tuple(start)))
         if size is None:
             raise UserError(f"{folder / INDEX} contradicts itself about {name} at {start}")
@@ -146,33 +149,28 @@ def _tensors(folder: Path, index: Mapping[str, Any]) -> dict[str, Stored]:
     }
 
 
-def _with_remark_on_optimizer(contents: Contents, others: list[str]) -> Contents:
-    """Says so where there is an optimizer's state that is cut in a way only the saving layout understands."""
+def _without_unreadable_optimizer(contents: Contents, others: list[str]) -> Contents:
+    """Removes optimizer state whose sharding only the saving layout can read, and adds a message."""
     prefix = prefix_of(contents.tensors, contents.folder)
     anchor = f"{prefix}embedding.word_embeddings.weight"
-    readable = any(
-        contents.tensors.get(f"{STATE}{kept}.{anchor}", contents.tensors[anchor]).shape
-        == contents.tensors[anchor].shape
-        and f"{STATE}{kept}.{anchor}" in contents.tensors
-        for kept in KEPT
-    )
-    held = any(name.startswith(("optimizer.", "chained_")) for name in (*contents.tensors, *others))
-    if readable or not held:
+    # State that is readable in any layout has the shapes of the weights.
+    states = [contents.tensors.get(f"{STATE}{state}.{anchor}") for state in KEPT]
+    readable = any(s is not None and s.shape == contents.tensors[anchor].shape for s in states)
+    has_state = any(name.startswith(("optimizer.", "chained_")) for name in (*contents.tensors, *others))
+    if readable or not has_state:
         return contents
     tensors = {name: stored for name, stored in contents.tensors.items() if not name.startswith("optimizer.")}
     remark = (
-        f"{contents.folder} has its optimizer's state in the order of the layout that saved it, so weights alone are taken (Megatron-LM "
+        f"{contents.folder} has its optimizer state in the order of the layout that saved it, so only the weights are read (Megatron-LM "
         f"writes it for any layout with --dist-ckpt-optim-fully-reshardable)"
     )
-    return Contents(
-        contents.folder, contents.iteration, tensors, contents.arguments, contents.common, (remark,)
-    )
+    return replace(contents, tensors=tensors, remarks=(remark,))
 
 
-# Files of the format torch_dist, as `torch.distributed.checkpoint` and megatron-core lay them out.
+# --- writing ---
 #
-# A rank's `.distcp` file is one torch.save after the other; `.metadata` says which tensor each of them is a
-# rectangle of.
+# The format of `torch.distributed.checkpoint` and megatron-core: a rank's `.distcp` file is a sequence of
+# torch.save archives; `.metadata` maps each to a rectangle of a tensor.
 
 
 _FORMAT_TEXT = {
@@ -186,7 +184,7 @@ _FORMAT_TEXT = {
 @sendable
 @dataclass(frozen=True)
 class Place:
-    """A rectangle of a tensor of theirs, or an object (no `start`), in a file."""
+    """Position of a rectangle of a tensor of theirs in a file, or of an object (`start` is None)."""
 
     theirs: str
     start: Shape | None
@@ -198,7 +196,7 @@ class Place:
 
 
 class HashedFile:
-    """A new file that is hashed while it is written, and on the disk when it is closed."""
+    """A new file that is hashed while it is written, and synced when it is finished."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._digest = path, hashlib.sha256()
@@ -214,21 +212,22 @@ class HashedFile:
             raise
 
     def flush(self) -> None:
-        """Nothing is kept back here; torch asks for it after each tensor."""
+        """Does nothing, as writes are not buffered; torch calls it after each tensor."""
 
     def save(self, value: Any) -> tuple[int, int]:
-        """Adds what torch.save makes of a value: (first byte, bytes)."""
-        before = self._summed.bytes
+        """Appends torch.save of a value. Returns (first byte, size)."""
+        offset = self._summed.bytes
         try:
             torch.save(value, self)  # type: ignore[arg-type]
         except RuntimeError:
-            # Torch says that a position is not what it expected, and not that the disk is full.
+            # torch reports an unexpected position instead of the I/O error of the write.
             if self._failure is not None:
                 raise self._failure from None
             raise
-        return before, self._summed.bytes - before
+        return offset, self._summed.bytes - offset
 
     def finish(self) -> FileRecord:
+        """Syncs and closes the file; returns its record."""
         sync(self._file)
         self._file.close()
         return FileRecord(self.path.name, self._summed.bytes, self._digest.hexdigest(), 0, SHA256)
@@ -237,24 +236,25 @@ class HashedFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Of a file that is not finished, something may be left to write, which fails once more where it has failed before.
+        # Closing an unfinished file flushes its buffer, which may fail again.
         with contextlib.suppress(OSError):
             self._file.close()
 
 
 def own_copy(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy in memory of its own: torch.save would write all of the memory that a view belongs to."""
+    """Returns a contiguous copy on the host: torch.save writes the whole storage of a view."""
     return values.detach().to("cpu", dtype, copy=True).contiguous()
 
 
-def write_whole(path: Path, write: bytes) -> FileRecord:
+def write_whole(path: Path, content: bytes) -> FileRecord:
+    """Writes and syncs a whole file."""
     with HashedFile(path) as file:
-        file.write(write)
+        file.write(content)
         return file.finish()
 
 
 def write_index(folder: Path, shapes: Mapping[str, Shape], places: Iterable[Place]) -> list[FileRecord]:
-    """`.metadata`, of everything that lies in the folder's `.distcp` files, and `metadata.json`."""
+    """Writes `.metadata`, the index of the folder's `.distcp` files, and `metadata.json`."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (
         BytesStorageMetadata,
@@ -282,7 +282,7 @@ def write_index(folder: Path, shapes: Mapping[str, Shape], places: Iterable[Plac
         record.chunks.append(ChunkStorageMetadata(torch.Size(place.start), torch.Size(place.size)))
         stored[MetadataIndex(place.theirs, place.start, index)] = info
     metadata = Metadata(described, planner_data=None, storage_data=stored)
-    # Protocol 2, as torch's own writer of these files has it.
+    # Pickle protocol 2, as in torch's own writer.
     return [
         write_whole(folder / INDEX, pickle.dumps(metadata, protocol=2)),
         write_whole(folder / FORMAT, json.dumps(_FORMAT_TEXT).encode()),
@@ -290,7 +290,7 @@ def write_index(folder: Path, shapes: Mapping[str, Shape], places: Iterable[Plac
 
 
 def write_common(folder: Path, common: Mapping[str, Any], arguments: Mapping[str, Any]) -> FileRecord:
-    """`common.pt`: what is the same for all ranks, with the arguments as Megatron-LM has them."""
+    """Writes `common.pt`: the state common to all ranks and Megatron-LM's arguments."""
     buffer = io.BytesIO()
     torch.save({"args": Namespace(**arguments), **common}, buffer)
     return write_whole(folder / COMMON, buffer.getvalue())

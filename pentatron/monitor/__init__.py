@@ -1,1 +1,1 @@
-"""What a run tells about itself: metrics, log, progress, pictures."""
+"""Metrics, logs and progress display of a run."""

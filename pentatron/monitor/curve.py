@@ -1,4 +1,4 @@
-"""The loss curve as an SVG picture, drawn by hand: no plotting library is needed to look at a run."""
+"""Draws the loss curve as an SVG file, without a plotting library."""
 
 import math
 from collections.abc import Sequence
@@ -11,16 +11,16 @@ from pentatron.text import one_line
 _WIDTH, _HEIGHT = 760, 420
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 20, 44, 46
 _STEP_COLOUR, _MEAN_COLOUR, _VALIDATION_COLOUR = "#9ecae1", "#2171b5", "#d94801"
-# The running mean takes this share of the curve on either side of a point.
-_SMOOTHED_SHARE = 1 / 50
-_MOST_POINTS = 1000
+# Half width of the running mean's window, as a fraction of the curve.
+_WINDOW_SHARE = 1 / 50
+_MAX_POINTS = 1000
 
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Axes:
-    """Maps steps and losses to the page."""
+    """Maps steps and losses to SVG coordinates."""
 
     x_max: float
     y_min: float
@@ -33,12 +33,12 @@ class Axes:
 
 
 def loss_curve(title: str, training: Sequence[Point], validation: Sequence[Point]) -> str:
-    """An SVG with the training losses, their running mean, and the validation losses as dots."""
+    """Returns an SVG of the training losses, their running mean, and the validation losses as dots."""
     if not training:
         raise ValueError("a curve needs at least one point")
-    training = _thinned(training)
+    training = _downsample(training)
     losses = [loss for _, loss in (*training, *validation)]
-    step = _round_step((max(losses) - min(losses)) / 5 or 1.0)
+    step = _tick_step((max(losses) - min(losses)) / 5 or 1.0)
     axes = Axes(
         x_max=max(1.0, training[-1][0]),
         y_min=step * (min(losses) // step),
@@ -58,15 +58,15 @@ def loss_curve(title: str, training: Sequence[Point], validation: Sequence[Point
     return "\n".join(parts) + "\n"
 
 
-def _thinned(points: Sequence[Point]) -> Sequence[Point]:
-    """At most a page's worth of points, each the mean of its neighbours: a long run must not make a large file."""
-    stride = -(-len(points) // _MOST_POINTS)
+def _downsample(points: Sequence[Point]) -> Sequence[Point]:
+    """Downsamples to at most _MAX_POINTS means, to bound the file size."""
+    stride = -(-len(points) // _MAX_POINTS)
     chunks = [points[i : i + stride] for i in range(0, len(points), stride)]
     return [(chunk[-1][0], sum(y for _, y in chunk) / len(chunk)) for chunk in chunks]
 
 
-def _round_step(rough: float) -> float:
-    """1, 2 or 5 times a power of ten, at least `rough`."""
+def _tick_step(rough: float) -> float:
+    """Returns the smallest of 1, 2 or 5 times a power of ten that is at least `rough`."""
     power = 10.0 ** len(f"{int(rough)}") / 10 if rough >= 1 else 1.0
     while power > rough:
         power /= 10
@@ -74,42 +74,41 @@ def _round_step(rough: float) -> float:
 
 
 def _smooth(points: Sequence[Point]) -> list[Point]:
-    """Means over neighbours on both sides, so that the line does not lag behind a falling loss."""
-    half = math.ceil(len(points) * _SMOOTHED_SHARE)
+    """Centred running mean, which does not lag behind a falling loss."""
+    max_half_width = math.ceil(len(points) * _WINDOW_SHARE)
     sums = [0.0, *accumulate(y for _, y in points)]
     smoothed = []
     for i, (x, _) in enumerate(points):
-        # The loss is steep at the start: there the mean takes only as much from the right as there is on the left.
-        reach = min(half, i)
-        first, end = i - reach, min(len(points), i + reach + 1)
+        # The window is symmetric at the start, where the loss is steep, so the mean is not biased downwards.
+        half_width = min(max_half_width, i)
+        first, end = i - half_width, min(len(points), i + half_width + 1)
         smoothed.append((x, (sums[end] - sums[first]) / (end - first)))
     return smoothed
 
 
 def _grid(axes: Axes, step: float) -> list[str]:
-    found = []
     decimals = max(0, -math.floor(math.log10(step)))
-    lines = round((axes.y_max - axes.y_min) / step)
-    for i in range(lines + 1):
+    bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
+    elements = []
+    for i in range(round((axes.y_max - axes.y_min) / step) + 1):
         value = axes.y_min + i * step
         _, y = axes.place((0, value))
-        found.append(f'<line x1="{_LEFT}" y1="{y}" x2="{_WIDTH - _RIGHT}" y2="{y}" stroke="#e5e5e5"/>')
-        found.append(f'<text x="{_LEFT - 8}" y="{y + 4}" text-anchor="end">{value:.{decimals}f}</text>')
-    x_step = max(1.0, _round_step(axes.x_max / 6))
+        elements.append(f'<line x1="{_LEFT}" y1="{y}" x2="{right}" y2="{y}" stroke="#e5e5e5"/>')
+        elements.append(_label(_LEFT - 8, y + 4, "end", f"{value:.{decimals}f}"))
+    x_step = max(1.0, _tick_step(axes.x_max / 6))
     for i in range(int(axes.x_max // x_step) + 1):
         x, _ = axes.place((i * x_step, axes.y_min))
-        found.append(
-            f'<text x="{x}" y="{_HEIGHT - _BOTTOM + 18}" text-anchor="middle">{i * x_step:.6g}</text>'
-        )
-    bottom = _HEIGHT - _BOTTOM
-    found.append(f'<line x1="{_LEFT}" y1="{bottom}" x2="{_WIDTH - _RIGHT}" y2="{bottom}" stroke="#888"/>')
-    found.append(
-        f'<text x="{(_LEFT + _WIDTH - _RIGHT) / 2}" y="{_HEIGHT - 8}" text-anchor="middle">step</text>'
-    )
-    found.append(
+        elements.append(_label(x, bottom + 18, "middle", f"{i * x_step:.6g}"))
+    elements.append(f'<line x1="{_LEFT}" y1="{bottom}" x2="{right}" y2="{bottom}" stroke="#888"/>')
+    elements.append(_label((_LEFT + right) / 2, _HEIGHT - 8, "middle", "step"))
+    elements.append(
         f'<text x="16" y="{_HEIGHT / 2}" text-anchor="middle" transform="rotate(-90 16 {_HEIGHT / 2})">loss</text>'
     )
-    return found
+    return elements
+
+
+def _label(x: float, y: float, anchor: str, text: str) -> str:
+    return f'<text x="{x}" y="{y}" text-anchor="{anchor}">{text}</text>'
 
 
 def _line(axes: Axes, points: Sequence[Point], colour: str, width: float) -> str:
@@ -124,12 +123,12 @@ def _dot(axes: Axes, point: Point) -> str:
 
 def _legend(with_validation: bool) -> list[str]:
     x = _WIDTH - _RIGHT - 316
-    found = [*_legend_line(x, "each step", _STEP_COLOUR, 1.0)]
-    found += _legend_line(x + 104, "running mean", _MEAN_COLOUR, 2.2)
+    elements = _legend_line(x, "each step", _STEP_COLOUR, 1.0)
+    elements += _legend_line(x + 104, "running mean", _MEAN_COLOUR, 2.2)
     if with_validation:
-        found.append(f'<circle cx="{x + 242}" cy="20" r="4" fill="{_VALIDATION_COLOUR}"/>')
-        found.append(f'<text x="{x + 252}" y="24">validation</text>')
-    return found
+        elements.append(f'<circle cx="{x + 242}" cy="20" r="4" fill="{_VALIDATION_COLOUR}"/>')
+        elements.append(f'<text x="{x + 252}" y="24">validation</text>')
+    return elements
 
 
 def _legend_line(x: float, name: str, colour: str, width: float) -> list[str]:

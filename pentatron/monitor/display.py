@@ -1,8 +1,8 @@
-"""Progress on the terminal: a live bar where there is one, plain lines where there is none."""
+"""Displays progress on the terminal: a progress bar, or plain lines without a terminal."""
 
 import sys
 import time
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from pentatron.monitor.report import StepReport, short_line
 from pentatron.text import duration, in_mib, spoken
@@ -10,57 +10,48 @@ from pentatron.text import duration, in_mib, spoken
 _SECONDS_BETWEEN_LINES = 5.0
 
 
-class Display(Protocol):
-    """Where a run shows what it is doing."""
-
-    def say(self, text: str) -> None: ...
-
-    def work(self, what: str, done: int, total: int, facts: str = "") -> None:
-        """Progress of something before or beside the steps; `facts` stand beside the bar."""
-
-    def step(self, report: StepReport, eta_seconds: float) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class Silent:
-    """For the ranks that do not speak."""
+class Display:
+    """Shows what a run is doing. The base class shows nothing."""
 
     def say(self, text: str) -> None:
-        pass
+        """Prints a message."""
 
     def work(self, what: str, done: int, total: int, facts: str = "") -> None:
-        pass
+        """Shows progress of work other than steps. `facts` are shown beside the bar."""
 
     def step(self, report: StepReport, eta_seconds: float) -> None:
-        pass
+        """Shows a training step."""
 
     def close(self) -> None:
-        pass
+        """Ends the display."""
 
 
-class PlainLines:
-    """One line every few seconds, and for the first and last step."""
+class Silent(Display):
+    """Display of ranks that print nothing."""
+
+
+class PlainLines(Display):
+    """Prints a line every few seconds, and for the first and last step."""
 
     def __init__(self, out: TextIO, shows_steps: bool = True) -> None:
         self.out, self.shows_steps = out, shows_steps
         self._last = 0.0
-        self._working_on = ""
-        self._is_lost = False
+        self._current_work = ""
+        self._has_failed = False
 
     def say(self, text: str) -> None:
-        if self._is_lost:
+        if self._has_failed:
             return
         try:
             self.out.write(f"{spoken(text)}\n")
             self.out.flush()
         except OSError:
-            # A stream of the caller's own has failed (the process's own ones do not raise); the log of the run has every line.
-            self._is_lost = True
+            # Only streams of the caller raise (see terminal.py). The run's log contains every line.
+            self._has_failed = True
 
     def work(self, what: str, done: int, total: int, facts: str = "") -> None:
-        if what != self._working_on:
-            self._working_on = what
+        if what != self._current_work:
+            self._current_work = what
             self.say(f"{what} ...")
 
     def step(self, report: StepReport, eta_seconds: float) -> None:
@@ -71,12 +62,9 @@ class PlainLines:
             self._last = now
             self.say(short_line(report, eta_seconds))
 
-    def close(self) -> None:
-        pass
 
-
-class LiveBar:
-    """A bar with loss, learning rate, speed, memory and the time left."""
+class LiveBar(Display):
+    """Progress bar with loss, learning rate, throughput, memory and remaining time."""
 
     def __init__(self, console: Any) -> None:
         from rich.progress import BarColumn, Progress, TextColumn
@@ -121,7 +109,10 @@ class LiveBar:
 
 
 def open_display(mode: str, out: TextIO | None = None, shows_steps: bool = True) -> Display:
-    """The display for rank 0: `auto` draws a bar on a terminal. Without a bar, lines on steps may come from elsewhere."""
+    """Returns the display of rank 0.
+
+    `auto` shows a bar on a terminal. `shows_steps`: print steps without a bar.
+    """
     stream = out or sys.stdout
     if mode == "off" or (mode == "auto" and not stream.isatty()):
         return PlainLines(stream, shows_steps)

@@ -1,4 +1,4 @@
-"""How much memory this process uses."""
+"""Memory usage of this process: current and peak values, and a background sampler."""
 
 import csv
 import resource
@@ -16,48 +16,50 @@ from pentatron.text import in_mib
 
 
 def memory_bytes(device: torch.device) -> int:
-    """The peak so far: of the GPU's allocator on a GPU, of the process's resident memory otherwise."""
+    """Peak memory so far: of the CUDA allocator on a GPU, else of the process's resident set."""
     if device.type == "cuda":
-        # Asked in every step: torch.cuda.max_memory_allocated sorts all statistics by name first.
+        # Called every step: torch.cuda.max_memory_allocated flattens and sorts all statistics first, which is
+        # slow.
         return int(torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["peak"])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 def memory_now(device: torch.device) -> dict[str, int]:
-    """Bytes by what they are, at this moment: `allocated` and `reserved` on a GPU, `resident` on the host."""
-    found = {"resident": _resident()}
+    """Current memory in bytes: `resident`, and on a GPU also `allocated` and `reserved`."""
+    figures = {"resident": _resident()}
     if device.type == "cuda":
-        found |= {
+        figures |= {
             "allocated": torch.cuda.memory_allocated(device),
             "reserved": torch.cuda.memory_reserved(device),
         }
-    return found
+    return figures
 
 
 def memory_scalars(device: torch.device) -> dict[str, float]:
-    """The same under Megatron's names; its count of pieces that are given out is the GPU allocator's."""
-    found = {f"mem-{name}-bytes": float(value) for name, value in memory_now(device).items()}
+    """Current memory under the names of Megatron-LM's writer."""
+    scalars = {f"mem-{name}-bytes": float(value) for name, value in memory_now(device).items()}
     if device.type == "cuda":
-        found["mem-allocated-count"] = float(torch.cuda.memory_stats(device)["allocation.all.current"])
-    return found
+        scalars["mem-allocated-count"] = float(torch.cuda.memory_stats(device)["allocation.all.current"])
+    return scalars
 
 
 def _resident() -> int:
     status = Path("/proc/self/statm")
     if status.exists():
         return int(status.read_text(encoding="ascii").split()[1]) * resource.getpagesize()
-    # Elsewhere the peak is all that the standard library tells.
+    # Outside Linux the standard library only reports the peak.
     return memory_bytes(torch.device("cpu"))
 
 
 def memory_line(rank: int, steps: int, figures: Mapping[str, int]) -> str:
-    """Megatron's line on a rank's memory; on a CPU it is the process's resident memory."""
+    """Formats a rank's memory as Megatron-LM's log line. On a CPU it is the resident set."""
     parts = " | ".join(f"{name}: {in_mib(value, '.1f')}" for name, value in figures.items())
     return f"[Rank {rank}] (after {steps} iterations) memory (MB) | {parts}"
 
 
 def memory_figures(device: torch.device) -> dict[str, int]:
+    """Current and peak memory for `memory_line`."""
     if device.type != "cuda":
         return {"resident": _resident(), "max resident": memory_bytes(device)}
     return {
@@ -68,13 +70,13 @@ def memory_figures(device: torch.device) -> dict[str, int]:
     }
 
 
-# Memory over time: a thread of every rank writes what it sees to a file.
+# --- memory over time ---
 
 
 class MemorySampler:
-    """Writes a line every `interval` seconds until it is closed: seconds since the start, bytes, the GPU's load.
+    """Writes a CSV row every `interval` seconds from a background thread: time, bytes, GPU utilisation.
 
-    A disk that is full ends no run: lines are missing then, and `tell` gets a sentence at the end.
+    A full disk does not stop the run: rows are missing, and `tell` gets a message when the sampler closes.
     """
 
     def __init__(
@@ -88,45 +90,46 @@ class MemorySampler:
         self.path, self.device, self.interval, self.tell = path, device, interval, tell
         self._problem: OSError | None = None
         self.peak: dict[str, int] = {}
-        self._began = time.monotonic()
-        self._ended = threading.Event()
+        self._start = time.monotonic()
+        self._stopped = threading.Event()
         self._file: TextIO = path.open("w", encoding="utf-8", newline="")
         self._rows = csv.writer(self._file)
-        self._knows_load = gpu_utilisation(device) is not None
-        self._names = list(memory_now(device))
-        load = ["gpu_utilisation_percent"] if self._knows_load else []
-        self._rows.writerow(["seconds", *(f"{name}_bytes" for name in self._names), *load])
+        self._has_utilisation = gpu_utilisation(device) is not None
+        utilisation = ["gpu_utilisation_percent"] if self._has_utilisation else []
+        self._rows.writerow(["seconds", *(f"{name}_bytes" for name in memory_now(device)), *utilisation])
         self._sample()
         self._thread = threading.Thread(target=self._run, name="memory samples", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        while not self._ended.wait(self.interval):
+        while not self._stopped.wait(self.interval):
             self._sample()
 
     def _sample(self) -> None:
         figures = memory_now(self.device)
         self.peak = {name: max(value, self.peak.get(name, 0)) for name, value in figures.items()}
-        load = [gpu_utilisation(self.device)] if self._knows_load else []
-        self._attempt(
-            lambda: self._rows.writerow([f"{time.monotonic() - self._began:.3f}", *figures.values(), *load])
+        utilisation = [gpu_utilisation(self.device)] if self._has_utilisation else []
+        self._try_write(
+            lambda: self._rows.writerow(
+                [f"{time.monotonic() - self._start:.3f}", *figures.values(), *utilisation]
+            )
         )
-        self._attempt(self._file.flush)
+        self._try_write(self._file.flush)
 
-    def _attempt(self, write: Callable[[], object]) -> None:
+    def _try_write(self, write: Callable[[], object]) -> None:
         try:
             write()
         except OSError as error:
             self._problem = error
 
     def close(self) -> None:
-        if self._ended.is_set():
+        if self._stopped.is_set():
             return
-        self._ended.set()
+        self._stopped.set()
         self._thread.join()
         self._sample()
-        self._attempt(self._file.close)
+        self._try_write(self._file.close)
         if self._problem is not None:
             self.tell(
-                f"warning: {self.path} lacks lines, which could not be written ({self._problem.strerror or self._problem})"
+                f"warning: {self.path} lacks rows that could not be written ({self._problem.strerror or self._problem})"
             )

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one JSON object a step, flushed, so that a reader or a crash never meets half a line."""
+"""Writes and reads `metrics.jsonl`: one JSON object per step, flushed after each."""
 
 import json
 import math
@@ -13,29 +13,18 @@ from pentatron.monitor.recorder import AppendedFile, Recorder
 from pentatron.monitor.report import StepReport
 from pentatron.text import parse_json
 
-# Fields that are numbers wherever they are: readers compute with them.
+# Fields that must be numbers, as readers compute with them.
 _NUMBERS = frozenset(
-    {
-        *(
-            "loss",
-            "validation_loss",
-            "test_loss",
-            "learning_rate",
-            "gradient_norm",
-            "loss_scale",
-            "tokens",
-            "consumed_samples",
-        ),
-        *("seconds", "tokens_per_second", "global_batch_size", "teraflops_per_device", "memory_bytes"),
-    }
+    "loss validation_loss test_loss learning_rate gradient_norm loss_scale tokens consumed_samples seconds "
+    "tokens_per_second global_batch_size teraflops_per_device memory_bytes".split()
 )
-# No number of a run is larger; sums and powers of such numbers are finite in double precision.
+# Limit of values: beyond any run, and small enough that sums and squares are finite in double precision.
 _LARGEST = 1e39
 _LARGEST_STEP = 2**53
 
 
 class Metrics(list[dict[str, Any]]):
-    """The rows of a metrics file. `damaged`: how many lines are not rows."""
+    """The rows of a metrics file. `damaged`: number of invalid lines."""
 
     damaged = 0
 
@@ -45,22 +34,27 @@ def damaged_lines(count: int) -> str:
 
 
 class MetricsFile(Recorder):
+    """Appends a row per step to `metrics.jsonl`."""
+
     name = "metrics.jsonl"
 
     def __init__(
         self, path: Path, resumed_step: int, tell: Callable[[str], None] = lambda text: None
     ) -> None:
-        """Steps after the resumed one were lost with the interrupted run and are computed again: their lines go."""
+        """Removes rows after the resumed step.
+
+        They were lost with the interrupted run and are computed again.
+        """
         rows = read_metrics(path)
         if rows.damaged:
-            kept_as = numbered(path, ".damaged-")
-            rename(path, kept_as)
-            tell(f"note: {damaged_lines(rows.damaged)}; the file as it was is {kept_as.name}")
+            backup = numbered(path, ".damaged-")
+            rename(path, backup)
+            tell(f"note: {damaged_lines(rows.damaged)}; the original file is {backup.name}")
         write_file(path, "".join(_line(row) for row in rows if row["step"] <= resumed_step).encode())
         self._file = AppendedFile(path, tell)
-        # The last row and where it begins: what is known of its step later is added to it.
+        # The last row and its offset: results that are known later are added to it.
         self._last: dict[str, Any] = {}
-        self._last_at = 0
+        self._last_offset = 0
 
     def record(self, report: StepReport, validation: float | None) -> None:
         row = metrics_row(report)
@@ -70,14 +64,14 @@ class MetricsFile(Recorder):
         self.write({"step": step, "left_out": True, "consumed_samples": consumed_samples})
 
     def evaluated(self, step: int, losses: Mapping[str, float]) -> None:
-        """A validation in the middle of the run, at the same step, has been told already and stays."""
+        """Adds the losses of the final evaluation to the row of its step. Values already there are kept."""
         if self._last.get("step") != step:
             return
         row = {**{f"{name}_loss": loss for name, loss in losses.items()}, **self._last}
-        self.write(row, instead_of=self._last_at)
+        self.write(row, instead_of=self._last_offset)
 
     def write(self, row: Mapping[str, Any], instead_of: int | None = None) -> None:
-        self._last_at = self._file.write(_line(row), instead_of)
+        self._last_offset = self._file.write(_line(row), instead_of)
         self._last = dict(row)
 
     def close(self) -> None:
@@ -106,13 +100,15 @@ def metrics_row(report: StepReport) -> dict[str, Any]:
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    """JSON has no word for numbers that are none, as the norm of a step that overflowed: they are left out."""
-    said = {name: v for name, v in row.items() if not isinstance(v, float) or math.isfinite(v)}
-    return json.dumps(said) + "\n"
+    """Returns a row as a JSON line, without NaN and inf, which JSON cannot represent."""
+    finite = {
+        name: value for name, value in row.items() if not isinstance(value, float) or math.isfinite(value)
+    }
+    return json.dumps(finite) + "\n"
 
 
 def read_metrics(path: Path) -> Metrics:
-    """The rows of a metrics file; lines that a crash cut short or a disk damaged are left out and counted."""
+    """Reads a metrics file. Invalid lines, from a crash or disk damage, are skipped and counted."""
     rows = Metrics()
     if not path.exists():
         return rows
@@ -127,7 +123,7 @@ def read_metrics(path: Path) -> Metrics:
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:
-    """The row of a line; None: it is damaged. What is left has a step, and numbers where readers expect them."""
+    """Parses a line; None if it is invalid. A valid row has a step, and numbers where readers expect them."""
     try:
         row = parse_json(line.decode())
     except ValueError:
@@ -139,21 +135,21 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
         return None
     if not all(_is_number(value) for name, value in row.items() if name in _NUMBERS):
         return None
-    return row if _are_of_ranks(row.get("ranks", {})) else None
+    return row if _is_per_rank(row.get("ranks", {})) else None
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
 
 
-def _are_of_ranks(found: object) -> bool:
-    """Lists of numbers by name, one number for each rank."""
-    return isinstance(found, dict) and all(
-        isinstance(numbers, list) and numbers and all(map(_is_number, numbers)) for numbers in found.values()
+def _is_per_rank(value: object) -> bool:
+    """Whether this is a dictionary of non-empty lists of numbers, one per rank."""
+    return isinstance(value, dict) and all(
+        isinstance(values, list) and values and all(map(_is_number, values)) for values in value.values()
     )
 
 
-# Reads a metrics file while it grows: only what is new, and only what a view needs of it.
+# --- following a growing metrics file ---
 
 
 _RECENT_STEPS = 20
@@ -162,11 +158,13 @@ _RECENT_RANKS = 5
 
 @dataclass
 class Followed:
-    """What is known of a run so far. `step` is its last one, `recent` the last that were trained, `ranks` the last that tell
-    of every rank. `damaged`: where lines begin that are not rows."""
+    """Metrics of a run so far.
+
+    `step`: last step. `recent`: last trained steps. `ranks`: last rows with values of all ranks. `damaged`:
+    offsets of invalid lines.
+    """
 
     step: int = 0
-
     losses: dict[int, float] = field(default_factory=dict)
     validations: dict[int, float] = field(default_factory=dict)
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS))
@@ -174,15 +172,15 @@ class Followed:
     damaged: set[int] = field(default_factory=set)
 
     def add(self, row: dict[str, Any]) -> None:
-        """A row replaces one of the same step: the last row is written again when a validation follows."""
-        for kept in (self.recent, self.ranks):
-            if kept and kept[-1]["step"] == row["step"]:
-                kept.pop()
+        """Adds a row, replacing one of the same step: an evaluation rewrites the last row."""
+        for rows in (self.recent, self.ranks):
+            if rows and rows[-1]["step"] == row["step"]:
+                rows.pop()
         self.step = int(row["step"])
         if "validation_loss" in row:
             self.validations[row["step"]] = row["validation_loss"]
         if "loss" not in row:
-            # Left out, or no number.
+            # The step was skipped, or its loss is NaN or inf.
             return
         self.recent.append(row)
         self.losses[row["step"]] = row["loss"]
@@ -191,38 +189,38 @@ class Followed:
 
 
 class Follower:
-    """`poll` takes in what was written since the last time."""
+    """Reads rows appended to a metrics file since the last `poll`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.seen = Followed()
-        # Where the last complete line begins, and which file it was.
-        self._last_line = 0
-        self._file = -1
+        # Offset of the last complete line, and the inode of the file.
+        self._last_offset = 0
+        self._inode = -1
 
     def poll(self) -> Followed:
         if not self.path.exists():
             return self.seen
         with self.path.open("rb") as file:
             status = self.path.stat()
-            if status.st_ino != self._file or status.st_size < self._last_line:
-                # Another run in the same folder, or the same one resumed from an earlier step.
-                self.seen, self._last_line, self._file = Followed(), 0, status.st_ino
-            file.seek(self._last_line)
-            begins = self._last_line
+            if status.st_ino != self._inode or status.st_size < self._last_offset:
+                # Another run in the folder, or this run resumed from an earlier step.
+                self.seen, self._last_offset, self._inode = Followed(), 0, status.st_ino
+            file.seek(self._last_offset)
+            offset = self._last_offset
             for line in file:
                 if not line.endswith(b"\n"):
                     break
-                self._take(line, begins)
-                # The last line is read again the next time: it may have been written anew by then.
-                self._last_line, begins = begins, begins + len(line)
+                self._add_line(line, offset)
+                # The last line is read again next time, as it may have been rewritten.
+                self._last_offset, offset = offset, offset + len(line)
         return self.seen
 
-    def _take(self, line: bytes, begins: int) -> None:
+    def _add_line(self, line: bytes, offset: int) -> None:
         row = parse_row(line)
-        # A view needs to know how long a step took.
+        # The view needs the duration of trained steps.
         if row is None or ("loss" in row and "seconds" not in row):
-            self.seen.damaged.add(begins)
+            self.seen.damaged.add(offset)
             return
-        self.seen.damaged.discard(begins)
+        self.seen.damaged.discard(offset)
         self.seen.add(row)

@@ -1,4 +1,4 @@
-"""What keeps the numbers of a run: a file, a viewer's folder, a service."""
+"""Recorders of a run's metrics: interface, wrapper for failures, performance summary, `progress.txt`."""
 
 import io
 import json
@@ -16,34 +16,36 @@ from pentatron.text import one_line, redacted
 
 
 class RecorderDown(Exception):
-    """It cannot record, for a reason that is not the user's mistake and may pass."""
+    """A recorder cannot record, for a reason that is not a mistake of the user and may be temporary."""
 
 
 class Recorder:
-    # What a message calls it.
+    """Interface of recorders. The base class records nothing."""
+
+    # Name in messages.
     name = "a recorder"
 
     def record(self, report: StepReport, validation: float | None) -> None:
-        """After every step; `validation` is the loss of the evaluation that followed it, if one did."""
+        """Called after every step. `validation` is the loss of an evaluation after the step, if any."""
 
     def left_out(self, step: int, consumed_samples: int) -> None:
-        """In place of `record`, for a step that was not trained (--iterations-to-skip)."""
+        """Called instead of `record` for a step that was not trained (--iterations-to-skip)."""
 
     def evaluated(self, step: int, losses: Mapping[str, float]) -> None:
-        """After the last step: the losses on the `validation` and the `test` set, as far as there are any."""
+        """Called after the last step with the losses on the `validation` and `test` sets, if any."""
 
     def saved(self, step: int) -> None:
-        """After every checkpoint."""
+        """Called after every checkpoint."""
 
     def close(self) -> None:
-        """At the end of the run, also of one that failed."""
+        """Called at the end of the run, even if it failed."""
 
 
 class AppendedFile:
-    """A file that lines are added to for as long as the run lasts.
+    """A file that lines are appended to during the run.
 
-    One that was deleted or replaced meanwhile is made again, and `tell` gets a line: without that, lines would go to an inode without
-    a name.
+    If it was deleted or replaced, it is created again and `tell` gets a message: otherwise lines would go to
+    an unlinked inode.
     """
 
     def __init__(self, path: Path, tell: Callable[[str], None]) -> None:
@@ -51,45 +53,45 @@ class AppendedFile:
         self._file = path.open("a", encoding="utf-8", errors="backslashreplace")
 
     def write(self, text: str, instead_of: int | None = None) -> int:
-        """Adds a text and flushes it; returns where it begins. What lies from `instead_of` on is removed first."""
-        made_again = not self._is_there()
-        if made_again:
+        """Appends text and flushes it; returns its offset. Truncates the file to `instead_of` first."""
+        is_recreated = not self._is_same_file()
+        if is_recreated:
             self._file.close()
             self._file = self.path.open("a", encoding="utf-8", errors="backslashreplace")
         elif instead_of is not None:
             self._file.truncate(instead_of)
-        place = self._file.seek(0, io.SEEK_END)
+        offset = self._file.seek(0, io.SEEK_END)
         self._file.write(text)
         self._file.flush()
-        if made_again:
+        if is_recreated:
             self._tell(
-                f"note: {self.path} was deleted or replaced during the run; it was made again, and has what comes from here on"
+                f"note: {self.path} was deleted or replaced during the run; it was created again and contains only lines from here on"
             )
-        return place
+        return offset
 
     def close(self) -> None:
         self._file.close()
 
-    def _is_there(self) -> bool:
+    def _is_same_file(self) -> bool:
         try:
             return os.path.samestat(self.path.stat(), os.fstat(self._file.fileno()))
         except FileNotFoundError:
             return False
         except ValueError:
-            # Closed, as it could not be opened again.
+            # The file is closed, as it could not be opened again.
             return False
 
 
-# Recorders that are not the run's own may fail: a full disk or a service that is down is no reason to stop
-# training.
+# --- recorders that may fail ---
 
 
 class Lenient(Recorder):
-    """Around such a recorder. Its first failure is told, and from then on it is left alone."""
+    """Wraps a recorder whose failure must not stop training: reports the first one, then disables it."""
 
     def __init__(self, name: str, make: Callable[[], Recorder], tell: Callable[[str], None]) -> None:
         self.name, self.tell = name, tell
-        self._recorder: Recorder | None = None
+        # Does nothing until `make` succeeds.
+        self._recorder = Recorder()
 
         def start() -> None:
             self._recorder = make()
@@ -97,45 +99,40 @@ class Lenient(Recorder):
         self._try(start)
 
     def record(self, report: StepReport, validation: float | None) -> None:
-        if self._recorder is not None:
-            recorder = self._recorder
-            self._try(lambda: recorder.record(report, validation))
+        self._try(lambda: self._recorder.record(report, validation))
 
     def evaluated(self, step: int, losses: Mapping[str, float]) -> None:
-        if self._recorder is not None:
-            recorder = self._recorder
-            self._try(lambda: recorder.evaluated(step, losses))
+        self._try(lambda: self._recorder.evaluated(step, losses))
 
     def saved(self, step: int) -> None:
-        if self._recorder is not None:
-            recorder = self._recorder
-            self._try(lambda: recorder.saved(step))
+        self._try(lambda: self._recorder.saved(step))
 
     def close(self) -> None:
-        if self._recorder is not None:
-            self._try(self._recorder.close)
+        self._try(self._recorder.close)
 
     def _try(self, action: Callable[[], None]) -> None:
         try:
             action()
         except (OSError, RecorderDown) as error:
-            self._recorder = None
+            self._recorder = Recorder()
             reason = error.strerror or str(error) if isinstance(error, OSError) else str(error)
             self.tell(f"warning: {self.name} fails ({reason}); training goes on without it")
 
 
-# The performance summary: what a run reached, in a file for later analysis.
+# --- performance summary ---
 
 
-# Kernels are chosen, compiled and memory is claimed in the first steps.
-_WARM_UP = 2
+# Steps that are not measured: they select and compile kernels and allocate memory.
+_WARMUP_STEPS = 2
 
 
 class PerformanceSummary(Recorder):
+    """Writes throughput, step times and memory of a run to a JSON file."""
+
     name = "performance_summary.json"
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
-        """`about`: what ran where."""
+        """`about`: fields that describe the run and its hardware."""
         self.path, self.about = path, about
         self._seconds: list[float] = []
         self._tokens = self._samples = 0
@@ -147,7 +144,7 @@ class PerformanceSummary(Recorder):
     def record(self, report: StepReport, validation: float | None) -> None:
         self._seen += 1
         self._first, self._last = self._first or report, report
-        if self._seen <= _WARM_UP:
+        if self._seen <= _WARMUP_STEPS:
             return
         self._seconds.append(report.seconds)
         self._tokens += report.tokens
@@ -161,24 +158,28 @@ class PerformanceSummary(Recorder):
 
     def summary(self) -> dict[str, Any]:
         assert self._first is not None and self._last is not None
-        found = {
+        summary = {
             **self.about,
             "steps": self._seen,
             "first_step": self._first.step,
             "last_step": self._last.step,
-            "first_loss": _sound(self._first.loss),
-            "last_loss": _sound(self._last.loss),
+            "first_loss": _finite_or_none(self._first.loss),
+            "last_loss": _finite_or_none(self._last.loss),
             "first_step_seconds": round(self._first.seconds, 6),
             "peak_memory_bytes": self._last.memory_bytes,
         }
         if not self._seconds:
-            return {**found, "measured_steps": 0, "remark": f"the first {_WARM_UP} steps are not measured"}
+            return {
+                **summary,
+                "measured_steps": 0,
+                "remark": f"the first {_WARMUP_STEPS} steps are not measured",
+            }
         total = sum(self._seconds)
         ordered = sorted(self._seconds)
         teraflops = self._flops / total / self._last.devices / 1e12
         peak = self._last.peak_teraflops
         return {
-            **found,
+            **summary,
             "measured_steps": len(self._seconds),
             "step_seconds": {
                 "mean": round(total / len(ordered), 6),
@@ -195,12 +196,12 @@ class PerformanceSummary(Recorder):
         }
 
 
-def _sound(loss: float) -> float | None:
-    """JSON has no word for a number that is none."""
+def _finite_or_none(loss: float) -> float | None:
+    """Returns None for NaN and inf, which JSON cannot represent."""
     return loss if math.isfinite(loss) else None
 
 
-# `progress.txt`: what became of a job over its restarts, one line an event.
+# --- `progress.txt`: the events of a job over its restarts, one per line ---
 
 
 _TIME = "%Y-%m-%d %H:%M:%S"
@@ -208,7 +209,10 @@ STARTED, _SAVED = "Starting job", "Saved checkpoint"
 
 
 def append_event(path: Path, job_id: str, devices: int, *words: str, now: datetime | None = None) -> None:
-    """As Megatron writes it, where readers take words by their place: a job without a number has an empty one."""
+    """Appends a line in Megatron-LM's format.
+
+    Its readers use positions: a job without a number has an empty one.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     line = (
         f"{now or datetime.now():{_TIME}}",
@@ -217,26 +221,28 @@ def append_event(path: Path, job_id: str, devices: int, *words: str, now: dateti
         *map(redacted, words),
     )
     with path.open("ab+") as file:
-        # A line that a crash cut short must not swallow this one.
+        # Starts a new line if a crash left a partial one.
         file.seek(max(0, file.seek(0, io.SEEK_END) - 1))
-        begin = "" if file.read(1) in (b"", b"\n") else "\n"
-        file.write((begin + "\t".join(line) + "\n").encode(errors="backslashreplace"))
+        newline = "" if file.read(1) in (b"", b"\n") else "\n"
+        file.write((newline + "\t".join(line) + "\n").encode(errors="backslashreplace"))
         sync(file)
 
 
 class ProgressFile(Recorder):
+    """Writes the start of a job and its checkpoints to `progress.txt`."""
+
     name = "progress.txt"
 
     def __init__(
         self, path: Path, job_id: str, devices: int, flops_before: float, tokens_before: int = 0
     ) -> None:
-        """`flops_before` and `tokens_before` are those of the run until the step this job goes on from."""
+        """`flops_before` and `tokens_before`: of the run up to the step this job resumes from."""
         self.path, self.job_id, self.devices = path, job_id, devices
         self._seconds_before = earlier_seconds(path)
         self._flops_before, self._flops = flops_before, 0.0
         self._tokens = tokens_before
-        self._began = datetime.now()
-        self._write(self._began, STARTED)
+        self._start = datetime.now()
+        self._write(self._start, STARTED)
 
     def record(self, report: StepReport, validation: float | None) -> None:
         self._flops += report.flops
@@ -244,7 +250,7 @@ class ProgressFile(Recorder):
 
     def saved(self, step: int) -> None:
         now = datetime.now()
-        seconds = max((now - self._began).total_seconds(), 1e-3)
+        seconds = max((now - self._start).total_seconds(), 1e-3)
         total = self._flops_before + self._flops
         self._write(
             now,
@@ -264,18 +270,19 @@ class ProgressFile(Recorder):
 
 
 def earlier_seconds(path: Path) -> float:
-    """From the start of every job in the file to its last checkpoint: what came after that was lost."""
-    total, began, last = 0.0, math.inf, -math.inf
+    """Total time of earlier jobs in the file, each until its last checkpoint: later progress was lost."""
+    total, start, last_save = 0.0, math.inf, -math.inf
     for moment, event in _events(path):
         if event == STARTED:
-            total += max(0.0, last - began)
-            began, last = moment, -math.inf
+            total += max(0.0, last_save - start)
+            start, last_save = moment, -math.inf
         elif event == _SAVED:
-            last = moment
-    return total + max(0.0, last - began)
+            last_save = moment
+    return total + max(0.0, last_save - start)
 
 
 def _events(path: Path) -> Iterator[tuple[float, str]]:
+    """Yields (timestamp, event) of the lines."""
     if not path.exists():
         return
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -283,5 +290,5 @@ def _events(path: Path) -> Iterator[tuple[float, str]]:
         try:
             yield datetime.strptime(words[0], _TIME).timestamp(), words[3]
         except (ValueError, IndexError):
-            # Cut short by a crash, or somebody's own note.
+            # A partial line of a crash, or a user's note.
             continue

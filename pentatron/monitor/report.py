@@ -1,4 +1,4 @@
-"""What one step or one validation has to say, and how it reads in the log."""
+"""Reports of a step: its metrics, those of all ranks and of experts, and Megatron-LM's log line."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,15 +11,16 @@ from pentatron.text import duration, in_mib
 if TYPE_CHECKING:
     import torch
 
-# What every rank of a run was busy with in a step: whose turn it was to be slow, and who holds how much.
+# --- ranks and experts ---
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """Seconds, bytes and percentages of one step, in the order of the ranks.
+    """Times, memory and utilisation of all ranks in one step, in rank order.
 
-    `collectives` and `messages` are the seconds a rank stood still for others; what is left of the step it was busy.
-    They are empty where that cannot be measured, as are the percentages. `unheard`: how many sentences a rank has to say.
+    `collectives` and `messages`: seconds spent waiting in collectives and pipeline messages; the rest of the
+    step is computation. Empty if not measurable, as is `utilisation`. `unheard`: number of pending messages
+    of each rank.
     """
 
     seconds: Sequence[float]
@@ -31,32 +32,32 @@ class RankReport:
 
     def as_metrics(self) -> dict[str, Any]:
         rows = zip(self.seconds, self.collectives, self.messages)
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "busy_seconds": [round(max(0.0, step - c - m), 6) for step, c, m in rows],
             "collective_seconds": [round(s, 6) for s in self.collectives],
             "message_seconds": [round(s, 6) for s in self.messages],
             "memory_bytes": list(self.memory_bytes),
             "gpu_utilisation": list(self.utilisation),
         }
-        return {"ranks": {name: numbers for name, numbers in found.items() if numbers}}
+        return {"ranks": {name: numbers for name, numbers in fields.items() if numbers}}
 
 
 def gpu_utilisation(device: "torch.device") -> float | None:
-    """Percent of the last moments in which the GPU computed, as its driver says; None where nobody can be asked."""
+    """GPU utilisation in percent as reported by the driver, or None if unavailable."""
     if device.type != "cuda":
         return None
-    # Whoever only reads reports need not wait for torch.
+    # Imported here, as readers of reports do not need torch.
     import torch
 
     try:
         return float(torch.cuda.utilization(device))
     except Exception:
-        # The library that asks the driver is missing, or the driver does not answer: every version fails in its way.
+        # pynvml is missing or the driver does not answer; exception types differ between versions.
         return None
 
 
-# Megatron's names for the losses of routers.
-_NAMES = {
+# Megatron-LM's names of router losses.
+_LOSS_NAMES = {
     "aux_loss": "load_balancing_loss",
     "seq_aux_loss": "seq_load_balancing_loss",
     "global_aux_loss": "global_load_balancing_loss",
@@ -68,7 +69,7 @@ _LARGEST_EXPONENT = 20.0
 
 @dataclass(frozen=True)
 class ExpertReport:
-    """How busy the experts were: the busiest in units of an equal share, how many got nothing, and by layer."""
+    """Load of the experts: of the busiest relative to the mean, number of idle ones, tokens by layer."""
 
     losses: Mapping[str, float]
     imbalance: float
@@ -76,25 +77,30 @@ class ExpertReport:
     by_layer: Mapping[int, Sequence[int]]
 
     def by_name(self) -> dict[str, float]:
-        return {_NAMES[name]: value for name, value in self.losses.items()}
+        return {_LOSS_NAMES[name]: value for name, value in self.losses.items()}
 
     def fields(self) -> list[str]:
         return [f"{name}: {value:.2f}" for name, value in self.by_name().items()]
 
     def as_metrics(self) -> dict[str, Any]:
-        found: dict[str, Any] = {**self.by_name()}
-        found |= {"expert_imbalance": round(self.imbalance, 4), "idle_experts": self.idle}
+        fields: dict[str, Any] = {
+            **self.by_name(),
+            "expert_imbalance": round(self.imbalance, 4),
+            "idle_experts": self.idle,
+        }
         if self.by_layer:
-            found["tokens_per_expert"] = {str(layer): counts for layer, counts in self.by_layer.items()}
-        return found
+            fields["tokens_per_expert"] = {str(layer): counts for layer, counts in self.by_layer.items()}
+        return fields
 
 
-# How a line of the log begins that says what a run failed with.
+# Prefix of the log line of an error.
 FAILED = "error: "
 
 
 @dataclass(frozen=True)
 class StepReport:
+    """Metrics of one step."""
+
     step: int
     total_steps: int
     loss: float
@@ -106,24 +112,24 @@ class StepReport:
     global_batch_size: int
     seconds: float
     memory_bytes: int
-    # Of the whole step, on all devices.
+    # FLOPs of the step on all devices.
     flops: float
     devices: int
     consumed_tokens: int = 0
     experts: ExpertReport | None = None
     loss_scale: float = 1.0
-    # An overflow in half precision: the weights were left as they are.
+    # Overflow in half precision: the step had no update.
     is_skipped: bool = False
     is_nan: bool = False
-    # Of all ranks, in the steps that are measured.
+    # Only in measured steps.
     ranks: RankReport | None = None
-    # Samples of the run that were read and not trained on.
+    # Samples of the run that were not trained on.
     skipped_samples: int = 0
-    # What one device could do at best, where that is known.
+    # Peak TFLOP/s of one device, if known.
     peak_teraflops: float | None = None
-    # Further figures of this rank's memory, under the names viewers show them by.
+    # Further memory metrics of this rank, under their names in TensorBoard.
     memory: Mapping[str, float] = field(default_factory=dict)
-    # What a user's loss function reports, by its own names.
+    # Metrics returned by a user's loss function.
     reported: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -136,7 +142,7 @@ class StepReport:
 
 
 def short_line(report: StepReport, eta_seconds: float) -> str:
-    """One step for people, where there is no terminal to draw a bar in."""
+    """Formats one step for output without a progress bar."""
     return (
         f"step {report.step:>5}/{report.total_steps}  loss {report.loss:7.4f}  lr {report.learning_rate:.2e}  "
         f"{report.tokens_per_second:7.0f} tokens/s  {in_mib(report.memory_bytes, '5.0f')} MiB  "
@@ -145,34 +151,37 @@ def short_line(report: StepReport, eta_seconds: float) -> str:
 
 
 def perplexity(loss: float) -> float:
-    """Of a large loss it says no more than the loss, and its digits fill the line: there it stays what it is."""
+    """Perplexity of a loss, bounded: for a large loss it has too many digits."""
     return math.exp(min(_LARGEST_EXPONENT, loss))
 
 
-# Megatron's line, every so many steps.
+# --- Megatron-LM's log line ---
 
 
 class LogLines:
-    """Numbers of the steps since the last line; the first step of a run gets a line that counts in the next one too."""
+    """Log lines averaged over the steps since the last one.
+
+    The first step gets a line and also counts in the next one.
+    """
 
     def __init__(self, interval: int, throughput: bool) -> None:
         self.interval, self.throughput = interval, throughput
-        self._since: list[StepReport] = []
+        self._reports: list[StepReport] = []
         self._is_first = True
 
     def after(self, report: StepReport, now: datetime) -> str | None:
-        """The line that is due after this step, if one is."""
-        self._since.append(report)
+        """Returns the line after this step, or None if none is due."""
+        self._reports.append(report)
         due = report.step % self.interval == 0
-        line = log_line(self._since, now, self.throughput) if due or self._is_first else None
+        line = log_line(self._reports, now, self.throughput) if due or self._is_first else None
         self._is_first = False
         if due:
-            self._since = []
+            self._reports = []
         return line
 
 
 def log_line(reports: list[StepReport], now: datetime, throughput: bool) -> str:
-    """Means over the given steps. Ours stand at the end, so that what reads Megatron's line reads this one."""
+    """Formats means over the given steps. Our fields come last, so parsers of Megatron-LM's line work."""
     last = reports[-1]
     seconds = sum(r.seconds for r in reports) / len(reports)
     fields = [
@@ -188,10 +197,10 @@ def log_line(reports: list[StepReport], now: datetime, throughput: bool) -> str:
         f"learning rate: {last.next_learning_rate:.6E}",
         f"global batch size: {last.global_batch_size:5d}",
     ]
-    # A step that left the weights alone, because its numbers were none, would make the mean none as well.
-    advanced = [r for r in reports if not r.is_skipped]
-    if advanced:
-        fields += [f"{name}: {value:.6E}" for name, value in _losses(advanced).items()]
+    # Skipped steps are excluded: a NaN loss would make the mean NaN.
+    updated = [r for r in reports if not r.is_skipped]
+    if updated:
+        fields += [f"{name}: {value:.6E}" for name, value in _losses(updated).items()]
         fields += last.experts.fields() if last.experts else ()
     fields += [
         f"loss scale: {last.loss_scale:.1f}",
@@ -210,14 +219,14 @@ def log_line(reports: list[StepReport], now: datetime, throughput: bool) -> str:
 
 
 def _losses(reports: list[StepReport]) -> dict[str, float]:
-    """The loss, and what a loss function reports; a name is averaged over the steps that have it."""
+    """Means of the loss and of metrics of the loss function, each over the steps that report it."""
     values: dict[str, list[float]] = {}
     for report in reports:
         for name, value in {"lm loss": report.loss, **report.reported}.items():
             values.setdefault(name, []).append(value)
-    return {name: sum(found) / len(found) for name, found in values.items()}
+    return {name: sum(series) / len(series) for name, series in values.items()}
 
 
 def _teraflops(reports: list[StepReport]) -> float:
-    """Of one device; steps may differ in their size."""
+    """TFLOP/s per device over steps of different sizes."""
     return sum(r.flops for r in reports) / sum(r.seconds for r in reports) / reports[-1].devices / 1e12

@@ -1,7 +1,8 @@
-"""What a process says: standard output, standard error and lines of logs, each of which may fail while the process works.
+"""Standard output and standard error that survive write errors, and log lines that never fail.
 
-A terminal is closed, the reader of a pipe leaves, the disk under a log is full, or a stream is closed from the start. Work that leaves its
-results in files outlives all of that; a command whose result is its output does not, and must not end with 0.
+A terminal is closed, the reader of a pipe exits, the disk under a log fills up, or a stream is closed from
+the start. Training stores its results in files and continues; a command whose output is its result must fail
+with a non-zero exit code.
 """
 
 import contextlib
@@ -16,18 +17,19 @@ from pathlib import Path
 from typing import Any
 
 STREAMS = {"stdout": 1, "stderr": 2}
-# A disk may have room again later; a reader that has left does not come back.
-_MAY_PASS = (errno.ENOSPC, errno.EDQUOT)
+# Temporary errors: a full disk may have space later, while a closed pipe stays closed.
+_TEMPORARY = (errno.ENOSPC, errno.EDQUOT)
 
 
 class OutputLost(OSError):
-    """Standard output cannot be written, and it is what the command is for."""
+    """Standard output cannot be written, and the command's result is its output."""
 
 
 class Stream(io.RawIOBase):
-    """Writes to a file descriptor. After a failure what is written is dropped; or, unless `survives`, `OutputLost` is raised.
+    """Writes to a file descriptor.
 
-    `error` is the first failure.
+    After a failure, output is dropped if `survives`, otherwise `OutputLost` is raised. `error` is the first
+    failure.
     """
 
     def __init__(self, descriptor: int, survives: bool, error: OSError | None = None) -> None:
@@ -44,7 +46,7 @@ class Stream(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        if self.error is None or self.error.errno in _MAY_PASS:
+        if self.error is None or self.error.errno in _TEMPORARY:
             try:
                 self._write_all(view)
             except OSError as error:
@@ -58,24 +60,25 @@ class Stream(io.RawIOBase):
             try:
                 view = view[os.write(self._descriptor, view) :]
             except BlockingIOError:
-                # Another process that shares the terminal has made it non-blocking.
+                # Another process on the terminal made it non-blocking.
                 select.select([], [self._descriptor], [])
 
 
-# The streams of this process, by name, once they are owned.
+# Replaced streams of this process by name. Module state, as `sys.stdout` is process-wide too.
 _owned: dict[str, Stream] = {}
 
 
 def own_streams() -> None:
-    """Puts streams that survive in the place of Python's own. Streams that a caller has put there (a notebook, a test) stay.
+    """Replaces stdout and stderr by streams that survive write errors.
 
-    From here on a failure of standard output raises `OutputLost`, until `outlive_output()` is called; one of standard error never raises.
+    Streams replaced by the caller (notebook, test) are kept. From here on, a failure of stdout raises
+    `OutputLost` until `outlive_output()` is called; a failure of stderr never raises.
     """
-    closed = _occupy_closed_descriptors()
+    closed = _fill_closed_descriptors()
     for name, descriptor in STREAMS.items():
         current = getattr(sys, name)
         if name in _owned and getattr(getattr(current, "buffer", None), "raw", None) is _owned[name]:
-            # Another command of the same process; a fork may have put a file in the place of the descriptor.
+            # Another command in the same process; a fork may have redirected the descriptor.
             _owned[name].error = None
             continue
         if current is not getattr(sys, f"__{name}__"):
@@ -85,13 +88,16 @@ def own_streams() -> None:
             continue
         error = OSError(errno.EBADF, os.strerror(errno.EBADF)) if descriptor in closed else None
         _owned[name] = Stream(descriptor, survives=True, error=error)
-        setattr(sys, name, _as_text(current, _owned[name]))
+        setattr(sys, name, _text_stream(current, _owned[name]))
     if "stdout" in _owned:
         _owned["stdout"].survives = False
 
 
-def _occupy_closed_descriptors() -> list[int]:
-    """Opens /dev/null as each of the descriptors 0, 1 and 2 that is closed: the next file would get that number, and the prints with it."""
+def _fill_closed_descriptors() -> list[int]:
+    """Opens /dev/null for each closed descriptor of 0, 1 and 2.
+
+    Otherwise the next opened file would get its number, and receive the output.
+    """
     closed = []
     for descriptor in (0, 1, 2):
         try:
@@ -106,33 +112,36 @@ def _occupy_closed_descriptors() -> list[int]:
     return closed
 
 
-def _as_text(before: Any, raw: Stream) -> io.TextIOWrapper:
-    """With the encoding that Python chose. A character that it lacks (×, →) is shown as `?`."""
-    if before is not None:
+def _text_stream(replaced_stream: Any, raw: Stream) -> io.TextIOWrapper:
+    """Wraps a stream with Python's encoding. Characters it lacks (×, →) are written as `?`."""
+    if replaced_stream is not None:
         with contextlib.suppress(OSError, ValueError):
-            before.flush()
+            replaced_stream.flush()
     return io.TextIOWrapper(
         io.BufferedWriter(raw),
-        encoding=getattr(before, "encoding", None) or "utf-8",
+        encoding=getattr(replaced_stream, "encoding", None) or "utf-8",
         errors="replace",
-        line_buffering=getattr(before, "line_buffering", False),
-        write_through=getattr(before, "write_through", False),
+        line_buffering=getattr(replaced_stream, "line_buffering", False),
+        write_through=getattr(replaced_stream, "write_through", False),
     )
 
 
 def outlive_output() -> None:
-    """For work that leaves its results in files: output that cannot be written is dropped from now on."""
+    """Drops output that cannot be written from now on, for work that stores its results in files."""
     if "stdout" in _owned:
         _owned["stdout"].survives = True
 
 
 def output_error() -> OSError | None:
-    """Why standard output cannot be written, if it could not."""
+    """Returns the first write error of standard output, if any."""
     return _owned["stdout"].error if "stdout" in _owned else None
 
 
 def append_line(file: Path, line: str) -> bool:
-    """Adds a line to a log without ever ending or blocking its writer; whether it could be written. A FIFO without a reader is refused."""
+    """Appends a line to a log without raising or blocking.
+
+    Returns whether it was written. O_NONBLOCK refuses a FIFO without a reader.
+    """
     try:
         opened = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
         with os.fdopen(opened, "a", encoding="utf-8", errors="replace") as log:
@@ -144,9 +153,9 @@ def append_line(file: Path, line: str) -> bool:
 
 @contextmanager
 def whole_output() -> Iterator[None]:
-    """Raises `OutputLost` at the end of the block if a command whose result is its output could not write all of it.
+    """Raises `OutputLost` at the end of the block if the output of a command could not be written completely.
 
-    Nothing that is written after the block raises: Python's last flush would change the exit code.
+    Output after the block never raises: Python's final flush would change the exit code.
     """
     try:
         yield

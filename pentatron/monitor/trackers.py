@@ -1,4 +1,4 @@
-"""The numbers of every step for Weights & Biases."""
+"""Recorders for TensorBoard and Weights & Biases, with Megatron-LM's names of metrics."""
 
 import contextlib
 import os
@@ -14,12 +14,12 @@ from pentatron.monitor.recorder import Recorder, RecorderDown
 from pentatron.monitor.report import StepReport, perplexity
 from pentatron.text import redacted
 
-# Megatron's names for the numbers of a step, as TensorBoard and Weights & Biases show them.
+# --- scalars under Megatron-LM's names ---
 
 
 @dataclass(frozen=True)
 class Choices:
-    """Which of the numbers beyond the usual ones are wanted."""
+    """Optional metrics."""
 
     timers: bool = False
     memory: bool = False
@@ -29,51 +29,53 @@ class Choices:
 
 @dataclass(frozen=True)
 class Scalar:
+    """A value to plot."""
+
     name: str
     value: float
-    # Drawn over the samples consumed, instead of over the steps.
+    # Plotted over consumed samples instead of steps.
     over_samples: bool = False
 
 
 def scalars(report: StepReport, validation: float | None, choices: Choices) -> list[Scalar]:
-    """In the order of Megatron's writer."""
-    # As in the log, and as Megatron has it: the rate after the step, which the next one will have.
-    both = {"learning-rate": report.next_learning_rate, "batch-size": float(report.global_batch_size)}
+    """Returns the metrics of a step in the order of Megatron-LM's writer."""
+    # The learning rate of the next step, as in the log and in Megatron-LM.
+    over_both = {"learning-rate": report.next_learning_rate, "batch-size": float(report.global_batch_size)}
     if not report.is_skipped:
-        both |= {"lm loss": report.loss, **report.reported}
-        both |= report.experts.by_name() if report.experts else {}
-    both |= {"loss-scale": report.loss_scale, "grad-norm": report.gradient_norm}
-    found = [
-        scalar
-        for name, value in both.items()
-        for scalar in (Scalar(name, value), Scalar(f"{name} vs samples", value, over_samples=True))
-    ]
+        over_both |= {"lm loss": report.loss, **report.reported}
+        over_both |= report.experts.by_name() if report.experts else {}
+    over_both |= {"loss-scale": report.loss_scale, "grad-norm": report.gradient_norm}
+    values = _over_steps_and_samples(over_both)
     if report.skipped_samples:
-        found.append(Scalar("skipped-train-samples", float(report.skipped_samples)))
+        values.append(Scalar("skipped-train-samples", float(report.skipped_samples)))
     if choices.world_size is not None:
-        found.append(Scalar("world-size", float(choices.world_size)))
+        values.append(Scalar("world-size", float(choices.world_size)))
     if choices.memory:
-        found.append(Scalar("mem-max-allocated-bytes", float(report.memory_bytes)))
-        found += [Scalar(name, value) for name, value in report.memory.items()]
+        values.append(Scalar("mem-max-allocated-bytes", float(report.memory_bytes)))
+        values += [Scalar(name, value) for name, value in report.memory.items()]
     if choices.timers:
-        found.append(Scalar("throughput", report.teraflops_per_device))
-        found.append(Scalar("iteration-time", report.seconds))
-    found.append(Scalar("tokens-per-second", report.tokens_per_second))
+        values.append(Scalar("throughput", report.teraflops_per_device))
+        values.append(Scalar("iteration-time", report.seconds))
+    values.append(Scalar("tokens-per-second", report.tokens_per_second))
     if validation is not None:
-        found += _of_set("validation", validation, choices.perplexity)
-    return found
+        values += _evaluation_scalars("validation", validation, choices.perplexity)
+    return values
 
 
 def of_evaluation(losses: Mapping[str, float], choices: Choices) -> list[Scalar]:
-    """Of the sets that are evaluated after the last step, over the steps."""
-    found = [s for name, loss in losses.items() for s in _of_set(name, loss, choices.perplexity)]
-    return [scalar for scalar in found if not scalar.over_samples]
+    """Returns the losses evaluated after the last step, over steps only."""
+    values = [s for name, loss in losses.items() for s in _evaluation_scalars(name, loss, choices.perplexity)]
+    return [scalar for scalar in values if not scalar.over_samples]
 
 
-def _of_set(name: str, loss: float, with_perplexity: bool) -> list[Scalar]:
+def _evaluation_scalars(name: str, loss: float, with_perplexity: bool) -> list[Scalar]:
     values = {f"lm loss {name}": loss}
     if with_perplexity:
         values[f"lm loss {name} ppl"] = perplexity(loss)
+    return _over_steps_and_samples(values)
+
+
+def _over_steps_and_samples(values: Mapping[str, float]) -> list[Scalar]:
     return [
         scalar
         for name, value in values.items()
@@ -81,14 +83,16 @@ def _of_set(name: str, loss: float, with_perplexity: bool) -> list[Scalar]:
     ]
 
 
-# The numbers of every step for TensorBoard.
+# --- recorders ---
 
 
 class TensorBoard(Recorder):
+    """Writes TensorBoard events."""
+
     def __init__(
         self, folder: Path, settings: Mapping[str, Any], choices: Choices, interval: int, step: int
     ) -> None:
-        """Events after `step` were lost with an interrupted run and are computed again: the viewer drops the old ones."""
+        """Purges events after `step`: they were lost with an interrupted run and are computed again."""
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
@@ -96,13 +100,13 @@ class TensorBoard(Recorder):
                 "--tensorboard-dir needs the tensorboard package: pip install tensorboard"
             ) from None
         folder.mkdir(parents=True, exist_ok=True)
-        # Its writer would find out in a thread of its own, with a traceback.
+        # Fails here if the folder is not writable; TensorBoard's background thread would print a stack trace.
         probe = folder / ".writable"
         probe.touch()
         probe.unlink()
         self._writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
         with contextlib.suppress(AttributeError):
-            # What the thread fails with comes back from the next call as well; once is enough.
+            # The next call raises the thread's exception; its stack trace is not printed as well.
             events: Any = self._writer.file_writer
             events.event_writer._async_writer._worker._invoke_excepthook = lambda thread: None
         self.choices, self.interval = choices, interval
@@ -113,8 +117,8 @@ class TensorBoard(Recorder):
         if report.step % self.interval and validation is None:
             return
         for scalar in scalars(report, validation, self.choices):
-            place = report.consumed_samples if scalar.over_samples else report.step
-            self._writer.add_scalar(scalar.name, scalar.value, place)
+            position = report.consumed_samples if scalar.over_samples else report.step
+            self._writer.add_scalar(scalar.name, scalar.value, position)
         self._writer.flush()
 
     def evaluated(self, step: int, losses: Mapping[str, float]) -> None:
@@ -128,7 +132,7 @@ class TensorBoard(Recorder):
 
 @dataclass(frozen=True)
 class Place:
-    """Whose run it is, its name there and the folder that wandb keeps its own files in."""
+    """Destination of a Weights & Biases run. `folder`: for wandb's own files."""
 
     project: str
     name: str
@@ -138,18 +142,20 @@ class Place:
 
 @contextmanager
 def _redacted_arguments() -> Iterator[None]:
-    """Hides secrets of the command line from `wandb.init`, which stores and uploads `sys.argv`."""
-    typed = sys.argv
-    sys.argv = [redacted(word) for word in typed]
+    """Context manager that hides secrets of the command line from `wandb.init`, which uploads `sys.argv`."""
+    original = sys.argv
+    sys.argv = [redacted(word) for word in original]
     try:
         yield
     finally:
-        sys.argv = typed
+        sys.argv = original
 
 
 class WeightsAndBiases(Recorder):
+    """Logs to Weights & Biases."""
+
     def __init__(self, place: Place, settings: Mapping[str, Any], choices: Choices, interval: int) -> None:
-        """Online, offline or off is what `wandb` itself is told (WANDB_MODE, `wandb login`)."""
+        """Online or offline mode is set by wandb's own means (WANDB_MODE, `wandb login`)."""
         try:
             import wandb
         except ImportError:
@@ -174,13 +180,13 @@ class WeightsAndBiases(Recorder):
     def record(self, report: StepReport, validation: float | None) -> None:
         if report.step % self.interval and validation is None:
             return
-        # Its own horizontal axis is the step; the samples are a line of their own, to draw others over.
-        found = {s.name: s.value for s in scalars(report, validation, self.choices) if not s.over_samples}
-        self._run.log({**found, "samples vs steps": report.consumed_samples}, step=report.step)
+        # The x axis is the step. Consumed samples are logged as a metric, which can be selected as x axis.
+        values = {s.name: s.value for s in scalars(report, validation, self.choices) if not s.over_samples}
+        self._run.log({**values, "samples vs steps": report.consumed_samples}, step=report.step)
 
     def evaluated(self, step: int, losses: Mapping[str, float]) -> None:
-        if found := {scalar.name: scalar.value for scalar in of_evaluation(losses, self.choices)}:
-            self._run.log(found, step=step)
+        if values := {scalar.name: scalar.value for scalar in of_evaluation(losses, self.choices)}:
+            self._run.log(values, step=step)
 
     def close(self) -> None:
         self._run.finish()

@@ -1,4 +1,4 @@
-"""A run on one screen: how far, how good, how fast, and which rank holds the others up."""
+"""Text view of a run for `pentatron monitor`: progress, losses, throughput, and the slowest rank."""
 
 import math
 import statistics
@@ -9,20 +9,18 @@ from typing import Any
 from pentatron.monitor.metrics import Followed, damaged_lines
 from pentatron.text import duration, in_digits, in_mib, one_line, printable
 
-# What the guides call a healthy run, as shares of a step and of the time.
-
-
+# Recommended maximum share of communication in a step, and minimum GPU utilisation.
 MOST_COMMUNICATION = 0.20
 LEAST_UTILISATION = 0.80
 
 
-# A loss curve in letters: braille dots where the terminal can show them, stars where it cannot.
+# --- loss curve in text: braille dots, or stars in ASCII ---
 
 
 Point = tuple[float, float]
 
 _BLANK = 0x2800
-# The bits of a braille letter, by column and row of the dot.
+# Bits of a braille character, by column and row of the dot.
 _BITS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 _DOT = "o"
 
@@ -30,9 +28,9 @@ _DOT = "o"
 def draw_curve(
     points: Sequence[Point], marks: Sequence[Point], width: int, height: int, braille: bool = True
 ) -> list[str]:
-    """Lines of at most `width` letters: the curve, `marks` as circles over it, and its axes.
+    """Returns lines of at most `width` characters: the curve, `marks` as circles, and the axes.
 
-    Every column shows the mean of its points. Numbers that are none are left out.
+    Each column shows the mean of its points. NaN and inf are skipped.
     """
     points = [p for p in points if math.isfinite(p[1])]
     marks = [m for m in marks if math.isfinite(m[1])]
@@ -41,11 +39,11 @@ def draw_curve(
     values = [y for _, y in (*points, *marks)]
     low, high = min(values), max(values)
     high += 1e-9 if high == low else 0.0
-    label = max(len(_number(v)) for v in (low, high))
-    across, down = (2, 4) if braille else (1, 1)
+    label = max(len(in_digits(v)) for v in (low, high))
+    cell_width, cell_height = (2, 4) if braille else (1, 1)
     cells = max(8, width - label - 3)
     first, last = points[0][0], max(points[-1][0], points[0][0] + 1)
-    columns, rows = cells * across, height * down
+    columns, rows = cells * cell_width, height * cell_height
 
     def place(point: Point) -> tuple[int, int]:
         x = round((columns - 1) * (point[0] - first) / (last - first))
@@ -53,76 +51,74 @@ def draw_curve(
         return min(max(x, 0), columns - 1), min(max(y, 0), rows - 1)
 
     filled: set[tuple[int, int]] = set()
-    before: tuple[int, int] | None = None
-    for x, y in _means(points, place):
-        # Up or down to the next column without a gap.
-        start = y if before is None or x - before[0] > 1 else before[1]
+    previous: tuple[int, int] | None = None
+    for x, y in _column_means(points, place):
+        # Connects neighbouring columns vertically.
+        start = y if previous is None or x - previous[0] > 1 else previous[1]
         filled |= {(x, row) for row in range(min(start, y), max(start, y) + 1)}
-        filled |= _between(before, (x, y))
-        before = (x, y)
-    grid = [[_letter(filled, column, row, braille) for column in range(cells)] for row in range(height)]
+        filled |= _segment(previous, (x, y))
+        previous = (x, y)
+    grid = [[_character(filled, column, row, braille) for column in range(cells)] for row in range(height)]
     for mark in marks:
         x, y = place(mark)
-        grid[y // down][x // across] = _DOT
-    names = {0: _number(high), height - 1: _number(low)}
-    lines = [f"{names.get(i, ''):>{label}} {'┤' if i in names else '│'}" for i in range(height)]
+        grid[y // cell_height][x // cell_width] = _DOT
+    labels = {0: in_digits(high), height - 1: in_digits(low)}
+    lines = [f"{labels.get(i, ''):>{label}} {'┤' if i in labels else '│'}" for i in range(height)]
     axis = f"{'':>{label}} └" + "─" * cells
     middle = max(1, cells - len(_step(first)) - len(_step(last)))
     legend = f"{_DOT} validation" if marks and middle > 14 else ""
     steps = f"{'':>{label}}  {_step(first)}{legend:^{middle}}{_step(last)}"
     drawn = [line + "".join(row).rstrip() for line, row in zip(lines, grid)] + [axis, steps]
-    return drawn if braille else [_plain(line) for line in drawn]
+    ascii_axes = str.maketrans("┤│└─", "||+-")
+    return drawn if braille else [line.translate(ascii_axes) for line in drawn]
 
 
-def _means(points: Sequence[Point], place: Callable[[Point], tuple[int, int]]) -> list[tuple[int, int]]:
+def _column_means(
+    points: Sequence[Point], place: Callable[[Point], tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """Returns (column, row) of the mean of the points in each column."""
     by_column: dict[int, list[Point]] = {}
     for point in points:
         by_column.setdefault(place(point)[0], []).append(point)
-    found = []
-    for column, inside in sorted(by_column.items()):
-        mean = sum(y for _, y in inside) / len(inside)
-        found.append((column, place((inside[0][0], mean))[1]))
-    return found
+    means = []
+    for column, in_column in sorted(by_column.items()):
+        mean = sum(y for _, y in in_column) / len(in_column)
+        means.append((column, place((in_column[0][0], mean))[1]))
+    return means
 
 
-def _between(before: tuple[int, int] | None, here: tuple[int, int]) -> set[tuple[int, int]]:
-    """A straight line over columns that have no point of their own."""
-    if before is None or here[0] - before[0] <= 1:
+def _segment(previous: tuple[int, int] | None, current: tuple[int, int]) -> set[tuple[int, int]]:
+    """Straight line over columns without points."""
+    if previous is None or current[0] - previous[0] <= 1:
         return set()
-    (x0, y0), (x1, y1) = before, here
+    (x0, y0), (x1, y1) = previous, current
     return {(x, round(y0 + (y1 - y0) * (x - x0) / (x1 - x0))) for x in range(x0, x1 + 1)}
 
 
-def _letter(filled: set[tuple[int, int]], column: int, row: int, braille: bool) -> str:
+def _character(filled: set[tuple[int, int]], column: int, row: int, braille: bool) -> str:
     if not braille:
         return "*" if (column, row) in filled else " "
     bits = sum(_BITS[x][y] for x in range(2) for y in range(4) if (2 * column + x, 4 * row + y) in filled)
     return chr(_BLANK + bits) if bits else " "
 
 
-def _number(value: float) -> str:
-    return in_digits(value)
-
-
 def _step(value: float) -> str:
     return f"step {value:.0f}"
 
 
-def _plain(line: str) -> str:
-    return line.translate(str.maketrans("┤│└─", "||+-"))
-
-
-# A rank is called slow from this multiple of the median on.
+# A rank is slow if its time exceeds the median by this factor.
 _SLOW = 1.2
-_MOST_RANKS = 16
-_BAR = 24
+_MAX_RANKS = 16
+_BAR_WIDTH = 24
 _COLOURS = {"bold": "1", "good": "32", "bad": "31", "warn": "33", "faint": "2"}
 
 
 @dataclass(frozen=True)
 class Run:
-    """What the view shows beside the numbers. `state` is running, finished, stopped, crashed or silent. `samples_left`: to the
-    last step, where it is known; steps may grow."""
+    """State of the run besides metrics. `state`: running, finished, stopped, crashed or silent.
+
+    `samples_left`: to the last step if known, as the batch size may ramp up.
+    """
 
     name: str
     state: str
@@ -145,8 +141,9 @@ class Screen:
 
 
 def view(run: Run, seen: Followed, screen: Screen) -> list[str]:
-    """The lines of the screen."""
-    head = [_title(run, screen)]
+    """Returns the lines of the screen."""
+    style = {"running": "good", "finished": "good", "crashed": "bad"}.get(run.state, "warn")
+    head = [f"{screen.paint(one_line(run.name), 'bold')}: {screen.paint(run.state, style)}"]
     if run.about_state:
         head.append(printable(run.about_state))
     if seen.damaged:
@@ -164,11 +161,6 @@ def view(run: Run, seen: Followed, screen: Screen) -> list[str]:
     return [*head, *curve, *foot]
 
 
-def _title(run: Run, screen: Screen) -> str:
-    style = {"running": "good", "finished": "good", "crashed": "bad"}.get(run.state, "warn")
-    return f"{screen.paint(one_line(run.name), 'bold')}: {screen.paint(run.state, style)}"
-
-
 def seconds_a_step(seen: Followed) -> float:
     return statistics.mean(row["seconds"] for row in seen.recent)
 
@@ -183,10 +175,10 @@ def _seconds_left(run: Run, seen: Followed) -> float:
 
 def _progress(run: Run, seen: Followed, screen: Screen) -> list[str]:
     share = min(1.0, seen.step / run.total_steps) if run.total_steps else 1.0
-    filled = round(_BAR * share)
+    filled = round(_BAR_WIDTH * share)
     full, empty = ("█", "░") if screen.unicode else ("#", ".")
     time_left = f"  left {duration(_seconds_left(run, seen))}" if run.state in ("running", "silent") else ""
-    bar = screen.paint(full * filled, "good") + screen.paint(empty * (_BAR - filled), "faint")
+    bar = screen.paint(full * filled, "good") + screen.paint(empty * (_BAR_WIDTH - filled), "faint")
     return [f"step {seen.step}/{run.total_steps}  {bar} {100 * share:.0f}%{time_left}"]
 
 
@@ -223,23 +215,23 @@ def _speed(seen: Followed, screen: Screen) -> list[str]:
 
 
 def _health(seen: Followed, screen: Screen) -> list[str]:
-    """Communication and utilisation, each with what is usually aimed at."""
+    """Fractions of communication and GPU utilisation, with their recommended limits."""
     ranks = [row["ranks"] for row in seen.ranks]
-    waited = _sum(ranks, "collective_seconds") + _sum(ranks, "message_seconds")
-    whole = waited + _sum(ranks, "busy_seconds")
+    waiting = _sum(ranks, "collective_seconds") + _sum(ranks, "message_seconds")
+    total = waiting + _sum(ranks, "busy_seconds")
     lines = []
-    if whole:
-        share, pipeline = waited / whole, _sum(ranks, "message_seconds") / whole
-        told = screen.paint(f"{share:.0%}", "good" if share < MOST_COMMUNICATION else "warn")
+    if total:
+        share, pipeline = waiting / total, _sum(ranks, "message_seconds") / total
+        shown = screen.paint(f"{share:.0%}", "good" if share < MOST_COMMUNICATION else "warn")
         part = f" ({pipeline:.0%} in the pipeline)" if pipeline >= 0.01 else ""
         lines.append(
-            f"communication {told} of a step is waiting for other ranks{part}; aim: below {MOST_COMMUNICATION:.0%}"
+            f"communication {shown} of a step is waiting for other ranks{part}; aim: below {MOST_COMMUNICATION:.0%}"
         )
     percentages = [p for of_step in ranks for p in of_step.get("gpu_utilisation", ())]
     if percentages:
         mean = statistics.mean(percentages) / 100
-        told = screen.paint(f"{mean:.0%}", "good" if mean > LEAST_UTILISATION else "warn")
-        lines.append(f"utilisation   {told} of the GPUs; aim: above {LEAST_UTILISATION:.0%}")
+        shown = screen.paint(f"{mean:.0%}", "good" if mean > LEAST_UTILISATION else "warn")
+        lines.append(f"utilisation   {shown} of the GPUs; aim: above {LEAST_UTILISATION:.0%}")
     return lines
 
 
@@ -248,33 +240,36 @@ def _sum(ranks: Sequence[dict[str, Any]], name: str) -> float:
 
 
 def _ranks(seen: Followed, screen: Screen) -> list[str]:
-    """A line for every rank, or for those that matter: the busiest and the fullest."""
+    """One line per rank; with many ranks, the busiest and those with the most memory."""
     if not seen.ranks:
         return [f"memory        {in_mib(_memory(seen.recent[-1]))} MiB (rank 0)"]
     ranks = [row["ranks"] for row in seen.ranks]
     memory = [max(of_rank) for of_rank in zip(*(of_step["memory_bytes"] for of_step in ranks))]
     if len(memory) == 1:
         return [f"memory        {in_mib(memory[0])} MiB"]
-    busy, waiting = _usual(ranks, "busy_seconds"), _waiting(ranks)
+    busy, collectives, messages = (
+        _medians(ranks, f"{name}_seconds") for name in ("busy", "collective", "message")
+    )
+    waiting = [a + b for a, b in zip(collectives, messages)]
     if not busy:
         fullest = max(range(len(memory)), key=memory.__getitem__)
         return [
             f"memory        {in_mib(memory[fullest])} MiB on rank {fullest}, {in_mib(min(memory))} on the emptiest"
         ]
     if min(len(busy), len(waiting)) < len(memory):
-        # A line of the file does not tell of every rank.
+        # Rows of the file may lack ranks.
         memory = memory[: min(len(busy), len(waiting))]
     order = sorted(range(len(memory)), key=lambda rank: -busy[rank])
-    shown = sorted({*order[: _MOST_RANKS - 4], *sorted(range(len(memory)), key=lambda r: -memory[r])[:4]})
-    if len(memory) <= _MOST_RANKS:
+    shown = sorted({*order[: _MAX_RANKS - 4], *sorted(range(len(memory)), key=lambda r: -memory[r])[:4]})
+    if len(memory) <= _MAX_RANKS:
         shown = list(range(len(memory)))
     slowest, median = order[0], statistics.median(busy)
     full = "█" if screen.unicode else "#"
-    lines = ["ranks         busy" + " " * _BAR + "ms   waiting ms   memory MiB"]
+    lines = ["ranks         busy" + " " * _BAR_WIDTH + "ms   waiting ms   memory MiB"]
     for rank in shown:
-        bar = full * max(1, round(_BAR * busy[rank] / (max(busy) or 1)))
+        bar = full * max(1, round(_BAR_WIDTH * busy[rank] / (max(busy) or 1)))
         is_slow = rank == slowest and busy[rank] > _SLOW * median
-        bar = f"{screen.paint(bar, 'bad' if is_slow else 'good')}{' ' * (_BAR - len(bar))}"
+        bar = f"{screen.paint(bar, 'bad' if is_slow else 'good')}{' ' * (_BAR_WIDTH - len(bar))}"
         numbers = (
             f"{1000 * busy[rank]:6,.0f}   {1000 * waiting[rank]:10,.0f}   {in_mib(memory[rank], '10,.0f')}"
         )
@@ -286,18 +281,14 @@ def _ranks(seen: Followed, screen: Screen) -> list[str]:
     return lines
 
 
-def _usual(ranks: Sequence[dict[str, Any]], name: str) -> list[float]:
-    """The median of the last steps that were measured, rank by rank: one step alone may be an accident."""
-    told = [of_step[name] for of_step in ranks if name in of_step]
-    return [statistics.median(of_rank) for of_rank in zip(*told)]
-
-
-def _waiting(ranks: Sequence[dict[str, Any]]) -> list[float]:
-    return [a + b for a, b in zip(_usual(ranks, "collective_seconds"), _usual(ranks, "message_seconds"))]
+def _medians(ranks: Sequence[dict[str, Any]], name: str) -> list[float]:
+    """Median of each rank over the last measured steps, as one step may be an outlier."""
+    steps = [of_step[name] for of_step in ranks if name in of_step]
+    return [statistics.median(of_rank) for of_rank in zip(*steps)]
 
 
 def status_line(run: Run, seen: Followed) -> str:
-    """The same in one line, for a log."""
+    """Formats the view in one line, for a log."""
     left = duration(_seconds_left(run, seen))
     last = seen.recent[-1]
     return (

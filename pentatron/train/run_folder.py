@@ -163,7 +163,7 @@ def _loads_itself(config: RunConfig) -> bool:
         return True
     # A launcher makes the folder without torch, which these bring in.
     from pentatron.checkpoint.find import checkpoints_of
-    from pentatron.checkpoint.store import STEP_NAME
+    from pentatron.checkpoint.retention import STEP_NAME
 
     named = Path(load).resolve()
     own = {Path(save).resolve()} if save is not None else set()

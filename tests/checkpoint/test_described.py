@@ -26,7 +26,7 @@ def test_a_setting_that_is_not_known_makes_another_model() -> None:
             with pytest.raises(UserError, match=r"does not know \(sinks\); use the version that saved it"):
                 read(newer)
     for missing in ("vocab_size", "kv_channels"):
-        with pytest.raises(UserError, match=f"does not say {missing}, without which"):
+        with pytest.raises(UserError, match=f"lacks {missing}, without which"):
             architecture_of(found(model={**sizes, missing: None}))
     with pytest.raises(UserError, match="it has no settings"):
         architecture_of(found())

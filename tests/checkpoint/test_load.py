@@ -249,14 +249,14 @@ def test_a_load_reads_what_it_needs_in_small_blocks(
 @pytest.mark.parametrize("shape", [shape for shape, _, _ in BIG], ids=str)
 def test_a_save_copies_small_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: Shape) -> None:
     copied = []
-    raw = tensor_file._raw
+    raw = tensor_file._host_bytes
 
     def watched_raw(tensor: Tensor) -> memoryview:
         data = raw(tensor)
         copied.append(len(data))
         return data
 
-    monkeypatch.setattr(tensor_file, "_raw", watched_raw)
+    monkeypatch.setattr(tensor_file, "_host_bytes", watched_raw)
     monkeypatch.setattr(tensor_file, "BLOCK_BYTES", 1000)
     logical = numbered(shape, torch.float32)
     # A view whose memory is not in order, as a shard of columns is.

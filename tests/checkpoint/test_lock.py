@@ -47,7 +47,7 @@ def leave_a_record(folder: Path, **said: object) -> None:
 def on_a_shared_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock_module, "_file_system", lambda folder: "nfs4")
     monkeypatch.setattr(lock_module, "_STALE_SECONDS", 0.6)
-    monkeypatch.setattr(lock_module, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(lock_module, "_POLL_SECONDS", 0.05)
     monkeypatch.setattr(lock_module, "_BEAT_SECONDS", 0.1)
 
 

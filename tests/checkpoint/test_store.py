@@ -87,7 +87,7 @@ WRONG = {
     "a type unknown to the format": (
         [rows(0, 3, dtype=torch.complex64)],
         [],
-        "rank 0: weights/w is complex64, which a checkpoint cannot hold",
+        "rank 0: weights/w is complex64, which a checkpoint cannot store",
     ),
     "other dimensions": (
         [Fragment("weights/w", (6, 2), (0,), torch.zeros(6))],
@@ -196,7 +196,7 @@ def test_wrong_shape_and_missing_tensor_are_named(tmp_path: Path) -> None:
         want("weights/a", torch.empty(3, 4, dtype=torch.bfloat16))
     with pytest.raises(UserError, match="lacks 1 tensors of this model, the first being weights/z"):
         want("weights/z", torch.empty(1))
-    with pytest.raises(UserError, match="holds no rng"):
+    with pytest.raises(UserError, match="has no rng"):
         load(found, "rng")
 
 
@@ -299,10 +299,10 @@ def test_a_state_of_another_step_is_refused(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=None)
     save(store, 1)
     forged = store.save(2, share(ALONE, 2.0), {}, {"step": 7}, {}, ALONE)
-    with pytest.raises(UserError, match=r"manifest\.json is of step 2, but the state in it is of step 7"):
+    with pytest.raises(UserError, match=r"manifest\.json is of step 2, but its run state is of step 7"):
         read_step(forged, verify=True)
     step, complaints = newest(store)
-    assert step == 1 and "the state in it is of step 7" in complaints[0]
+    assert step == 1 and "its run state is of step 7" in complaints[0]
 
 
 def test_nothing_is_written_into_a_folder_that_was_lost(tmp_path: Path) -> None:

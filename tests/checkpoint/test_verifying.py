@@ -92,7 +92,7 @@ def test_a_rank_that_does_not_see_the_folder_is_named(tmp_path: Path) -> None:
     if group.rank == 1:
         module._identity = lambda folder: None
     with pytest.raises(
-        UserError, match=r"^rank 1: .*step-00000001 is not there for this rank; put the checkpoint"
+        UserError, match=r"^rank 1: .*step-00000001 does not exist for this rank; put the checkpoint"
     ):
         find(tmp_path, group)
     assert len(CheckpointStore(tmp_path, keep=None).steps()) == 1, "that is no damage: nothing is set aside"

@@ -88,7 +88,7 @@ def deleted_log(lab: Lab) -> Outcome:
     for name in ("train.log", "metrics.jsonl"):
         outcome.told(
             ran,
-            rf"{lab.run / name} was deleted or replaced during the run; it was made again",
+            rf"{lab.run / name} was deleted or replaced during the run; it was created again",
             lab.when(name),
         )
     outcome.ended(ran, 0)

@@ -59,7 +59,7 @@ def test_a_checkpoint_of_others_is_gone_on_from(saved: Path, tmp_path: Path) -> 
     train(tmp_path / "on", words)
     assert losses(tmp_path / "on") == pytest.approx(losses(saved)[2:], rel=1e-6)
     log = (tmp_path / "on" / "train.log").read_text()
-    assert "read by a process apart" in log and "resuming at step 2 of 4" in log
+    assert "read in a sandboxed process" in log and "resuming at step 2 of 4" in log
 
 
 def test_weights_alone_start_a_new_run(saved: Path, tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_weights_of_others_become_a_hugging_face_folder(
     assert main(["export", str(theirs), str(tmp_path / "a")]) == 2
     assert "--ckpt-format torch_dist" in capsys.readouterr().err
     assert main(["export", str(theirs), str(tmp_path / "a"), "--ckpt-format", "torch_dist"]) == 0
-    assert "read by a process apart" in capsys.readouterr().out
+    assert "read in a sandboxed process" in capsys.readouterr().out
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "b")]) == 0
     a, b = ((tmp_path / name / "model.safetensors").read_bytes() for name in "ab")
     assert a == b

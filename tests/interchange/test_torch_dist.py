@@ -300,5 +300,5 @@ def test_files_of_all_ranks_are_put_together(
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("9\n")
     found, remarks = read_megatron(tmp_path)
     require_equal(found, {"weights": written["weights"]})
-    assert found.manifest.step == 9 and "weights alone are taken" in remarks[-1]
+    assert found.manifest.step == 9 and "only the weights are read" in remarks[-1]
     torch.testing.assert_close(our_logits(found), written["logits"][..., :VOCABULARY], atol=1e-4, rtol=1e-4)

@@ -67,7 +67,7 @@ def test_a_damaged_line_is_skipped_and_counted(tmp_path: Path, line: bytes) -> N
     told: list[str] = []
     MetricsFile(path, resumed_step=1, tell=told.append).close()
     assert told == [
-        "note: metrics.jsonl: 1 line is damaged and was skipped; the file as it was is metrics.jsonl.damaged-1"
+        "note: metrics.jsonl: 1 line is damaged and was skipped; the original file is metrics.jsonl.damaged-1"
     ]
     assert read_metrics(path) == [GOOD, GOOD] and line in (tmp_path / "metrics.jsonl.damaged-1").read_bytes()
 

@@ -202,7 +202,7 @@ def test_samples_that_cannot_be_written_end_nothing_and_are_told_of() -> None:
     time.sleep(0.05)
     assert sampler._thread.is_alive(), "there may be room later"
     sampler.close()
-    assert told == ["warning: /dev/full lacks lines, which could not be written (No space left on device)"]
+    assert told == ["warning: /dev/full lacks rows that could not be written (No space left on device)"]
 
 
 def test_a_line_of_progress_that_was_cut_short_swallows_no_other(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def test_settings_of_a_step_are_data(
               {"data_files": ["a"]}, {"schedule": {"learning_rate": 3}}]
 )  # fmt: skip
 def test_a_state_of_another_kind_is_refused(state: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="which cannot be"):
+    with pytest.raises(UserError, match="which is invalid"):
         TrainState.from_json(state)
     assert TrainState.from_json({"count_update": 1, "step": 3}).step == 3, "what is not known is left alone"
     # Overflows that are not handled explicitly.

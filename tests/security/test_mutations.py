@@ -81,12 +81,12 @@ SIZES = {
     "positions": ("model", {"max_position_embeddings": 10**10}, "max_position_embeddings 10000000000 × hidden_size"),
     "padding": ("model", {"padded_vocab_size": 10**10}, "padded_vocab_size 10000000000 for vocab_size 31"),
     "experts": ("moe", {"num_experts": 10**9, "moe_ffn_hidden_size": 16}, "num_experts 1000000000 × moe_ffn"),
-    "no layers": ("model", {"num_layers": 0}, "num_layers 0, and it must be above 0"),
-    "no choice": ("model", {"normalization": "None"}, "normalization 'None', which is no value of that setting"),
-    "no number": ("model", {"rotary_base": float("nan")}, "rotary_base nan, which is no value of that setting"),
-    "nothing": ("model", {"num_layers": None}, "num_layers None, which is no value of that setting"),
-    "beyond all numbers": ("model", {"window_size": [10**30, 0]}, "which is no value of that setting"),
-    "no size of a head": ("model", {"kv_channels": None}, "does not say kv_channels"),
+    "no layers": ("model", {"num_layers": 0}, "num_layers 0, which must be above 0"),
+    "no choice": ("model", {"normalization": "None"}, "normalization 'None', which is not a value of that setting"),
+    "no number": ("model", {"rotary_base": float("nan")}, "rotary_base nan, which is not a value of that setting"),
+    "nothing": ("model", {"num_layers": None}, "num_layers None, which is not a value of that setting"),
+    "beyond all numbers": ("model", {"window_size": [10**30, 0]}, "which is not a value of that setting"),
+    "no size of a head": ("model", {"kv_channels": None}, "lacks kv_channels"),
 }  # fmt: skip
 
 
@@ -102,7 +102,7 @@ def test_sizes_of_a_manifest_are_held_against_its_tensors(run: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        ({"head_dim": 10**9}, "kv_channels 1000000000 × hidden_size 32, and all tensors have"),
+        ({"head_dim": 10**9}, "kv_channels 1000000000 × hidden_size 32, but all tensors have"),
         ({"head_dim": 4 * 10**9}, "kv_channels 4000000000"),
         ({"head_dim": 10**30}, "must be a whole number above 0 and below 2^63"),
         ({"intermediate_size": 10**12}, "ffn_hidden_size 1000000000000 × hidden_size 32"),
@@ -121,7 +121,7 @@ def test_sizes_of_a_configuration_are_held_against_its_tensors(
 def test_more_samples_than_were_ordered_cannot_have_been_consumed() -> None:
     assert TrainState.from_json({"consumed_samples": 8, "ordered_for": [4, 8]}).consumed_samples == 8
     with pytest.raises(
-        UserError, match="consumed_samples 1000000000 of samples that were ordered for 8, which cannot be"
+        UserError, match="consumed_samples 1000000000 of samples that were ordered for 8, which is invalid"
     ):
         TrainState.from_json({"consumed_samples": 10**9, "ordered_for": [8]})
     for state in (
@@ -130,7 +130,7 @@ def test_more_samples_than_were_ordered_cannot_have_been_consumed() -> None:
         {"largest_loss": 10**400},
         {"step": 1, "updates": "x"},
     ):
-        with pytest.raises(UserError, match="which cannot be"):
+        with pytest.raises(UserError, match="which is invalid"):
             TrainState.from_json(state)
 
 

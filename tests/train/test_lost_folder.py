@@ -115,7 +115,7 @@ def test_a_deleted_log_and_deleted_metrics_are_told_and_made_again(
     run_training(resolved(f"{FOUR_STEPS} --run-dir {folder}"), single_process(), resumes=True)
     said = capsys.readouterr().out
     for name in ("train.log", "metrics.jsonl"):
-        line = f"note: {folder / name} was deleted or replaced during the run; it was made again"
+        line = f"note: {folder / name} was deleted or replaced during the run; it was created again"
         assert said.count(line) == 1 and line in (folder / "train.log").read_text()
     assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [
         3,
