@@ -114,7 +114,12 @@ class CheckpointStore:
         `outcome` takes the result of the last stage. The folder must not be used otherwise until then.
         """
         task = Save(self, step, self._make_temporary(step, group), run_state, config, group)
-        stages = [lambda _: task.write(parts()), task.commit, task.read_back, task.remove_outdated]
+        stages: list[Stage] = [
+            lambda _: task.write(parts()),
+            task.commit,
+            task.read_back,
+            task.remove_outdated,
+        ]
         return Stages(stages, group, background)
 
     def write_own(self, temporary: Path, rank: int, parts: Sequence[Fragment]) -> Written:
