@@ -20,6 +20,7 @@ from pentatron.text import plural
 
 _RETRY_SECONDS = 0.3
 # A host name that does not resolve within this time will not; a machine may take much longer to come up.
+_DNS_TIMEOUT = 5.0
 SILENCE = 30.0
 # Environment variables: the secret of a job, and the file descriptor of the socket that rank 0 inherits.
 SECRET, LISTENER = "PENTATRON_JOB_SECRET", "PENTATRON_LISTENER"
