@@ -131,7 +131,7 @@ def gradients_not_reduced() -> None:
 
 def replicated_norm_counted_everywhere() -> None:
     def everything(self: Optimizer) -> Tensor:
-        return torch.stack([s.gradients.square().sum() for s in self._stretches]).sum()
+        return torch.stack([s.gradients.square().sum() for s in self._ranges]).sum()
 
     Optimizer.squared_norm = everything  # type: ignore[method-assign]
 
