@@ -1,7 +1,7 @@
-"""AdamW on a GPU in one pass over memory, which decides on the device whether it is made.
+"""AdamW on a GPU in one pass over memory, which the device itself can skip.
 
-Clipping, the update and the rounding of the weights are one kernel over gradients as backward left them. What a step found, its loss
-and its norm, need not be known on the host before the update is under way: the GPU never waits for the host.
+Clipping, the update and the rounding of the weights are one kernel on the gradients as backward left them.
+Loss and norm need not be known on the host before the update is launched: the GPU never waits for the host.
 """
 
 from collections.abc import Sequence
@@ -25,8 +25,8 @@ class OnePassAdam(Update):
         self._one_pass = OnePass([self._target(part) for part in parts])
 
     def _target(self, part: Part) -> Target:
-        first, second = (self._moments[id(part)][name] for name in MOMENTS)
-        return Target(part.values, first, second, part.weights, part.decays)
+        exp_avg, exp_avg_sq = (self._moments[id(part)][name] for name in MOMENTS)
+        return Target(part.values, exp_avg, exp_avg_sq, part.weights, part.decays)
 
     @torch.no_grad()
     def step(
@@ -82,7 +82,7 @@ class OnePassAdam(Update):
         weight_decay: float,
         divisor: Tensor | None,
     ) -> None:
-        raise AssertionError("one pass does all parts")
+        raise AssertionError("a single kernel updates all parts")
 
     def set_updates(self, updates: int) -> None:
         self._updates = updates
