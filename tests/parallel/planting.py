@@ -23,7 +23,7 @@ BUGS = {
     "a deferred weight gradient is lost": (
         "self.deferred.compute((action.stage, action.micro_batch))",
         "cell = (action.stage, action.micro_batch)\n"
-        "        self.deferred.compute(cell) if cell[1] != 1 else self.deferred._waiting.pop(cell)",
+        "        self.deferred.compute(cell) if cell[1] != 1 else self.deferred._pending.pop(cell)",
     ),
     "weight gradients are forgotten": (
         "self.deferred.compute((action.stage, action.micro_batch))",
@@ -33,7 +33,7 @@ BUGS = {
     "the weight gradient of another micro-batch": (
         "self.deferred.compute((action.stage, action.micro_batch))",
         "same = [c for c in self.deferred.cells if c[0] == action.stage]\n"
-        "        own, other = self.deferred._waiting[same[0]], self.deferred._waiting[same[-1]]\n"
+        "        own, other = self.deferred._pending[same[0]], self.deferred._pending[same[-1]]\n"
         "        own[:] = [type(p)(p.weight, q.inputs, p.gradient) for p, q in zip(own, other)]\n"
         "        self.deferred.compute((action.stage, action.micro_batch))",
     ),
