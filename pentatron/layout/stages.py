@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from pentatron.text import plural
 
-Layer = TypeVar("Item")
+Layer = TypeVar("Layer")
 
 _FIRST, _LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
 _LAYOUT = "--pipeline-model-parallel-layout"

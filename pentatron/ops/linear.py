@@ -186,7 +186,7 @@ class Groups:
 
     def times(self, rows_NI: Tensor, matrices_GIO: Tensor) -> Tensor:
         if self._in_one_kernel(rows_NI, matrices_GIO.shape[2]):
-            return self._offsets(rows_NI.device).times(rows_NI, matrices_GIO)
+            return self._groups_on_device(rows_NI.device).times(rows_NI, matrices_GIO)
         output = rows_NI.new_empty(len(rows_NI), matrices_GIO.shape[2])
         for rows, matrix, part in zip(self._split(rows_NI), matrices_GIO, self._split(output)):
             if through_fp32(rows):
@@ -197,7 +197,7 @@ class Groups:
 
     def outer(self, left_NO: Tensor, right_NI: Tensor) -> Tensor:
         if self._in_one_kernel(left_NO, right_NI.shape[1]):
-            return self._offsets(left_NO.device).outer(left_NO, right_NI)
+            return self._groups_on_device(left_NO.device).outer(left_NO, right_NI)
         output = left_NO.new_empty(len(self.counts), left_NO.shape[1], right_NI.shape[1])
         for left, right, part in zip(self._split(left_NO), self._split(right_NI), output):
             if through_fp32(left):
@@ -209,7 +209,7 @@ class Groups:
     def _in_one_kernel(self, rows: Tensor, other_width: int) -> bool:
         return self.together and one_kernel_can(rows, rows.shape[1], other_width)
 
-    def _there(self, device: torch.device) -> GroupsOnDevice:
+    def _groups_on_device(self, device: torch.device) -> GroupsOnDevice:
         if self.on_device is not None:
             return GroupsOnDevice(self.on_device.cumsum(0, dtype=torch.int32))
         return GroupsOnDevice(torch.tensor(list(accumulate(self.counts)), dtype=torch.int32, device=device))

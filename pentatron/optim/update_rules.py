@@ -297,7 +297,7 @@ class Sgd(Update):
         sgd(
             [beside(part.values, gradient) for part, gradient in zip(parts, gradients)],
             [gradient.to(part.values.device) for part, gradient in zip(parts, gradients)],
-            self._state_of(_MOMENTUM, parts, gradients) if momentum else no_momentum,
+            [*self._state_of(_MOMENTUM, parts, gradients)] if momentum else no_momentum,
             fused=True,
             grad_scale=divisor,
             weight_decay=weight_decay,

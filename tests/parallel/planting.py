@@ -6,16 +6,16 @@ import pentatron.parallel.executor as executor_module
 
 BUGS = {
     "a micro-batch is dropped": (
-        "if passed.start is not None:",
-        "if passed.start is not None and micro_batch != 1:",
+        "if saved.start is not None:",
+        "if saved.start is not None and micro_batch != 1:",
     ),
     "gradients of two micro-batches are swapped": (
         "self.messages.post_send(value.detach(), action.peer, action)",
         "swapped = Action(action.kind, action.stage, action.micro_batch ^ (action.kind is Kind.SEND_GRADIENT))\n"
         "        self.messages.post_send(value.detach(), action.peer, swapped)",
     ),
-    "the gradient of the input is lost": ("if made is None else made", ""),
-    "the loss is taken twice": ("self.total += output.detach()", "self.total += 2 * output.detach()"),
+    "the gradient of the input is lost": ("if input_gradient is None else input_gradient", ""),
+    "the loss is taken twice": ("self.loss_sum += output.detach()", "self.loss_sum += 2 * output.detach()"),
     "the hand-over is not detached": (
         "self.activations[cell] = output.detach()",
         "self.activations[cell] = output",
@@ -41,12 +41,12 @@ BUGS = {
         "return self.backwards_left[stage] == 0",
         "return self.backwards_left[stage] == 1",
     ),
-    "nothing is released": ("passed = self.passed.pop(cell)", "passed = self.passed[cell]"),
+    "nothing is released": ("saved = self.saved.pop(cell)", "saved = self.saved[cell]"),
     "the output is kept": (
-        "self.passed[cell] = _Passed(received, start)",
-        "self.passed[cell] = _Passed(received, start); self.program.kept.append(output)",
+        "self.saved[cell] = _SavedForward(received, start)",
+        "self.saved[cell] = _SavedForward(received, start); self.program.kept.append(output)",
     ),
-    "sends are kept to the end": ("self.messages.delivered(arrived)", "pass"),
+    "sends are kept to the end": ("self.messages.delivered(delivered)", "pass"),
     "no agreement": ("self.messages.agree(", "(lambda *ignored: None)("),
 }
 
