@@ -75,8 +75,10 @@ class BatchPlan:
 
     @cached_property
     def stretches(self) -> tuple[Stretch, ...]:
-        """The stretches of a run from sample 0; the last one is unbounded. Omits sizes that a large step
-        skips."""
+        """The stretches of a run from sample 0; the last one is unbounded.
+
+        Omits sizes that a large step skips.
+        """
         return tuple(self._stretches_from(0))
 
     def _stretches_from(self, consumed_samples: int) -> list[Stretch]:
@@ -96,8 +98,7 @@ class BatchPlan:
         return self.advance(0, steps)
 
     def advance(self, consumed_samples: int, steps: int) -> int:
-        """Returns the samples consumed after `steps` more steps of a run that has consumed
-        `consumed_samples`."""
+        """Returns the samples consumed `steps` steps after `consumed_samples`."""
         stretches = self.stretches if consumed_samples == 0 else self._stretches_from(consumed_samples)
         stretch = stretches[bisect.bisect_right(stretches, steps, key=lambda s: s.first_step) - 1]
         return stretch.first_sample + (steps - stretch.first_step) * stretch.size
@@ -148,8 +149,7 @@ def linear_ramp(start: int, increment: int, samples: int, full: int) -> BatchPla
     each = samples / increments
     changes = [(0, start)]
     for number in range(1, increments + 1):
-        # The size is `full` after all of the samples, even if rounding puts the last threshold one sample
-        # later.
+        # The size is `full` after all samples, even if rounding puts the last threshold one later.
         threshold = min(_first_with_quotient(number, each), samples + 1)
         if threshold == changes[-1][0]:
             changes.pop()

@@ -11,15 +11,13 @@ from dataclasses import dataclass
 from pentatron.layout.actions import RECEIVES, SENDS, Action, Kind, Placement, Schedule
 
 COMPUTATIONS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
-# In units of a forward: a backward computes two matrix products for each one of the forward, each of its
-# halves one.
+# In units of a forward: a backward has two matrix products for each one of the forward.
 DURATION = {Kind.FORWARD: 1, Kind.BACKWARD: 2, Kind.INPUT: 1, Kind.WEIGHT: 1}
 NAMES = {Kind.INPUT: "input gradient", Kind.WEIGHT: "weight gradient"}
 
 # Identifies a message on both ends: the kind of its receive, the stage that computed it, the micro-batch.
 Message = tuple[Kind, int, int]
-# A sender, a receiver and a kind of message. Messages of a channel arrive in the order in which they were
-# sent.
+# Sender, receiver and kind of message. Messages of a channel arrive in the order of their sends.
 Channel = tuple[int, int, Kind]
 
 
@@ -205,8 +203,7 @@ def _input(schedule: Schedule, rank: int, result: Action) -> Iterator[Action]:
 
 
 def _check_channels(schedule: Schedule) -> None:
-    """Checks the order of messages: NCCL has no tags, so the n-th receive of a channel gets the n-th message
-    sent."""
+    """Checks the order of messages: without tags (NCCL) the n-th receive of a channel gets its n-th send."""
     sent: dict[Channel, list[Message]] = {}
     received: dict[Channel, list[tuple[Message, Action]]] = {}
     for rank, actions in enumerate(schedule.actions):

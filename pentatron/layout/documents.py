@@ -1,5 +1,4 @@
-"""Boundaries of packed documents in sequences, and the ranges of a sequence that attention computes at a
-time."""
+"""Boundaries of packed documents in sequences, and the ranges that attention computes at a time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,8 +7,7 @@ from itertools import groupby, pairwise
 # For every sequence of a micro-batch, the sorted positions where its documents begin; the first is 0.
 DocumentStarts = tuple[tuple[int, ...], ...]
 
-# Short neighbouring documents up to this many tokens share one attention call with a mask: cheaper than more
-# launches.
+# Short documents of together at most this many tokens share one masked attention call.
 TOGETHER = 512
 
 

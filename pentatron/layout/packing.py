@@ -1,5 +1,4 @@
-"""Packing of parameters into flat buckets, by numbers of elements; `pentatron.parallel.buckets` allocates
-them."""
+"""Packing of parameters into flat buckets, by size; `pentatron.parallel.buckets` allocates them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -32,8 +31,7 @@ class Packed:
     items: list[int] = field(default_factory=list)
 
     def size(self, items: Sequence[Item], ranks: int) -> int:
-        """Returns the elements of the bucket, padded so that `ranks` can split it into equal aligned
-        shards."""
+        """Returns the size of the bucket, padded so that it divides into `ranks` equal aligned shards."""
         return aligned(sum(aligned(items[i].elements) for i in self.items), ALIGNMENT * ranks)
 
 

@@ -31,8 +31,8 @@ Axis = Literal[
     "sequence",
     # Ranks that together hold all experts of a layer (expert × expert tensor).
     "experts",
-    # Replicas may partition parameters (ZeRO) in several groups, each with a full copy: `shards` are the ranks
-    # of one group, `instances` those with the same shard in different groups. The same for experts.
+    # Replicas may partition parameters (ZeRO) in several groups, each with a full copy: `shards` are the
+    # ranks of one group, `instances` those with the same shard in different groups. The same for experts.
     "shards",
     "instances",
     "expert_shards",

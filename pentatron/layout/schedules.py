@@ -30,8 +30,7 @@ Lane = Sequence[Computation]
 
 
 def v_placement(ranks: int) -> Placement:
-    """Returns two stages per rank that run down the ranks and back up: the first and the last stage are on
-    rank 0."""
+    """Returns two stages per rank, down the ranks and back up: first and last stage are on rank 0."""
     return Placement((*range(ranks), *range(ranks - 1, -1, -1)))
 
 
@@ -66,8 +65,7 @@ def zbv_orders(ranks: int, micro_batches: int) -> list[list[Computation]]:
 
 @dataclass
 class _RankState:
-    """Scheduler state of one rank: its order so far, pending weight gradients, and the micro-batches it
-    holds."""
+    """Scheduler state of one rank: its order so far, pending weight gradients, held micro-batches."""
 
     lanes: Sequence[Lane]
     limit: int
@@ -146,8 +144,7 @@ def _inputs(placement: Placement, computation: Computation) -> set[Computation]:
 
 
 def fewest_micro_batches(ranks: int) -> int:
-    """Returns the minimum of micro-batches; with fewer the forwards would run out before the pipeline is
-    full."""
+    """Returns the fewest micro-batches with which the forwards last until the pipeline is full."""
     return 2 * ranks
 
 
@@ -156,8 +153,7 @@ def dualpipev_orders(ranks: int, micro_batches: int) -> list[list[Computation]]:
 
 
 class _DualPipeVOrder:
-    """Generates the order of one rank: `down` is its stage on the way down the ranks, `up` the one on the way
-    back."""
+    """Generates the order of one rank; `down` and `up` are its stages on the way down and back up."""
 
     def __init__(self, ranks: int, micro_batches: int, rank: int) -> None:
         self.down, self.up = v_placement(ranks).stages_of(rank)
@@ -321,8 +317,10 @@ def training_schedule(
 
 @functools.lru_cache(maxsize=32)
 def forward_schedule(placement: Placement, micro_batches: int) -> Schedule:
-    """Returns a forward-only schedule for evaluation. All ranks follow one global order, so it cannot
-    deadlock."""
+    """Returns a forward-only schedule for evaluation.
+
+    All ranks follow one global order, so it cannot deadlock.
+    """
     orders = [
         list(_in_groups(Kind.FORWARD, placement.stages_of(rank), micro_batches, placement.ranks))
         for rank in range(placement.ranks)
@@ -344,8 +342,7 @@ def group_sizes(micro_batches: int, group: int) -> list[int]:
 def forwards_ahead(
     kind: str, ranks: int, virtual: int, rank: int, micro_batches: int, group: int | None
 ) -> int:
-    """Returns the number of warm-up forwards of a rank before one forward and one backward alternate, as in
-    Megatron."""
+    """Returns the warm-up forwards of a rank before forwards and backwards alternate, as in Megatron."""
     if kind == "gpipe":
         return virtual * micro_batches
     if kind == "1f1b":
@@ -375,8 +372,7 @@ def _order(
 ) -> list[Computation]:
     stages, ranks = placement.stages_of(rank), placement.ranks
     forwards = list(_in_groups(Kind.FORWARD, stages, micro_batches, group or ranks))
-    # Backwards keep the order of the micro-batches, so that every schedule accumulates gradients in the same
-    # order.
+    # Backwards in the order of micro-batches: every schedule accumulates gradients in the same order.
     backwards = list(_in_groups(Kind.BACKWARD, stages[::-1], micro_batches, group or ranks))
     ahead = forwards_ahead(kind, ranks, len(stages), rank, micro_batches, group)
     return list(_one_forward_one_backward(forwards, backwards, ahead))

@@ -1,5 +1,4 @@
-"""Division of the layers into pipeline stages: by cost, by numbers of the first and last rank, or by a
-written layout."""
+"""Division of the layers into pipeline stages: by cost, by given numbers, or by a written layout."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,8 +14,7 @@ _LAYOUT = "--pipeline-model-parallel-layout"
 
 @dataclass(frozen=True)
 class StagePart:
-    """The part of the model that one stage holds: consecutive layers and, at the ends, the embedding and the
-    head."""
+    """The part of the model in one stage: consecutive layers and, at the ends, embedding and head."""
 
     layers: tuple[int, ...]
     embedding: bool
@@ -123,8 +121,7 @@ def _parts(counts: Sequence[int]) -> tuple[StagePart, ...]:
 
 
 def _counts_with_ends(num_layers: int, division: Division, costs: Costs) -> list[int]:
-    """Returns the layers of every stage if the first or the last rank has a fixed number; the others share
-    the rest."""
+    """Returns the layers of every stage if those of the first or the last rank are fixed."""
     ranks, virtual = division.ranks, division.virtual
     fixed = {
         rank: (flag, count)
@@ -158,8 +155,7 @@ def _counts_with_ends(num_layers: int, division: Division, costs: Costs) -> list
             f"{' and '.join(_flags_given(fixed))} leave {num_layers} − {fixed_layers} = {remaining} layers for the {len(open_stages)} other "
             f"stages, which need one each; the sum of all must be --num-layers {num_layers}"
         )
-    # A fixed end already accounts for its embedding or head, so these costs only matter for an end that is
-    # not fixed.
+    # A fixed end accounts for its embedding or head already; their costs matter for open ends only.
     extra = [0.0] * division.stages
     extra[0], extra[-1] = extra[0] + costs.embedding, extra[-1] + costs.head
     return _fill_cheapest(num_layers, counts, costs.layer, extra, open_stages)

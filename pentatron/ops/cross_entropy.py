@@ -17,8 +17,7 @@ _NO_LOGIT = -3.0e38
 
 
 def row_sums(logits: Tensor, labels: Tensor, words: int, first: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns for every row the largest logit, the sum of `exp(logit − largest)`, and the label's logit (0 if
-    not local)."""
+    """Returns per row the largest logit, the sum of `exp(logit − largest)` and the label's logit (or 0)."""
     results = torch.zeros(3, len(labels), dtype=torch.float32, device=logits.device)
     largest, sums, of_label = results
     if words == 0:

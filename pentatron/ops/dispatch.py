@@ -59,8 +59,7 @@ _LIBRARY = torch.library.Library("pentatron", "FRAGMENT")
 
 
 def operator(name: str, like: Callable[_P, _R]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Decorator: registers a function without side effects as an opaque operator; `like` returns its empty
-    outputs."""
+    """Decorator: registers a pure function as an opaque operator; `like` returns its empty outputs."""
 
     def register(function: Callable[_P, _R]) -> Callable[_P, _R]:
         schema = torch.library.infer_schema(function, mutates_args=())

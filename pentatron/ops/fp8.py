@@ -56,8 +56,7 @@ def _like_scale(largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 @operator("fp8_scale_of", _like_scale)
 def scale_of(largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns scale and inverse scale, given the maxima of parts of a tensor; one kernel, where a compiler
-    makes two."""
+    """Returns scale and inverse scale from the maxima of parts of a tensor, in a single kernel."""
     if by_kernel(largest):
         from pentatron.ops.triton_fp8 import scale_of as by_triton
 
@@ -69,8 +68,7 @@ def scale_of(largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def scaled(
     matrix: Tensor, dtype: torch.dtype, rows: bool = True, columns: bool = True, by_rows: bool = False
 ) -> Scaled:
-    """Scales and rounds a matrix to fp8: row-major, transposed or both, with one scale or one per written
-    row."""
+    """Rounds a matrix to fp8: row-major, transposed or both, with one scale or one per written row."""
     if not by_rows:
         # Reduce rows first: a compiler can then fuse the reduction with the kernel that writes the rows.
         largest = torch.linalg.vector_norm(matrix, float("inf"), dim=-1)
@@ -184,8 +182,7 @@ def _like_columns(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def strips(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns empty tensors for the row maxima of each strip of columns, and the column maxima of each strip
-    of rows."""
+    """Returns empty tensors for row maxima per strip of columns, and column maxima per strip of rows."""
     height, width = matrix.shape
     row_maxima = matrix.new_empty((-(-width // TILE), height), dtype=torch.float32)
     return row_maxima, matrix.new_empty((-(-height // TILE), width), dtype=torch.float32)
@@ -216,8 +213,7 @@ def _rounded_columns(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tenso
 
 @operator("fp8_largest_of_tiles", strips)
 def _largest_of_tiles(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the maxima of absolute values, of each row per strip of columns and each column per strip of
-    rows (fp32)."""
+    """Returns the fp32 maxima of absolute values of rows and columns, per strip of TILE columns and rows."""
     if by_kernel(matrix):
         from pentatron.ops.triton_fp8 import largest_of_tiles
 

@@ -23,8 +23,10 @@ from pentatron.ops.linear import DeferredGradients
 
 @dataclass(frozen=True)
 class Fp8Format:
-    """`gradients`: the dtype of output gradients. `by_rows`: one scale per row of a factor, not one per
-    tensor."""
+    """`gradients`: the dtype of output gradients.
+
+    `by_rows`: one scale per row of a factor, not one per tensor.
+    """
 
     gradients: torch.dtype
     by_rows: bool = False
@@ -40,8 +42,7 @@ UNKNOWN: Scale = (None, None)
 
 @dataclass
 class ScaledProduct:
-    """A deferred weight gradient; both factors in fp8, transposed, so that the tokens are the last
-    dimension."""
+    """A deferred weight gradient; both factors are fp8 and transposed, with the tokens last."""
 
     weight: nn.Parameter
     inputs: Tensor
@@ -198,8 +199,10 @@ class Weighted(Protocol):
 
 
 class WeightScale:
-    """The cached scale of one fp8 weight. While it is UNKNOWN, the layer computes the scale in every
-    forward."""
+    """The cached scale of one fp8 weight.
+
+    While it is UNKNOWN, the layer computes the scale in every forward.
+    """
 
     def __init__(self) -> None:
         self.known: Scale = UNKNOWN
@@ -242,8 +245,7 @@ class WeightScales:
             entry.known = (scale, unscale)
 
     def forget(self) -> None:
-        """Must be called before weights change: products outside of a step or evaluation compute their own
-        scales."""
+        """Must be called before weights change: later products compute their own scales."""
         for entry in self._entries:
             entry.known = UNKNOWN
 

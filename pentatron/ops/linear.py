@@ -35,8 +35,7 @@ def _is_x86() -> bool:
 
 
 def _has_bf16_instructions() -> bool:
-    """Whether the CPU multiplies bf16 natively; True, which leaves the choice to torch, if that is
-    unknown."""
+    """Whether the CPU multiplies bf16 natively. Also True if unknown: torch's product is used then."""
     checks = [getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile")]
     return not _is_x86() or any(check is None or bool(check()) for check in checks)
 
@@ -71,8 +70,10 @@ _MIN_ELEMENTS = 2**17
 
 
 def through_fp32(rows: Tensor) -> bool:
-    """Whether products of these rows are faster in fp32. Not under torch.compile, which would save the
-    copies."""
+    """Whether products of these rows are faster in fp32.
+
+    Not under torch.compile, which would save the copies.
+    """
     return (
         not _HAS_BF16_INSTRUCTIONS
         and not torch.compiler.is_compiling()
@@ -160,8 +161,10 @@ class GroupedRows(Protocol):
 
 @dataclass(frozen=True)
 class GroupsOnDevice:
-    """Groups whose ends are known on the device only (int32). Every product is one kernel; the last group has
-    all remaining rows."""
+    """Groups whose ends are known on the device only (int32).
+
+    Every product is one kernel; the last group has all remaining rows.
+    """
 
     ends: Tensor
 

@@ -1,5 +1,7 @@
-"""Triton kernels of `activation`: activations, gates, and the dispatch of rows. One program computes one
-row."""
+"""Triton kernels of `activation`: activations, gates, and the dispatch of rows.
+
+One program computes one row.
+"""
 
 from collections.abc import Iterator
 
@@ -13,8 +15,7 @@ _WIDEST_ACTIVATION = 2048
 
 @triton.jit
 def _parts(inner, row, columns, inside, WIDTH: tl.constexpr, GATED: tl.constexpr):
-    """Returns the activation of the first half, the second half (1 without a gate), and the slope of the
-    first."""
+    """Returns the activation of the first half, the second half (1 without a gate), and the slope."""
     if GATED:
         z = tl.load(inner + row * 2 * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(inner + row * 2 * WIDTH + WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
@@ -121,8 +122,7 @@ _GATE_BLOCK = 1024
 def _gate_backward(gradient, inner, of_inner, largest, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     # Row × column offsets of a long batch overflow 32 bits.
     row = tl.program_id(0).to(tl.int64)
-    # Maxima of bit patterns: for non-negative floats they have the same order, and NaN is larger than all
-    # others.
+    # Maxima of bit patterns: non-negative floats keep their order, and NaN is the largest.
     found = tl.zeros((BLOCK,), tl.int32)
     kind = of_inner.dtype.element_ty
     for first in range(0, WIDTH, BLOCK):

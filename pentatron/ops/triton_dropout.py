@@ -116,8 +116,10 @@ _KINDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32:
 def dropped(
     x_BSD: Tensor, stream_BSD: Tensor | None, rows_BS: Tensor, site: int | Tensor, limit: int, scale: float
 ) -> Tensor:
-    """Returns `x` with dropout applied, plus the residual `stream_BSD` if given. Numbers below `limit` are
-    dropped."""
+    """Returns `x` with dropout applied, plus the residual `stream_BSD` if given.
+
+    Numbers below `limit` are dropped.
+    """
     x, width = x_BSD.contiguous(), x_BSD.shape[-1]
     output = x.new_empty(x.shape)
     if not output.numel():

@@ -1,5 +1,7 @@
-"""Triton kernels of `fp8`: rounding and transposing in one pass, and maxima. Imported only if Triton
-works."""
+"""Triton kernels of `fp8`: rounding and transposing in one pass, and maxima.
+
+Imported only if Triton works.
+"""
 
 import torch
 import triton
@@ -29,8 +31,7 @@ def _write_rounded(
     HIGH: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Processes one tile. Offsets within it are 32-bit; only the offset of the tile itself may exceed
-    that."""
+    """Processes one tile. Offsets within it fit 32 bits, the offset of the tile itself may not."""
     across = tl.cdiv(width, WIDE)
     top = (tl.program_id(0) // across).to(tl.int64) * HIGH
     left = (tl.program_id(0) % across).to(tl.int64) * WIDE
@@ -94,8 +95,7 @@ def write_rounded(
 def _scale_of(
     largest, scale, unscale, COUNT: tl.constexpr, LIMIT: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Reduces all maxima in one program, as bit patterns: non-negative floats keep their order, NaN is the
-    largest."""
+    """Reduces all maxima in one program, as bit patterns: floats keep their order, NaN is the largest."""
     found = tl.zeros((BLOCK,), tl.int32)
     for first in range(0, COUNT, BLOCK):
         places = first + tl.arange(0, BLOCK)
@@ -129,8 +129,7 @@ def _largest_of_tiles(
     inside = (down < height - top)[:, None] & (right < width - left)[None, :]
     begin = matrix + top * row_stride + left * column_stride
     values = tl.load(begin + down[:, None] * row_stride + right[None, :] * column_stride, inside, other=0.0)
-    # Maxima of bit patterns: for non-negative floats they have the same order, and NaN is larger than all
-    # others.
+    # Maxima of bit patterns: non-negative floats keep their order, and NaN is the largest.
     bits = values.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
     highest = tl.max(bits, 1).to(tl.float32, bitcast=True)
     tl.store(of_rows + strip.to(tl.int64) * height + top + down, highest, down < height - top)

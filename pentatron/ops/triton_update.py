@@ -3,7 +3,7 @@
 AdamW reads and writes every element once: its gradient in any dtype, times a factor that is on the device;
 both moments; the fp32 value; and the value in the model's dtype. A table of addresses describes which tensors
 belong together, so one launch updates all tensors whose gradients have the same dtype. The device skips the
-update if told so by a flag.
+update if a flag is 0.
 
 Requires Triton, so it is imported only where there are CUDA tensors. The reference of AdamW is torch's fused
 version.
@@ -38,8 +38,10 @@ def programs_of(sizes: Sequence[int], block: int, device: torch.device) -> Progr
 
 
 class Addresses:
-    """Device table of tensor addresses. The allocator mostly repeats them in every step; then the table is
-    reused."""
+    """Device table of tensor addresses.
+
+    The allocator mostly repeats them in every step; then the table is reused.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -72,8 +74,7 @@ _FIXED_COLUMNS = tl.constexpr(6)
 
 @dataclass(frozen=True)
 class Target:
-    """Tensors that are updated together: contiguous, on one device; `rounded` has the model's dtype, if
-    any."""
+    """Tensors that are updated together: contiguous, on one device; `rounded` has the model's dtype."""
 
     values: Tensor
     exp_avg: Tensor
@@ -277,8 +278,7 @@ def _elements(
 
 
 class Squares:
-    """Sums squares over many tensors; keeps what depends on their sizes only, which are the same in most
-    steps."""
+    """Sums squares over many tensors; caches what depends on their sizes, which seldom change."""
 
     def __init__(self, block: int = 4096, warps: int = 8) -> None:
         self.block = block

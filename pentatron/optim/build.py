@@ -37,7 +37,9 @@ def build_optimizer(
 
 
 def has_copies(chunks: Mapping[int, nn.Module], world: World) -> bool:
-    """Whether other ranks hold replicas of a parameter. Includes experts, so that all ranks of a stage
-    agree."""
+    """Whether other ranks hold replicas of a parameter.
+
+    Includes experts, so that all ranks of a stage agree.
+    """
     axes = {held.declared.copies for chunk in chunks.values() for held in held_parameters(chunk)}
     return any(world.group(axis).size > 1 for axis in axes)

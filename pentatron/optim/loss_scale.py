@@ -34,8 +34,7 @@ class LossScaler:
             self._overflows_left = int(saved["overflows_left"])
 
     def settle(self, made: bool) -> None:
-        """Must be called after every step, with whether its update was made or skipped because of an
-        overflow."""
+        """Must be called after every step; `made` is False if an overflow has skipped the update."""
         if not self.is_dynamic:
             return
         if made:

@@ -85,12 +85,13 @@ class OptimizerBase(ABC):
 
     @abstractmethod
     def wait_for_weights(self) -> None:
-        """Waits until all weights are gathered. Must precede any read of weights outside of their module's
-        forward."""
+        """Waits until all weights are gathered.
+
+        Must precede any read of weights outside of their module's forward.
+        """
 
     def squared_norm(self) -> Tensor:
-        """Returns this rank's part of the squared gradient norm; the sum over all ranks counts every element
-        once."""
+        """Returns this rank's part of the squared gradient norm; over all ranks every element counts once."""
         return self._norm([view for place in self._normed if (view := place.now) is not None])
 
     def step(
@@ -107,8 +108,7 @@ class OptimizerBase(ABC):
 
     @property
     def decides(self) -> bool:
-        """Whether `start_step` is supported: the device skips the update by itself if loss or norm are NaN or
-        inf."""
+        """Whether `start_step` is supported: the device itself skips updates with NaN or inf."""
         return self._update.decides
 
     def start_step(
@@ -129,8 +129,7 @@ class OptimizerBase(ABC):
         self._update.settle(made)
 
     def before_update(self, wait: Callable[[], None]) -> None:
-        """Registers a callback that runs before each update; it waits for a background save to copy the old
-        values."""
+        """Registers a callback before each update: a background save must have copied the old values."""
         self._update.before = wait
 
     def loaded(self, updates: int) -> None:
@@ -179,8 +178,7 @@ class Optimizer(OptimizerBase):
         return [reduction for stages, reduction in self._reductions.items() if stage in stages]
 
     def _norm_views(self) -> list[Place]:
-        """Returns the gradients this rank contributes to the norm: pieces of its shards that it is the first
-        to hold."""
+        """Returns the gradients this rank adds to the norm: the pieces whose first replica it holds."""
         views: list[Place] = []
         for held in self._held:
             template = held.holder.template()
@@ -201,8 +199,7 @@ class Optimizer(OptimizerBase):
             reduction.drop()
 
     def begin_backward(self, stage: int, last: bool, kind: Kind = Kind.BACKWARD) -> None:
-        """Called before each backward of a stage, whole or half; `last`: no other one follows in this
-        step."""
+        """Called before each backward of a stage, whole or half; `last`: it is the last of the step."""
         for reduction in self._used_by(stage):
             reduction.begin_backward(last, kind)
 
@@ -216,8 +213,7 @@ class Optimizer(OptimizerBase):
             reduction.reduce()
 
     def finish_reduction(self) -> None:
-        """Waits until all gradients are summed over their replicas, and sums partial gradients over other
-        axes."""
+        """Waits for the sums over replicas, and sums partial gradients over other axes."""
         for reduction in self._reductions.values():
             reduction.finish()
         padding = [view for place in self._padding if (view := place.now) is not None]
@@ -331,8 +327,10 @@ def _reductions(
 
 
 def _ranges_of(held: HeldGradients) -> Iterator[_Range]:
-    """Splits gradients by weight decay. All ranges of a bucket cover what this rank keeps of it, padding
-    included."""
+    """Splits gradients by weight decay.
+
+    All ranges of a bucket cover what this rank keeps of it, padding included.
+    """
     bucket = held.bucket
     firsts = [slot.span.first for slot in bucket.plan.slots]
     for decays, kind in bucket.plan.kinds():
@@ -367,8 +365,7 @@ def _padding_of(held: HeldGradients) -> list[Place]:
 
 def _kept_gradients(held: HeldGradients) -> KeptGradients:
     template, plan = held.holder.template(), held.bucket.plan
-    # Sort by the name of the parameter or, for a whole bucket, of its first one, which no rank's shard
-    # changes.
+    # The name of the parameter or, for a whole bucket, of its first one: equal on all ranks.
     first = next((s.held.tensor for s in plan.slots if s.span == held.span), plan.slots[0].held.tensor)
     pieces = list(plan.pieces(held.span, template, held.span.first))
     return KeptGradients(first, held.holder, template, pieces)

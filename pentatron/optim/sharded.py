@@ -80,8 +80,7 @@ class ShardedOptimizer(OptimizerBase):
                 self._pending.append(pending)
 
     def finish_reduction(self) -> None:
-        """Waits until all gradients are summed over their replicas, and sums partial gradients over other
-        axes."""
+        """Waits for the sums over replicas, and sums partial gradients over other axes."""
         for pending in self._pending:
             pending.wait()
         self._pending.clear()

@@ -58,8 +58,7 @@ def _norm_by_rows(flat: Tensor) -> Tensor:
 
 
 def build_norm(device: torch.device, by_one_kernel: bool) -> Callable[[Sequence[Tensor]], Tensor]:
-    """Returns `squared_norm` for a device; with `by_one_kernel` a GPU reads all gradients in one kernel
-    launch."""
+    """Returns `squared_norm` for a device; with `by_one_kernel` as a single Triton kernel on a GPU."""
     if not (by_one_kernel and device.type == "cuda" and triton_works()):
         return lambda gradients: squared_norm(gradients, device)
     from pentatron.ops.triton_update import Squares
@@ -77,8 +76,7 @@ def build_norm(device: torch.device, by_one_kernel: bool) -> Callable[[Sequence[
 
 
 def clipping(norm: float, limit: float, scale: float = 1.0) -> float:
-    """Returns the factor that clips gradients to the norm `limit` and removes their `scale`; `norm` is
-    without it."""
+    """Returns the factor that clips to the norm `limit` and removes `scale`; `norm` is without it."""
     factor = limit / (norm + _EPSILON)
     return (factor if 0 < factor < 1 else 1.0) / scale
 
@@ -190,8 +188,10 @@ class Update(ABC):
         weight_decay: float,
         divisor: Tensor | None,
     ) -> None:
-        """Updates the values and the state of parts. Fused kernels first divide the gradients by `divisor`,
-        if any."""
+        """Updates the values and the state of parts.
+
+        Fused kernels first divide the gradients by `divisor`, if any.
+        """
 
     def _state_of(self, moment: str, parts: Sequence[Part], gradients: Sequence[Tensor]) -> list[Tensor]:
         return [beside(self._moments[id(part)][moment], g) for part, g in zip(parts, gradients)]

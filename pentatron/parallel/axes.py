@@ -51,8 +51,7 @@ class TensorAxis:
 
     @property
     def partial_in_stream(self) -> frozenset[Axis]:
-        """The axis over which gradients of weights that act on hidden states are partial sums: each rank sees
-        a part."""
+        """The axis over which gradients of weights that act on hidden states are partial sums."""
         return frozenset({"tensor"}) if self.sequence_parallel else frozenset()
 
     def share(self, total: int) -> int:
@@ -67,15 +66,13 @@ class TensorAxis:
         return _result((_GatherSequence if self.sequence_parallel else _Copy).apply(x_BSD, self.group))
 
     def leave(self, x_BSD: Tensor) -> Tensor:
-        """Sums the ranks' partial outputs; with sequence parallelism returns this rank's part of the
-        sequence."""
+        """Sums the ranks' partial outputs; with sequence parallelism keeps this rank's part."""
         if self.size == 1:
             return x_BSD
         return _result((_ScatterSequence if self.sequence_parallel else _Sum).apply(x_BSD, self.group))
 
     def own_sequence(self, x_BS: Tensor) -> Tensor:
-        """Returns this rank's part of a per-token tensor that every rank has in full (positions, say); no
-        gradient."""
+        """Returns this rank's part of a per-token tensor that all ranks have in full; no gradient."""
         if not self.sequence_parallel or self.size == 1:
             return x_BS
         length = self.share(x_BS.shape[1])
@@ -274,8 +271,7 @@ class ExpertAxis:
         return TensorAxis(self.group, sequence_parallel=True)
 
     def exchanged(self, x_ND: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Sends consecutive rows to the ranks and returns the received rows, by all-to-all;
-        differentiable."""
+        """Sends consecutive rows to the ranks and returns the received rows (all-to-all, differentiable)."""
         if self.group.size == 1:
             return x_ND
         result = _Exchange.apply(x_ND, tuple(sent), tuple(received), self.group)

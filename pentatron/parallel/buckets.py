@@ -75,8 +75,7 @@ class Plan:
         return Span(self.copies.rank * length, (self.copies.rank + 1) * length)
 
     def pieces(self, within: Span, values: Tensor, begin: int) -> Iterator[tuple[Piece, Fragment]]:
-        """Yields the pieces in `within` as views of `values`, whose first element is element `begin` of the
-        bucket."""
+        """Yields the pieces in `within` as views of `values`, which start at element `begin`."""
         for slot in self.slots:
             part = slot.span.within(within)
             if len(part):

@@ -129,8 +129,10 @@ class Group:
     key: bytes | None = field(default=None, compare=False, repr=False)
 
     def begins(self, what: str, tensor: Tensor | None = None) -> Call | None:
-        """Counts a collective. Its number is the same on all ranks unless the ranks call different
-        collectives."""
+        """Counts a collective.
+
+        Its number is the same on all ranks unless the ranks call different collectives.
+        """
         if self.waits is None:
             return None
         return self.waits.whereabouts.enter(what, self.name, 0 if tensor is None else tensor.numel())
@@ -300,8 +302,7 @@ def largest(number: int, group: Group) -> int:
 
 
 def earliest(moment: float, group: Group) -> float:
-    """Returns the minimum of the ranks' times, in seconds since the epoch with millisecond resolution;
-    collective."""
+    """Returns the minimum of the ranks' times in seconds since the epoch, to the millisecond; collective."""
     return -largest(-int(moment * 1000), group) / 1000
 
 
@@ -372,8 +373,10 @@ def _reject_forged(group: Group) -> Iterator[None]:
 
 
 def on_some_ranks(chosen: bool, action: Callable[[], T], group: Group) -> T | None:
-    """Runs `action` where `chosen`. Raises an error of the user or of a file on every rank, so that no rank
-    hangs."""
+    """Runs `action` where `chosen`.
+
+    Raises an error of the user or of a file on every rank, so that no rank hangs.
+    """
     value, problem = None, None
     if chosen:
         try:

@@ -35,8 +35,7 @@ class ForgedMessage(Exception):
 
 
 def sendable(declared: C) -> C:
-    """Class decorator: registers a dataclass, whose fields must have serializable values, for `encode` and
-    `decode`."""
+    """Class decorator: registers a dataclass with serializable fields for `encode` and `decode`."""
     fields = dataclasses.fields(declared)
     assert all(field.init for field in fields), "every field must be an argument of the constructor"
     names = tuple(field.name for field in fields)
@@ -88,8 +87,10 @@ def _encoded(value: Any) -> Any:
 
 
 def _all_encoded(values: Collection[Any]) -> Iterable[Any]:
-    """Encodes the items. Plain ones, such as those of a shape, are left to JSON's encoder, which is
-    faster."""
+    """Encodes the items.
+
+    Plain ones, such as those of a shape, are left to JSON's encoder, which is faster.
+    """
     return [item if type(item) in _PLAIN else _encoded(item) for item in values]
 
 
@@ -116,8 +117,7 @@ def _decoded(value: dict[str, Any]) -> Any:
 
 
 def sealed(message: bytes, key: bytes | None, sender: int, room: int) -> tuple[bytes, bytes]:
-    """Splits a message into a block of `room` bytes, which contains its length, and the rest; each with an
-    HMAC."""
+    """Splits a message into a block of `room` bytes, with its length, and the rest; each with an HMAC."""
     head, rest = message[: room - _LENGTH.size - _MAC_BYTES], message[room - _LENGTH.size - _MAC_BYTES :]
     content = _LENGTH.pack(len(message)) + head
     first = _mac(key, b"head", sender, content) + content
@@ -125,8 +125,10 @@ def sealed(message: bytes, key: bytes | None, sender: int, room: int) -> tuple[b
 
 
 def length_of_rest(first: memoryview, key: bytes | None, sender: int) -> int:
-    """Returns how many bytes follow the block, 0 if it holds the whole message. Raises ForgedMessage on a
-    wrong HMAC."""
+    """Returns how many bytes follow the block, 0 if it holds the whole message.
+
+    Raises ForgedMessage on a wrong HMAC.
+    """
     content = first[_MAC_BYTES:]
     (length,) = _LENGTH.unpack_from(content)
     room = len(content) - _LENGTH.size
@@ -139,8 +141,7 @@ def length_of_rest(first: memoryview, key: bytes | None, sender: int) -> int:
 
 
 def opened(first: memoryview, rest: memoryview, key: bytes | None, sender: int) -> Any:
-    """Verifies and decodes a message whose block has passed `length_of_rest`; `rest` is what followed the
-    block."""
+    """Verifies and decodes a message whose block has passed `length_of_rest`; `rest` followed the block."""
     content = first[_MAC_BYTES:]
     (length,) = _LENGTH.unpack_from(content)
     if not rest:

@@ -47,8 +47,7 @@ class StageProgram(Protocol):
         ...
 
     def message_shape(self, stage: int, micro_batch: int) -> Shape:
-        """Returns the shape of the activation a stage receives; also called for the stage after one of this
-        rank's."""
+        """Returns the shape of a stage's input; also called for the stage after one of this rank's."""
         ...
 
 
@@ -98,8 +97,7 @@ class Executor:
 
     @torch.no_grad()
     def evaluate(self, schedule: Schedule, program: StageProgram) -> Tensor:
-        """Runs a forward-only schedule; returns the sum of the last stage's outputs (fp64), 0 on a rank
-        without it."""
+        """Runs a forward-only schedule; returns the sum of the last stage's outputs (fp64) or 0."""
         return _ScheduleRun(self, schedule, program, None).run()
 
 
@@ -229,8 +227,7 @@ class _ScheduleRun:
 
     def _receive(self, action: Action) -> None:
         assert action.peer is not None, f"{action}: no peer"
-        # An activation belongs to the stage after the one that sends it; a gradient is that of the sender's
-        # input.
+        # An activation is the input of the next stage; a gradient is that of the sender's input.
         is_activation = action.kind is Kind.RECEIVE_ACTIVATION
         table, receiver = (
             (self.activations, action.stage + 1) if is_activation else (self.gradients, action.stage)

@@ -37,15 +37,16 @@ def added(before: Tensor | None, gradient: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class Holder:
-    """A flat tensor of `elements` gradients. `values` is None while no gradient has come, which counts as
-    zeros."""
+    """A flat tensor of `elements` gradients.
+
+    `values` is None while no gradient has come, which counts as zeros.
+    """
 
     elements: int
     values: Tensor | None = None
 
     def in_fp32(self, device: torch.device) -> Tensor:
-        """Converts the gradients to fp32 in place, with zeros if none have come: all ranks must reduce
-        alike."""
+        """Converts the gradients to fp32 in place, zeros if none have come: all ranks must reduce alike."""
         if self.values is None:
             self.values = torch.zeros(self.elements, dtype=torch.float32, device=device)
         self.values = self.values.to(torch.float32)
@@ -56,8 +57,7 @@ class Holder:
         return torch.empty(self.elements, device="meta")
 
     def places(self, views: Iterable[Tensor], template: Tensor) -> "list[Place]":
-        """Returns the union of disjoint views of the template as few contiguous views of each step's
-        gradients."""
+        """Merges disjoint views of the template into few views of each step's gradients."""
         return [
             Place(self, tuple(run.shape), run.stride(), int(run.storage_offset()))
             for run in in_few_runs(template, views)
@@ -81,8 +81,7 @@ class Place:
     def now(self) -> Tensor | None:
         """The view in this step; None if no gradient has come."""
         flat = self.holder.values
-        # In most cases the view is the whole tensor. `as_strided` for every gradient in every step would be
-        # slow.
+        # Mostly the view is the whole tensor; `as_strided` for every gradient in every step would be slow.
         if flat is None or (flat.shape == self.shape and self.offset == 0):
             return flat
         return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
@@ -168,8 +167,7 @@ SUMMED_OVER: tuple[Axis, ...] = ("tensor", "kv", "embedding")
 
 @dataclass(frozen=True)
 class KeptGradients:
-    """A flat range of gradients with its fragments, as views of `template`; `name` sorts alike on all
-    ranks."""
+    """A flat range of gradients with its fragments as views of `template`; `name` is equal on all ranks."""
 
     name: str
     holder: Holder
@@ -206,8 +204,7 @@ class PartialSums:
         self._require_equal(rectangles)
 
     def _require_equal(self, places: Mapping[Axis, Sequence[Any]]) -> None:
-        """Raises if the ranks of an axis have different rectangles: the all-reduce would add up unrelated
-        elements."""
+        """Raises if ranks of an axis have different rectangles, which must not be summed."""
         for axis in SUMMED_OVER:
             digest = hashlib.sha256(repr(places.get(axis, ())).encode()).hexdigest()
             if len(set(gather_objects(digest, self.world.group(axis)))) > 1:

@@ -101,8 +101,7 @@ class Messages:
 
     def post_send(self, tensor: Tensor, peer: int, action: Action) -> None:
         """Starts an asynchronous send."""
-        # NCCL reports when a send has completed. Gloo does so only in `wait`, so there `delivered` drops the
-        # tensor.
+        # NCCL reports completed sends. Gloo does so only in `wait`, so there `delivered` drops the tensor.
         for sent, (_, work) in list(self.under_way.items()):
             if work.is_completed():
                 del self.under_way[sent]
@@ -219,8 +218,7 @@ def open_channels(world: World, placement: Placement) -> dict[Channel, Any]:
 
 
 def routes(placement: Placement) -> list[Route]:
-    """Returns the paths of messages, ordered so that consecutive pairs share no rank and can connect
-    concurrently."""
+    """Returns the message paths in an order in which consecutive pairs of ranks can connect concurrently."""
     paths: set[Route] = set()
     for source, target in itertools.pairwise(placement.rank_of):
         if source != target:

@@ -43,8 +43,7 @@ def join(
     try:
         store = open_store(point, rank, world_size, timeout)
         store.set_timeout(timeout)
-        # The backend depends on all ranks: with CUDA_VISIBLE_DEVICES a process cannot see which GPUs the
-        # others use.
+        # Ask all ranks: with CUDA_VISIBLE_DEVICES a process does not see which GPUs the others use.
         gpus, key = introduced(store, point, gpu, rank, world_size)
         backend = "cpu:gloo,cuda:nccl" if each_has_its_own(gpus) else "gloo"
         # No `device_id`: torch would then run all point-to-point messages of a group on one stream, where one

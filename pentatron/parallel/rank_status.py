@@ -28,8 +28,11 @@ class Call:
 
 
 class Whereabouts:
-    """Progress of this rank. `step` is the last completed step, `calls` counts all collectives and messages,
-    `counts` the collectives of each group."""
+    """Progress of this rank.
+
+    `step` is the last completed step, `calls` counts all collectives and messages, `counts` the collectives
+    of each group.
+    """
 
     def __init__(self) -> None:
         self.step = 0

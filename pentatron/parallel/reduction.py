@@ -29,8 +29,10 @@ from pentatron.parallel.gradients import AsTheyCome, Filling, HeldGradients, Hol
 
 
 class Reduction(ABC):
-    """Collects the gradients of some buckets. `held` are those this rank keeps; they are reduced after
-    `finish`."""
+    """Collects the gradients of some buckets.
+
+    `held` are those this rank keeps; they are reduced after `finish`.
+    """
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self.buckets = buckets
@@ -41,11 +43,9 @@ class Reduction(ABC):
         self._reduced = {n: Holder(len(b.kept)) for n, b in enumerate(buckets) if n not in self._local}
         # Flat fp32 buffers that collect the gradients of a bucket before its reduction.
         self._buffers: dict[int, Filling] = {}
-        # The next bucket to reduce; those before it have been reduced in this step (ZeRO 2: in this
-        # backward).
+        # The next bucket to reduce in this step (ZeRO 2: in this backward).
         self._next = 0
-        # While buckets are reduced as they fill: the slots of each that have no gradient yet in this
-        # backward.
+        # While buckets are reduced as they fill: their slots without a gradient in this backward.
         self._missing: list[set[int]] | None = None
         # Whether an input half runs, and which slots of each bucket get their gradient in an input half.
         self._in_input_half = False
@@ -141,8 +141,7 @@ class Reduction(ABC):
 
     @abstractmethod
     def _begin(self, last: bool, kind: Kind) -> None:
-        """Called before a backward or a weight half, after which the gradients of its micro-batch are
-        complete."""
+        """Called before a whole backward or a weight half, which completes a micro-batch's gradients."""
 
     def end_backward(self) -> None:
         self._in_input_half = False
@@ -223,8 +222,7 @@ class WholeReduction(Reduction):
 
 
 class SharedReduction(WholeReduction):
-    """Gradients of parameters that several stages of a rank share, reduced once, after the last of these
-    stages."""
+    """Gradients of parameters that several stages of a rank share, reduced once after the last stage."""
 
     def __init__(self, buckets: Sequence[Bucket], scatter: bool, overlap: bool, stages: int) -> None:
         super().__init__(buckets, scatter, overlap)
@@ -276,8 +274,7 @@ class ScatterBuffers:
         return self._free.pop()
 
     def scatter(self, buffer: Tensor, bucket: Bucket, share: Holder) -> None:
-        """Reduce-scatters a bucket's gradients, adds this rank's part of the sum to `share`, and frees the
-        buffer."""
+        """Reduce-scatters a bucket's gradients, adds this rank's part to `share`, and frees the buffer."""
         self.finish()
         part = bucket.own.of(buffer)
         if share.values is None:

@@ -61,7 +61,7 @@ class MeetingPoint:
         return f"{self.host}:{self.port}"
 
 
-def reach(point: MeetingPoint, rank: int, patience: float, tell: Callable[[str], None]) -> None:
+def reach(point: MeetingPoint, rank: int, patience: float, report: Callable[[str], None]) -> None:
     """Waits until a rendezvous at `point` is possible; raises the reason after at most `patience` seconds."""
     _resolve(point, patience)
     if rank == 0 and not point.is_served:
@@ -85,16 +85,16 @@ def reach(point: MeetingPoint, rank: int, patience: float, tell: Callable[[str],
             )
         if waited > SILENCE and not notified:
             notified = True
-            tell(
+            report(
                 f"still waiting for rank 0 at {point} ({reason}); giving up after {patience / 60:.0f} minutes in all"
             )
         time.sleep(_RETRY_SECONDS)
 
 
 @contextmanager
-def waiting_aloud(text: str | None, tell: Callable[[str], None]) -> Iterator[Callable[[], None]]:
+def waiting_aloud(text: str | None, report: Callable[[str], None]) -> Iterator[Callable[[], None]]:
     """Reports `text` if the rendezvous takes long. Yields a function to call when it has succeeded."""
-    reminder = threading.Timer(SILENCE, tell, [text])
+    reminder = threading.Timer(SILENCE, report, [text])
     reminder.daemon = True
     if text is not None:
         reminder.start()
@@ -147,8 +147,10 @@ def _resolve(point: MeetingPoint, patience: float) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is a loopback address or `localhost`. Other names may resolve to loopback on one machine
-    only."""
+    """Whether a host is a loopback address or `localhost`.
+
+    Other names may resolve to loopback on one machine only.
+    """
     if host == "localhost":
         return True
     try:
@@ -172,8 +174,7 @@ def loopback_variables(
 
 
 def listening_at(point: MeetingPoint) -> socket.socket:
-    """Returns a socket that listens on the rendezvous port: on its address if that is loopback, else on all
-    addresses."""
+    """Returns a listening socket: on the rendezvous address if that is loopback, else on all addresses."""
     host = "127.0.0.1" if point.host == "localhost" else point.host
     family = socket.AF_INET6 if is_loopback(point.host) and ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -250,8 +251,10 @@ _DISCONNECT_SIGNS = (
 
 
 def lost_contact(message: str, timeout_minutes: float) -> UserError | None:
-    """Translates the error of a failed collective: another rank timed out or is gone. None for other
-    errors."""
+    """Translates the error of a failed collective: another rank timed out or is gone.
+
+    None for other errors.
+    """
     if any(sign in message for sign in _TIMEOUT_SIGNS):
         seconds = timeout_minutes * 60
         limit = f"{seconds:.0f} seconds" if seconds < 120 else f"{timeout_minutes:.0f} minutes"

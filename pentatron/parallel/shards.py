@@ -41,8 +41,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Initial:
-    """Initialization: a constant, or a normal distribution with `scale` times the configured standard
-    deviation."""
+    """Initialization: a constant, or normal with `scale` times the configured standard deviation."""
 
     scale: float = 1.0
     constant: float | None = None
@@ -105,8 +104,7 @@ def whole(shape: Shape, initial: Initial, partial_over: frozenset[Axis] = frozen
 
 
 def held_parameters(*models: nn.Module) -> list[Held]:
-    """Returns the trainable parameters of models or stages in model order; shared ones once, under their
-    first name."""
+    """Returns the trainable parameters in model order; shared ones once, under their first name."""
     parameters: dict[int, Held] = {}
     for path, module in itertools.chain.from_iterable(model.named_modules() for model in models):
         for name, parameter in module.named_parameters(path, recurse=False):
@@ -130,8 +128,7 @@ class Fragment:
 
 
 def rectangles(first: int, last: int, shape: Shape) -> Iterator[tuple[Shape, Shape]]:
-    """Cuts the elements [first, last) of a row-major tensor into rectangles; yields (start, size) of each, in
-    order."""
+    """Cuts the elements [first, last) of a row-major tensor into rectangles; yields their (start, size)."""
     if first >= last:
         return
     if not shape:

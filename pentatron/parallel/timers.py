@@ -39,8 +39,10 @@ class Timers:
         self._running: list[_Timer] = []
 
     def __call__(self, name: str, level: int) -> AbstractContextManager[None]:
-        """Returns a context manager that times its body. Nested timers of the innermost level are
-        subtracted."""
+        """Returns a context manager that times its body.
+
+        Nested timers of the innermost level are subtracted.
+        """
         if level > self.level:
             return self._disabled
         if name not in self._timers:

@@ -118,8 +118,7 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         # A torch without CUDA fails alike on all ranks of a machine, so local rank 0 alone reports it. With
-        # CUDA, the launcher may have hidden the GPUs (CUDA_VISIBLE_DEVICES) from this rank only, so every
-        # rank reports.
+        # CUDA, CUDA_VISIBLE_DEVICES may hide the GPUs from this rank only, so every rank reports.
         same_everywhere = torch.version.cuda is None and torch.version.hip is None
         raise (AgreedError if same_everywhere and local_rank > 0 else UserError)(_NO_GPU)
     return torch.device("cuda", local_rank % torch.cuda.device_count())

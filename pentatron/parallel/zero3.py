@@ -78,8 +78,7 @@ class _ReduceScatter(_TimedCollective):
         reduce_scatter_into(output_tensor, input_tensor, self._group(group))
 
 
-# For the axis of a parameter's replicas: the axis its shards are spread over, and the axis of ranks with
-# equal shards.
+# By axis of replicas: the axis of the ranks that shard, and that of the ranks with equal shards.
 SHARED_OVER: dict[Axis, tuple[Axis, Axis]] = {
     "replicas": ("shards", "instances"),
     "expert_data": ("expert_shards", "expert_instances"),
@@ -100,8 +99,10 @@ class Shard:
 
 
 class ShardedStage:
-    """Shards the parameters of a stage. `flat` holds the gradients of the shards, by axis of their
-    replicas."""
+    """Shards the parameters of a stage.
+
+    `flat` holds the gradients of the shards, by axis of their replicas.
+    """
 
     def __init__(self, stage: nn.Module, world: World, dtype: torch.dtype) -> None:
         self.stage = stage
@@ -169,8 +170,7 @@ class ShardedStage:
 
 
 def _units(stage: nn.Module, copies: dict[str, Axis]) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the units of a stage, inner ones first: experts, layers (which models keep in a ModuleDict), the
-    stage."""
+    """Yields the units of a stage, inner ones first: experts, layers (in a ModuleDict), the stage."""
     for path, module in stage.named_modules():
         if not isinstance(module, nn.ModuleDict):
             continue
@@ -182,8 +182,7 @@ def _units(stage: nn.Module, copies: dict[str, Axis]) -> Iterator[tuple[str, nn.
 
 
 def _expert_units(path: str, module: nn.Module, copies: dict[str, Axis]) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the largest submodules of a layer that contain parameters, but none with the replicas of dense
-    ones."""
+    """Yields the largest submodules whose parameters all have other replicas than dense parameters."""
     axes = {axis for name, axis in copies.items() if name.startswith(f"{path}.")}
     if axes and "replicas" not in axes:
         yield path, module
