@@ -146,9 +146,7 @@ def sum_rows(rows_ND: Tensor, places_TK: Tensor) -> Tensor:
 
 def gated_linear(inner: Tensor, weight: nn.Parameter) -> Tensor:
     """Returns `swiglu(inner) Wᵀ`; saves only `inner` for backward."""
-    result = _GatedLinear.apply(inner, weight)
-    assert isinstance(result, Tensor)
-    return result
+    return _GatedLinear.apply(inner, weight)
 
 
 class _GatedLinear(torch.autograd.Function):

@@ -72,12 +72,9 @@ def scaled_linear(
     With `deferred` the weight gradient may be deferred.
     """
     if gates and torch.is_grad_enabled():
-        product_rows = _ScaledGatedLinear.apply(x, weight, bias, *scale, fp8.gradients, fp8.by_rows, deferred)
-        assert isinstance(product_rows, Tensor)
-        return product_rows
+        return _ScaledGatedLinear.apply(x, weight, bias, *scale, fp8.gradients, fp8.by_rows, deferred)
     if torch.is_grad_enabled():
         product_rows = _ScaledLinear.apply(x, weight, *scale, fp8.gradients, fp8.by_rows, deferred)
-        assert isinstance(product_rows, Tensor)
     else:
         flat = x.flatten(0, -2)
         product_rows = _forward(flat, weight, scale, fp8.by_rows, columns=False)[0].view(*x.shape[:-1], -1)

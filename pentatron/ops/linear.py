@@ -323,9 +323,7 @@ def linear(
     """Returns `x Wᵀ + b`; with `deferred` the weight gradient may be deferred."""
     if deferred is None and not has_own_way(x, weight):
         return without_gradient(x, weight, bias)
-    result = _Linear.apply(x, weight, bias, deferred)
-    assert isinstance(result, Tensor)
-    return result
+    return _Linear.apply(x, weight, bias, deferred)
 
 
 class _Linear(torch.autograd.Function):
@@ -354,9 +352,7 @@ def grouped_linear(
     rows: Tensor, weight: nn.Parameter, groups: GroupedRows, deferred: DeferredGradients | None
 ) -> Tensor:
     """Returns `x Wᵀ` with one matrix per group of rows; `weight` is [groups, outputs, inputs]."""
-    result = _GroupedLinear.apply(rows, weight, groups, deferred)
-    assert isinstance(result, Tensor)
-    return result
+    return _GroupedLinear.apply(rows, weight, groups, deferred)
 
 
 class _GroupedLinear(torch.autograd.Function):

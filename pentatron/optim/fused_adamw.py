@@ -40,21 +40,21 @@ class OnePassAdam(Update):
         factor = clipping(norm, self.config.clip_grad, scale)
         control = torch.tensor([factor, 1.0], dtype=torch.float32).to(self._device)
         self._launch(gradients, learning_rate, control, weight_decay)
-        self.settle(made=True)
+        self.settle(updated=True)
 
     @torch.no_grad()
     def start(
         self,
         gradients: Gradients,
         learning_rate: float,
-        found: Tensor,
+        loss_and_norm: Tensor,
         scale: float,
         weight_decay: float | None = None,
     ) -> None:
-        factor = clipping_on_device(found[1], self.config.clip_grad, scale)
-        if len(found) > 2:
-            factor = factor * found[2]
-        control = torch.stack((factor, torch.isfinite(found).all().double())).float()
+        factor = clipping_on_device(loss_and_norm[1], self.config.clip_grad, scale)
+        if len(loss_and_norm) > 2:
+            factor = factor * loss_and_norm[2]
+        control = torch.stack((factor, torch.isfinite(loss_and_norm).all().double())).float()
         self._launch(gradients, learning_rate, control, weight_decay)
 
     def _launch(
@@ -71,8 +71,8 @@ class OnePassAdam(Update):
         )
         self._one_pass(gradients, control, numbers)
 
-    def settle(self, made: bool) -> None:
-        self._updates += made
+    def settle(self, updated: bool) -> None:
+        self._updates += updated
 
     def _update(
         self,

@@ -33,11 +33,11 @@ class LossScaler:
             self._useless_in_a_row = int(saved["useless_in_a_row"])
             self._overflows_left = int(saved["overflows_left"])
 
-    def settle(self, made: bool) -> None:
-        """Must be called after every step; `made` is False if an overflow has skipped the update."""
+    def settle(self, updated: bool) -> None:
+        """Must be called after every step; `updated` is False if an overflow has skipped the update."""
         if not self.is_dynamic:
             return
-        if made:
+        if updated:
             self._useless_in_a_row = 0
             self._made_in_a_row += 1
             if self._made_in_a_row == self.config.loss_scale_window:

@@ -112,21 +112,25 @@ class OptimizerBase(ABC):
         return self._update.decides
 
     def start_step(
-        self, learning_rate: float, found: Tensor, scale: float = 1.0, weight_decay: float | None = None
+        self,
+        learning_rate: float,
+        loss_and_norm: Tensor,
+        scale: float = 1.0,
+        weight_decay: float | None = None,
     ) -> None:
         """Starts an update that the device skips if loss or norm are NaN or inf, without a host
         synchronization.
 
-        `found` has the loss and the squared norm of the scaled gradients, on the device. `settle_step` must
+        `loss_and_norm` has the loss and the squared norm of the scaled gradients, on the device. `settle_step` must
         report the outcome later.
         """
         self.wait_for_weights()
-        self._update.start(self._gradients(), learning_rate, found, scale, weight_decay)
+        self._update.start(self._gradients(), learning_rate, loss_and_norm, scale, weight_decay)
         self._publish(rounded=True)
 
-    def settle_step(self, made: bool) -> None:
+    def settle_step(self, updated: bool) -> None:
         """Reports whether the update that was started was made or skipped."""
-        self._update.settle(made)
+        self._update.settle(updated)
 
     def before_update(self, wait: Callable[[], None]) -> None:
         """Registers a callback before each update: a background save must have copied the old values."""
@@ -228,10 +232,10 @@ class Optimizer(OptimizerBase):
         super().step(learning_rate, norm, scale, weight_decay)
         self.zero_gradients()
 
-    def settle_step(self, made: bool) -> None:
+    def settle_step(self, updated: bool) -> None:
         """As in the base class; the gradients of a skipped step are kept, to diagnose it."""
-        super().settle_step(made)
-        if made:
+        super().settle_step(updated)
+        if updated:
             self.zero_gradients()
 
     def _gradients(self) -> Gradients:

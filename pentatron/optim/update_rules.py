@@ -160,19 +160,19 @@ class Update(ABC):
         self,
         gradients: Gradients,
         learning_rate: float,
-        found: Tensor,
+        loss_and_norm: Tensor,
         scale: float,
         weight_decay: float | None = None,
     ) -> None:
-        """Starts an update that the device skips if loss or squared norm, in `found` (fp64), are NaN or inf.
+        """Starts an update that the device skips if loss or squared norm, in `loss_and_norm` (fp64), are NaN or inf.
 
-        The norm includes `scale`. An optional third element of `found` is a factor that the norm includes and
+        The norm includes `scale`. An optional third element is a factor that the norm includes and
         the gradients lack. `settle` must report later whether the update was made. Does not synchronize with
         the host.
         """
         raise NotImplementedError
 
-    def settle(self, made: bool) -> None:
+    def settle(self, updated: bool) -> None:
         """Reports whether an update that was started was made or skipped."""
         raise NotImplementedError
 

@@ -29,17 +29,8 @@ from pentatron.parallel.world import ALONE, World
 
 
 @dataclass(frozen=True)
-class TensorAxis:
-    """Tensor-parallel group. `kv_copies` neighbouring ranks share a key/value head if there are fewer heads
-    than ranks.
-
-    `linear` are the options of the linear layers built on this axis.
-    """
-
+class _Axis:
     group: Group = ALONE
-    kv_copies: int = 1
-    sequence_parallel: bool = False
-    linear: LinearOptions = PLAIN
 
     @property
     def rank(self) -> int:
@@ -48,6 +39,19 @@ class TensorAxis:
     @property
     def size(self) -> int:
         return self.group.size
+
+
+@dataclass(frozen=True)
+class TensorAxis(_Axis):
+    """Tensor-parallel group. `kv_copies` neighbouring ranks share a key/value head if there are fewer heads
+    than ranks.
+
+    `linear` are the options of the linear layers built on this axis.
+    """
+
+    kv_copies: int = 1
+    sequence_parallel: bool = False
+    linear: LinearOptions = PLAIN
 
     @property
     def partial_in_stream(self) -> frozenset[Axis]:
@@ -63,13 +67,13 @@ class TensorAxis:
         """Returns the complete hidden states, for layers whose output is split."""
         if self.size == 1:
             return x_BSD
-        return _result((_GatherSequence if self.sequence_parallel else _Copy).apply(x_BSD, self.group))
+        return (_GatherSequence if self.sequence_parallel else _Copy).apply(x_BSD, self.group)
 
     def leave(self, x_BSD: Tensor) -> Tensor:
         """Sums the ranks' partial outputs; with sequence parallelism keeps this rank's part."""
         if self.size == 1:
             return x_BSD
-        return _result((_ScatterSequence if self.sequence_parallel else _Sum).apply(x_BSD, self.group))
+        return (_ScatterSequence if self.sequence_parallel else _Sum).apply(x_BSD, self.group)
 
     def own_sequence(self, x_BS: Tensor) -> Tensor:
         """Returns this rank's part of a per-token tensor that all ranks have in full; no gradient."""
@@ -88,12 +92,6 @@ WHOLE_LAYERS = TensorAxis()
 
 def tensor_axis(world: World, sequence_parallel: bool) -> TensorAxis:
     return TensorAxis(world.tensor, world.grid.kv_copies, sequence_parallel and world.tensor.size > 1)
-
-
-def _result(value: Any) -> Tensor:
-    """Narrows the type, as `Function.apply` is not typed."""
-    assert isinstance(value, Tensor)
-    return value
 
 
 class _Copy(torch.autograd.Function):
@@ -162,23 +160,14 @@ def _reduce_scatter_sequence(whole_BSD: Tensor, group: Group) -> Tensor:
 
 
 @dataclass(frozen=True)
-class ContextAxis:
+class ContextAxis(_Axis):
     """Context-parallel group. `exchange` of keys and values: `p2p` (ring), `all_gather` or `a2a`.
 
     A sequence is cut into 2·CP chunks; rank r has chunks r and 2·CP − 1 − r, in this order. Later tokens
     attend to more tokens, so one early and one late chunk balance the work.
     """
 
-    group: Group = ALONE
     exchange: str = "p2p"
-
-    @property
-    def rank(self) -> int:
-        return self.group.rank
-
-    @property
-    def size(self) -> int:
-        return self.group.size
 
     @property
     def chunks(self) -> tuple[int, int]:
@@ -274,9 +263,7 @@ class ExpertAxis:
         """Sends consecutive rows to the ranks and returns the received rows (all-to-all, differentiable)."""
         if self.group.size == 1:
             return x_ND
-        result = _Exchange.apply(x_ND, tuple(sent), tuple(received), self.group)
-        assert isinstance(result, Tensor)
-        return result
+        return _Exchange.apply(x_ND, tuple(sent), tuple(received), self.group)
 
     def exchanged_counts(self, counts_GE: Tensor) -> Tensor:
         """Sends row i to rank i; row i of the result comes from rank i."""
