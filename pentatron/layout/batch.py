@@ -105,9 +105,8 @@ class BatchPlan:
 
     def steps_within(self, samples: int) -> int:
         """Returns how many whole steps `samples` are enough for."""
-        stretch = self.stretches[
-            bisect.bisect_right(self.stretches, samples, key=lambda s: s.first_sample) - 1
-        ]
+        index = bisect.bisect_right(self.stretches, samples, key=lambda s: s.first_sample) - 1
+        stretch = self.stretches[index]
         return stretch.first_step + (samples - stretch.first_sample) // stretch.size
 
     def sizes(self, steps: int | None = None, consumed_samples: int = 0) -> list[Stretch]:

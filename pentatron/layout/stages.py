@@ -128,10 +128,9 @@ def _counts_with_ends(num_layers: int, division: Division, costs: Costs) -> list
         for rank, flag, count in ((0, _FIRST, division.first), (ranks - 1, _LAST, division.last))
         if count is not None
     }
+    flags = " and ".join(f"{flag} {count}" for flag, count in fixed.values())
     if ranks == 1:
-        raise ValueError(
-            f"{' and '.join(_flags_given(fixed))}: there is one pipeline rank, which has all layers"
-        )
+        raise ValueError(f"{flags}: there is one pipeline rank, which has all layers")
     counts = [1] * division.stages
     for rank, (flag, count) in fixed.items():
         if count % virtual:
@@ -147,22 +146,18 @@ def _counts_with_ends(num_layers: int, division: Division, costs: Costs) -> list
     remaining = num_layers - fixed_layers
     if not open_stages and remaining:
         raise ValueError(
-            f"{' and '.join(_flags_given(fixed))} have {fixed_layers} layers together, but --num-layers is {num_layers}; "
+            f"{flags} have {fixed_layers} layers together, but --num-layers is {num_layers}; "
             f"leave one of them out"
         )
     if remaining < len(open_stages):
         raise ValueError(
-            f"{' and '.join(_flags_given(fixed))} leave {num_layers} − {fixed_layers} = {remaining} layers for the {len(open_stages)} other "
+            f"{flags} leave {num_layers} − {fixed_layers} = {remaining} layers for the {len(open_stages)} other "
             f"stages, which need one each; the sum of all must be --num-layers {num_layers}"
         )
     # A fixed end accounts for its embedding or head already; their costs matter for open ends only.
     extra = [0.0] * division.stages
     extra[0], extra[-1] = extra[0] + costs.embedding, extra[-1] + costs.head
     return _fill_cheapest(num_layers, counts, costs.layer, extra, open_stages)
-
-
-def _flags_given(fixed: dict[int, tuple[str, int]]) -> list[str]:
-    return [f"{flag} {count}" for flag, count in fixed.values()]
 
 
 def _written_parts(num_layers: int, division: Division) -> tuple[StagePart, ...]:

@@ -187,10 +187,10 @@ def _merged(spans: Iterable[Span], alignment: int) -> list[Span]:
     """Sorts spans and merges those where the next one begins at the end of the previous one, aligned up."""
     merged: list[Span] = []
     for span in sorted(spans, key=lambda span: span.first):
-        first = (
-            merged.pop().first if merged and span.first <= aligned(merged[-1].last, alignment) else span.first
-        )
-        merged.append(Span(first, span.last))
+        if merged and span.first <= aligned(merged[-1].last, alignment):
+            merged[-1] = Span(merged[-1].first, span.last)
+        else:
+            merged.append(span)
     return merged
 
 
