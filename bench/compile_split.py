@@ -104,7 +104,7 @@ def halves(run: nn.Module, x: Tensor, queue: DeferredGradients) -> int:
     made = run(x)
     with queue.collecting((0, 0)):
         made.backward(torch.ones_like(made))
-    waiting = len(queue._waiting[0, 0])
+    waiting = len(queue._pending[0, 0])
     queue.compute((0, 0))
     return waiting
 

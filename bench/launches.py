@@ -45,7 +45,7 @@ def as_custom_op() -> Callable[..., tuple[Tensor, Tensor]]:
     def rounded(
         matrix: Tensor, scale: Tensor, columns_scale: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        rows, columns = fp8._as_it_is(matrix, dtype), fp8._transposed(matrix, dtype)
+        rows, columns = fp8._empty_rows(matrix, dtype), fp8._empty_columns(matrix, dtype)
         fp8._write(matrix, rows, columns, scale, scale if columns_scale is None else columns_scale)
         return rows, columns
 
@@ -56,7 +56,7 @@ def calls(device: str) -> dict[str, Callable[[], object]]:
     side = SIDES[device]
     x = torch.randn(side, side, device=device, dtype=torch.bfloat16)
     one, largest = torch.ones((), device=device), torch.ones(side, device=device)
-    rows, columns = fp8._as_it_is(x, E4M3), fp8._transposed(x, E4M3)
+    rows, columns = fp8._empty_rows(x, E4M3), fp8._empty_columns(x, E4M3)
     old = as_custom_op()
     return {
         "an empty tensor": lambda: torch.empty_like(x),

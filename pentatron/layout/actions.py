@@ -1,7 +1,7 @@
-"""The vocabulary of pipeline schedules: a schedule is, for every pipeline rank, a list of actions.
+"""Pipeline schedules as data: for every pipeline rank, a list of actions.
 
-Stages are numbered through the whole model: stage 0 holds the embedding, the last stage the head. With virtual
-stages a rank holds several; where each one sits is part of the schedule (`Placement`).
+Stages are numbered through the whole model: stage 0 holds the embedding, the last stage the head. With
+virtual stages a rank holds several; `Placement` maps each stage to its rank.
 """
 
 from dataclasses import dataclass
@@ -11,26 +11,30 @@ from enum import StrEnum
 class Kind(StrEnum):
     FORWARD = "F"
     BACKWARD = "B"
-    # A backward in two halves: first what the stage before waits for, the gradient of the stage's input; later, when
-    # nothing else can be done, the gradients of the weights.
+    # A backward in two halves: INPUT computes the gradient of the stage's input, which the previous stage
+    # waits for; WEIGHT computes the gradients of the weights later, in what would otherwise be bubbles.
     INPUT = "I"
     WEIGHT = "W"
-    # Messages: the activation that `stage` made, the gradient of the activation that `stage` received.
+    # Messages: the activation that `stage` computed, the gradient of the activation that `stage` received.
     SEND_ACTIVATION = "SF"
     RECEIVE_ACTIVATION = "RF"
     SEND_GRADIENT = "SB"
     RECEIVE_GRADIENT = "RB"
-    # All backward passes of the stage are done, in one piece or in halves: its gradients may be reduced over the replicas.
+    # Reduces the gradients of the stage over the replicas, after all of its backward passes.
     REDUCE = "R"
+
+
+SENDS = {Kind.SEND_ACTIVATION: Kind.RECEIVE_ACTIVATION, Kind.SEND_GRADIENT: Kind.RECEIVE_GRADIENT}
+RECEIVES = {receive: send for send, receive in SENDS.items()}
 
 
 @dataclass(frozen=True)
 class Action:
-    """One thing a pipeline rank does.
+    """One action of a pipeline rank: a computation, one end of a message, or a gradient reduction.
 
-    `stage` is the stage that computes; for messages it is the stage whose result travels: RECEIVE_ACTIVATION and
-    SEND_ACTIVATION of stage s carry the output of s (from s to s + 1), the GRADIENT pair of stage s carries the
-    gradient of the input of s (from s to s − 1). `peer` is the other pipeline rank of a message.
+    `stage` is the stage that computes; for messages it is the stage whose result is sent: RECEIVE_ACTIVATION
+    and SEND_ACTIVATION of stage s carry the output of s (from s to s + 1), the GRADIENT pair of stage s
+    carries the gradient of the input of s (from s to s − 1). `peer` is the other pipeline rank of a message.
     """
 
     kind: Kind
@@ -44,7 +48,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Placement:
-    """Which pipeline rank holds which stage: `rank_of[stage]`."""
+    """Assignment of stages to pipeline ranks: `rank_of[stage]`."""
 
     rank_of: tuple[int, ...]
 
@@ -62,7 +66,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every pipeline rank does in one step, messages included."""
+    """The actions of every pipeline rank in one step, messages included."""
 
     placement: Placement
     micro_batches: int

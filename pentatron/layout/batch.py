@@ -1,4 +1,4 @@
-"""Batch arithmetic: samples of one step = micro-batch × data-parallel ranks × accumulation."""
+"""Batch sizes: micro-batch × data-parallel ranks × accumulation steps, and their schedule during a run."""
 
 import bisect
 import functools
@@ -12,7 +12,7 @@ from pentatron.text import divisors, either
 
 
 def accumulation_steps(global_batch: int, micro_batch: int, data_parallel: int) -> int:
-    """Micro-batches each data-parallel rank runs in one step."""
+    """Returns the micro-batches each data-parallel rank runs in one step."""
     steps, rest = divmod(global_batch, micro_batch * data_parallel)
     if rest:
         raise ValueError(batch_problem(global_batch, micro_batch, data_parallel))
@@ -20,7 +20,7 @@ def accumulation_steps(global_batch: int, micro_batch: int, data_parallel: int) 
 
 
 def batch_problem(global_batch: int, micro_batch: int, data_parallel: int) -> str | None:
-    """Why these sizes do not fit together, or None."""
+    """Returns why these sizes do not fit together, or None."""
     chunk = micro_batch * data_parallel
     if global_batch % chunk == 0:
         return None
@@ -35,18 +35,12 @@ def batch_problem(global_batch: int, micro_batch: int, data_parallel: int) -> st
     return f"{message}; use --global-batch-size {above} or another number of processes"
 
 
-# How many samples a step has, when that changes during a run: by ramp, or by written steps.
-#
-# The size is a function of the samples consumed before the step, so a run that resumes finds it without
-# counting steps.
-
-
 _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Steps in a row with one batch size."""
+    """Consecutive steps with one batch size."""
 
     first_step: int
     first_sample: int
@@ -55,7 +49,11 @@ class Stretch:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """`changes`: from how many consumed samples on a step has which size; the first entry is for 0."""
+    """Batch size schedule: `changes` maps thresholds of consumed samples to batch sizes; the first threshold
+    is 0.
+
+    The size depends only on the samples consumed before the step, so a resumed run needs no step count.
+    """
 
     changes: tuple[tuple[int, int], ...]
 
@@ -69,7 +67,7 @@ class BatchPlan:
         return len(self.changes) == 1
 
     def size_at(self, consumed_samples: int) -> int:
-        """Samples of the step that begins after so many."""
+        """Returns the batch size of the step that begins after `consumed_samples`."""
         return self.changes[self._entry_at(consumed_samples)][1]
 
     def _entry_at(self, consumed_samples: int) -> int:
@@ -77,44 +75,48 @@ class BatchPlan:
 
     @cached_property
     def stretches(self) -> tuple[Stretch, ...]:
-        """What a run that begins at 0 goes through; the last one has no end. Sizes that a large step jumps over are missing."""
+        """The stretches of a run from sample 0; the last one is unbounded.
+
+        Omits sizes that a large step skips.
+        """
         return tuple(self._stretches_from(0))
 
     def _stretches_from(self, consumed_samples: int) -> list[Stretch]:
-        found: list[Stretch] = []
+        stretches: list[Stretch] = []
         step, sample, entry = 0, consumed_samples, self._entry_at(consumed_samples)
         while True:
             size = self.changes[entry][1]
-            found.append(Stretch(step, sample, size))
+            stretches.append(Stretch(step, sample, size))
             if entry + 1 == len(self.changes):
-                return found
+                return stretches
             steps = -(-(self.changes[entry + 1][0] - sample) // size)
             step, sample = step + steps, sample + steps * size
             entry = self._entry_at(sample)
 
     def samples_after(self, steps: int) -> int:
-        """Samples that a run has consumed after so many steps."""
+        """Returns the samples that a run from the start has consumed after `steps`."""
         return self.advance(0, steps)
 
     def advance(self, consumed_samples: int, steps: int) -> int:
-        """The same for a run that goes on from `consumed_samples`, wherever it has them from."""
+        """Returns the samples consumed `steps` steps after `consumed_samples`."""
         stretches = self.stretches if consumed_samples == 0 else self._stretches_from(consumed_samples)
-        last = stretches[bisect.bisect_right(stretches, steps, key=lambda s: s.first_step) - 1]
-        return last.first_sample + (steps - last.first_step) * last.size
+        stretch = stretches[bisect.bisect_right(stretches, steps, key=lambda s: s.first_step) - 1]
+        return stretch.first_sample + (steps - stretch.first_step) * stretch.size
 
     def steps_within(self, samples: int) -> int:
-        """How many whole steps so many samples are enough for."""
-        last = self.stretches[bisect.bisect_right(self.stretches, samples, key=lambda s: s.first_sample) - 1]
-        return last.first_step + (samples - last.first_sample) // last.size
+        """Returns how many whole steps `samples` are enough for."""
+        index = bisect.bisect_right(self.stretches, samples, key=lambda s: s.first_sample) - 1
+        stretch = self.stretches[index]
+        return stretch.first_step + (samples - stretch.first_sample) // stretch.size
 
     def sizes(self, steps: int | None = None, consumed_samples: int = 0) -> list[Stretch]:
-        """The stretches of the next so many steps (of all, if nobody says) of a run that stands at `consumed_samples`."""
+        """Returns the stretches of the next `steps` (default: of all) after `consumed_samples`."""
         stretches = self._stretches_from(consumed_samples)
         return [s for s in stretches if steps is None or s.first_step < max(1, steps)]
 
     @property
     def common_divisor(self) -> int:
-        """The largest number of samples that every size is a multiple of."""
+        """Greatest common divisor of all batch sizes."""
         return math.gcd(*(size for _, size in self.changes))
 
 
@@ -124,9 +126,9 @@ def constant(size: int) -> BatchPlan:
 
 @functools.lru_cache(maxsize=8)
 def linear_ramp(start: int, increment: int, samples: int, full: int) -> BatchPlan:
-    """From `start` to `full` in equal increments, each after the same share of `samples`: Megatron's linear ramp.
+    """Returns Megatron's linear ramp-up: from `start` to `full` in equal increments over `samples`.
 
-    Raises `ValueError` with a sentence where there is none.
+    Raises `ValueError` with a message for the user if the sizes do not fit.
     """
     if start > full:
         raise ValueError(
@@ -146,7 +148,7 @@ def linear_ramp(start: int, increment: int, samples: int, full: int) -> BatchPla
     each = samples / increments
     changes = [(0, start)]
     for number in range(1, increments + 1):
-        # After all of the samples the size is full, even where their share, a rounded number, says one sample more.
+        # The size is `full` after all samples, even if rounding puts the last threshold one later.
         threshold = min(_first_with_quotient(number, each), samples + 1)
         if threshold == changes[-1][0]:
             changes.pop()
@@ -155,7 +157,7 @@ def linear_ramp(start: int, increment: int, samples: int, full: int) -> BatchPla
 
 
 def _first_with_quotient(number: int, each: float) -> int:
-    """The smallest whole count whose quotient by `each`, rounded as floats are, is `number` or more."""
+    """Returns the smallest integer whose floating-point quotient by `each` is at least `number`."""
     count = math.ceil(number * each)
     while count > 0 and (count - 1) / each >= number:
         count -= 1
@@ -165,7 +167,10 @@ def _first_with_quotient(number: int, each: float) -> int:
 
 
 def written_steps(entries: Sequence[str], sequence: int) -> BatchPlan:
-    """`THRESHOLD:SIZE …`, thresholds in tokens of sequences of that length. Raises `ValueError` with a sentence."""
+    """Parses `THRESHOLD:SIZE …` with thresholds in tokens, for sequences of length `sequence`.
+
+    Raises `ValueError` with a message for the user.
+    """
     changes: list[tuple[int, int]] = []
     for entry in " ".join(entries).replace(",", " ").split():
         threshold, colon, size = entry.partition(":")
@@ -188,10 +193,10 @@ def written_steps(entries: Sequence[str], sequence: int) -> BatchPlan:
     return BatchPlan(tuple(changes))
 
 
-def _number(written: str, entry: str) -> int:
-    """`250B` → 250 000 000 000, `1.5K` → 1500."""
-    unit = _SUFFIXES.get(written[-1:].upper(), 1)
-    digits = written[:-1] if unit > 1 else written
+def _number(text: str, entry: str) -> int:
+    """Parses a number with an optional suffix: `250B` → 250 000 000 000, `1.5K` → 1500."""
+    unit = _SUFFIXES.get(text[-1:].upper(), 1)
+    digits = text[:-1] if unit > 1 else text
     try:
         number = float(digits) * unit
         if not math.isfinite(number) or number < 0:

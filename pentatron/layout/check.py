@@ -1,39 +1,37 @@
-"""Proves a pipeline schedule sound before anything runs: complete, in order, free of deadlock; and times it.
+"""Checks that a pipeline schedule is complete, ordered and free of deadlocks, and simulates its timing.
 
-The proof takes nothing from the generators: it reads the finished action lists, so a schedule from anywhere can be
-asked.
+The check reads the finished action lists and shares no code with the generators, so it applies to any
+schedule.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from pentatron.layout.actions import Action, Kind, Placement, Schedule
+from pentatron.layout.actions import RECEIVES, SENDS, Action, Kind, Placement, Schedule
 
 COMPUTATIONS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
-SENDS = {Kind.SEND_ACTIVATION: Kind.RECEIVE_ACTIVATION, Kind.SEND_GRADIENT: Kind.RECEIVE_GRADIENT}
-RECEIVES = {receive: send for send, receive in SENDS.items()}
-# A backward computes two products for every one of a forward; each of its halves one.
+# In units of a forward: a backward has two matrix products for each one of the forward.
 DURATION = {Kind.FORWARD: 1, Kind.BACKWARD: 2, Kind.INPUT: 1, Kind.WEIGHT: 1}
 NAMES = {Kind.INPUT: "input gradient", Kind.WEIGHT: "weight gradient"}
 
-# What a message carries, whichever end speaks of it: the kind of its receive, the stage it comes from, the micro-batch.
+# Identifies a message on both ends: the kind of its receive, the stage that computed it, the micro-batch.
 Message = tuple[Kind, int, int]
-# Messages between one sender and one receiver of one kind arrive in the order they were sent, and in no other.
+# Sender, receiver and kind of message. Messages of a channel arrive in the order of their sends.
 Channel = tuple[int, int, Kind]
 
 
-# For every rank and each of its actions, what must come before it in the same list.
-Needs = list[list[tuple[Action, ...]]]
+# For every rank and each of its actions: the actions that must precede it in the same list.
+Dependencies = list[list[tuple[Action, ...]]]
 
 
 class ScheduleError(ValueError):
-    """A schedule that would compute something wrong, or never end."""
+    """Raised for a schedule that would compute a wrong result or deadlock."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One computation in time, in units of a forward."""
+    """The time span of one computation, in units of a forward."""
 
     start: int
     end: int
@@ -42,13 +40,13 @@ class Slot:
 
 @dataclass(frozen=True)
 class Checked:
-    """What a sound schedule promises.
+    """Properties of a valid schedule.
 
-    `alive`: the most micro-batches each rank holds at once, whose forward is done and whose backward is not, or not
-    both halves of it (a rank with several stages counts each of them). `deferred`: the most that lie between the two
-    halves, of which only what the weight gradients need is kept. `timeline`: when each rank computes what, if a
-    backward takes twice as long as a forward, each half as long as one, and messages no time. `bubble`: the share of
-    the ranks' time that is spent waiting.
+    `alive`: the most micro-batches each rank holds at once between their forward and the end of their
+    backward, summed over its stages. `deferred`: the most between the two halves of a backward, of which only
+    the inputs of the weight gradients are kept. `timeline`: the computations of each rank, if a backward
+    takes twice as long as a forward, each half as long as one, and messages take no time. `bubble`: the
+    fraction of the ranks' time spent waiting.
     """
 
     alive: tuple[int, ...]
@@ -65,24 +63,26 @@ def check(schedule: Schedule) -> Checked:
             f"{len(schedule.actions)} lists of actions do not fit {schedule.placement.ranks} pipeline ranks"
         )
     _check_complete(schedule)
-    halved = _halved(schedule)
-    needs = [
-        [tuple(_needs(schedule, halved, rank, action)) for action in actions]
+    split_cells = _split_cells(schedule)
+    dependencies = [
+        [tuple(_dependencies(schedule, split_cells, rank, action)) for action in actions]
         for rank, actions in enumerate(schedule.actions)
     ]
-    _check_order(schedule, needs)
+    _check_order(schedule, dependencies)
     _check_channels(schedule)
-    timeline = _simulate(schedule, needs)
-    _check_one_queue(schedule, needs)
-    _check_device_synchronisation(schedule, needs)
+    timeline = _simulate(schedule, dependencies)
+    _check_one_queue(schedule, dependencies)
+    _check_device_synchronisation(schedule, dependencies)
     time = max(slots[-1].end for slots in timeline)
     busy = sum(slot.end - slot.start for slots in timeline for slot in slots)
     return Checked(
         alive=tuple(
-            _most_between(actions, (Kind.FORWARD,), (Kind.BACKWARD, Kind.WEIGHT))
+            _most_in_flight(actions, (Kind.FORWARD,), (Kind.BACKWARD, Kind.WEIGHT))
             for actions in schedule.actions
         ),
-        deferred=tuple(_most_between(actions, (Kind.INPUT,), (Kind.WEIGHT,)) for actions in schedule.actions),
+        deferred=tuple(
+            _most_in_flight(actions, (Kind.INPUT,), (Kind.WEIGHT,)) for actions in schedule.actions
+        ),
         timeline=timeline,
         time=time,
         bubble=1 - busy / (time * len(timeline)),
@@ -90,45 +90,47 @@ def check(schedule: Schedule) -> Checked:
 
 
 def is_training(schedule: Schedule) -> bool:
-    """Whether there is anything but forwards: then every backward must be there."""
+    """Whether the schedule contains more than forwards; then every backward is required."""
     forward_only = (Kind.FORWARD, Kind.SEND_ACTIVATION, Kind.RECEIVE_ACTIVATION)
     return any(action.kind not in forward_only for actions in schedule.actions for action in actions)
 
 
 def _check_complete(schedule: Schedule) -> None:
-    """Every rank does what its stages ask for, each thing once, and nothing else."""
-    wanted: list[dict[Action, None]] = [{} for _ in schedule.actions]
-    for rank, action in _wanted(schedule):
-        wanted[rank][action] = None
+    """Checks that every rank runs each action of its stages exactly once, and nothing else."""
+    required: list[dict[Action, None]] = [{} for _ in schedule.actions]
+    for rank, action in _required(schedule):
+        required[rank][action] = None
     for rank, actions in enumerate(schedule.actions):
         counts = Counter(actions)
         for action, times in counts.items():
-            if action not in wanted[rank]:
-                raise ScheduleError(f"rank {rank}: {_named(action)} does not belong there")
+            if action not in required[rank]:
+                raise ScheduleError(f"rank {rank}: {_describe(action)} does not belong there")
             if times > 1:
-                raise ScheduleError(f"rank {rank}: {_named(action)} is there {times} times")
-        for action in wanted[rank]:
+                raise ScheduleError(f"rank {rank}: {_describe(action)} appears {times} times")
+        for action in required[rank]:
             if action not in counts:
-                raise ScheduleError(f"rank {rank}: {_named(action)} is missing")
+                raise ScheduleError(f"rank {rank}: {_describe(action)} is missing")
 
 
-def _wanted(schedule: Schedule) -> Iterator[tuple[int, Action]]:
-    """Everything a step consists of, with the rank that has to do it."""
-    placement, training, halved = schedule.placement, is_training(schedule), _halved(schedule)
+def _required(schedule: Schedule) -> Iterator[tuple[int, Action]]:
+    """Yields all actions of a step with the rank that must run them."""
+    placement, training, split_cells = schedule.placement, is_training(schedule), _split_cells(schedule)
     for stage in range(placement.stages):
         for micro_batch in range(schedule.micro_batches):
             yield placement.rank_of[stage], Action(Kind.FORWARD, stage, micro_batch)
-            yield from _pair(placement, Kind.SEND_ACTIVATION, stage, stage + 1, micro_batch)
+            yield from _message_ends(placement, Kind.SEND_ACTIVATION, stage, stage + 1, micro_batch)
             if training:
-                for kind in (Kind.INPUT, Kind.WEIGHT) if (stage, micro_batch) in halved else (Kind.BACKWARD,):
+                for kind in (
+                    (Kind.INPUT, Kind.WEIGHT) if (stage, micro_batch) in split_cells else (Kind.BACKWARD,)
+                ):
                     yield placement.rank_of[stage], Action(kind, stage, micro_batch)
-                yield from _pair(placement, Kind.SEND_GRADIENT, stage, stage - 1, micro_batch)
+                yield from _message_ends(placement, Kind.SEND_GRADIENT, stage, stage - 1, micro_batch)
         if training:
             yield placement.rank_of[stage], Action(Kind.REDUCE, stage)
 
 
-def _halved(schedule: Schedule) -> frozenset[tuple[int, int]]:
-    """The stages and micro-batches whose backward comes in halves; the two must both be there, and no whole one."""
+def _split_cells(schedule: Schedule) -> frozenset[tuple[int, int]]:
+    """Returns the (stage, micro-batch) cells with a backward in two halves; both halves are then required."""
     return frozenset(
         (action.stage, action.micro_batch)
         for actions in schedule.actions
@@ -137,10 +139,10 @@ def _halved(schedule: Schedule) -> frozenset[tuple[int, int]]:
     )
 
 
-def _pair(
+def _message_ends(
     placement: Placement, send: Kind, source: int, target: int, micro_batch: int
 ) -> Iterator[tuple[int, Action]]:
-    """The two ends of a message between two stages; stages of one rank need none."""
+    """Yields the send and the receive of a message between two stages; none if they are on the same rank."""
     if not 0 <= target < placement.stages:
         return
     sender, receiver = placement.rank_of[source], placement.rank_of[target]
@@ -149,25 +151,27 @@ def _pair(
         yield receiver, Action(SENDS[send], source, micro_batch, sender)
 
 
-def _check_order(schedule: Schedule, needs: Needs) -> None:
-    """On one rank, nothing comes before what it needs."""
+def _check_order(schedule: Schedule, dependencies: Dependencies) -> None:
+    """Checks that no action precedes one that it depends on."""
     for rank, actions in enumerate(schedule.actions):
         done: set[Action] = set()
-        for action, all_needed in zip(actions, needs[rank]):
-            for needed in all_needed:
-                if needed not in done:
-                    raise ScheduleError(f"rank {rank}: {_named(action)} comes before {_named(needed)}")
+        for action, required in zip(actions, dependencies[rank]):
+            for dependency in required:
+                if dependency not in done:
+                    raise ScheduleError(
+                        f"rank {rank}: {_describe(action)} comes before {_describe(dependency)}"
+                    )
             done.add(action)
 
 
-def _needs(
-    schedule: Schedule, halved: frozenset[tuple[int, int]], rank: int, action: Action
+def _dependencies(
+    schedule: Schedule, split_cells: frozenset[tuple[int, int]], rank: int, action: Action
 ) -> Iterator[Action]:
-    """What must be in a rank's list before `action`."""
+    """Yields the actions that must precede `action` in a rank's list."""
     kind, stage, micro_batch = action.kind, action.stage, action.micro_batch
 
     def input_gradient(of: int) -> Action:
-        return Action(Kind.INPUT if (of, micro_batch) in halved else Kind.BACKWARD, of, micro_batch)
+        return Action(Kind.INPUT if (of, micro_batch) in split_cells else Kind.BACKWARD, of, micro_batch)
 
     match kind:
         case Kind.FORWARD:
@@ -183,23 +187,23 @@ def _needs(
             yield input_gradient(stage)
         case Kind.REDUCE:
             for m in range(schedule.micro_batches):
-                yield Action(Kind.WEIGHT if (stage, m) in halved else Kind.BACKWARD, stage, m)
+                yield Action(Kind.WEIGHT if (stage, m) in split_cells else Kind.BACKWARD, stage, m)
 
 
-def _input(schedule: Schedule, rank: int, made: Action) -> Iterator[Action]:
-    """How a computation comes by a result that another stage made: computed on this rank, or received."""
+def _input(schedule: Schedule, rank: int, result: Action) -> Iterator[Action]:
+    """Yields the action by which a rank obtains another stage's result: its computation, or its receive."""
     placement = schedule.placement
-    if not 0 <= made.stage < placement.stages:
+    if not 0 <= result.stage < placement.stages:
         return
-    if placement.rank_of[made.stage] == rank:
-        yield made
+    if placement.rank_of[result.stage] == rank:
+        yield result
     else:
-        receive = Kind.RECEIVE_ACTIVATION if made.kind is Kind.FORWARD else Kind.RECEIVE_GRADIENT
-        yield Action(receive, made.stage, made.micro_batch, placement.rank_of[made.stage])
+        receive = Kind.RECEIVE_ACTIVATION if result.kind is Kind.FORWARD else Kind.RECEIVE_GRADIENT
+        yield Action(receive, result.stage, result.micro_batch, placement.rank_of[result.stage])
 
 
 def _check_channels(schedule: Schedule) -> None:
-    """NCCL has no tags: the n-th receive on a channel gets the n-th message sent, whatever it was meant to be."""
+    """Checks the order of messages: without tags (NCCL) the n-th receive of a channel gets its n-th send."""
     sent: dict[Channel, list[Message]] = {}
     received: dict[Channel, list[tuple[Message, Action]]] = {}
     for rank, actions in enumerate(schedule.actions):
@@ -212,161 +216,157 @@ def _check_channels(schedule: Schedule) -> None:
         for message, (expected, action) in zip(sent[channel], arrivals, strict=True):
             if message != expected:
                 raise ScheduleError(
-                    f"rank {channel[1]}: {_named(action)} would get {_in_words(message)}, which rank {channel[0]} "
+                    f"rank {channel[1]}: {_describe(action)} would get {_describe_message(message)}, which rank {channel[0]} "
                     f"sends first"
                 )
 
 
-def _simulate(schedule: Schedule, needs: Needs) -> tuple[tuple[Slot, ...], ...]:
-    """Runs the lists against each other; raises where ranks wait in a circle.
+def _simulate(schedule: Schedule, dependencies: Dependencies) -> tuple[tuple[Slot, ...], ...]:
+    """Simulates the timing; raises on a deadlock.
 
-    A message arrives when it is sent and its receive is posted, and after those before it on its channel; a sender
-    never waits. Where sends are buffered messages arrive no later, so that case is proven with it.
+    A message arrives when it has been sent and its receive is posted, and after the previous one on its
+    channel. A send never blocks. With buffered sends messages arrive no later, so that case is covered.
     """
-    ranks = range(len(schedule.actions))
-    position, clock = [0 for _ in ranks], [0 for _ in ranks]
-    slots: list[list[Slot]] = [[] for _ in ranks]
-    wire = _Wire()
+    clock = [0 for _ in schedule.actions]
+    slots: list[list[Slot]] = [[] for _ in schedule.actions]
+    messages = _MessageTimes()
     ended: dict[Action, int] = {}
-    moved = True
-    while moved:
-        moved = False
-        for rank in ranks:
-            actions = schedule.actions[rank]
-            while position[rank] < len(actions):
-                action = actions[position[rank]]
-                if action.kind in COMPUTATIONS:
-                    ready = _ready(rank, needs[rank][position[rank]], wire, ended)
-                    if ready is None:
-                        break
-                    start = max(clock[rank], ready)
-                    clock[rank] = ended[action] = start + DURATION[action.kind]
-                    slots[rank].append(Slot(start, clock[rank], action))
-                else:
-                    wire.post(rank, action, clock[rank])
-                position[rank] += 1
-                moved = True
-    for rank in ranks:
-        if position[rank] < len(schedule.actions[rank]):
-            stuck = schedule.actions[rank][position[rank]]
-            raise ScheduleError(
-                f"rank {rank}: {_named(stuck)} waits for ever, as ranks wait for each other in a circle"
-            )
+
+    def begins(rank: int, action: Action, required: tuple[Action, ...]) -> bool:
+        if action.kind in COMPUTATIONS:
+            ready = _ready(rank, required, messages, ended)
+            if ready is None:
+                return False
+            start = max(clock[rank], ready)
+            clock[rank] = ended[action] = start + DURATION[action.kind]
+            slots[rank].append(Slot(start, clock[rank], action))
+        else:
+            messages.post(rank, action, clock[rank])
+        return True
+
+    _run(schedule, dependencies, begins, "as ranks wait for each other in a circle")
     return tuple(map(tuple, slots))
 
 
-def _check_one_queue(schedule: Schedule, needs: Needs) -> None:
-    """Runs the lists as a GPU does whose streams share one queue (CUDA_DEVICE_MAX_CONNECTIONS=1; with more streams than queues some always do).
+def _check_one_queue(schedule: Schedule, dependencies: Dependencies) -> None:
+    """Checks for deadlocks on a GPU whose streams share one hardware queue.
 
-    There work begins in the order in which the host gave it. A message whose stream is still busy with the one before on its channel holds up
-    all that follows, whatever stream that belongs to. Where this ends, it ends with more queues too.
+    That is so with CUDA_DEVICE_MAX_CONNECTIONS=1, and for some streams whenever there are more streams than
+    queues. Work then begins in the order of its launch, so a message that waits for the previous one on its
+    channel blocks all later work of every stream. A schedule that passes is also free of deadlocks with more
+    queues.
     """
-    begun: dict[Channel, list[int]] = {}
-    place: dict[tuple[int, Action], int] = {}
+    started: dict[Channel, list[int]] = {}
+    index: dict[tuple[int, Action], int] = {}
 
     def arrived(channel: Channel) -> int:
-        return min(begun.setdefault(channel, [0, 0]))
+        return min(started.setdefault(channel, [0, 0]))
 
     def begins(rank: int, action: Action, needed: tuple[Action, ...]) -> bool:
         if action.kind in COMPUTATIONS:
-            return all(place[rank, n] < arrived(_channel(rank, n)) for n in needed if n.kind in RECEIVES)
+            return all(index[rank, n] < arrived(_channel(rank, n)) for n in needed if n.kind in RECEIVES)
         if action.kind is not Kind.REDUCE:
             channel, end = _channel(rank, action), action.kind in RECEIVES
-            if arrived(channel) < begun[channel][end]:
+            if arrived(channel) < started[channel][end]:
                 return False
-            place[rank, action] = begun[channel][end]
-            begun[channel][end] += 1
+            index[rank, action] = started[channel][end]
+            started[channel][end] += 1
         return True
 
-    _walk(schedule, needs, begins, "where a GPU has one queue for all its work")
+    _run(schedule, dependencies, begins, "where a GPU has one queue for all its work")
 
 
-def _check_device_synchronisation(schedule: Schedule, needs: Needs) -> None:
-    """Runs the lists as if the host waited for the whole device before it launches a computation.
+def _check_device_synchronisation(schedule: Schedule, dependencies: Dependencies) -> None:
+    """Checks for deadlocks if every kernel launch of a computation synchronizes the device.
 
-    CUDA may do so at any launch: to load the kernel's code (lazy loading) or to free memory. Messages under way are kernels
-    that wait for their peer, so a rank then waits until every message that it has posted, sent or to be received, is posted by its
-    peer as well. Where this ends, it also ends with a synchronisation at some launches and none at others.
+    CUDA may do so at any launch, to load the kernel (lazy loading) or to free memory. Running messages are
+    kernels that wait for their peer, so a rank then waits until the peers have posted every message that it
+    has posted. A schedule that passes is also free of deadlocks if only some launches synchronize.
     """
-    # For each channel how many messages each end has posted: the sender, the receiver.
+    # For each channel how many messages the sender and the receiver have posted.
     posted: dict[Channel, list[int]] = {}
-    own: list[set[Channel]] = [set() for _ in schedule.actions]
+    channels: list[set[Channel]] = [set() for _ in schedule.actions]
 
     def begins(rank: int, action: Action, needed: tuple[Action, ...]) -> bool:
         if action.kind in COMPUTATIONS:
             return all(
                 posted[channel][rank == channel[0]] >= posted[channel][rank == channel[1]]
-                for channel in own[rank]
+                for channel in channels[rank]
             )
         if action.kind is not Kind.REDUCE:
             channel = _channel(rank, action)
             posted.setdefault(channel, [0, 0])[action.kind in RECEIVES] += 1
-            own[rank].add(channel)
+            channels[rank].add(channel)
         return True
 
-    _walk(schedule, needs, begins, "if its launch synchronises the device")
+    _run(schedule, dependencies, begins, "if its launch synchronises the device")
 
 
-def _walk(
-    schedule: Schedule, needs: Needs, begins: Callable[[int, Action, tuple[Action, ...]], bool], where: str
+def _run(
+    schedule: Schedule,
+    dependencies: Dependencies,
+    begins: Callable[[int, Action, tuple[Action, ...]], bool],
+    where: str,
 ) -> None:
-    """Each rank goes through its list as far as its actions can begin, in turns; raises if some never do."""
+    """Advances the ranks in turns, each as far as its actions can begin; raises if some never do."""
     position = [0 for _ in schedule.actions]
     moved = True
     while moved:
         moved = False
         for rank, actions in enumerate(schedule.actions):
             at = position[rank]
-            while at < len(actions) and begins(rank, actions[at], needs[rank][at]):
+            while at < len(actions) and begins(rank, actions[at], dependencies[rank][at]):
                 at += 1
             moved, position[rank] = moved or at > position[rank], at
     for rank, actions in enumerate(schedule.actions):
         if position[rank] < len(actions):
-            raise ScheduleError(f"rank {rank}: {_named(actions[position[rank]])} waits for ever {where}")
+            raise ScheduleError(f"rank {rank}: {_describe(actions[position[rank]])} deadlocks {where}")
 
 
-class _Wire:
-    """Messages under way: for every channel the times at which its sends and its receives were posted."""
+class _MessageTimes:
+    """Times at which the sends and the receives of every channel were posted."""
 
     def __init__(self) -> None:
         self._posted: dict[Channel, tuple[list[int], list[int]]] = {}
-        self._place: dict[tuple[int, Action], int] = {}
+        self._index: dict[tuple[int, Action], int] = {}
 
     def post(self, rank: int, action: Action, time: int) -> None:
         if action.kind is Kind.REDUCE:
             return
-        posted = self._posted.setdefault(_channel(rank, action), ([], []))
-        times = posted[0] if action.kind in SENDS else posted[1]
-        self._place[rank, action] = len(times)
-        # The n-th message cannot arrive before the one ahead of it.
+        times_of_channel = self._posted.setdefault(_channel(rank, action), ([], []))
+        times = times_of_channel[0] if action.kind in SENDS else times_of_channel[1]
+        self._index[rank, action] = len(times)
+        # Messages of a channel arrive in order.
         times.append(max(time, times[-1]) if times else time)
 
     def arrival(self, rank: int, receive: Action) -> int | None:
-        """When the message of a posted receive is there, or None while it has not been sent."""
+        """Returns when the message of a posted receive arrives, or None if it has not been sent yet."""
         sends, receives = self._posted[_channel(rank, receive)]
-        place = self._place[rank, receive]
-        return max(sends[place], receives[place]) if place < len(sends) else None
+        index = self._index[rank, receive]
+        return max(sends[index], receives[index]) if index < len(sends) else None
 
 
-def _ready(rank: int, needs: tuple[Action, ...], wire: _Wire, ended: dict[Action, int]) -> int | None:
-    """From when on a computation can run, or None while something it needs is not there."""
+def _ready(
+    rank: int, dependencies: tuple[Action, ...], wire: _MessageTimes, ended: dict[Action, int]
+) -> int | None:
+    """Returns the earliest start of a computation, or None if a dependency is not available yet."""
     latest = 0
-    for needed in needs:
-        time = wire.arrival(rank, needed) if needed.kind in RECEIVES else ended[needed]
+    for dependency in dependencies:
+        time = wire.arrival(rank, dependency) if dependency.kind in RECEIVES else ended[dependency]
         if time is None:
             return None
         latest = max(latest, time)
     return latest
 
 
-def _most_between(actions: tuple[Action, ...], begin: tuple[Kind, ...], end: tuple[Kind, ...]) -> int:
-    """The most micro-batches that have begun and not ended; where none ever ends nothing is kept."""
+def _most_in_flight(actions: tuple[Action, ...], begin: tuple[Kind, ...], end: tuple[Kind, ...]) -> int:
+    """Returns the most micro-batches that are between two actions; 0 if the second kind never occurs."""
     if not any(action.kind in end for action in actions):
         return 0
-    now = most = 0
+    current = most = 0
     for action in actions:
-        now += (action.kind in begin) - (action.kind in end)
-        most = max(most, now)
+        current += (action.kind in begin) - (action.kind in end)
+        most = max(most, current)
     return most
 
 
@@ -381,14 +381,14 @@ def _message(action: Action) -> Message:
     return SENDS.get(action.kind, action.kind), action.stage, action.micro_batch
 
 
-def _in_words(message: Message) -> str:
+def _describe_message(message: Message) -> str:
     kind, stage, micro_batch = message
     what = "activation" if kind is Kind.RECEIVE_ACTIVATION else "gradient"
     return f"the {what} of stage {stage}, micro-batch {micro_batch}"
 
 
-def _named(action: Action) -> str:
-    """An action as an error names it."""
+def _describe(action: Action) -> str:
+    """Returns the description of an action for error messages."""
     if action.kind is Kind.REDUCE:
         return f"the reduction of stage {action.stage} ({action})"
     if action.kind in COMPUTATIONS:
@@ -396,4 +396,4 @@ def _named(action: Action) -> str:
         return f"the {name} of stage {action.stage}, micro-batch {action.micro_batch} ({action})"
     verb = "sending" if action.kind in SENDS else "receiving"
     side = "to" if action.kind in SENDS else "from"
-    return f"{verb} {_in_words(_message(action))} {side} rank {action.peer} ({action})"
+    return f"{verb} {_describe_message(_message(action))} {side} rank {action.peer} ({action})"

@@ -1,19 +1,19 @@
-"""Where documents begin in sequences that hold several, and which stretches of a sequence are attended at a time."""
+"""Boundaries of packed documents in sequences, and the ranges that attention computes at a time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
-# For every sequence of a micro-batch, the places where its documents begin: 0 first, the others after it in order.
+# For every sequence of a micro-batch, the sorted positions where its documents begin; the first is 0.
 DocumentStarts = tuple[tuple[int, ...], ...]
 
-# Short neighbours are attended together, with a mask, up to so many tokens; it is small beside what a kernel starts with.
+# Short documents of together at most this many tokens share one masked attention call.
 TOGETHER = 512
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Neighbouring documents of a sequence; `cuts` are where all but the first begin, counted from `begin`."""
+    """Neighbouring documents of a sequence; `cuts` are where all but the first begin, relative to `begin`."""
 
     begin: int
     end: int
@@ -21,23 +21,23 @@ class Piece:
 
 
 def pieces(starts: Sequence[int], begin: int, end: int, together: int = TOGETHER) -> list[Piece]:
-    """The documents between two places: each by itself, or several that have no more than `together` tokens."""
+    """Splits the range [begin, end) into documents, or groups of documents with at most `together` tokens."""
     bounds = [begin, *(start for start in starts if begin < start < end), end]
-    found: list[Piece] = []
+    merged: list[Piece] = []
     for first, last in pairwise(bounds):
-        before = found[-1] if found else None
-        if before is not None and last - before.begin <= together:
-            found[-1] = Piece(before.begin, last, (*before.cuts, first - before.begin))
+        previous = merged[-1] if merged else None
+        if previous is not None and last - previous.begin <= together:
+            merged[-1] = Piece(previous.begin, last, (*previous.cuts, first - previous.begin))
         else:
-            found.append(Piece(first, last))
-    return found
+            merged.append(Piece(first, last))
+    return merged
 
 
 def alike(documents: DocumentStarts) -> list[tuple[slice, tuple[int, ...]]]:
-    """Neighbouring sequences whose documents begin at the same places, which can be computed together."""
-    found, first = [], 0
+    """Groups neighbouring sequences with equal document starts, which can be computed in one batch."""
+    groups, first = [], 0
     for starts, same in groupby(documents):
-        after = first + len(list(same))
-        found.append((slice(first, after), starts))
-        first = after
-    return found
+        last = first + len(list(same))
+        groups.append((slice(first, last), starts))
+        first = last
+    return groups

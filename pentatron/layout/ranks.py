@@ -1,4 +1,4 @@
-"""Which rank sits where: the grid of parallel dimensions, in plain integers.
+"""Grid of parallel dimensions: the mapping from ranks to coordinates and process groups, in plain integers.
 
 Ranks are numbered with the tensor axis fastest, then context, data and pipeline:
 `rank = tp + TP·(cp + CP·(dp + DP·pp))`. Experts live inside the dense ranks of one pipeline stage
@@ -11,26 +11,28 @@ from typing import Literal
 
 from pentatron.text import plural
 
-# The dense axes; the sparse axes, which cut the same ranks of a stage another way; and what follows from them:
-# `replicas` hold the same weights and see other tokens (data × context), `kv` are neighbours on the tensor axis
-# that hold the same key/value head, `embedding` are the first and the last stage, which share a tied embedding,
-# `sequence` share the tokens of a micro-batch (tensor × context), `experts` hold all experts of a layer between them
-# (expert × expert tensor). Replicas that divide parameters between them may do so in several groups, each of which holds
-# them all: `shards` are the ranks of one such group, `instances` those with the same share in the different groups;
-# `expert_shards` and `expert_instances` are the same of the ranks that hold the same experts.
 Axis = Literal[
+    # Dense axes.
     "tensor",
     "context",
     "data",
     "pipeline",
+    # Sparse axes, which partition the same ranks of a stage for experts.
     "expert_tensor",
     "expert",
     "expert_data",
+    # Ranks with the same weights and other tokens (data × context).
     "replicas",
+    # Neighbours on the tensor axis that hold the same key/value head.
     "kv",
+    # The first and the last stage, which share a tied embedding.
     "embedding",
+    # Ranks that share the tokens of a micro-batch (tensor × context).
     "sequence",
+    # Ranks that together hold all experts of a layer (expert × expert tensor).
     "experts",
+    # Replicas may partition parameters (ZeRO) in several groups, each with a full copy: `shards` are the
+    # ranks of one group, `instances` those with the same shard in different groups. The same for experts.
     "shards",
     "instances",
     "expert_shards",
@@ -38,12 +40,12 @@ Axis = Literal[
 ]
 
 
-_TOGETHER: dict[Axis, tuple[Axis, ...]] = {"replicas": ("data", "context"), "sequence": ("tensor", "context")}
+_COMBINED: dict[Axis, tuple[Axis, ...]] = {"replicas": ("data", "context"), "sequence": ("tensor", "context")}
 
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Where one rank sits on every axis."""
+    """Coordinates of one rank on every axis."""
 
     tensor: int
     context: int
@@ -56,9 +58,9 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Grid:
-    """The sizes of the parallel dimensions. `kv_copies` tensor ranks in a row hold the same key/value head.
+    """Sizes of the parallel dimensions. `kv_copies` consecutive tensor ranks hold the same key/value head.
 
-    `instances` groups of replicas, neighbours in each, divide parameters between them, every group for itself.
+    Replicas partition parameters (ZeRO) in `instances` separate groups of neighbours.
     """
 
     tensor: int = 1
@@ -72,7 +74,7 @@ class Grid:
 
     @property
     def model_size(self) -> int:
-        """Ranks that hold one copy of the model between them."""
+        """Number of ranks that hold one copy of the model."""
         return self.tensor * self.context * self.pipeline
 
     @property
@@ -81,7 +83,7 @@ class Grid:
 
     @property
     def stage_size(self) -> int:
-        """Ranks of one pipeline stage: what the dense and the sparse axes both cut."""
+        """Number of ranks of one pipeline stage, which the dense and the sparse axes both partition."""
         return self.tensor * self.context * self.data
 
     @property
@@ -102,14 +104,14 @@ class Grid:
         return at.tensor + self.tensor * (at.context + self.context * (at.data + self.data * at.pipeline))
 
     def groups(self, axis: Axis) -> list[tuple[int, ...]]:
-        """All ranks, divided into those that differ along `axis` alone; each in the order of that axis."""
-        found: dict[tuple[int, ...], list[int]] = {}
+        """Partitions all ranks into groups that differ along `axis` only, each in the order of that axis."""
+        groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
-            found.setdefault(self._place(axis, rank), []).append(rank)
-        return [tuple(members) for members in found.values()]
+            groups.setdefault(self._group_key(axis, rank), []).append(rank)
+        return [tuple(members) for members in groups.values()]
 
-    def _place(self, axis: Axis, rank: int) -> tuple[int, ...]:
-        """What the members of a rank's group have in common."""
+    def _group_key(self, axis: Axis, rank: int) -> tuple[int, ...]:
+        """Returns the coordinates that all members of a rank's group share."""
         at = self.coordinates(rank)
         dense = {"tensor": at.tensor, "context": at.context, "data": at.data, "pipeline": at.pipeline}
         sparse = {
@@ -134,12 +136,12 @@ class Grid:
             number, each = at.expert_data, self.expert_data // self.instances
             part = number // each if axis == "expert_shards" else number % each
             return at.expert_tensor, at.expert, at.pipeline, part
-        varying = _TOGETHER.get(axis, (axis,))
+        varying = _COMBINED.get(axis, (axis,))
         return tuple(dense[a] for a in dense if a not in varying)
 
 
 def expert_size_problem(data: int, context: int, tensor: int, expert: int, expert_tensor: int) -> str | None:
-    """Why the ranks of one stage cannot be cut for the experts as well (DP·CP·TP = EDP·EP·ETP), or None."""
+    """Returns why the sparse axes cannot partition the ranks of a stage (DP·CP·TP = EDP·EP·ETP), or None."""
     stage, experts = data * context * tensor, expert * expert_tensor
     if stage % experts == 0:
         return None
@@ -151,7 +153,7 @@ def expert_size_problem(data: int, context: int, tensor: int, expert: int, exper
 
 
 def world_size_problem(world_size: int, tensor: int, pipeline: int, context: int) -> str | None:
-    """Why `world_size` processes cannot be arranged so, or None."""
+    """Returns why `world_size` processes do not fit the parallel sizes, or None."""
     model = tensor * pipeline * context
     if world_size % model == 0:
         return None

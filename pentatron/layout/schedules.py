@@ -1,7 +1,7 @@
-"""Pipeline schedules: in which order every pipeline rank computes, and when it sends, receives and reduces.
+"""Pipeline schedules: the order in which every pipeline rank computes, sends, receives and reduces.
 
-A schedule is made in two steps: a compute order (forwards and backwards of each rank, nothing else), which is what
-distinguishes one schedule from another, and `lower`, which adds the messages and the reductions.
+A schedule is made in two steps: a compute order (forwards and backwards of each rank, nothing else), which is
+what distinguishes one schedule from another, and `lower`, which adds the messages and the reductions.
 `pentatron.layout.check` proves the result sound.
 """
 
@@ -17,31 +17,29 @@ from dataclasses import dataclass, field
 from pentatron.layout.actions import Action, Kind, Placement, Schedule
 from pentatron.layout.check import DURATION
 
-# Zero-bubble pipelines: a backward is cut in two, and its second half fills the time a rank would wait.
+# --- zero-bubble schedules: the weight half of a split backward fills the bubbles ---
 #
-# The gradient of a stage's input is what the stage before waits for; the gradients of its weights nobody
-# waits for. The idea and the names of the schedules are Qi et al.'s (Zero Bubble Pipeline Parallelism;
-# Pipeline Parallelism with Controllable Memory). Here each schedule is a list of wishes, and one small
-# scheduler grants them as time passes.
+# By Qi et al.: Zero Bubble Pipeline Parallelism; Pipeline Parallelism with Controllable Memory. Each schedule
+# is given as prioritized lanes of computations, from which one greedy scheduler derives the order.
 
 
-# One computation: its kind, the stage, the micro-batch.
+# Kind, stage, micro-batch.
 Computation = tuple[Kind, int, int]
-# Forwards and input gradients of one rank that keep their order among themselves.
+# Forwards and input gradients of one rank that keep their relative order.
 Lane = Sequence[Computation]
 
 
 def v_placement(ranks: int) -> Placement:
-    """Two stages on every rank: the pipeline goes down the ranks and comes back, so that the last stage is on rank 0."""
+    """Returns two stages per rank, down the ranks and back up: first and last stage are on rank 0."""
     return Placement((*range(ranks), *range(ranks - 1, -1, -1)))
 
 
 def zero_bubble_orders(
     placement: Placement, orders: Sequence[Sequence[Computation]], limit: int
 ) -> list[list[Computation]]:
-    """The order of another schedule, its backwards cut in two; no rank holds more than `limit` micro-batches.
+    """Splits the backwards of another schedule's order; no rank holds more than `limit` micro-batches.
 
-    With 1F1B's order and as many micro-batches as ranks that is ZB-H1.
+    Applied to 1F1B with as many micro-batches as ranks this is ZB-H1.
     """
     lanes = [
         [[(Kind.INPUT if kind is Kind.BACKWARD else kind, stage, m) for kind, stage, m in order]]
@@ -51,28 +49,28 @@ def zero_bubble_orders(
 
 
 def zbv_orders(ranks: int, micro_batches: int) -> list[list[Computation]]:
-    """ZB-V: two stages on each rank, and as much memory as 1F1B: twice as many stages as ranks, each half as large.
+    """ZB-V: two stages per rank, each half as large, with as much activation memory as 1F1B.
 
-    What ends a micro-batch sooner comes first: ranks that filled up with new micro-batches would wait for each other
-    for ever, as none could come back.
+    Computations that finish a micro-batch sooner have priority: ranks full of new micro-batches would
+    deadlock, as no backward could run.
     """
     placement = v_placement(ranks)
     lanes = []
     for rank in range(ranks):
-        down, back = placement.stages_of(rank)
-        wishes = ((Kind.INPUT, down), (Kind.INPUT, back), (Kind.FORWARD, back), (Kind.FORWARD, down))
-        lanes.append([[(kind, stage, m) for m in range(micro_batches)] for kind, stage in wishes])
+        down, up = placement.stages_of(rank)
+        preferences = ((Kind.INPUT, down), (Kind.INPUT, up), (Kind.FORWARD, up), (Kind.FORWARD, down))
+        lanes.append([[(kind, stage, m) for m in range(micro_batches)] for kind, stage in preferences])
     return granted(placement, lanes, 2 * ranks)
 
 
 @dataclass
-class _Rank:
-    """How far one rank is: what it has done, the weight gradients it could compute, the micro-batches it holds."""
+class _RankState:
+    """Scheduler state of one rank: its order so far, pending weight gradients, held micro-batches."""
 
     lanes: Sequence[Lane]
     limit: int
     next: list[int] = field(default_factory=list)
-    done: list[Computation] = field(default_factory=list)
+    order: list[Computation] = field(default_factory=list)
     waiting: deque[tuple[int, int]] = field(default_factory=deque)
     alive: int = 0
 
@@ -84,7 +82,7 @@ class _Rank:
         return bool(self.waiting) or any(at < len(lane) for at, lane in zip(self.next, self.lanes))
 
     def heads(self) -> Iterator[tuple[int, Computation]]:
-        """The next wish of each lane for which there is room."""
+        """Yields the next computation of each lane, except forwards beyond the memory limit."""
         for number, lane in enumerate(self.lanes):
             if self.next[number] < len(lane):
                 computation = lane[self.next[number]]
@@ -92,7 +90,7 @@ class _Rank:
                     yield number, computation
 
     def take(self, lane: int | None) -> Computation:
-        """The next wish of a lane; without one, the weight gradient that waits longest."""
+        """Appends the next computation of a lane or, for None, the oldest pending weight gradient."""
         if lane is None:
             computation: Computation = (Kind.WEIGHT, *self.waiting.popleft())
             self.alive -= 1
@@ -103,106 +101,103 @@ class _Rank:
                 self.alive += 1
             else:
                 self.waiting.append(computation[1:])
-        self.done.append(computation)
+        self.order.append(computation)
         return computation
 
 
 def granted(placement: Placement, lanes: Sequence[Sequence[Lane]], limit: int) -> list[list[Computation]]:
-    """What every rank does when time passes in steps of one computation.
+    """Returns the order of every rank, simulated in time steps of one computation.
 
-    In each step a rank takes the first of its lanes whose next wish can be granted: its input has been computed in an
-    earlier step and there is room for it. Where none can, it computes a weight gradient, if one waits.
+    In each step a rank takes the first lane whose next computation has its inputs (from earlier steps) and
+    memory. If there is none, it computes a pending weight gradient, if any.
     """
-    ranks = [_Rank(wishes, limit) for wishes in lanes]
+    ranks = [_RankState(lanes_of_rank, limit) for lanes_of_rank in lanes]
     finished: set[Computation] = set()
     while any(rank.has_more for rank in ranks):
         taken = []
         for rank in ranks:
-            lane = next((n for n, wish in rank.heads() if _source(placement, wish) <= finished), None)
+            lane = next(
+                (n for n, computation in rank.heads() if _inputs(placement, computation) <= finished), None
+            )
             if lane is not None or rank.waiting:
                 taken.append(rank.take(lane))
         assert taken, "ranks wait for each other: the limit is too low for these lanes"
         finished.update(taken)
-    return [rank.done for rank in ranks]
+    return [rank.order for rank in ranks]
 
 
-def _source(placement: Placement, computation: Computation) -> set[Computation]:
-    """What must be finished before a computation can start."""
+def _inputs(placement: Placement, computation: Computation) -> set[Computation]:
+    """Returns the computations whose results a computation needs."""
     kind, stage, micro_batch = computation
     if kind is Kind.FORWARD:
         return {(Kind.FORWARD, stage - 1, micro_batch)} if stage > 0 else set()
-    found = {(Kind.FORWARD, stage, micro_batch)}
+    inputs = {(Kind.FORWARD, stage, micro_batch)}
     if stage + 1 < placement.stages:
-        found.add((Kind.INPUT, stage + 1, micro_batch))
-    return found
+        inputs.add((Kind.INPUT, stage + 1, micro_batch))
+    return inputs
 
 
-# DualPipeV: a folded pipeline in which the forward of one micro-batch runs beside the backward of another.
+# --- DualPipeV: a folded pipeline that pairs the forward of one micro-batch with the backward of another ---
 #
-# The schedule is DeepSeek's, in the variant that keeps each stage on one rank. Most backwards stay whole, so
-# that a forward and a backward can be computed together; only where the pipeline fills and drains are they
-# cut in two.
+# By DeepSeek, in the variant with each stage on one rank. Most backwards stay whole, so that a forward and a
+# backward can overlap; they are split only while the pipeline fills and drains.
 
 
 def fewest_micro_batches(ranks: int) -> int:
-    """With fewer the forwards are used up before the pipeline is full."""
+    """Returns the fewest micro-batches with which the forwards last until the pipeline is full."""
     return 2 * ranks
 
 
 def dualpipev_orders(ranks: int, micro_batches: int) -> list[list[Computation]]:
-    return [list(_Order(ranks, micro_batches, rank).run()) for rank in range(ranks)]
+    return [list(_DualPipeVOrder(ranks, micro_batches, rank).run()) for rank in range(ranks)]
 
 
-class _Order:
-    """The order of one rank: `down` is its stage on the way down the ranks, `back` the one on the way back."""
+class _DualPipeVOrder:
+    """Generates the order of one rank; `down` and `up` are its stages on the way down and back up."""
 
     def __init__(self, ranks: int, micro_batches: int, rank: int) -> None:
-        self.down, self.back = v_placement(ranks).stages_of(rank)
-        # How many ranks lie above this one with it, and how many below.
+        self.down, self.up = v_placement(ranks).stages_of(rank)
+        # The number of ranks up to and including this one, and of those after it.
         self.above, self.below = rank + 1, ranks - rank - 1
         self.paired = micro_batches - 2 * ranks + self.above
         self._numbers = {
             (kind, stage): itertools.count()
             for kind in (Kind.FORWARD, Kind.BACKWARD)
-            for stage in (self.down, self.back)
+            for stage in (self.down, self.up)
         }
         self._waiting: deque[tuple[int, int]] = deque()
 
     def run(self) -> Iterator[Computation]:
-        # Fill: until the first micro-batch has been to the last rank and back, new ones can follow it.
+        # Fill: new micro-batches enter until the first one has returned from the last rank.
         for _ in range(2 * self.below):
             yield self._forward(self.down)
         for _ in range(self.above):
             yield self._forward(self.down)
-            yield self._forward(self.back)
-        # The first gradients come back: weight gradients fill the gaps between them.
+            yield self._forward(self.up)
+        # The first gradients arrive: weight gradients fill the gaps between them.
         for _ in range(self.below):
-            yield self._input(self.back)
+            yield self._input(self.up)
             yield self._weight()
-            yield self._forward(self.back)
-        # Full: each forward stands beside a backward of the other stage.
+            yield self._forward(self.up)
+        # Steady state: each forward is paired with a backward of the other stage.
         for _ in range(self.paired):
             yield self._forward(self.down)
-            yield self._backward(self.back)
-            yield self._forward(self.back)
+            yield self._backward(self.up)
+            yield self._forward(self.up)
             yield self._backward(self.down)
-        # Drain: no new micro-batches, then no forwards at all.
+        # Drain: no new micro-batches, then no forwards.
         for _ in range(self.below):
-            yield self._backward(self.back)
-            yield self._forward(self.back)
+            yield self._backward(self.up)
+            yield self._forward(self.up)
             yield self._backward(self.down)
-        yield from self._last_backwards()
+        # The second half of the last backwards is split, so that gradients reach the other ranks sooner.
+        for place, stage in enumerate((self.up, self.down) * self.above):
+            yield self._input(stage) if place >= self.above else self._backward(stage)
         for _ in range(self.below):
             yield self._weight()
             yield self._input(self.down)
         while self._waiting:
             yield self._weight()
-
-    def _last_backwards(self) -> Iterator[Computation]:
-        """Backwards of both stages in turn; the second half of them hurries and leaves the weights for later."""
-        stages = (self.back, self.down) * self.above
-        for place, stage in enumerate(stages):
-            yield self._input(stage) if place >= self.above else self._backward(stage)
 
     def _forward(self, stage: int) -> Computation:
         return Kind.FORWARD, stage, next(self._numbers[Kind.FORWARD, stage])
@@ -219,30 +214,30 @@ class _Order:
         return Kind.WEIGHT, *self._waiting.popleft()
 
 
-# Two stages on each rank, the first and the last of all on rank 0.
+# Schedules with two stages on each rank, the first and the last stage on rank 0.
 FOLDED = ("zbv", "dualpipev")
 KINDS = ("gpipe", "1f1b", "interleaved", "zero-bubble", *FOLDED)
-# Those that cut backwards in two.
+# Schedules that split backwards.
 HALVING = ("zero-bubble", *FOLDED)
 
 
 def looped_placement(ranks: int, virtual: int) -> Placement:
-    """`virtual` stages on every rank, dealt out in turns: stage s sits on rank s mod `ranks`."""
+    """Returns `virtual` stages per rank, assigned round-robin: stage s is on rank s mod `ranks`."""
     return Placement(tuple(stage % ranks for stage in range(ranks * virtual)))
 
 
 def placement_for(kind: str, ranks: int, virtual: int) -> Placement:
-    """Where the stages sit under a schedule."""
+    """Returns the placement of the stages under a schedule."""
     return v_placement(ranks) if kind in FOLDED else looped_placement(ranks, virtual)
 
 
 def takes_groups(kind: str, virtual: int) -> bool:
-    """Whether ranks turn to their next stage after a group of micro-batches."""
+    """Whether ranks switch to their next stage after a group of micro-batches."""
     return kind == "interleaved" or (kind == "zero-bubble" and virtual > 1)
 
 
 class Stages(enum.Enum):
-    """How many stages a schedule runs on each rank."""
+    """Number of stages a schedule runs on each rank."""
 
     ONE = "one"
     TWO = "two"
@@ -253,7 +248,7 @@ class Stages(enum.Enum):
 
 
 def stages_misfit(kind: str, virtual: int) -> Stages | None:
-    """What a schedule needs, if this number of stages on each rank does not fit it."""
+    """Returns the number of stages a schedule needs if `virtual` does not fit it, else None."""
     if kind == "zero-bubble":
         return None
     needed = Stages.TWO if kind in FOLDED else Stages.SEVERAL if kind == "interleaved" else Stages.ONE
@@ -261,7 +256,7 @@ def stages_misfit(kind: str, virtual: int) -> Stages | None:
 
 
 def micro_batches_problem(kind: str, ranks: int, micro_batches: int) -> str | None:
-    """Why a step has too few micro-batches for a schedule, or None."""
+    """Returns why a step has too few micro-batches for a schedule, or None."""
     if kind != "dualpipev" or micro_batches >= fewest_micro_batches(ranks):
         return None
     return (
@@ -271,7 +266,7 @@ def micro_batches_problem(kind: str, ranks: int, micro_batches: int) -> str | No
 
 
 def group_problem(ranks: int, micro_batches: int, group: int | None) -> str | None:
-    """Why ranks cannot turn to their next stage after groups of so many micro-batches, or None."""
+    """Returns why ranks cannot switch stages after groups of `group` micro-batches, or None."""
     if group is None or ranks <= group <= micro_batches or group == micro_batches:
         return None
     if micro_batches <= ranks:
@@ -284,7 +279,7 @@ def group_problem(ranks: int, micro_batches: int, group: int | None) -> str | No
 def schedule_problem(
     kind: str, ranks: int, virtual: int, micro_batches: int, group: int | None = None
 ) -> str | None:
-    """Why there is no such schedule, with the numbers that would do, or None."""
+    """Returns why a schedule is impossible, with sizes that would fit, or None."""
     if kind not in KINDS:
         return f"there is no pipeline schedule {kind}; use {', '.join(KINDS[:-1])} or {KINDS[-1]}"
     if min(ranks, virtual, micro_batches) < 1:
@@ -312,7 +307,7 @@ def schedule_problem(
 def training_schedule(
     kind: str, ranks: int, virtual: int, micro_batches: int, group: int | None = None
 ) -> Schedule:
-    """What every pipeline rank does in one training step."""
+    """Returns the schedule of one training step."""
     problem = schedule_problem(kind, ranks, virtual, micro_batches, group)
     if problem is not None:
         raise ValueError(problem)
@@ -322,7 +317,10 @@ def training_schedule(
 
 @functools.lru_cache(maxsize=32)
 def forward_schedule(placement: Placement, micro_batches: int) -> Schedule:
-    """Forward only, for evaluation. All ranks follow one global order, so that none can wait in a circle."""
+    """Returns a forward-only schedule for evaluation.
+
+    All ranks follow one global order, so it cannot deadlock.
+    """
     orders = [
         list(_in_groups(Kind.FORWARD, placement.stages_of(rank), micro_batches, placement.ranks))
         for rank in range(placement.ranks)
@@ -331,9 +329,9 @@ def forward_schedule(placement: Placement, micro_batches: int) -> Schedule:
 
 
 def group_sizes(micro_batches: int, group: int) -> list[int]:
-    """Cuts the micro-batches into groups of `group` or a few more, the larger ones first.
+    """Splits the micro-batches into groups of `group` or a few more, larger ones first.
 
-    A group smaller than the pipeline would leave ranks idle in the middle of a step; so what is left over after equal
+    A group smaller than the pipeline would idle ranks in the middle of a step, so the remainder of equal
     groups is spread over them.
     """
     groups = max(1, micro_batches // group)
@@ -344,7 +342,7 @@ def group_sizes(micro_batches: int, group: int) -> list[int]:
 def forwards_ahead(
     kind: str, ranks: int, virtual: int, rank: int, micro_batches: int, group: int | None
 ) -> int:
-    """How many forwards a rank runs before its first backward may follow each further one: Megatron's counts."""
+    """Returns the warm-up forwards of a rank before forwards and backwards alternate, as in Megatron."""
     if kind == "gpipe":
         return virtual * micro_batches
     if kind == "1f1b":
@@ -363,7 +361,7 @@ def _orders(
     if kind == "zero-bubble":
         base = "1f1b" if virtual == 1 else "interleaved"
         orders = _orders(base, placement, micro_batches, group)
-        # What the base holds where it holds most, on its first rank.
+        # The most that the base schedule holds, which is on its first rank.
         limit = 1 + forwards_ahead(base, ranks, virtual, 0, micro_batches, group)
         return zero_bubble_orders(placement, orders, limit)
     return [_order(kind, placement, rank, micro_batches, group) for rank in range(ranks)]
@@ -372,16 +370,16 @@ def _orders(
 def _order(
     kind: str, placement: Placement, rank: int, micro_batches: int, group: int | None
 ) -> list[Computation]:
-    own, ranks = placement.stages_of(rank), placement.ranks
-    forwards = list(_in_groups(Kind.FORWARD, own, micro_batches, group or ranks))
-    # Backwards keep the order of the micro-batches, so that every schedule adds up gradients alike.
-    backwards = list(_in_groups(Kind.BACKWARD, own[::-1], micro_batches, group or ranks))
-    ahead = forwards_ahead(kind, ranks, len(own), rank, micro_batches, group)
+    stages, ranks = placement.stages_of(rank), placement.ranks
+    forwards = list(_in_groups(Kind.FORWARD, stages, micro_batches, group or ranks))
+    # Backwards in the order of micro-batches: every schedule accumulates gradients in the same order.
+    backwards = list(_in_groups(Kind.BACKWARD, stages[::-1], micro_batches, group or ranks))
+    ahead = forwards_ahead(kind, ranks, len(stages), rank, micro_batches, group)
     return list(_one_forward_one_backward(forwards, backwards, ahead))
 
 
 def _in_groups(kind: Kind, stages: Sequence[int], micro_batches: int, group: int) -> Iterator[Computation]:
-    """Every stage in turn for a group of micro-batches, then the next group."""
+    """Yields every stage in turn for a group of micro-batches, then the next group."""
     first = 0
     for size in group_sizes(micro_batches, group):
         for stage, micro_batch in itertools.product(stages, range(first, first + size)):
@@ -392,7 +390,7 @@ def _in_groups(kind: Kind, stages: Sequence[int], micro_batches: int, group: int
 def _one_forward_one_backward(
     forwards: Sequence[Computation], backwards: Sequence[Computation], ahead: int
 ) -> Iterator[Computation]:
-    """`ahead` forwards to fill the pipeline, then one forward and one backward in turn, then the backwards left over."""
+    """Yields `ahead` warm-up forwards, then forwards and backwards in turn, then the remaining backwards."""
     yield from forwards[:ahead]
     for forward, backward in itertools.zip_longest(forwards[ahead:], backwards):
         if forward is not None:
@@ -401,14 +399,14 @@ def _one_forward_one_backward(
 
 
 def lower(placement: Placement, micro_batches: int, orders: Sequence[Sequence[Computation]]) -> Schedule:
-    """Adds to each rank's computations the messages and the reductions.
+    """Adds messages and reductions to each rank's computations.
 
-    A result is sent right after it was computed. A receive is posted before the first computation that begins later than the one
-    which makes its message. The message then travels while the ranks compute, and a launch that synchronises the device waits for
-    computations that begin earlier only, so that ranks cannot wait in a circle (decision 0057). A stage is reduced right after its
-    last backward, or second half of one.
+    A result is sent right after its computation. A receive is posted before the first computation that begins
+    later than the one that produces its message: the message then overlaps computation, and a launch that
+    synchronizes the device waits only for computations that begin earlier, so ranks cannot deadlock (decision
+    0057). A stage is reduced right after its last backward or weight half.
     """
-    begins = _beginnings(placement, orders)
+    begins = _begin_times(placement, orders)
     return Schedule(
         placement,
         micro_batches,
@@ -416,33 +414,36 @@ def lower(placement: Placement, micro_batches: int, orders: Sequence[Sequence[Co
     )
 
 
-def _beginnings(placement: Placement, orders: Sequence[Sequence[Computation]]) -> dict[Computation, float]:
-    """When each computation begins, if it begins as soon as it can and messages take no time. One that never begins is not there."""
+def _begin_times(placement: Placement, orders: Sequence[Sequence[Computation]]) -> dict[Computation, float]:
+    """Returns when each computation begins if it starts as early as possible and messages take no time.
+
+    Computations that never begin are missing.
+    """
     begins: dict[Computation, float] = {}
     sent: dict[tuple[bool, int, int], float] = {}
-    clock, done = [0.0 for _ in orders], [0 for _ in orders]
-    moved = True
-    while moved:
-        moved = False
+    clock, position = [0.0 for _ in orders], [0 for _ in orders]
+    progressed = True
+    while progressed:
+        progressed = False
         for rank, order in enumerate(orders):
-            for computation in order[done[rank] :]:
+            for computation in order[position[rank] :]:
                 kind, stage, micro_batch = computation
                 forward = kind is Kind.FORWARD
                 source = (forward, stage - 1 if forward else stage + 1, micro_batch)
-                needs = kind is not Kind.WEIGHT and 0 <= source[1] < placement.stages
-                if needs and source not in sent:
+                has_source = kind is not Kind.WEIGHT and 0 <= source[1] < placement.stages
+                if has_source and source not in sent:
                     break
-                begins[computation] = max(clock[rank], sent[source] if needs else 0.0)
+                begins[computation] = max(clock[rank], sent[source] if has_source else 0.0)
                 clock[rank] = begins[computation] + DURATION[kind]
                 if kind is not Kind.WEIGHT:
                     sent[forward, stage, micro_batch] = clock[rank]
-                done[rank] += 1
-                moved = True
+                position[rank] += 1
+                progressed = True
     return begins
 
 
-def _key(computation: Computation, begins: dict[Computation, float]) -> tuple[float, bool, int]:
-    """Puts the computations of all ranks into one order: by their beginning, of those that begin together along the way of the messages."""
+def _global_order(computation: Computation, begins: dict[Computation, float]) -> tuple[float, bool, int]:
+    """Sort key of the computations of all ranks: by begin time, on a tie in the direction of the messages."""
     kind, stage, _ = computation
     forward = kind is Kind.FORWARD
     return begins.get(computation, math.inf), not forward, stage if forward else -stage
@@ -454,14 +455,16 @@ def _lowered(
     last_backward = {
         stage: i for i, (kind, stage, _) in enumerate(order) if kind in (Kind.BACKWARD, Kind.WEIGHT)
     }
-    # Messages of one sender are sent, and needed, in the same order, so they are posted in it as well.
+    # Messages of one sender are sent and needed in the same order, so they are posted in it as well.
     posted: list[list[Action]] = [[] for _ in order]
-    own = [_key(computation, begins) for computation in order]
+    keys = [_global_order(computation, begins) for computation in order]
     for i, computation in enumerate(order):
         for receive in _received(placement, rank, computation):
-            makes = (Kind.FORWARD,) if computation[0] is Kind.FORWARD else (Kind.BACKWARD, Kind.INPUT)
-            sender = min(_key((kind, receive.stage, receive.micro_batch), begins) for kind in makes)
-            posted[bisect.bisect_right(own, sender, 0, i)].append(receive)
+            producers = (Kind.FORWARD,) if computation[0] is Kind.FORWARD else (Kind.BACKWARD, Kind.INPUT)
+            sender = min(
+                _global_order((kind, receive.stage, receive.micro_batch), begins) for kind in producers
+            )
+            posted[bisect.bisect_right(keys, sender, 0, i)].append(receive)
     for i, computation in enumerate(order):
         yield from posted[i]
         kind, stage, micro_batch = computation
@@ -472,7 +475,7 @@ def _lowered(
 
 
 def _received(placement: Placement, rank: int, computation: Computation) -> Iterator[Action]:
-    """The message a computation waits for, if it comes from another rank."""
+    """Yields the receive of a computation's input, if it comes from another rank."""
     kind, stage, micro_batch = computation
     if kind is Kind.WEIGHT:
         return
@@ -484,7 +487,7 @@ def _received(placement: Placement, rank: int, computation: Computation) -> Iter
 
 
 def _sent(placement: Placement, rank: int, computation: Computation) -> Iterator[Action]:
-    """The message that carries the result of a computation, if another rank needs it."""
+    """Yields the send of a computation's result, if another rank needs it."""
     kind, stage, micro_batch = computation
     if kind is Kind.WEIGHT:
         return

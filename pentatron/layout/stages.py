@@ -1,4 +1,4 @@
-"""Which layers a pipeline stage holds: divided by cost, by numbers the user gives, or by a layout written out."""
+"""Division of the layers into pipeline stages: by cost, by given numbers, or by a written layout."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from pentatron.text import plural
 
-Item = TypeVar("Item")
+Layer = TypeVar("Layer")
 
 _FIRST, _LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
 _LAYOUT = "--pipeline-model-parallel-layout"
@@ -14,7 +14,7 @@ _LAYOUT = "--pipeline-model-parallel-layout"
 
 @dataclass(frozen=True)
 class StagePart:
-    """What one stage holds of the model: some layers in a row, and at the ends the embedding and the head."""
+    """The part of the model in one stage: consecutive layers and, at the ends, embedding and head."""
 
     layers: tuple[int, ...]
     embedding: bool
@@ -23,7 +23,7 @@ class StagePart:
 
 @dataclass(frozen=True)
 class Costs:
-    """What computing each part takes, in any unit."""
+    """Cost of computing each kind of layer, in any unit."""
 
     layer: float = 1.0
     embedding: float = 0.0
@@ -35,11 +35,12 @@ class Costs:
 
 @dataclass(frozen=True)
 class Division:
-    """How the layers are to be divided over `ranks` pipeline ranks with `virtual` stages each.
+    """Settings for the division of the layers over `ranks` pipeline ranks with `virtual` stages each.
 
-    `first` and `last` fix the layers of the first and the last rank. `count_embedding` and `count_head` make the
-    embedding and the head weigh as much as one layer. `even`: only layers count, so that all stages have the same
-    number. `written` is a whole layout such as `Et|tt|tL`. `folded`: the stages go down the ranks and come back.
+    `first` and `last` fix the layers of the first and the last rank. `count_embedding` and `count_head` make
+    the embedding and the head count as one layer each. `even`: only layers count, so that all stages have the
+    same number. `written` is a complete layout such as `Et|tt|tL`. `folded`: stages run down the ranks and
+    back up (V shape).
     """
 
     ranks: int = 1
@@ -64,17 +65,18 @@ class Division:
 def split_layers(
     num_layers: int, stages: int, layer_cost: float, embedding_cost: float, head_cost: float
 ) -> tuple[StagePart, ...]:
-    """Divides the layers so that the most expensive stage is as cheap as it can be; every stage gets a layer.
+    """Divides the layers so that the most expensive stage costs as little as possible; every stage gets a
+    layer.
 
-    Among equally good divisions the most even one is taken, and then the one with more layers in later stages, as
-    early stages keep more micro-batches in memory.
+    Among equally good divisions the most even one is chosen, then the one with more layers in later stages,
+    as early stages hold more micro-batches in memory.
     """
     if num_layers < stages:
         raise ValueError(too_few_layers(num_layers, stages))
     extra = [0.0] * stages
     extra[0] += embedding_cost
     extra[-1] += head_cost
-    return _parts(_filled(num_layers, [1] * stages, layer_cost, extra, list(range(stages))))
+    return _parts(_fill_cheapest(num_layers, [1] * stages, layer_cost, extra, list(range(stages))))
 
 
 def too_few_layers(num_layers: int, stages: int) -> str:
@@ -85,7 +87,7 @@ def too_few_layers(num_layers: int, stages: int) -> str:
 
 
 def stage_parts(num_layers: int, division: Division, costs: Costs) -> tuple[StagePart, ...]:
-    """The parts of all stages, in the order of the model; ValueError says what does not add up."""
+    """Returns the parts of all stages in model order. Raises ValueError with a message for the user."""
     if division.written is not None:
         return _written_parts(num_layers, division)
     if division.first is not None or division.last is not None:
@@ -95,38 +97,40 @@ def stage_parts(num_layers: int, division: Division, costs: Costs) -> tuple[Stag
     return split_layers(num_layers, division.stages, costs.layer, costs.embedding, costs.head)
 
 
-def _filled(
-    num_layers: int, counts: list[int], layer_cost: float, extra: Sequence[float], open_stages: list[int]
+def _fill_cheapest(
+    num_layers: int, counts: list[int], layer_cost: float, extra: Sequence[float], stages: list[int]
 ) -> list[int]:
-    """Gives the layers that are left, one at a time, to the open stage that is cheapest with it, the latest of several.
+    """Gives the remaining layers, one at a time, to the stage that is cheapest with one more; on a tie to the
+    latest.
 
-    All layers cost the same, so no other order can end with a cheaper most expensive stage.
+    As all layers cost the same, this greedy order minimizes the cost of the most expensive stage.
     """
     for _ in range(num_layers - sum(counts)):
-        chosen = min(open_stages, key=lambda s: ((counts[s] + 1) * layer_cost + extra[s], -s))
+        chosen = min(stages, key=lambda s: ((counts[s] + 1) * layer_cost + extra[s], -s))
         counts[chosen] += 1
     return counts
 
 
 def _parts(counts: Sequence[int]) -> tuple[StagePart, ...]:
-    found, first = [], 0
+    parts, first = [], 0
     for stage, count in enumerate(counts):
         layers = tuple(range(first, first + count))
-        found.append(StagePart(layers, embedding=stage == 0, head=stage == len(counts) - 1))
+        parts.append(StagePart(layers, embedding=stage == 0, head=stage == len(counts) - 1))
         first += count
-    return tuple(found)
+    return tuple(parts)
 
 
 def _counts_with_ends(num_layers: int, division: Division, costs: Costs) -> list[int]:
-    """Layers of every stage when those of the first or the last rank are given; the others share the rest."""
+    """Returns the layers of every stage if those of the first or the last rank are fixed."""
     ranks, virtual = division.ranks, division.virtual
     fixed = {
         rank: (flag, count)
         for rank, flag, count in ((0, _FIRST, division.first), (ranks - 1, _LAST, division.last))
         if count is not None
     }
+    flags = " and ".join(f"{flag} {count}" for flag, count in fixed.values())
     if ranks == 1:
-        raise ValueError(f"{' and '.join(_asked(fixed))}: there is one pipeline rank, which has all layers")
+        raise ValueError(f"{flags}: there is one pipeline rank, which has all layers")
     counts = [1] * division.stages
     for rank, (flag, count) in fixed.items():
         if count % virtual:
@@ -138,26 +142,22 @@ def _counts_with_ends(num_layers: int, division: Division, costs: Costs) -> list
             if division.rank_of(stage) == rank:
                 counts[stage] = count // virtual
     open_stages = [s for s in range(division.stages) if division.rank_of(s) not in fixed]
-    given = sum(count for _, count in fixed.values())
-    rest = num_layers - given
-    if not open_stages and rest:
+    fixed_layers = sum(count for _, count in fixed.values())
+    remaining = num_layers - fixed_layers
+    if not open_stages and remaining:
         raise ValueError(
-            f"{' and '.join(_asked(fixed))} have {given} layers together, but --num-layers is {num_layers}; "
+            f"{flags} have {fixed_layers} layers together, but --num-layers is {num_layers}; "
             f"leave one of them out"
         )
-    if rest < len(open_stages):
+    if remaining < len(open_stages):
         raise ValueError(
-            f"{' and '.join(_asked(fixed))} leave {num_layers} − {given} = {rest} layers for the {len(open_stages)} other "
+            f"{flags} leave {num_layers} − {fixed_layers} = {remaining} layers for the {len(open_stages)} other "
             f"stages, which need one each; the sum of all must be --num-layers {num_layers}"
         )
-    # What the user fixed says that the ends are dealt with; the head then weighs on an open end only.
+    # A fixed end accounts for its embedding or head already; their costs matter for open ends only.
     extra = [0.0] * division.stages
     extra[0], extra[-1] = extra[0] + costs.embedding, extra[-1] + costs.head
-    return _filled(num_layers, counts, costs.layer, extra, open_stages)
-
-
-def _asked(fixed: dict[int, tuple[str, int]]) -> list[str]:
-    return [f"{flag} {count}" for flag, count in fixed.values()]
+    return _fill_cheapest(num_layers, counts, costs.layer, extra, open_stages)
 
 
 def _written_parts(num_layers: int, division: Division) -> tuple[StagePart, ...]:
@@ -179,59 +179,63 @@ def _written_parts(num_layers: int, division: Division) -> tuple[StagePart, ...]
 
 
 def written_stages(text: str) -> list[str]:
-    """`Et|(tt|)*2tL` → `Et`, `tt`, `tt`, `tL`: E the embedding, t a layer, L the head, | between stages.
+    """Parses a layout: `Et|(tt|)*2tL` → `Et`, `tt`, `tt`, `tL` (E: embedding, t: layer, L: head, |: next
+    stage).
 
-    A repetition `*n` belongs to the letter or the parentheses before it; commas and spaces mean nothing.
+    A repetition `*n` applies to the letter or the parentheses before it; commas and spaces are ignored.
     """
     stages = _expanded(text).split("|")
     for i, stage in enumerate(stages):
         if not stage:
             raise ValueError(f"{_LAYOUT} {text}: stage {i} is empty; put a layer (t) in, or remove its |")
-    whole = "|".join(stages)
-    if whole.count("E") != 1 or not whole.startswith("E"):
+    joined = "|".join(stages)
+    if joined.count("E") != 1 or not joined.startswith("E"):
         raise ValueError(f"{_LAYOUT} {text}: the embedding (E) must stand once, at the very beginning")
-    if whole.count("L") != 1 or not whole.endswith("L"):
+    if joined.count("L") != 1 or not joined.endswith("L"):
         raise ValueError(f"{_LAYOUT} {text}: the head (L) must stand once, at the very end")
     return stages
 
 
 def _expanded(text: str) -> str:
-    """The layout without repetitions, parentheses, commas and spaces."""
-    open_parts: list[list[str]] = [[]]
-    at = 0
-    while at < len(text):
-        letter = text[at]
-        at += 1
+    """Expands repetitions and parentheses and removes commas and spaces."""
+    stack: list[list[str]] = [[]]
+    position = 0
+    while position < len(text):
+        letter = text[position]
+        position += 1
         if letter in "EtL|":
-            open_parts[-1].append(letter)
+            stack[-1].append(letter)
         elif letter == "(":
-            open_parts.append([])
-        elif letter == ")" and len(open_parts) > 1:
-            inside = "".join(open_parts.pop())
-            open_parts[-1].append(inside)
+            stack.append([])
+        elif letter == ")" and len(stack) > 1:
+            group = "".join(stack.pop())
+            stack[-1].append(group)
         elif letter == "*":
-            digits = text[at : at + len(text[at:]) - len(text[at:].lstrip("0123456789"))]
-            if not digits or not open_parts[-1]:
-                raise ValueError(f"{_LAYOUT} {text}: * needs a letter or ) before it and a number behind it")
-            at += len(digits)
-            open_parts[-1][-1] *= int(digits)
+            digits = text[
+                position : position + len(text[position:]) - len(text[position:].lstrip("0123456789"))
+            ]
+            if not digits or not stack[-1]:
+                raise ValueError(f"{_LAYOUT} {text}: * needs a letter or ) before it and a number after it")
+            position += len(digits)
+            stack[-1][-1] *= int(digits)
         elif letter == "m":
             raise ValueError(
                 f"{_LAYOUT} {text}: m (multi-token prediction) is not available in this version; leave it out"
             )
         elif letter not in ", ":
             raise ValueError(f"{_LAYOUT} {text}: '{letter}' has no meaning here; use E, t, L, |, *, ( and )")
-    if len(open_parts) > 1:
+    if len(stack) > 1:
         raise ValueError(f"{_LAYOUT} {text}: a ( is not closed")
-    return "".join(open_parts[0])
+    return "".join(stack[0])
 
 
 def recomputed_runs(
-    layers: Sequence[Item], chunk: int, first: int | None
-) -> tuple[list[Sequence[Item]], Sequence[Item]]:
-    """The layers of a stage that run again in backward, in the runs that keep one input each, and the other layers.
+    layers: Sequence[Layer], chunk: int, first: int | None
+) -> tuple[list[Sequence[Layer]], Sequence[Layer]]:
+    """Splits the layers of a stage into those recomputed in backward, in groups that save one input each, and
+    the rest.
 
-    Runs of `chunk` layers, over the `first` layers or over all.
+    Groups have `chunk` layers and cover the `first` layers, or all.
     """
     covered = len(layers) if first is None else min(first, len(layers))
     runs = [layers[start : min(start + chunk, covered)] for start in range(0, covered, chunk)]

@@ -1,1 +1,1 @@
-"""Single passes over memory that torch would make several of: a Triton kernel on a GPU, plain torch elsewhere."""
+"""Fused operations: Triton kernels on GPUs, with equivalents in torch operations for other devices."""

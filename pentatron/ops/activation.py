@@ -1,7 +1,7 @@
 """What lies between the two matrices of an expert, times the weight that a token gives the expert.
 
-The second matrix is linear: a weight may be applied before it as well as after it, and before it rows are narrower, and nothing that
-the second matrix makes has to be kept for the weight's gradient.
+The second matrix is linear: a weight may be applied before it as well as after it, and before it rows are
+narrower, and nothing that the second matrix makes has to be kept for the weight's gradient.
 """
 
 import math
@@ -18,52 +18,53 @@ _CUBE = 0.044715
 
 
 def weighted_activation(inner_NI: Tensor, weights_N: Tensor, gated: bool) -> Tensor:
-    """`silu(gate) * up` of a gated one, whose gate comes first, otherwise gelu (tanh); in fp32, rounded once."""
+    """Returns the activation times each row's weight: SwiGLU (gate first) if `gated`, else GELU (tanh
+    approximation).
+
+    Computed in fp32 and rounded once.
+    """
     if by_kernel(inner_NI):
         from pentatron.ops import triton_activation
 
         return triton_activation.weighted_activation(inner_NI, weights_N, gated)
-    return (_activated(inner_NI.float(), gated) * weights_N.float()[:, None]).to(inner_NI.dtype)
+    return (_activation(inner_NI.float(), gated) * weights_N.float()[:, None]).to(inner_NI.dtype)
 
 
 def weighted_activation_backward(
     gradient_NI: Tensor, inner_NI: Tensor, weights_N: Tensor, gated: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of the input and of the weights; and what forward made, once more."""
+    """Returns the gradients of the input and of the weights, and recomputes the output."""
     if by_kernel(inner_NI):
         from pentatron.ops import triton_activation
 
         return triton_activation.weighted_activation_backward(gradient_NI, inner_NI, weights_N, gated)
     weights, gradient, inner = weights_N.float()[:, None], gradient_NI.float(), inner_NI.float()
-    plain = _activated(inner, gated)
-    of_weights = (gradient * plain).sum(1)
-    of_plain = gradient * weights
+    activated = _activation(inner, gated)
+    grad_weights = (gradient * activated).sum(1)
+    grad_activated = gradient * weights
     if gated:
         gate, up = inner.chunk(2, dim=-1)
         sigmoid = gate.sigmoid()
-        of_gate = of_plain * up * sigmoid * (1 + gate * (1 - sigmoid))
-        of_inner = torch.cat((of_gate, of_plain * gate * sigmoid), dim=-1)
+        grad_gate = grad_activated * up * sigmoid * (1 + gate * (1 - sigmoid))
+        grad_inner = torch.cat((grad_gate, grad_activated * gate * sigmoid), dim=-1)
     else:
         sigmoid = (2 * _SLOPE * (inner + _CUBE * inner**3)).sigmoid()
         steepness = 2 * _SLOPE * (1 + 3 * _CUBE * inner**2)
-        of_inner = of_plain * sigmoid * (1 + inner * (1 - sigmoid) * steepness)
+        grad_inner = grad_activated * sigmoid * (1 + inner * (1 - sigmoid) * steepness)
     dtype = inner_NI.dtype
-    return of_inner.to(dtype), of_weights.to(weights_N.dtype), (plain * weights).to(dtype)
+    return grad_inner.to(dtype), grad_weights.to(weights_N.dtype), (activated * weights).to(dtype)
 
 
-def _activated(inner: Tensor, gated: bool) -> Tensor:
-    if not gated:
-        return F.gelu(inner, approximate="tanh")
-    gate, up = inner.chunk(2, dim=-1)
-    return F.silu(gate) * up
+def _activation(inner: Tensor, is_gated: bool) -> Tensor:
+    return gated(inner) if is_gated else F.gelu(inner, approximate="tanh")
 
 
-# `silu(gate) * up`, and its backward, which also finds the largest element of what it writes: who rounds that
-# to fp8 need not read it for its scale.
+# Backward of the gate also computes the largest element of the gradient, so that rounding to fp8 need not
+# read it once more for its scale.
 
 
 def gated(inner: Tensor) -> Tensor:
-    """`silu(gate) * up`, the gate being the first half."""
+    """Returns `silu(gate) * up`; the gate is the first half of `inner`."""
     gate, up = inner.chunk(2, dim=-1)
     return F.silu(gate) * up
 
@@ -75,25 +76,24 @@ def _like_gate(gradient: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
 
 @operator("gate_backward", _like_gate)
 def gate_backward(gradient: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of `inner`, whose first half is the gate; and the largest elements of parts of it, without sign, in fp32."""
+    """Returns the gradient of `inner`, and row maxima of its absolute values in fp32."""
     if by_kernel(inner):
         from pentatron.ops.triton_activation import gate_backward as by_triton
 
         return by_triton(gradient.contiguous(), inner.contiguous())
     gate, up = inner.float().chunk(2, dim=-1)
-    sigmoid, wide = gate.sigmoid(), gradient.float()
-    of_gate = wide * up * sigmoid * (1 + gate * (1 - sigmoid))
-    made = torch.cat((of_gate, wide * gate * sigmoid), dim=-1).to(inner.dtype)
-    return made, made.abs().amax(-1).float().flatten()
+    sigmoid, grad_output = gate.sigmoid(), gradient.float()
+    grad_gate = grad_output * up * sigmoid * (1 + gate * (1 - sigmoid))
+    grad_inner = torch.cat((grad_gate, grad_output * gate * sigmoid), dim=-1).to(inner.dtype)
+    return grad_inner, grad_inner.abs().amax(-1).float().flatten()
 
 
-# Backward of `silu(gate) * up`, which also makes the product once more: nothing between the two matrices of
-# an MLP need be kept.
+# Backward of SwiGLU also recomputes the output, so an MLP saves nothing between its two matrices.
 
 
 def swiglu(inner: Tensor) -> Tensor:
-    """Gate first, then what it lets through; in fp32, rounded once."""
-    # A compiler makes a kernel of what is written below, and one with its neighbours.
+    """Returns `silu(gate) * up` with the gate first; computed in fp32 and rounded once."""
+    # A compiler generates a kernel of the operations below, and can fuse it with its neighbours.
     if not torch.compiler.is_compiling() and by_kernel(inner):
         from pentatron.ops.triton_activation import swiglu as by_triton
 
@@ -103,30 +103,29 @@ def swiglu(inner: Tensor) -> Tensor:
 
 
 def _like_swiglu(gradient: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
-    made = inner.new_empty((*inner.shape[:-1], inner.shape[-1] // 2))
-    return inner.new_empty(inner.shape), made
+    output = inner.new_empty((*inner.shape[:-1], inner.shape[-1] // 2))
+    return inner.new_empty(inner.shape), output
 
 
 @operator("swiglu_backward", _like_swiglu)
 def swiglu_backward(gradient: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of `inner`, and what `swiglu` made of it."""
+    """Returns the gradient of `inner`, and the recomputed output of `swiglu`."""
     if by_kernel(inner):
         from pentatron.ops.triton_activation import swiglu_backward as by_triton
 
         return by_triton(gradient.contiguous(), inner.contiguous())
     gate, up = inner.float().chunk(2, dim=-1)
-    sigmoid, wide = gate.sigmoid(), gradient.float()
-    of_gate = wide * up * sigmoid * (1 + gate * (1 - sigmoid))
-    of_inner = torch.cat((of_gate, wide * gate * sigmoid), dim=-1)
-    return of_inner.to(inner.dtype), (gate * sigmoid * up).to(inner.dtype)
+    sigmoid, grad_output = gate.sigmoid(), gradient.float()
+    grad_gate = grad_output * up * sigmoid * (1 + gate * (1 - sigmoid))
+    grad_inner = torch.cat((grad_gate, grad_output * gate * sigmoid), dim=-1)
+    return grad_inner.to(inner.dtype), (gate * sigmoid * up).to(inner.dtype)
 
 
-# Rows of a table dealt out to places, and what lies at several places summed up again: each is the other's
-# backward.
+# Dispatch of rows to several places (MoE tokens), and their combination; each is the other's backward.
 
 
 def deal_rows(x_TD: Tensor, places_TK: Tensor) -> Tensor:
-    """Row t goes to all of its places; together they are all rows of the result, each once."""
+    """Copies row t to all of its places; the places of all rows are a permutation of the result's rows."""
     if by_kernel(x_TD):
         from pentatron.ops import triton_activation
 
@@ -136,22 +135,18 @@ def deal_rows(x_TD: Tensor, places_TK: Tensor) -> Tensor:
 
 
 def sum_rows(rows_ND: Tensor, places_TK: Tensor) -> Tensor:
-    """Row t of the result is the sum of the rows at the places of t, added in fp32 in their order."""
+    """Sums the rows at the places of token t into row t of the result, in fp32 and in their order."""
     if by_kernel(rows_ND):
         from pentatron.ops import triton_activation
 
         return triton_activation.sum_rows(rows_ND.contiguous(), places_TK)
-    found = rows_ND.index_select(0, places_TK.flatten()).unflatten(0, places_TK.shape)
-    return found.float().sum(1).to(rows_ND.dtype)
-
-
-# `swiglu(inner) Wᵀ` as one function, which keeps `inner` alone for its backward.
+    rows = rows_ND.index_select(0, places_TK.flatten()).unflatten(0, places_TK.shape)
+    return rows.float().sum(1).to(rows_ND.dtype)
 
 
 def gated_linear(inner: Tensor, weight: nn.Parameter) -> Tensor:
-    result = _GatedLinear.apply(inner, weight)
-    assert isinstance(result, Tensor)
-    return result
+    """Returns `swiglu(inner) Wᵀ`; saves only `inner` for backward."""
+    return _GatedLinear.apply(inner, weight)
 
 
 class _GatedLinear(torch.autograd.Function):
@@ -164,5 +159,5 @@ class _GatedLinear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         inner, weight = ctx.saved_tensors
         gradient = gradients[0]
-        of_inner, made = swiglu_backward(gradient @ weight, inner)
-        return of_inner, gradient.flatten(0, -2).t() @ made.flatten(0, -2)
+        grad_inner, output = swiglu_backward(gradient @ weight, inner)
+        return grad_inner, gradient.flatten(0, -2).t() @ output.flatten(0, -2)

@@ -1,4 +1,4 @@
-"""Whether a Triton kernel can run on a tensor."""
+"""Dispatch to Triton kernels, and registration of custom operators."""
 
 import functools
 import importlib.util
@@ -10,15 +10,16 @@ from torch import Tensor
 
 
 def has_triton() -> bool:
-    """Triton comes with torch for CUDA; nothing here needs it."""
+    """Whether Triton is installed. It comes with torch for CUDA; it is optional here."""
     return importlib.util.find_spec("triton") is not None
 
 
 @functools.cache
 def triton_problem() -> str:
-    """Why its kernels cannot run on this process's GPU, in a few words; nothing if they can.
+    """Returns why Triton kernels cannot run on this process's GPU, or an empty string.
 
-    Tried once, with a small kernel: Triton also wants a C compiler and Python's headers, unless it finds in its cache what these would make.
+    Determined once, by running a small kernel: Triton also needs a C compiler and Python's headers, unless
+    the compiled kernel is in its cache.
     """
     if not has_triton():
         return "it is not installed"
@@ -26,14 +27,17 @@ def triton_problem() -> str:
         from pentatron.ops.triton_activation import stored
 
         return "" if stored() else "a kernel did nothing"
-    except Exception as error:  # what is missing, or breaks, tells so in many ways
-        words = str(error).strip().splitlines() or [""]
-        return f"{type(error).__name__}: {words[0][:200]}"
+    except Exception as error:  # missing or broken parts raise many types of errors
+        lines = str(error).strip().splitlines() or [""]
+        return f"{type(error).__name__}: {lines[0][:200]}"
 
 
 def triton_works() -> bool:
-    """On this process's GPU. Compiled layers ask too: a compiler, which cannot look into how that is found out, is told that it stays so
-    (`nn.compiled`; not here, where saying so would import the compiler)."""
+    """Whether Triton kernels can run on this process's GPU.
+
+    Compiled layers call this too. The compiler cannot trace it, so `nn.compiled` declares the result
+    constant; doing that here would import the compiler.
+    """
     return not triton_problem()
 
 
@@ -41,29 +45,27 @@ def by_kernel(tensor: Tensor) -> bool:
     return tensor.is_cuda and triton_works()
 
 
-# Operations that a compiler takes as they are: it knows what their results look like, and does not look
-# inside.
+# --- custom operators ---
 #
-# `torch.library.custom_op` does that too, with much around it for cases that are none here: gradients (these
-# run inside functions of autograd), kernels of devices that are switched on and off, a search for results
-# that share memory with inputs. Its Python takes longer than launching a kernel (`bench/launches.py`), and a
-# layer in fp8 has two dozen such calls.
+# `torch.library.custom_op` registers operators, too, but supports cases that do not occur here: autograd
+# (these run inside autograd functions), per-device kernels, checks for outputs that alias inputs. Its Python
+# overhead exceeds a kernel launch (`bench/launches.py`), and an fp8 layer calls two dozen operators.
 
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-# What is defined in it is there as long as it is.
+# Operators are registered as long as this object exists.
 _LIBRARY = torch.library.Library("pentatron", "FRAGMENT")
 
 
 def operator(name: str, like: Callable[_P, _R]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Makes a function an operation of torch's, which changes none of its arguments; `like` makes empty results."""
+    """Decorator: registers a pure function as an opaque operator; `like` returns its empty outputs."""
 
-    def defined(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    def register(function: Callable[_P, _R]) -> Callable[_P, _R]:
         schema = torch.library.infer_schema(function, mutates_args=())
         _LIBRARY.define(f"{name}{schema}", tags=torch.Tag.pt2_compliant_tag)
         _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
         torch.library.register_fake(f"pentatron::{name}", like, lib=_LIBRARY)
         return cast(Callable[_P, _R], getattr(torch.ops.pentatron, name).default)
 
-    return defined
+    return register

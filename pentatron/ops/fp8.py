@@ -1,13 +1,14 @@
-"""Matrices in fp8: how they are scaled, rounded and multiplied.
+"""FP8 matrices: scaling, rounding and multiplication.
 
-A tensor has one scale, a power of two that brings its largest element into the upper half of the range (by its current content, so
-nothing is remembered between steps). Rounding to a float does not depend on a power of two, so parts of a tensor that are scaled by
-themselves, on the ranks of a layout, round as the whole would; only what is ten thousand times smaller than the largest differs.
-Scaled by rows, every row has a scale of its own, and so has every column where the matrix is transposed: what is large in one row then
-takes no digits from the others.
+By default a tensor has one scale, a power of two that brings its largest element (amax) into the upper half
+of the range. It is computed from the current values, so there is no state between steps. Scaling by a power
+of two does not change the rounding, so parts of a tensor that are scaled separately, on the ranks of a
+layout, round as the whole tensor would; only elements ten thousand times smaller than the largest differ.
+With scales by rows, every row has its own, and so has every column of the transposed matrix: large values in
+one row do not cost the others precision.
 
-Tensor cores want both factors with the summed dimension last: a matrix that is multiplied from both sides is written twice in one pass,
-as it is and transposed.
+Tensor cores need the summed dimension last in both factors. A matrix that is multiplied from both sides is
+therefore written twice in one pass: row-major and transposed.
 """
 
 from collections.abc import Sequence
@@ -21,17 +22,20 @@ from pentatron.ops.dispatch import by_kernel, operator
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
-# Sides of the squares in which the largest elements of rows and columns are looked for.
+# Side of the square tiles whose row and column maxima are computed.
 TILE = 128
-# Smaller tensors are zeros for all purposes; their scale would not be a number.
+# Limits the scale of tensors that are nearly zero, which would be inf.
 LARGEST_SCALE = 2.0**120
 _EXPONENT_BITS = 0x7F800000
 
 
 @dataclass(frozen=True)
 class Scaled:
-    """A matrix in fp8: `rows` has it as it is, `columns` transposed, where wanted. Their elements times `unscale`, or
-    `columns_unscale`, are the values: one number, or one for each row, [N, 1]. `scale` is what the rows were multiplied by."""
+    """A matrix in fp8: `rows` is row-major, `columns` transposed; None if not needed.
+
+    The values are the elements times `unscale`, or `columns_unscale`: a scalar, or one number per row, [N,
+    1]. `scale` is the factor of the rows.
+    """
 
     rows: Tensor | None
     columns: Tensor | None
@@ -41,18 +45,18 @@ class Scaled:
 
 
 def scale_for(largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """The power of two that a tensor with this largest element is multiplied by before it is rounded."""
+    """Returns the power of two by which a tensor with this largest element is multiplied before rounding."""
     ratio = (torch.finfo(dtype).max / largest).clamp(max=LARGEST_SCALE)
     return (ratio.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
 
 
-def _two_numbers(largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _like_scale(largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return largest.new_empty((), dtype=torch.float32), largest.new_empty((), dtype=torch.float32)
 
 
-@operator("fp8_scale_of", _two_numbers)
+@operator("fp8_scale_of", _like_scale)
 def scale_of(largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The scale of a tensor, and what undoes it, by the largest elements of its parts: in one kernel, where a compiler makes two."""
+    """Returns scale and inverse scale from the maxima of parts of a tensor, in a single kernel."""
     if by_kernel(largest):
         from pentatron.ops.triton_fp8 import scale_of as by_triton
 
@@ -64,18 +68,20 @@ def scale_of(largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def scaled(
     matrix: Tensor, dtype: torch.dtype, rows: bool = True, columns: bool = True, by_rows: bool = False
 ) -> Scaled:
-    """The matrix in fp8, written as it is, transposed, or both; with one scale, or with one for each row of what is written."""
+    """Rounds a matrix to fp8: row-major, transposed or both, with one scale or one per written row."""
     if not by_rows:
-        # Row by row first: a compiler can then make it part of what writes the rows.
+        # Reduce rows first: a compiler can then fuse the reduction with the kernel that writes the rows.
         largest = torch.linalg.vector_norm(matrix, float("inf"), dim=-1)
         scale, unscale = scale_of(largest, dtype)
         return scaled_by(matrix, scale, dtype, rows, columns, unscale)
     if rows and columns:
-        of_rows, of_columns = _largest_of_tiles(matrix)
-        second = scale_for(of_columns.amax(0)[:, None], dtype)
-        return _written(matrix, scale_for(of_rows.amax(0)[:, None], dtype), second, dtype, rows, columns)
-    found = torch.linalg.vector_norm(matrix, float("inf"), dim=-1 if rows else 0).float()[:, None]
-    return _written(matrix, scale_for(found, dtype), None, dtype, rows, columns)
+        row_maxima, column_maxima = _largest_of_tiles(matrix)
+        columns_scale = scale_for(column_maxima.amax(0)[:, None], dtype)
+        return _quantize(
+            matrix, scale_for(row_maxima.amax(0)[:, None], dtype), columns_scale, dtype, rows, columns
+        )
+    maxima = torch.linalg.vector_norm(matrix, float("inf"), dim=-1 if rows else 0).float()[:, None]
+    return _quantize(matrix, scale_for(maxima, dtype), None, dtype, rows, columns)
 
 
 def scaled_by(
@@ -86,36 +92,36 @@ def scaled_by(
     columns: bool = True,
     unscale: Tensor | None = None,
 ) -> Scaled:
-    """The same with a scale that is known, for all of it; and with what undoes it, where that is known too."""
-    return _written(matrix, scale, None, dtype, rows, columns, unscale)
+    """Same as `scaled`, with a known scale of the whole matrix, and its inverse if it is known too."""
+    return _quantize(matrix, scale, None, dtype, rows, columns, unscale)
 
 
 def scales_of(matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The scales of whole matrices, found in few kernels for all of them."""
+    """Returns the scales of whole matrices, computed with few kernels for all of them."""
     largest = torch._foreach_norm(list(matrices), float("inf"))
     return scale_for(torch.stack(largest).float(), dtype)
 
 
-def _written(
+def _quantize(
     matrix: Tensor,
     scale: Tensor,
-    of_columns: Tensor | None,
+    columns_scale: Tensor | None,
     dtype: torch.dtype,
     rows: bool,
     columns: bool,
     unscale: Tensor | None = None,
 ) -> Scaled:
-    # A number for which a compiler would make a kernel of its own.
+    # A single number, for which a compiler would generate a kernel of its own.
     unscale = scale.reciprocal() if unscale is None else unscale
-    columns_unscale = unscale if of_columns is None else of_columns.reciprocal()
-    made = turned = None
+    columns_unscale = unscale if columns_scale is None else columns_scale.reciprocal()
+    written_rows = written_columns = None
     if rows and columns:
-        made, turned = _rounded_both(matrix, scale, of_columns, dtype)
+        written_rows, written_columns = _rounded_both(matrix, scale, columns_scale, dtype)
     elif rows:
-        made = _rounded_rows(matrix, scale, dtype)
+        written_rows = _rounded_rows(matrix, scale, dtype)
     else:
-        turned = _rounded_columns(matrix, scale, dtype)
-    return Scaled(made, turned, unscale, columns_unscale, scale)
+        written_columns = _rounded_columns(matrix, scale, dtype)
+    return Scaled(written_rows, written_columns, unscale, columns_unscale, scale)
 
 
 def product(
@@ -125,87 +131,89 @@ def product(
     dtype: torch.dtype,
     fast: bool = False,
 ) -> Tensor:
-    """`left rightᵀ`, where both have the summed dimension last, with what undoes the scale of each. `fast` sums in fewer bits, as a GPU does
-    by itself."""
-    of_left, of_right = unscale[0], unscale[1].t()
+    """Returns `left rightᵀ`; both have the summed dimension last. `unscale`: the inverse scales of both.
+
+    `fast` accumulates with less precision, which is the GPU's default.
+    """
+    left_unscale, right_unscale = unscale[0], unscale[1].t()
     if left_rows.device.type == "cuda":
         return torch._scaled_mm(
             left_rows,
             right_columns.t(),
-            scale_a=of_left,
-            scale_b=of_right,
+            scale_a=left_unscale,
+            scale_b=right_unscale,
             out_dtype=dtype,
             use_fast_accum=fast,
         )
-    return ((left_rows.float() @ right_columns.float().t()) * (of_left * of_right)).to(dtype)
+    return ((left_rows.float() @ right_columns.float().t()) * (left_unscale * right_unscale)).to(dtype)
 
 
 def rounded(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """In plain torch operations: what the kernel does."""
+    """Reference of the kernel in torch operations."""
     limit = torch.finfo(dtype).max
     return (matrix.float() * scale).clamp(-limit, limit).to(dtype)
 
 
 def _write(
-    matrix: Tensor, rows: Tensor | None, columns: Tensor | None, of_rows: Tensor, of_columns: Tensor
+    matrix: Tensor, rows: Tensor | None, columns: Tensor | None, rows_scale: Tensor, columns_scale: Tensor
 ) -> None:
     if by_kernel(matrix):
         from pentatron.ops.triton_fp8 import write_rounded
 
-        write_rounded(matrix, rows, columns, of_rows, of_columns)
+        write_rounded(matrix, rows, columns, rows_scale, columns_scale)
         return
-    for place, values, scale in ((rows, matrix, of_rows), (columns, matrix.t(), of_columns)):
-        if place is not None:
-            place.copy_(rounded(values, scale, place.dtype))
+    for output, values, scale in ((rows, matrix, rows_scale), (columns, matrix.t(), columns_scale)):
+        if output is not None:
+            output.copy_(rounded(values, scale, output.dtype))
 
 
 def _like_both(
     matrix: Tensor, scale: Tensor, columns_scale: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    return _as_it_is(matrix, dtype), _transposed(matrix, dtype)
+    return _empty_rows(matrix, dtype), _empty_columns(matrix, dtype)
 
 
 def _like_rows(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return _as_it_is(matrix, dtype)
+    return _empty_rows(matrix, dtype)
 
 
 def _like_columns(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return _transposed(matrix, dtype)
+    return _empty_columns(matrix, dtype)
 
 
 def strips(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Empty places for a number of each row and strip of columns, and of each column and strip of rows."""
+    """Returns empty tensors for row maxima per strip of columns, and column maxima per strip of rows."""
     height, width = matrix.shape
-    of_rows = matrix.new_empty((-(-width // TILE), height), dtype=torch.float32)
-    return of_rows, matrix.new_empty((-(-height // TILE), width), dtype=torch.float32)
+    row_maxima = matrix.new_empty((-(-width // TILE), height), dtype=torch.float32)
+    return row_maxima, matrix.new_empty((-(-height // TILE), width), dtype=torch.float32)
 
 
 @operator("fp8_rounded_both", _like_both)
 def _rounded_both(
     matrix: Tensor, scale: Tensor, columns_scale: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    rows, columns = _as_it_is(matrix, dtype), _transposed(matrix, dtype)
+    rows, columns = _empty_rows(matrix, dtype), _empty_columns(matrix, dtype)
     _write(matrix, rows, columns, scale, scale if columns_scale is None else columns_scale)
     return rows, columns
 
 
 @operator("fp8_rounded_rows", _like_rows)
 def _rounded_rows(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    rows = _as_it_is(matrix, dtype)
+    rows = _empty_rows(matrix, dtype)
     _write(matrix, rows, None, scale, scale)
     return rows
 
 
 @operator("fp8_rounded_columns", _like_columns)
 def _rounded_columns(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    columns = _transposed(matrix, dtype)
+    columns = _empty_columns(matrix, dtype)
     _write(matrix, None, columns, scale, scale)
     return columns
 
 
 @operator("fp8_largest_of_tiles", strips)
 def _largest_of_tiles(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest elements, without sign, of each row in each strip of columns, and of each column in each strip of rows; in fp32."""
+    """Returns the fp32 maxima of absolute values of rows and columns, per strip of TILE columns and rows."""
     if by_kernel(matrix):
         from pentatron.ops.triton_fp8 import largest_of_tiles
 
@@ -213,13 +221,13 @@ def _largest_of_tiles(matrix: Tensor) -> tuple[Tensor, Tensor]:
     height, width = matrix.shape
     padded = F.pad(matrix.abs().float(), (0, -width % TILE, 0, -height % TILE))
     tiles = padded.unflatten(1, (-1, TILE)).unflatten(0, (-1, TILE))
-    of_rows = tiles.amax(3).flatten(0, 1)[:height].t()
-    return of_rows.contiguous(), tiles.amax(1).flatten(1)[:, :width].contiguous()
+    row_maxima = tiles.amax(3).flatten(0, 1)[:height].t()
+    return row_maxima.contiguous(), tiles.amax(1).flatten(1)[:, :width].contiguous()
 
 
-def _as_it_is(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+def _empty_rows(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     return matrix.new_empty(matrix.shape, dtype=dtype)
 
 
-def _transposed(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+def _empty_columns(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     return matrix.new_empty((matrix.shape[1], matrix.shape[0]), dtype=dtype)

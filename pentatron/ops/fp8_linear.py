@@ -1,11 +1,11 @@
-"""`x Wᵀ` and its gradients with all factors rounded to fp8.
+"""FP8 linear layers: `x Wᵀ` and its gradients with all factors rounded to fp8, and their options.
 
-Inputs and weights are e4m3. Gradients are e5m2, with a wider range and fewer digits ("hybrid"), or e4m3 as well. Results, and everything
-outside the three products, have the dtype of the model. For backward the input is kept in fp8, transposed, as its product wants it; the
-weight is rounded once more there, so that nothing of its size is kept between the two.
+Inputs and weights are e4m3. Gradients are e5m2, with a wider range and less precision ("hybrid"), or e4m3.
+Results, and everything outside the three products, have the model's dtype. Backward saves the transposed fp8
+input, as its product needs it, and rounds the weight again, so that nothing of the weight's size is saved.
 
-A gate behind the product is a part of the function: its backward then finds the largest element of what it writes, which is what the
-products of backward are to be scaled by.
+A gate after the product is part of the autograd function: its backward then computes the maxima of the
+gradient that it writes, from which the products of backward are scaled.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,10 @@ from pentatron.ops.linear import DeferredGradients
 
 @dataclass(frozen=True)
 class Fp8Format:
-    """`gradients`: the dtype that the gradient of an output is rounded to. `by_rows`: with a scale for each row of a factor, not one for all."""
+    """`gradients`: the dtype of output gradients.
+
+    `by_rows`: one scale per row of a factor, not one per tensor.
+    """
 
     gradients: torch.dtype
     by_rows: bool = False
@@ -32,14 +35,14 @@ class Fp8Format:
 FORMATS = {"e4m3": Fp8Format(E4M3), "hybrid": Fp8Format(E5M2)}
 
 
-# The scale of a weight and what undoes it, where somebody keeps them; otherwise they are found anew each time.
+# The scale of a weight and its inverse, if they are cached; otherwise every product computes them.
 Scale = tuple[Tensor | None, Tensor | None]
 UNKNOWN: Scale = (None, None)
 
 
 @dataclass
 class ScaledProduct:
-    """The gradient of a weight, not yet computed; both factors in fp8 with the tokens last."""
+    """A deferred weight gradient; both factors are fp8 and transposed, with the tokens last."""
 
     weight: nn.Parameter
     inputs: Tensor
@@ -51,7 +54,7 @@ class ScaledProduct:
 
 
 def can_be_scaled(x: Tensor) -> bool:
-    """Whether there are as many tokens as the products take: tokens are what the gradient of a weight is summed over."""
+    """Whether the number of tokens suits fp8 products: weight gradients sum over tokens."""
     return x.shape[:-1].numel() % FP8_MULTIPLE == 0
 
 
@@ -64,26 +67,25 @@ def scaled_linear(
     scale: Scale = UNKNOWN,
     gates: bool = False,
 ) -> Tensor:
-    """`x Wᵀ + b`, with `gates` `silu(gate) * up` of it, its first half being the gate; with `deferred`, the gradient of the weight may
-    come later than the others."""
+    """Returns `x Wᵀ + b`; with `gates`, SwiGLU of it, with the gate first.
+
+    With `deferred` the weight gradient may be deferred.
+    """
     if gates and torch.is_grad_enabled():
-        made = _ScaledGatedLinear.apply(x, weight, bias, *scale, fp8.gradients, fp8.by_rows, deferred)
-        assert isinstance(made, Tensor)
-        return made
+        return _ScaledGatedLinear.apply(x, weight, bias, *scale, fp8.gradients, fp8.by_rows, deferred)
     if torch.is_grad_enabled():
-        made = _ScaledLinear.apply(x, weight, *scale, fp8.gradients, fp8.by_rows, deferred)
-        assert isinstance(made, Tensor)
+        product_rows = _ScaledLinear.apply(x, weight, *scale, fp8.gradients, fp8.by_rows, deferred)
     else:
         flat = x.flatten(0, -2)
-        made = _forward(flat, weight, scale, fp8.by_rows, columns=False)[0].view(*x.shape[:-1], -1)
-    whole = made if bias is None else made + bias
+        product_rows = _forward(flat, weight, scale, fp8.by_rows, columns=False)[0].view(*x.shape[:-1], -1)
+    whole = product_rows if bias is None else product_rows + bias
     return gated(whole) if gates else whole
 
 
 def _forward(
     flat: Tensor, weight: nn.Parameter, scale: Scale, by_rows: bool, columns: bool
 ) -> tuple[Tensor, Scaled, Scaled]:
-    """The product; the input, with its transpose where wanted; and the weight."""
+    """Returns the product, the fp8 input (with its transpose if `columns`) and the fp8 weight."""
     x = scaled(flat, E4M3, columns=columns, by_rows=by_rows)
     if scale[0] is None:
         w = scaled(weight, E4M3, columns=False, by_rows=by_rows)
@@ -105,18 +107,18 @@ class _ScaledLinear(torch.autograd.Function):
         by_rows: bool,
         deferred: DeferredGradients | None,
     ) -> Tensor:
-        made, x8, w8 = _forward(x.flatten(0, -2), weight, (scale, unscale), by_rows, columns=True)
+        output, x8, w8 = _forward(x.flatten(0, -2), weight, (scale, unscale), by_rows, columns=True)
         ctx.save_for_backward(x8.columns, weight, x8.columns_unscale, w8.scale, w8.unscale)
-        # Where a layer is recomputed, the saved weight comes back as another tensor, whose gradient nobody reads.
+        # With recomputation, the saved weight is unpacked as another tensor, so keep the parameter itself.
         ctx.parameter, ctx.gradients, ctx.by_rows, ctx.deferred = weight, gradients, by_rows, deferred
-        return made.view(*x.shape[:-1], -1)
+        return output.view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         gradient = gradients[0]
         g = scaled(gradient.flatten(0, -2), ctx.gradients, by_rows=ctx.by_rows)
-        of_input, of_weight = _backward(ctx, ctx.saved_tensors, g, gradient)
-        return of_input, of_weight, None, None, None, None, None
+        grad_input, grad_weight = _backward(ctx, ctx.saved_tensors, g, gradient)
+        return grad_input, grad_weight, None, None, None, None, None
 
 
 class _ScaledGatedLinear(torch.autograd.Function):
@@ -132,8 +134,8 @@ class _ScaledGatedLinear(torch.autograd.Function):
         by_rows: bool,
         deferred: DeferredGradients | None,
     ) -> Tensor:
-        made, x8, w8 = _forward(x.flatten(0, -2), weight, (scale, unscale), by_rows, columns=True)
-        inner = made if bias is None else made + bias
+        output, x8, w8 = _forward(x.flatten(0, -2), weight, (scale, unscale), by_rows, columns=True)
+        inner = output if bias is None else output + bias
         ctx.save_for_backward(x8.columns, weight, x8.columns_unscale, w8.scale, w8.unscale, inner)
         ctx.parameter, ctx.gradients, ctx.by_rows, ctx.deferred = weight, gradients, by_rows, deferred
         return gated(inner).view(*x.shape[:-1], -1)
@@ -141,27 +143,31 @@ class _ScaledGatedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         gradient = gradients[0]
-        *kept, inner = ctx.saved_tensors
-        of_inner, largest = gate_backward(gradient.flatten(0, -2), inner)
+        *saved, inner = ctx.saved_tensors
+        grad_inner, largest = gate_backward(gradient.flatten(0, -2), inner)
         if ctx.by_rows:
-            g = scaled(of_inner, ctx.gradients, by_rows=True)
+            g = scaled(grad_inner, ctx.gradients, by_rows=True)
         else:
             scale, unscale = scale_of(largest, ctx.gradients)
-            g = scaled_by(of_inner, scale, ctx.gradients, unscale=unscale)
-        of_input, of_weight = _backward(ctx, kept, g, gradient)
-        of_bias = of_inner.sum(0) if ctx.needs_input_grad[2] else None
-        return of_input, of_weight, of_bias, None, None, None, None, None
+            g = scaled_by(grad_inner, scale, ctx.gradients, unscale=unscale)
+        grad_input, grad_weight = _backward(ctx, saved, g, gradient)
+        grad_bias = grad_inner.sum(0) if ctx.needs_input_grad[2] else None
+        return grad_input, grad_weight, grad_bias, None, None, None, None, None
 
 
 def _backward(
-    ctx: Any, kept: Sequence[Tensor], g: Scaled, gradient: Tensor
+    ctx: Any, saved: Sequence[Tensor], g: Scaled, gradient: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of input and weight. `g` is that of the product; dtype and shape are those of `gradient`, but for the last side."""
-    x_columns, weight, x_unscale, w_scale, w_unscale = kept
+    """Returns the gradients of input and weight.
+
+    `g` is the fp8 gradient of the product; `gradient` determines the dtype and, except for the last
+    dimension, the shape.
+    """
+    x_columns, weight, x_unscale, w_scale, w_unscale = saved
     assert g.rows is not None and g.columns is not None
-    of_input = of_weight = None
+    grad_input = grad_weight = None
     if ctx.needs_input_grad[0]:
-        # By rows those of the transposed weight have scales of their own.
+        # With scales by rows, the transposed weight has scales of its own.
         w = (
             scaled(weight, E4M3, rows=False, by_rows=True)
             if ctx.by_rows
@@ -169,86 +175,85 @@ def _backward(
         )
         assert w.columns is not None
         flat = product(g.rows, w.columns, (g.unscale, w.columns_unscale), gradient.dtype)
-        of_input = flat.view(*gradient.shape[:-1], -1)
+        grad_input = flat.view(*gradient.shape[:-1], -1)
     if ctx.needs_input_grad[1]:
         unscale = (g.columns_unscale, x_unscale)
         if ctx.deferred is None:
-            of_weight = product(g.columns, x_columns, unscale, weight.dtype)
+            grad_weight = product(g.columns, x_columns, unscale, weight.dtype)
         else:
-            later = ScaledProduct(ctx.parameter, x_columns, g.columns, unscale)
-            of_weight = None if ctx.deferred.take(later) else later.compute()
-    return of_input, of_weight
+            deferred_product = ScaledProduct(ctx.parameter, x_columns, g.columns, unscale)
+            grad_weight = None if ctx.deferred.take(deferred_product) else deferred_product.compute()
+    return grad_input, grad_weight
 
 
-# How linear layers multiply: fp8 and its scales, and weight gradients that are computed later.
-#
-# The options of a layer are chosen before it is built and handed to it with its tensor axis.
+# --- options of linear layers, chosen before a layer is built and passed to it with its tensor axis ---
 
 
 class Weighted(Protocol):
-    """A layer that multiplies by its weight."""
+    """A layer with a weight matrix."""
 
     weight: nn.Parameter
 
 
 class WeightScale:
-    """The scale of one fp8 weight. Its layer reads `known` in every forward, and computes the scale itself
-    while it is UNKNOWN."""
+    """The cached scale of one fp8 weight.
+
+    While it is UNKNOWN, the layer computes the scale in every forward.
+    """
 
     def __init__(self) -> None:
         self.known: Scale = UNKNOWN
 
 
 class WeightScales:
-    """The scales of the fp8 weights of a rank, computed for all of them at once: weights change once a step,
-    and there are many.
+    """Computes the scales of all fp8 weights of a rank at once: weights change once a step, and there are
+    many.
 
-    For weights that are whole on this rank when a step or a validation begins. Where replicas share them out
-    (ZeRO), they arrive layer by layer, and each layer computes its own scale. The tensors stay in place, so
-    that CUDA graphs can read them.
+    For weights that are complete on this rank when a step or an evaluation begins. With ZeRO, weights are
+    gathered layer by layer and each layer computes its own scale. The tensors stay in place, so that CUDA
+    graphs can read them.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._layers: list[Weighted] = []
-        self._held: list[WeightScale] = []
+        self._entries: list[WeightScale] = []
         self._scales: list[Tensor] = []
         self._unscales: list[Tensor] = []
 
     def of(self, layer: Weighted) -> WeightScale:
-        """The scale of a layer under construction, which `refresh` computes from now on."""
-        held = WeightScale()
+        """Returns the scale of a layer under construction, which `refresh` computes from now on."""
+        entry = WeightScale()
         self._layers.append(layer)
-        self._held.append(held)
+        self._entries.append(entry)
         self._scales.append(torch.ones((), device=self._device))
         self._unscales.append(torch.ones((), device=self._device))
-        return held
+        return entry
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """To be called after weights have changed, before they are multiplied."""
+        """Must be called after weights have changed, before the next product."""
         if not self._layers:
             return
-        found = scales_of([layer.weight for layer in self._layers], E4M3)
-        torch._foreach_copy_(self._scales, list(found.unbind()))
-        torch._foreach_copy_(self._unscales, list(found.reciprocal().unbind()))
-        for held, scale, unscale in zip(self._held, self._scales, self._unscales):
-            held.known = (scale, unscale)
+        scales = scales_of([layer.weight for layer in self._layers], E4M3)
+        torch._foreach_copy_(self._scales, list(scales.unbind()))
+        torch._foreach_copy_(self._unscales, list(scales.reciprocal().unbind()))
+        for entry, scale, unscale in zip(self._entries, self._scales, self._unscales):
+            entry.known = (scale, unscale)
 
     def forget(self) -> None:
-        """To be called before weights change: products outside of a step or a validation compute the scales
-        they need."""
-        for held in self._held:
-            held.known = UNKNOWN
+        """Must be called before weights change: later products compute their own scales."""
+        for entry in self._entries:
+            entry.known = UNKNOWN
 
 
 @dataclass(frozen=True)
 class LinearOptions:
-    """How the linear layers built with a tensor axis multiply.
+    """Options of the linear layers built with a tensor axis.
 
-    `deferred` keeps what weight gradients are made of until the weight half of a backward. `fp8` is the
-    format of the factors, `scales` computes the scales of such weights. With `in_graph` the layers around are
-    compiled, and a linear layer that cannot be keeps itself out of their graphs.
+    `deferred` collects weight gradients for the weight half of a split backward. `fp8` is the format of the
+    factors, `scales` caches the scales of such weights. `in_graph`: the layers around are compiled, so a
+    linear layer that cannot be compiled excludes itself from their graphs.
     """
 
     deferred: DeferredGradients | None = None

@@ -1,14 +1,17 @@
-"""Products of matrices on processors, where torch's own way takes longer than it need.
+"""Linear products: faster CPU paths, grouped products for experts, and weight gradients that can be deferred.
 
-In half precision, on processors that have no instructions for it, every number is turned into fp32 inside the product, again and again. Turning both
-matrices into fp32 at once and rounding the result, once, computes the same (numbers are multiplied and added in fp32 either way, in another order) in less time.
+CPUs without bf16 or fp16 instructions convert every number to fp32 inside the product, again and again.
+Converting whole matrices to fp32 first and rounding the result once computes the same, as products and sums
+are in fp32 either way.
 
-In fp32, a few rows times a large matrix (a token of a text times a model's weights) is a matter of reading the matrix once. oneDNN's product
-comes nearer to that than MKL's, which torch calls; it takes longer to begin, so that matrices have to be large. On AMD's processors MKL makes no
-use of their wider instructions, and oneDNN is faster with many rows too; but not where rows are what is summed over.
+In fp32, a few rows times a large matrix (generating a token) is limited by reading the matrix once. oneDNN
+comes closer to that than MKL, which torch calls, but has a higher start-up cost, so matrices have to be
+large. On AMD processors MKL does not use AVX-512, so oneDNN is faster with many rows too, but not for
+products that sum over rows.
 """
 
 import platform
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,8 +25,8 @@ from torch.nn import functional as F
 
 from pentatron.settings.decisions import fit_grouped_matmul
 
-_HALVES = (torch.bfloat16, torch.float16)
-# With fewer rows than this, reading a matrix takes longer than multiplying with it.
+_HALF_DTYPES = (torch.bfloat16, torch.float16)
+# With fewer rows than this, converting a matrix takes longer than multiplying with it.
 _FEW_ROWS = 16
 
 
@@ -31,63 +34,66 @@ def _is_x86() -> bool:
     return platform.machine().lower() in ("x86_64", "amd64")
 
 
-def _has_instructions() -> bool:
-    """Whether the processor multiplies bf16 itself. Others than x86, and torch where it does not say, are left to torch."""
-    asked = [getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile")]
-    return not _is_x86() or any(ask is None or bool(ask()) for ask in asked)
+def _has_bf16_instructions() -> bool:
+    """Whether the CPU multiplies bf16 natively. Also True if unknown: torch's product is used then."""
+    checks = [getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile")]
+    return not _is_x86() or any(check is None or bool(check()) for check in checks)
 
 
-def _reader_of_large_matrices() -> Callable[..., Tensor] | None:
-    """oneDNN's product, where torch was built with it. Others than x86 do not have MKL."""
+def _onednn_linear() -> Callable[..., Tensor] | None:
+    """Returns oneDNN's linear operator, or None if torch lacks it or does not use MKL (not x86)."""
     if not _is_x86() or not torch.backends.mkldnn.is_available() or not torch.backends.mkl.is_available():
         return None
-    found: Callable[..., Tensor] | None = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
-    return found
+    linear_pointwise: Callable[..., Tensor] | None = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+    return linear_pointwise
 
 
-def _is_neglected() -> bool:
-    """Whether MKL leaves the processor's wider instructions alone."""
+def _mkl_ignores_avx512() -> bool:
+    """Whether this is an AMD processor with AVX-512, which MKL does not use there."""
     try:
-        described = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        cpu_info = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return False
-    return "AuthenticAMD" in described and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return "AuthenticAMD" in cpu_info and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
-# Asked once: it is asked for every product.
-_HAS_INSTRUCTIONS = _has_instructions()
-_ONEDNN = _reader_of_large_matrices()
-_IS_NEGLECTED = _is_neglected()
-# Of a matrix: less than this stays in a processor's caches.
-_LARGE = 2**21
-# Rows, up to which a product waits for memory more than for arithmetic.
+# Evaluated once, as every product needs them.
+_HAS_BF16_INSTRUCTIONS = _has_bf16_instructions()
+_ONEDNN = _onednn_linear()
+_MKL_IGNORES_AVX512 = _mkl_ignores_avx512()
+# Matrices with fewer elements stay in the CPU's caches.
+_UNCACHED_ELEMENTS = 2**21
+# With fewer rows than this, a product is limited by memory bandwidth rather than arithmetic.
 _MANY_ROWS = 64
-# Of a matrix that many rows are multiplied with: less is over before it has begun.
-_WORTH_IT = 2**17
+# For many rows: below this number of matrix elements the start-up cost of oneDNN dominates.
+_MIN_ELEMENTS = 2**17
 
 
 def through_fp32(rows: Tensor) -> bool:
-    """Whether products of these rows are quicker in fp32. A compiler would keep the copies for backward."""
+    """Whether products of these rows are faster in fp32.
+
+    Not under torch.compile, which would save the copies.
+    """
     return (
-        not _HAS_INSTRUCTIONS
+        not _HAS_BF16_INSTRUCTIONS
         and not torch.compiler.is_compiling()
-        and rows.dtype in _HALVES
+        and rows.dtype in _HALF_DTYPES
         and rows.device.type == "cpu"
         and rows.numel() >= _FEW_ROWS * rows.shape[-1]
     )
 
 
 def has_own_way(rows: Tensor, matrix: Tensor) -> bool:
-    """Whether products of these are to be made here, and so their gradients: torch would make them otherwise."""
+    """Whether `rows_times` and `product` differ from torch's products, so that backward must use them too."""
     return through_fp32(rows) or _by_onednn(rows, matrix)
 
 
 def _by_onednn(rows: Tensor, matrix: Tensor) -> bool:
-    """Of many rows."""
+    """Whether oneDNN is faster, for many rows."""
     return (
-        _IS_NEGLECTED
+        _MKL_IGNORES_AVX512
         and _ONEDNN is not None
-        and matrix.numel() >= _WORTH_IT
+        and matrix.numel() >= _MIN_ELEMENTS
         and rows.numel() >= _MANY_ROWS * rows.shape[-1]
         and rows.dtype is torch.float32
         and matrix.dtype is torch.float32
@@ -97,11 +103,11 @@ def _by_onednn(rows: Tensor, matrix: Tensor) -> bool:
 
 
 def without_gradient(rows: Tensor, matrix_OI: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x Wᵀ + b`, with which there is no backward if gradients are off."""
+    """Returns `x Wᵀ + b`; uses oneDNN for few rows if gradients are disabled."""
     if (
         _ONEDNN is None
         or torch.is_grad_enabled()
-        or matrix_OI.numel() < _LARGE
+        or matrix_OI.numel() < _UNCACHED_ELEMENTS
         or rows.numel() >= _MANY_ROWS * rows.shape[-1]
         or rows.dtype is not torch.float32
         or matrix_OI.dtype is not torch.float32
@@ -113,7 +119,7 @@ def without_gradient(rows: Tensor, matrix_OI: Tensor, bias: Tensor | None = None
 
 
 def rows_times(rows: Tensor, matrix_OI: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x Wᵀ + b`."""
+    """Returns `x Wᵀ + b`."""
     if _by_onednn(rows, matrix_OI):
         assert _ONEDNN is not None
         return _ONEDNN(rows, matrix_OI, bias, "none", [], "")
@@ -124,7 +130,7 @@ def rows_times(rows: Tensor, matrix_OI: Tensor, bias: Tensor | None = None) -> T
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """`left @ right`."""
+    """Returns `left @ right`."""
     if right.dim() == 2 and _by_onednn(left, right):
         assert _ONEDNN is not None
         return _ONEDNN(left, right.t(), None, "none", [], "")
@@ -132,31 +138,33 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def outer_products(left_NO: Tensor, right_NI: Tensor) -> Tensor:
-    """The sum of the outer products of their rows: [O, I]."""
+    """Returns `leftᵀ @ right`, the sum of the outer products of the rows: [O, I]."""
     if not through_fp32(left_NO):
         return left_NO.t() @ right_NI
     return (left_NO.float().t() @ right_NI.float()).to(left_NO.dtype)
 
 
-# Products of consecutive groups of rows with a matrix for each group.
+# --- grouped products: consecutive groups of rows, each with its own matrix ---
 
 
 class GroupedRows(Protocol):
-    """Rows that are sorted into groups, some of which may have none."""
+    """Rows sorted into groups, some of which may be empty."""
 
     def times(self, rows_NI: Tensor, matrices_GIO: Tensor) -> Tensor:
-        """Row by row the product with the matrix of its group: [N, O]."""
+        """Multiplies each row by the matrix of its group: [N, O]."""
         ...
 
     def outer(self, left_NO: Tensor, right_NI: Tensor) -> Tensor:
-        """For each group the sum of the outer products of its rows: [G, O, I]."""
+        """Returns for each group the sum of the outer products of its rows: [G, O, I]."""
         ...
 
 
 @dataclass(frozen=True)
 class GroupsOnDevice:
-    """Where each group ends is known to the device alone (int32), and every product is one kernel there; the last group
-    has all rows that are left."""
+    """Groups whose ends are known on the device only (int32).
+
+    Every product is one kernel; the last group has all remaining rows.
+    """
 
     ends: Tensor
 
@@ -169,8 +177,11 @@ class GroupsOnDevice:
 
 @dataclass(frozen=True)
 class Groups:
-    """How many rows each group has. `together`: one kernel for all, where the device has it; it reads there where groups
-    end, so `on_device`, the same numbers in its memory, spares it a copy."""
+    """Groups with known numbers of rows. `together`: one kernel for all groups, if the device has one.
+
+    That kernel reads the ends of the groups on the device; `on_device`, the counts in its memory, saves a
+    copy.
+    """
 
     counts: tuple[int, ...]
     together: bool = False
@@ -178,30 +189,30 @@ class Groups:
 
     def times(self, rows_NI: Tensor, matrices_GIO: Tensor) -> Tensor:
         if self._in_one_kernel(rows_NI, matrices_GIO.shape[2]):
-            return self._there(rows_NI.device).times(rows_NI, matrices_GIO)
-        made = rows_NI.new_empty(len(rows_NI), matrices_GIO.shape[2])
-        for rows, matrix, place in zip(self._split(rows_NI), matrices_GIO, self._split(made)):
+            return self._groups_on_device(rows_NI.device).times(rows_NI, matrices_GIO)
+        output = rows_NI.new_empty(len(rows_NI), matrices_GIO.shape[2])
+        for rows, matrix, part in zip(self._split(rows_NI), matrices_GIO, self._split(output)):
             if through_fp32(rows):
-                place.copy_(rows.float() @ matrix.float())
+                part.copy_(rows.float() @ matrix.float())
             else:
-                torch.mm(rows, matrix, out=place)
-        return made
+                torch.mm(rows, matrix, out=part)
+        return output
 
     def outer(self, left_NO: Tensor, right_NI: Tensor) -> Tensor:
         if self._in_one_kernel(left_NO, right_NI.shape[1]):
-            return self._there(left_NO.device).outer(left_NO, right_NI)
-        made = left_NO.new_empty(len(self.counts), left_NO.shape[1], right_NI.shape[1])
-        for left, right, place in zip(self._split(left_NO), self._split(right_NI), made):
+            return self._groups_on_device(left_NO.device).outer(left_NO, right_NI)
+        output = left_NO.new_empty(len(self.counts), left_NO.shape[1], right_NI.shape[1])
+        for left, right, part in zip(self._split(left_NO), self._split(right_NI), output):
             if through_fp32(left):
-                place.copy_(left.float().t() @ right.float())
+                part.copy_(left.float().t() @ right.float())
             else:
-                torch.mm(left.t(), right, out=place)
-        return made
+                torch.mm(left.t(), right, out=part)
+        return output
 
     def _in_one_kernel(self, rows: Tensor, other_width: int) -> bool:
         return self.together and one_kernel_can(rows, rows.shape[1], other_width)
 
-    def _there(self, device: torch.device) -> GroupsOnDevice:
+    def _groups_on_device(self, device: torch.device) -> GroupsOnDevice:
         if self.on_device is not None:
             return GroupsOnDevice(self.on_device.cumsum(0, dtype=torch.int32))
         return GroupsOnDevice(torch.tensor(list(accumulate(self.counts)), dtype=torch.int32, device=device))
@@ -211,51 +222,47 @@ class Groups:
 
 
 def one_kernel_can(rows: Tensor, *widths: int) -> bool:
-    """The kernel is for bf16 on a GPU, and rows begin at multiples of 16 bytes in all that it reads or writes."""
+    """Whether torch's grouped kernel supports these: bf16 on a GPU, all rows aligned to 16 bytes."""
     return rows.is_cuda and rows.dtype == torch.bfloat16 and fit_grouped_matmul(*widths)
 
 
-# Weight gradients that are computed later than the rest of a backward.
+# --- deferred weight gradients (zero-bubble schedules) ---
 #
-# While the input half of a backward runs, a linear layer hands over what its weight gradient is made of (its
-# input and the gradient of its output) instead of computing it; the weight half computes the product and
-# gives it to the parameter the way autograd would, hooks included. Gradients of biases, norms and tables are
-# cheap and come with the input half.
+# In the input half of a backward, a linear layer saves the factors of its weight gradient (its input and the
+# gradient of its output) instead of multiplying them. The weight half computes the product and passes it to
+# the parameter through autograd, hooks included. Gradients of biases, norms and embeddings are cheap and
+# computed in the input half.
 
 
-# A stage and a micro-batch.
+# Stage and micro-batch.
 Cell = tuple[int, int]
 
 
-class Product(Protocol):
-    """The gradient of a weight, not yet computed."""
+@dataclass
+class Product(ABC):
+    """A weight gradient that has not been computed yet, as the factors of its product."""
 
     weight: nn.Parameter
     inputs: Tensor
     gradient: Tensor
 
-    def compute(self) -> Tensor: ...
+    @abstractmethod
+    def compute(self) -> Tensor:
+        """Returns the weight gradient."""
 
 
 @dataclass
-class DenseProduct:
-    """That of `y = x Wᵀ`."""
-
-    weight: nn.Parameter
-    inputs: Tensor
-    gradient: Tensor
+class DenseProduct(Product):
+    """The weight gradient of `y = x Wᵀ`."""
 
     def compute(self) -> Tensor:
         return outer_products(self.gradient.flatten(0, -2), self.inputs.flatten(0, -2))
 
 
 @dataclass
-class GroupedProduct:
-    """That of `grouped_linear`."""
+class GroupedProduct(Product):
+    """The weight gradient of `grouped_linear`."""
 
-    weight: nn.Parameter
-    inputs: Tensor
-    gradient: Tensor
     groups: GroupedRows
 
     def compute(self) -> Tensor:
@@ -263,32 +270,33 @@ class GroupedProduct:
 
 
 class DeferredGradients:
-    """The products that wait on one rank, by stage and micro-batch. Its layers and its executor share one of these."""
+    """Deferred products of one rank, by stage and micro-batch; shared by its layers and its executor."""
 
     def __init__(self) -> None:
-        self._open: list[Product] | None = None
-        self._waiting: dict[Cell, list[Product]] = {}
+        self._collecting: list[Product] | None = None
+        self._pending: dict[Cell, list[Product]] = {}
 
     @contextmanager
     def collecting(self, cell: Cell) -> Iterator[None]:
-        """Around the input half of a backward."""
-        assert self._open is None and cell not in self._waiting, f"{cell} is cut in two twice"
-        self._open = self._waiting[cell] = []
+        """Context manager around the input half of a backward, which collects its products."""
+        assert self._collecting is None and cell not in self._pending, f"{cell} has two input halves"
+        self._collecting = self._pending[cell] = []
         try:
             yield
         finally:
-            self._open = None
+            self._collecting = None
 
     def take(self, product: Product) -> bool:
-        """Keeps a product for later; False if the backward that runs is a whole one."""
-        if self._open is None:
+        """Defers a product; returns False in a whole backward, where it must be computed at once."""
+        if self._collecting is None:
             return False
-        self._open.append(product)
+        self._collecting.append(product)
         return True
 
     def compute(self, cell: Cell) -> None:
-        """The weight half: everything that waits for this cell, in the order of the backward."""
-        products = self._waiting.pop(cell)
+        """Runs the weight half: computes all products of the cell, in the order of the backward."""
+        products = self._pending.pop(cell)
+        # Popping from the reversed list frees each product's factors before the next one is computed.
         products.reverse()
         while products:
             product = products.pop()
@@ -298,24 +306,24 @@ class DeferredGradients:
 
     @property
     def cells(self) -> list[Cell]:
-        """Whose weight gradients wait."""
-        return list(self._waiting)
+        """The cells with deferred products."""
+        return list(self._pending)
 
     @property
     def elements(self) -> int:
-        """Numbers kept for them."""
-        return sum(p.inputs.numel() + p.gradient.numel() for found in self._waiting.values() for p in found)
+        """Number of tensor elements kept for deferred products."""
+        return sum(
+            p.inputs.numel() + p.gradient.numel() for products in self._pending.values() for p in products
+        )
 
 
 def linear(
     x: Tensor, weight: nn.Parameter, bias: Tensor | None, deferred: DeferredGradients | None
 ) -> Tensor:
-    """`x Wᵀ + b`; with `deferred`, the gradient of the weight may come later than the others."""
+    """Returns `x Wᵀ + b`; with `deferred` the weight gradient may be deferred."""
     if deferred is None and not has_own_way(x, weight):
         return without_gradient(x, weight, bias)
-    result = _Linear.apply(x, weight, bias, deferred)
-    assert isinstance(result, Tensor)
-    return result
+    return _Linear.apply(x, weight, bias, deferred)
 
 
 class _Linear(torch.autograd.Function):
@@ -324,7 +332,7 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, deferred: DeferredGradients | None
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        # Where a layer is recomputed, the saved weight comes back as another tensor, whose gradient nobody reads.
+        # With recomputation, the saved weight is unpacked as another tensor, so keep the parameter itself.
         ctx.parameter, ctx.deferred = weight, deferred
         return rows_times(x, weight, bias)
 
@@ -332,21 +340,19 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         gradient = gradients[0]
-        of_input = product(gradient, weight) if ctx.needs_input_grad[0] else None
-        of_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
-        of_weight = None
+        grad_input = product(gradient, weight) if ctx.needs_input_grad[0] else None
+        grad_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+        grad_weight = None
         if ctx.needs_input_grad[1]:
-            of_weight = now_or_later(DenseProduct(ctx.parameter, x, gradient), ctx.deferred)
-        return of_input, of_weight, of_bias, None
+            grad_weight = now_or_later(DenseProduct(ctx.parameter, x, gradient), ctx.deferred)
+        return grad_input, grad_weight, grad_bias, None
 
 
 def grouped_linear(
     rows: Tensor, weight: nn.Parameter, groups: GroupedRows, deferred: DeferredGradients | None
 ) -> Tensor:
-    """`x Wᵀ` with a matrix for each group of rows; `weight` is [groups, outputs, inputs]."""
-    result = _GroupedLinear.apply(rows, weight, groups, deferred)
-    assert isinstance(result, Tensor)
-    return result
+    """Returns `x Wᵀ` with one matrix per group of rows; `weight` is [groups, outputs, inputs]."""
+    return _GroupedLinear.apply(rows, weight, groups, deferred)
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -362,13 +368,15 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         rows, weight = ctx.saved_tensors
         gradient = gradients[0].contiguous()
-        of_input = ctx.groups.times(gradient, weight) if ctx.needs_input_grad[0] else None
-        of_weight = None
+        grad_input = ctx.groups.times(gradient, weight) if ctx.needs_input_grad[0] else None
+        grad_weight = None
         if ctx.needs_input_grad[1]:
-            of_weight = now_or_later(GroupedProduct(ctx.parameter, rows, gradient, ctx.groups), ctx.deferred)
-        return of_input, of_weight, None, None
+            grad_weight = now_or_later(
+                GroupedProduct(ctx.parameter, rows, gradient, ctx.groups), ctx.deferred
+            )
+        return grad_input, grad_weight, None, None
 
 
 def now_or_later(product: Product, deferred: DeferredGradients | None) -> Tensor | None:
-    """The gradient of a weight, unless it is left for later."""
+    """Returns the weight gradient, or None if it is deferred."""
     return None if deferred is not None and deferred.take(product) else product.compute()

@@ -1,4 +1,7 @@
-"""The kernels of `activation`: one program for a row."""
+"""Triton kernels of `activation`: activations, gates, and the dispatch of rows.
+
+One program computes one row.
+"""
 
 from collections.abc import Iterator
 
@@ -12,7 +15,7 @@ _WIDEST_ACTIVATION = 2048
 
 @triton.jit
 def _parts(inner, row, columns, inside, WIDTH: tl.constexpr, GATED: tl.constexpr):
-    """The activation of the first half, the second half (1 where there is none), and the slope of the first."""
+    """Returns the activation of the first half, the second half (1 without a gate), and the slope."""
     if GATED:
         z = tl.load(inner + row * 2 * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(inner + row * 2 * WIDTH + WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
@@ -21,7 +24,7 @@ def _parts(inner, row, columns, inside, WIDTH: tl.constexpr, GATED: tl.constexpr
     else:
         z = tl.load(inner + row * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
         up = tl.full(z.shape, 1.0, tl.float32)
-        # gelu by tanh is z · sigmoid(2u) with u = √(2/π) (z + 0.044715 z³).
+        # GELU (tanh) equals z · sigmoid(2u) with u = √(2/π) (z + 0.044715 z³).
         sigmoid = tl.sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z))
         steepness = 1.5957691216057308 * (1 + 0.134145 * z * z)
         slope = sigmoid * (1 + z * (1 - sigmoid) * steepness)
@@ -87,21 +90,21 @@ def weighted_activation_backward(
     gradient_NI: Tensor, inner_NI: Tensor, weights_N: Tensor, gated: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, width = gradient_NI.shape
-    of_inner, of_weights = inner_NI.new_empty(inner_NI.shape), weights_N.new_empty(rows)
-    made = inner_NI.new_empty(rows, width)
-    if made.numel():
+    grad_inner, grad_weights = inner_NI.new_empty(inner_NI.shape), weights_N.new_empty(rows)
+    output = inner_NI.new_empty(rows, width)
+    if output.numel():
         _activation_backward[(rows,)](
             gradient_NI.contiguous(),
             inner_NI.contiguous(),
             weights_N.contiguous(),
-            of_inner,
-            of_weights,
-            made,
+            grad_inner,
+            grad_weights,
+            output,
             WIDTH=width,
             GATED=gated,
             BLOCK=_block(width),
         )
-    return of_inner, of_weights, made
+    return grad_inner, grad_weights, output
 
 
 def _block(width: int) -> int:
@@ -109,8 +112,7 @@ def _block(width: int) -> int:
     return block
 
 
-# The kernel of `gate`: one program for a row. What a compiler makes of it, with the largest element, takes
-# twice the time.
+# Backward of the gate, with row maxima. The kernel that a compiler generates for both takes twice as long.
 
 
 _GATE_BLOCK = 1024
@@ -118,9 +120,9 @@ _GATE_BLOCK = 1024
 
 @triton.jit
 def _gate_backward(gradient, inner, of_inner, largest, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    # Rows times columns of a long batch do not fit 32 bits.
+    # Row × column offsets of a long batch overflow 32 bits.
     row = tl.program_id(0).to(tl.int64)
-    # As patterns of bits: those of numbers without sign are in the same order, and what is no number comes after all of them.
+    # Maxima of bit patterns: non-negative floats keep their order, and NaN is the largest.
     found = tl.zeros((BLOCK,), tl.int32)
     kind = of_inner.dtype.element_ty
     for first in range(0, WIDTH, BLOCK):
@@ -143,14 +145,14 @@ def _gate_backward(gradient, inner, of_inner, largest, WIDTH: tl.constexpr, BLOC
 def gate_backward(gradient: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
     width = gradient.shape[-1]
     rows = inner.shape[:-1].numel()
-    of_inner, largest = torch.empty_like(inner), inner.new_empty(rows, dtype=torch.float32)
+    grad_inner, largest = torch.empty_like(inner), inner.new_empty(rows, dtype=torch.float32)
     if inner.numel():
-        _gate_backward[(rows,)](gradient, inner, of_inner, largest, width, _GATE_BLOCK)
-    return of_inner, largest
+        _gate_backward[(rows,)](gradient, inner, grad_inner, largest, width, _GATE_BLOCK)
+    return grad_inner, largest
 
 
-# The kernels of `swiglu`. What a compiler makes of its backward writes both halves of the gradient as one,
-# and reads its inputs almost twice.
+# SwiGLU. The kernel that a compiler generates for its backward concatenates the gradient of both halves, and
+# reads its inputs almost twice.
 
 
 _SWIGLU_BLOCK = 1024
@@ -159,7 +161,7 @@ _MOST_ROWS = 65535
 
 @triton.jit
 def _swiglu_backward(gradient, inner, of_inner, made, width, BLOCK: tl.constexpr):
-    # Rows times columns of a long batch do not fit 32 bits.
+    # Row × column offsets of a long batch overflow 32 bits.
     row = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
@@ -184,29 +186,29 @@ def _swiglu_forward(inner, made, width, BLOCK: tl.constexpr):
     first = row * 2 * width + columns
     gate = tl.load(inner + first, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(inner + first + width, mask=inside, other=0.0).to(tl.float32)
-    # As backward makes it again.
+    # Must match the recomputation in backward bit by bit.
     activated = gate * tl.sigmoid(gate)
     tl.store(made + row * width + columns, (activated * up).to(made.dtype.element_ty), mask=inside)
 
 
 def swiglu(inner: Tensor) -> Tensor:
     width = inner.shape[-1] // 2
-    made = inner.new_empty((*inner.shape[:-1], width))
-    for grid, parts in _rounds(width, inner, made):
+    output = inner.new_empty((*inner.shape[:-1], width))
+    for grid, parts in _rounds(width, inner, output):
         _swiglu_forward[grid](*parts, width, _SWIGLU_BLOCK)
-    return made
+    return output
 
 
 def swiglu_backward(gradient: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
     width = gradient.shape[-1]
-    of_inner, made = torch.empty_like(inner), inner.new_empty(gradient.shape)
-    for grid, parts in _rounds(width, gradient, inner, of_inner, made):
+    grad_inner, output = torch.empty_like(inner), inner.new_empty(gradient.shape)
+    for grid, parts in _rounds(width, gradient, inner, grad_inner, output):
         _swiglu_backward[grid](*parts, width, _SWIGLU_BLOCK)
-    return of_inner, made
+    return grad_inner, output
 
 
 def _rounds(width: int, *tensors: Tensor) -> Iterator[tuple[tuple[int, int], list[Tensor]]]:
-    """Rows are the second dimension of the grid, which has 65,535 places; more go round by round."""
+    """Yields launches over at most 65,535 rows each, the limit of the grid's second dimension."""
     flat = [t.view(-1, t.shape[-1]) for t in tensors if t.numel()]
     rows = len(flat[0]) if flat else 0
     for begin in range(0, rows, _MOST_ROWS):
@@ -214,7 +216,7 @@ def _rounds(width: int, *tensors: Tensor) -> Iterator[tuple[tuple[int, int], lis
         yield (triton.cdiv(width, _SWIGLU_BLOCK), len(parts[0])), parts
 
 
-# The kernels of `rows`.
+# Dispatch and combination of rows.
 
 
 _WIDEST_ROW = 4096
@@ -225,7 +227,7 @@ def _deal(x, places, out, width, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
-    # Read once and written as often as the token has places.
+    # Read once, written once per place.
     row = tl.load(x + token * width + columns, mask=inside)
     for k in tl.static_range(COUNT):
         place = tl.load(places + token * COUNT + k).to(tl.int64)
@@ -266,7 +268,7 @@ def sum_rows(rows_ND: Tensor, places_TK: Tensor) -> Tensor:
     return out
 
 
-# The smallest kernel, to find out whether there can be any.
+# A minimal kernel, to test whether Triton works.
 
 
 @triton.jit

@@ -1,11 +1,11 @@
-"""The two passes of the cross entropy as `cross_entropy.py` describes them, each of them one kernel."""
+"""Triton kernels of `cross_entropy`: one for each of the two passes."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-# Entries of a row that a program has at a time, and the warps it has for them.
+# Columns that a program processes at a time, and its number of warps.
 _READ, _READ_WARPS = 4096, 4
 _WRITE, _WRITE_WARPS = 2048, 4
 
@@ -13,13 +13,13 @@ _WRITE, _WRITE_WARPS = 2048, 4
 def row_sums(
     logits: Tensor, labels: Tensor, words: int, first: int, block: int = _READ, warps: int = _READ_WARPS
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of every row the largest logit, the sum of `exp(logit − largest)`, and the label's logit: 0 if it is not here."""
+    """As `cross_entropy.row_sums`."""
     rows = logits.shape[0]
-    found = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
+    results = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
     _cross_entropy_sums[(rows,)](
-        logits, labels, found, rows, first, logits.stride(0), words, block, num_warps=warps
+        logits, labels, results, rows, first, logits.stride(0), words, block, num_warps=warps
     )
-    return found[0], found[1], found[2]
+    return results[0], results[1], results[2]
 
 
 def write_gradient(
@@ -33,7 +33,7 @@ def write_gradient(
     block: int = _WRITE,
     warps: int = _WRITE_WARPS,
 ) -> None:
-    """`(softmax − 1 at the label) · weight` of every row; `gradient` may be `logits` itself."""
+    """As `cross_entropy.write_gradient`."""
     rows, width = logits.shape
     _cross_entropy_gradient[(rows, triton.cdiv(width, block))](
         gradient,
@@ -53,11 +53,11 @@ def write_gradient(
 
 @triton.jit
 def _cross_entropy_sums(logits, labels, found, rows, first, stride, WORDS: tl.constexpr, BLOCK: tl.constexpr):
-    # Offsets of a large vocabulary times a long batch do not fit 32 bits.
+    # Offsets of a large vocabulary times a long batch overflow 32 bits.
     row = tl.program_id(0).to(tl.int64)
     begin = logits + row * stride
     places = tl.arange(0, BLOCK)
-    # Finite, so that logits of minus infinity give 0 and not the difference of two infinities.
+    # Finite, so that logits of -inf result in 0 rather than inf - inf = NaN.
     largest = -3.0e38
     sums = tl.zeros([BLOCK], tl.float32)
     for start in range(0, WORDS, BLOCK):
@@ -90,7 +90,7 @@ def _cross_entropy_gradient(
     row = tl.program_id(0).to(tl.int64)
     places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     weight = tl.load(weights + row)
-    # A token that does not count is not even read.
+    # The logits of a masked token are not read.
     counts = places < tl.where(weight != 0.0, words, 0)
     logit = tl.load(logits + row * stride + places, mask=counts, other=-float("inf")).to(tl.float32)
     local = tl.load(labels + row) - first

@@ -1,7 +1,7 @@
-"""Dropout by counter in one pass: the bits of `nn/dropout.py`, and whatever they are used for.
+"""Triton kernels of counter-based dropout in one pass; bit-identical to `nn/dropout.py`.
 
-A pair of channels has one number. Of two-byte types a pair is one word of memory, and a thread that has its number loads and stores that; of
-others the numbers of neighbours are put in the order of the channels.
+One random number serves a pair of channels. For 16-bit types a pair is one 32-bit word of memory, which one
+thread loads and stores; for other types the numbers are interleaved into channel order.
 """
 
 import torch
@@ -23,9 +23,9 @@ def _scrambled(z):
 
 @triton.jit
 def _halves(rows, row, first, site, SITE_IN_MEMORY: tl.constexpr, PAIRS: tl.constexpr):
-    """The 32 bits of each of the two channels of some pairs of a row."""
+    """Returns the 32 random bits of each of the two channels, for some pairs of a row."""
     number = tl.load(site) if SITE_IN_MEMORY else site
-    # The key of this site below that of the row.
+    # The key of this dropout site, derived from the key of the row.
     place = (number.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15
     key = _scrambled(tl.load(rows + row).to(tl.uint64, bitcast=True) + place)
     pairs = first + tl.arange(0, PAIRS)
@@ -37,7 +37,7 @@ def _halves(rows, row, first, site, SITE_IN_MEMORY: tl.constexpr, PAIRS: tl.cons
 
 @triton.jit
 def _kept(value, numbers, limit, scale, KIND: tl.constexpr):
-    # Rounded where torch rounds, so that the two agree in every bit.
+    # Round where torch rounds, so that both agree bit by bit.
     return tl.where(numbers < limit, 0.0, (value * scale).to(KIND).to(tl.float32))
 
 
@@ -116,15 +116,17 @@ _KINDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32:
 def dropped(
     x_BSD: Tensor, stream_BSD: Tensor | None, rows_BS: Tensor, site: int | Tensor, limit: int, scale: float
 ) -> Tensor:
-    """`x` with some elements dropped, beside the stream if there is one. `limit` is the smallest number
-    that is kept."""
+    """Returns `x` with dropout applied, plus the residual `stream_BSD` if given.
+
+    Numbers below `limit` are dropped.
+    """
     x, width = x_BSD.contiguous(), x_BSD.shape[-1]
-    out = x.new_empty(x.shape)
-    if not out.numel():
-        return out
+    output = x.new_empty(x.shape)
+    if not output.numel():
+        return output
     stream = x if stream_BSD is None else stream_BSD.contiguous()
-    tensors, kernel, columns = [x, stream, out], _drop, width
-    # A view that begins in the middle of a word cannot be read by words.
+    tensors, kernel, columns = [x, stream, output], _drop, width
+    # A view that does not begin at a word boundary cannot be read word by word.
     if x.element_size() == 2 and width % 2 == 0 and all(t.storage_offset() % 2 == 0 for t in tensors):
         tensors, kernel, columns = [t.view(torch.int32) for t in tensors], _drop_pairs, width // 2
     pairs = min(triton.next_power_of_2((width + 1) // 2), _PAIRS)
@@ -141,4 +143,4 @@ def dropped(
         PAIRS=pairs,
         KIND=_KINDS[x.dtype],
     )
-    return out
+    return output

@@ -1,5 +1,7 @@
-"""Rounding to fp8 and transposing in one pass, and what is to be known before it. Imported only where there is a GPU to run it, and Triton
-with it."""
+"""Triton kernels of `fp8`: rounding and transposing in one pass, and maxima.
+
+Imported only if Triton works.
+"""
 
 import torch
 import triton
@@ -29,7 +31,7 @@ def _write_rounded(
     HIGH: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """One tile. Places in it are 32-bit numbers; only where the tile begins can lie beyond them."""
+    """Processes one tile. Offsets within it fit 32 bits, the offset of the tile itself may not."""
     across = tl.cdiv(width, WIDE)
     top = (tl.program_id(0) // across).to(tl.int64) * HIGH
     left = (tl.program_id(0) % across).to(tl.int64) * WIDE
@@ -60,8 +62,10 @@ def _write_rounded(
 def write_rounded(
     matrix: Tensor, rows: Tensor | None, columns: Tensor | None, of_rows: Tensor, of_columns: Tensor
 ) -> None:
-    """Fills what is given: `rows` is like the matrix, `columns` like its transpose; both contiguous. The scales of both are one number, or one
-    for each row and one for each column."""
+    """Writes `rows`, of the matrix's layout, and `columns`, of its transpose, if given; both contiguous.
+
+    Both scales are a scalar, or `of_rows` has one per row and `of_columns` one per column.
+    """
     height, width = matrix.shape
     wanted = rows if rows is not None else columns
     assert wanted is not None, "one of the two"
@@ -91,7 +95,7 @@ def write_rounded(
 def _scale_of(
     largest, scale, unscale, COUNT: tl.constexpr, LIMIT: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One program for all. As patterns of bits: those of numbers without sign are in the same order, and what is no number comes last."""
+    """Reduces all maxima in one program, as bit patterns: floats keep their order, NaN is the largest."""
     found = tl.zeros((BLOCK,), tl.int32)
     for first in range(0, COUNT, BLOCK):
         places = first + tl.arange(0, BLOCK)
@@ -125,7 +129,7 @@ def _largest_of_tiles(
     inside = (down < height - top)[:, None] & (right < width - left)[None, :]
     begin = matrix + top * row_stride + left * column_stride
     values = tl.load(begin + down[:, None] * row_stride + right[None, :] * column_stride, inside, other=0.0)
-    # As patterns of bits: those of numbers without sign are in the same order, and what is no number comes after all of them.
+    # Maxima of bit patterns: non-negative floats keep their order, and NaN is the largest.
     bits = values.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
     highest = tl.max(bits, 1).to(tl.float32, bitcast=True)
     tl.store(of_rows + strip.to(tl.int64) * height + top + down, highest, down < height - top)
@@ -135,11 +139,11 @@ def _largest_of_tiles(
 
 def largest_of_tiles(matrix: Tensor) -> tuple[Tensor, Tensor]:
     height, width = matrix.shape
-    of_rows, of_columns = strips(matrix)
+    row_maxima, column_maxima = strips(matrix)
     tiles = triton.cdiv(height, TILE) * triton.cdiv(width, TILE)
     if tiles:
         strides = (matrix.stride(0), matrix.stride(1))
         _largest_of_tiles[(tiles,)](
-            matrix, of_rows, of_columns, height, width, *strides, TILE=TILE, num_warps=8
+            matrix, row_maxima, column_maxima, height, width, *strides, TILE=TILE, num_warps=8
         )
-    return of_rows, of_columns
+    return row_maxima, column_maxima

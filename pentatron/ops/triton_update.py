@@ -1,10 +1,12 @@
-"""AdamW over many tensors in one pass over memory, for GPUs with Triton.
+"""Triton kernels for many tensors at once: AdamW in one pass over memory, sum of squares, and sums in fp32.
 
-Every element is read once and written once: its gradient, wherever that lies and in whatever precision, times a factor that is on the
-device; both moments; the fp32 value; and the value in the precision of the model. A table of addresses says what belongs together,
-so that a launch does all tensors whose gradients have one dtype. If the device finds that there is nothing to be done, nothing is written.
+AdamW reads and writes every element once: its gradient in any dtype, times a factor that is on the device;
+both moments; the fp32 value; and the value in the model's dtype. A table of addresses describes which tensors
+belong together, so one launch updates all tensors whose gradients have the same dtype. The device skips the
+update if a flag is 0.
 
-Importing this needs Triton, so it is imported where a CUDA tensor is at hand. The reference is torch's fused AdamW.
+Requires Triton, so it is imported only where there are CUDA tensors. The reference of AdamW is torch's fused
+version.
 """
 
 from collections.abc import Sequence
@@ -15,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# One launch over many tensors: a table of addresses, and which program does which block of which tensor.
+# One launch over many tensors: a table of addresses, and for each program its block of a tensor.
 
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -36,7 +38,10 @@ def programs_of(sizes: Sequence[int], block: int, device: torch.device) -> Progr
 
 
 class Addresses:
-    """Where tensors lie, on their device. Memory is given out in the same order in most steps, and then the table of the step before will do."""
+    """Device table of tensor addresses.
+
+    The allocator mostly repeats them in every step; then the table is reused.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -44,20 +49,20 @@ class Addresses:
         self._table: Tensor | None = None
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> Tensor:
-        """0 for none; nobody waits for it."""
-        found = [0 if t is None else t.data_ptr() for t in tensors]
-        if self._table is None or found != self._known:
-            table = torch.tensor(found)
-            # Only from page-locked memory does a copy run by itself.
+        """Returns the addresses, 0 for None, without a host synchronization."""
+        addresses = [0 if t is None else t.data_ptr() for t in tensors]
+        if self._table is None or addresses != self._known:
+            table = torch.tensor(addresses)
+            # Only copies from pinned memory are asynchronous.
             on_gpu = self._device.type == "cuda"
-            self._known = found
+            self._known = addresses
             self._table = table.pin_memory().to(self._device, non_blocking=True) if on_gpu else table
         return self._table
 
 
 @triton.jit
 def pointer(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """To what lies at an address; where that is a multiple of what a thread reads at once, the compiler is told."""
+    """Converts an address to a pointer; ALIGNED (16 bytes) lets the compiler vectorize accesses."""
     found = address.to(tl.pointer_type(DTYPE))
     if ALIGNED:
         found = tl.multiple_of(found, 16)
@@ -69,7 +74,7 @@ _FIXED_COLUMNS = tl.constexpr(6)
 
 @dataclass(frozen=True)
 class Target:
-    """What is updated together: contiguous tensors on one device, `rounded` in the precision of the model or not at all."""
+    """Tensors that are updated together: contiguous, on one device; `rounded` has the model's dtype."""
 
     values: Tensor
     exp_avg: Tensor
@@ -80,7 +85,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Numbers:
-    """Of one update. `decay` is that of targets that decay; `update` counts from 1."""
+    """Hyperparameters of one update. `decay` is for targets with weight decay; `update` counts from 1."""
 
     learning_rate: float
     decay: float
@@ -92,7 +97,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class _Launch:
-    """The targets of one launch, by their numbers: what is the same in every step with gradients of these sizes."""
+    """The targets (by index) of one launch, and all that is constant while the gradients keep their sizes."""
 
     targets: Sequence[int]
     gradient: torch.dtype | None
@@ -103,7 +108,7 @@ class _Launch:
 
 
 class OnePass:
-    """An update of targets that stay where they are, from gradients that lie elsewhere in every step."""
+    """Updates targets at fixed addresses, with gradients at other addresses in every step."""
 
     def __init__(self, targets: Sequence[Target], block: int = 8192, warps: int = 16) -> None:
         self.targets = targets
@@ -113,8 +118,11 @@ class OnePass:
         self._launches: list[_Launch] = []
 
     def __call__(self, gradients: Sequence[Tensor | None], control: Tensor, numbers: Numbers) -> None:
-        """`control`, on the device in fp32: what gradients are multiplied by, and 0 if nothing is to be done. A gradient may have
-        fewer elements than its target; None stands for zeros."""
+        """`control` is on the device in fp32: the factor of the gradients, and 0 if the update is to be
+        skipped.
+
+        A gradient may have fewer elements than its target (padding); None counts as zeros.
+        """
         kinds = tuple(None if g is None else (g.dtype, g.numel()) for g in gradients)
         if kinds != self._known:
             self._known, self._launches = kinds, list(self._plan(gradients))
@@ -129,42 +137,42 @@ class OnePass:
                 None if target.rounded is None else target.rounded.dtype,
             )
             groups.setdefault(key, []).append(number)
-        return [self._planned(*key, chosen, gradients) for key, chosen in groups.items()]
+        return [self._plan_launch(*key, targets, gradients) for key, targets in groups.items()]
 
-    def _planned(
+    def _plan_launch(
         self,
         gradient: torch.dtype | None,
         rounded: torch.dtype | None,
-        chosen: Sequence[int],
+        targets: Sequence[int],
         gradients: Sequence[Tensor | None],
     ) -> _Launch:
         rows, sizes = [], []
-        for number in chosen:
-            target, given = self.targets[number], gradients[number]
-            elements = target.values.numel() if given is None else given.numel()
+        for number in targets:
+            target, gradient_of_target = self.targets[number], gradients[number]
+            elements = target.values.numel() if gradient_of_target is None else gradient_of_target.numel()
             tensors = (target.values, target.exp_avg, target.exp_avg_sq)
             addresses = [t.data_ptr() for t in tensors]
             addresses.append(0 if target.rounded is None else target.rounded.data_ptr())
             assert all(t.is_contiguous() and t.dtype == torch.float32 for t in tensors)
-            # The decay is a sign, so that a row has few columns.
+            # Weight decay is a flag in the table, which keeps rows short.
             rows.append([*addresses, elements, int(target.decays)])
             sizes.append(elements)
-        device = self.targets[chosen[0]].values.device
+        device = self.targets[targets[0]].values.device
         fixed, programs = torch.tensor(rows).to(device), programs_of(sizes, self.block, device)
-        return _Launch(chosen, gradient, rounded, fixed, programs, Addresses(device))
+        return _Launch(targets, gradient, rounded, fixed, programs, Addresses(device))
 
     def _launch(
         self, launch: _Launch, gradients: Sequence[Tensor | None], control: Tensor, numbers: Numbers
     ) -> None:
-        given = [gradients[number] for number in launch.targets]
-        assert all(g is None or g.is_contiguous() for g in given), "gradients lie one after the other"
+        launch_gradients = [gradients[number] for number in launch.targets]
+        assert all(g is None or g.is_contiguous() for g in launch_gradients), "gradients must be contiguous"
         correction1 = 1 - numbers.beta1**numbers.update
         correction2 = 1 - numbers.beta2**numbers.update
         _update[(len(launch.programs.row_of),)](
             launch.programs.row_of,
             launch.programs.first_of,
             launch.fixed,
-            launch.addresses(given),
+            launch.addresses(launch_gradients),
             control,
             numbers.learning_rate / correction1,
             numbers.learning_rate * numbers.decay,
@@ -235,7 +243,7 @@ def _elements(
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """One block; a whole and aligned one is read and written in vectors."""
+    """Updates one block; a complete and aligned one is read and written in vectors."""
     gradient, values, average, square, rounded = places
     factor, step_size, decay, beta1, rest1, beta2, rest2, correction, epsilon = numbers
     offsets = begin + tl.arange(0, BLOCK)
@@ -255,7 +263,8 @@ def _elements(
         first += rest1 * found
         second += rest2 * found * found
     value -= decay * value
-    # Roots and quotients that may be one unit off are half of the work, and no more than the rounding of so small a step.
+    # Approximate square root and division: one unit in the last place is negligible here, and they are half
+    # of the work.
     value -= step_size * first / (tl.sqrt(second) * correction + epsilon)
     tl.store(average_at, first, mask=inside)
     tl.store(square_at, second, mask=inside)
@@ -264,14 +273,12 @@ def _elements(
         tl.store(pointer(rounded, ROUNDED, WHOLE) + offsets, value.to(ROUNDED), mask=inside)
 
 
-# The sum of squares over many tensors, each read once and as it is; and the sum of two tensors in fp32.
-#
-# Importing this needs Triton. The reference of the first is torch's norm in fp32, of the second a sum of
-# casts.
+# Sum of squares over many tensors, each read once in its own dtype, and the sum of two tensors in fp32. The
+# references are torch's norm in fp32 and a sum of casts.
 
 
 class Squares:
-    """Sums over tensors of the same sizes in most steps; what depends on sizes alone is kept."""
+    """Sums squares over many tensors; caches what depends on their sizes, which seldom change."""
 
     def __init__(self, block: int = 4096, warps: int = 8) -> None:
         self.block = block
@@ -282,7 +289,7 @@ class Squares:
         self._addresses: Addresses | None = None
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
-        """In fp64, of contiguous tensors of one dtype on one device."""
+        """Returns the sum in fp64, for contiguous tensors of one dtype on one device."""
         device, sizes = tensors[0].device, tuple(t.numel() for t in tensors)
         if sizes != self._known or self._programs is None or self._addresses is None:
             self._known, self._programs = sizes, programs_of(sizes, self.block, device)
@@ -304,7 +311,7 @@ class Squares:
 
 
 def exact_sum(first: Tensor, second: Tensor) -> Tensor:
-    """Of two contiguous tensors of one dtype, in fp32, in one pass."""
+    """Returns the sum of two contiguous tensors of one dtype in fp32, in one pass."""
     total = torch.empty_like(first, dtype=torch.float32)
     block = 2048
     _exact_sum[(triton.cdiv(total.numel(), block),)](

@@ -1,1 +1,1 @@
-"""The optimizer, its learning rate and gradient clipping."""
+"""Optimizers, update rules, learning rate schedules and loss scaling."""

@@ -1,4 +1,4 @@
-"""Which optimizer a layout needs. Whoever has one need not know which it is."""
+"""Construction of the optimizer for the ZeRO stage and the layout."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeAlias
@@ -25,9 +25,9 @@ def build_optimizer(
     options: OptimizerOptions,
     dtype: torch.dtype,
 ) -> AnyOptimizer:
-    """Shards of parameters for ZeRO 3, where there are ranks to divide them between; flat buckets for all else."""
+    """Returns a ZeRO 3 optimizer if there are ranks to shard over, otherwise one on flat buckets."""
     if options.zero_stage == 3 and has_copies(chunks, world):
-        # Torch's sharding brings its compiler along, which other runs need not wait for.
+        # FSDP imports torch's compiler, which takes seconds.
         from pentatron.optim.sharded import ShardedOptimizer
 
         return ShardedOptimizer(chunks, world, config, options, dtype)
@@ -37,6 +37,9 @@ def build_optimizer(
 
 
 def has_copies(chunks: Mapping[int, nn.Module], world: World) -> bool:
-    """Also if it is experts alone of which other ranks of a stage hold copies: all its ranks must answer alike."""
+    """Whether other ranks hold replicas of a parameter.
+
+    Includes experts, so that all ranks of a stage agree.
+    """
     axes = {held.declared.copies for chunk in chunks.values() for held in held_parameters(chunk)}
     return any(world.group(axis).size > 1 for axis in axes)

@@ -1,7 +1,7 @@
-"""AdamW on a GPU in one pass over memory, which decides on the device whether it is made.
+"""AdamW on a GPU in one pass over memory, which the device itself can skip.
 
-Clipping, the update and the rounding of the weights are one kernel over gradients as backward left them. What a step found, its loss
-and its norm, need not be known on the host before the update is under way: the GPU never waits for the host.
+Clipping, the update and the rounding of the weights are one kernel on the gradients as backward left them.
+Loss and norm need not be known on the host before the update is launched: the GPU never waits for the host.
 """
 
 from collections.abc import Sequence
@@ -25,8 +25,8 @@ class OnePassAdam(Update):
         self._one_pass = OnePass([self._target(part) for part in parts])
 
     def _target(self, part: Part) -> Target:
-        first, second = (self._moments[id(part)][name] for name in MOMENTS)
-        return Target(part.values, first, second, part.weights, part.decays)
+        exp_avg, exp_avg_sq = (self._moments[id(part)][name] for name in MOMENTS)
+        return Target(part.values, exp_avg, exp_avg_sq, part.weights, part.decays)
 
     @torch.no_grad()
     def step(
@@ -40,21 +40,21 @@ class OnePassAdam(Update):
         factor = clipping(norm, self.config.clip_grad, scale)
         control = torch.tensor([factor, 1.0], dtype=torch.float32).to(self._device)
         self._launch(gradients, learning_rate, control, weight_decay)
-        self.settle(made=True)
+        self.settle(updated=True)
 
     @torch.no_grad()
     def start(
         self,
         gradients: Gradients,
         learning_rate: float,
-        found: Tensor,
+        loss_and_norm: Tensor,
         scale: float,
         weight_decay: float | None = None,
     ) -> None:
-        factor = clipping_on_device(found[1], self.config.clip_grad, scale)
-        if len(found) > 2:
-            factor = factor * found[2]
-        control = torch.stack((factor, torch.isfinite(found).all().double())).float()
+        factor = clipping_on_device(loss_and_norm[1], self.config.clip_grad, scale)
+        if len(loss_and_norm) > 2:
+            factor = factor * loss_and_norm[2]
+        control = torch.stack((factor, torch.isfinite(loss_and_norm).all().double())).float()
         self._launch(gradients, learning_rate, control, weight_decay)
 
     def _launch(
@@ -71,8 +71,8 @@ class OnePassAdam(Update):
         )
         self._one_pass(gradients, control, numbers)
 
-    def settle(self, made: bool) -> None:
-        self._updates += made
+    def settle(self, updated: bool) -> None:
+        self._updates += updated
 
     def _update(
         self,
@@ -82,7 +82,7 @@ class OnePassAdam(Update):
         weight_decay: float,
         divisor: Tensor | None,
     ) -> None:
-        raise AssertionError("one pass does all parts")
+        raise AssertionError("a single kernel updates all parts")
 
     def set_updates(self, updates: int) -> None:
         self._updates = updates

@@ -1,8 +1,8 @@
-"""What the loss is multiplied by before backward, so that small gradients do not vanish in fp16.
+"""Loss scaling for fp16: multiplies the loss before backward, so that small gradients do not underflow.
 
-Gradients carry the factor until the update divides by it. In fp16 the factor is looked for while training: a step whose
-gradients overflow is not made and leads to a smaller one, a long run of steps that are made to a larger one. With other
-types, or where a number is given, it stays as it is.
+Gradients carry the scale until the update divides by it. With fp16 the scale is dynamic: an overflow skips
+the step and reduces the scale, a long run of steps without overflow increases it. With other dtypes, or an
+explicit scale, it is constant.
 """
 
 import math
@@ -12,18 +12,18 @@ import torch
 
 from pentatron.settings.parallel import PrecisionConfig
 
-# So many overflows in a row with a scale that is no larger than 1, or cannot become smaller: it is not the scale.
-_HOPELESS = 20
+# After this many consecutive overflows at a scale of 1 or the minimum, the scale is not the cause.
+_MOST_USELESS_SKIPS = 20
 
 
 class LossScaler:
-    """Megatron's rule; with a hysteresis of 1 it is that of torch's GradScaler."""
+    """Megatron's dynamic loss scaler; with a hysteresis of 1 it equals torch's GradScaler."""
 
     def __init__(self, config: PrecisionConfig, saved: Mapping[str, float] | None = None) -> None:
-        """`saved`: what `state` gave; nothing, to start anew."""
+        """`saved` is the result of `state` in a checkpoint, to resume."""
         self.config = config
         self.is_dynamic = config.fp16 and not config.loss_scale
-        self.scale = _single(config.initial_loss_scale if self.is_dynamic else config.loss_scale or 1.0)
+        self.scale = _to_fp32(config.initial_loss_scale if self.is_dynamic else config.loss_scale or 1.0)
         self._made_in_a_row = 0
         self._useless_in_a_row = 0
         self._overflows_left = config.hysteresis
@@ -33,34 +33,34 @@ class LossScaler:
             self._useless_in_a_row = int(saved["useless_in_a_row"])
             self._overflows_left = int(saved["overflows_left"])
 
-    def settle(self, made: bool) -> None:
-        """To be told of every step whether its update was made, or left out because of an overflow."""
+    def settle(self, updated: bool) -> None:
+        """Must be called after every step; `updated` is False if an overflow has skipped the update."""
         if not self.is_dynamic:
             return
-        if made:
+        if updated:
             self._useless_in_a_row = 0
             self._made_in_a_row += 1
             if self._made_in_a_row == self.config.loss_scale_window:
                 self._made_in_a_row = 0
                 self._overflows_left = self.config.hysteresis
-                larger = _single(self.scale * _single(self.config.loss_scale_growth_factor))
+                larger = _to_fp32(self.scale * _to_fp32(self.config.loss_scale_growth_factor))
                 self.scale = larger if math.isfinite(larger) else self.scale
             return
         self._made_in_a_row = 0
         self._useless_in_a_row += self.scale <= max(1.0, self.config.min_loss_scale)
         self._overflows_left -= 1
         if self._overflows_left <= 0:
-            smaller = _single(self.scale * _single(self.config.loss_scale_backoff_factor))
-            # A scale of zero would make every gradient zero, which nobody would notice.
+            smaller = _to_fp32(self.scale * _to_fp32(self.config.loss_scale_backoff_factor))
+            # A scale of zero would silently zero every gradient.
             self.scale = max(smaller, self.config.min_loss_scale) or self.scale
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether a smaller scale would not help."""
-        return self._useless_in_a_row >= _HOPELESS
+        """Whether overflows persist although the scale cannot become smaller."""
+        return self._useless_in_a_row >= _MOST_USELESS_SKIPS
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps; nothing where the scale is fixed."""
+        """Returns the state for a checkpoint; empty if the scale is constant."""
         if not self.is_dynamic:
             return {}
         return {
@@ -71,6 +71,6 @@ class LossScaler:
         }
 
 
-def _single(number: float) -> float:
-    """As fp32 has it: what gradients are multiplied by is what they are divided by."""
+def _to_fp32(number: float) -> float:
+    """Rounds to fp32: gradients must be divided by exactly what the loss was multiplied by."""
     return torch.tensor(number, dtype=torch.float32).item()

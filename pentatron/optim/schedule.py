@@ -1,6 +1,6 @@
-"""Learning rate and weight decay as functions of the samples consumed so far.
+"""Learning rate and weight decay schedules as functions of the samples consumed so far.
 
-Counting samples rather than steps keeps the curves exact when the batch size changes during a run.
+Counting samples rather than steps keeps the curves exact if the batch size changes during a run.
 """
 
 import math
@@ -22,7 +22,7 @@ class LearningRate:
     warmup_samples: float
     decay_samples: float
     init: float = 0.0
-    # For the style WSD: how the last so many samples decay.
+    # For the style WSD: the shape of the decay over the last `wsd_samples`.
     wsd_style: str = "exponential"
     wsd_samples: float = 0.0
 
@@ -36,21 +36,21 @@ class LearningRate:
         if self.style == "inverse-square-root":
             warmup = max(self.warmup_samples, 1.0)
             return max(self.floor, self.peak * math.sqrt(warmup) / math.sqrt(max(samples, 1.0)))
-        return self.floor + self._share(samples) * (self.peak - self.floor)
+        return self.floor + self._fraction(samples) * (self.peak - self.floor)
 
-    def _share(self, samples: float) -> float:
-        """Of the way from floor to peak."""
+    def _fraction(self, samples: float) -> float:
+        """Returns the position between floor (0) and peak (1)."""
         if self.style == "WSD":
             stable = self.decay_samples - self.wsd_samples
             if samples <= stable:
                 return 1.0
-            return _decayed(self.wsd_style, (samples - stable) / self.wsd_samples)
+            return _decay_factor(self.wsd_style, (samples - stable) / self.wsd_samples)
         progress = (samples - self.warmup_samples) / (self.decay_samples - self.warmup_samples)
-        return _decayed(self.style, progress)
+        return _decay_factor(self.style, progress)
 
 
-def _decayed(style: str, progress: float) -> float:
-    """From 1 at the beginning of a decay to 0 at its end."""
+def _decay_factor(style: str, progress: float) -> float:
+    """Returns the decay factor, from 1 at the beginning of a decay to 0 at its end."""
     if style == "linear":
         return 1.0 - progress
     if style == "exponential":
@@ -72,8 +72,8 @@ class WeightDecay:
         if self.style == "constant" or samples > self.samples:
             return self.end
         progress = samples / self.samples
-        share = progress if self.style == "linear" else 1.0 - _decayed("cosine", progress)
-        return self.start + share * (self.end - self.start)
+        fraction = progress if self.style == "linear" else 1.0 - _decay_factor("cosine", progress)
+        return self.start + fraction * (self.end - self.start)
 
 
 def learning_rate(config: RunConfig) -> LearningRate:
@@ -99,18 +99,19 @@ def weight_decay(config: RunConfig) -> WeightDecay:
     )
 
 
-# Warm-up and cosine decay for any of torch's optimizers, by the name and with the arguments that scripts
-# know.
-
-
 def get_cosine_schedule_with_warmup(
     optimizer: "Optimizer", num_warmup_steps: int, num_training_steps: int, last_epoch: int = -1
 ) -> "LambdaLR":
-    """From 0 to the optimizer's own rate in `num_warmup_steps`, and along half a cosine to 0 at `num_training_steps`, where it stays."""
-    # Torch's schedulers bring its compiler along, which who does not use them need not wait for.
+    """Warm-up and cosine decay for any torch optimizer, with the name and the arguments of Hugging Face's
+    function.
+
+    Increases from 0 to the optimizer's learning rate in `num_warmup_steps`, then follows half a cosine to 0
+    at `num_training_steps`, where it stays.
+    """
+    # Torch's schedulers import its compiler, which takes seconds.
     from torch.optim.lr_scheduler import LambdaLR
 
-    share = LearningRate(
+    factor = LearningRate(
         "cosine", peak=1.0, floor=0.0, warmup_samples=num_warmup_steps, decay_samples=num_training_steps
     )
-    return LambdaLR(optimizer, share, last_epoch)
+    return LambdaLR(optimizer, factor, last_epoch)

@@ -1,19 +1,19 @@
-"""ZeRO 3 behind the interface of `Optimizer`: parameters, gradients and the optimizer's state, of which each rank keeps a share.
+"""ZeRO 3: the optimizer on sharded parameters, gradients and optimizer state.
 
-`pentatron/parallel/zero3.py` cuts the parameters and sums their gradients in every backward pass; here the shards are
-updated, counted, saved and loaded. Where the replicas form several groups that each hold the whole model, the sums of
-the groups are added up once a step.
+`pentatron.parallel.zero3` shards the parameters and reduces their gradients in every backward; this module
+updates, saves and loads the shards. If the replicas form several groups with a full copy of the model each,
+gradients are all-reduced over the groups once a step.
 """
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from pentatron.layout.actions import Kind
-from pentatron.optim.update_rules import Gradients, Part, build_norm, build_update
+from pentatron.optim.optimizer import OptimizerBase
+from pentatron.optim.update_rules import Gradients, Part
 from pentatron.parallel.buckets import held_bytes
 from pentatron.parallel.collectives import Pending, start_all_reduce_
 from pentatron.parallel.gradients import Holder, KeptGradients, PartialSums
@@ -24,8 +24,8 @@ from pentatron.settings.decision_types import OptimizerOptions
 from pentatron.settings.training import OptimConfig
 
 
-class ShardedOptimizer:
-    """Owns the parameters of a rank's stages from the moment it is made."""
+class ShardedOptimizer(OptimizerBase):
+    """Optimizer on parameters sharded by `fully_shard`: ZeRO 3."""
 
     def __init__(
         self,
@@ -35,28 +35,26 @@ class ShardedOptimizer:
         options: OptimizerOptions,
         dtype: torch.dtype,
     ) -> None:
-        self.world = world
-        self.config = config
+        super().__init__(world, config)
         self._stages = {number: ShardedStage(chunk, world, dtype) for number, chunk in chunks.items()}
         self._shards = [shard for stage in self._stages.values() for shard in stage.shards]
         self._pending: list[Pending] = []
         kept = [_kept_gradients(shard) for shard in self._shards]
         self._partial_sums = PartialSums(world, kept)
-        self._uncovered = [view for shard in self._shards for view in _uncovered(shard)]
+        self._padding = [view for shard in self._shards for view in _padding_of(shard)]
         self._normed = [
             run
             for shard, gradients in zip(self._shards, kept)
             for run in gradients.runs(f for piece, f in gradients.pieces if self._owns(shard, piece))
         ]
-        # A rank may keep nothing of a parameter that has fewer rows than there are ranks.
+        # A rank has no part of a parameter with fewer rows than ranks.
         self._parts = [
             (shard, Part(shard.values, shard.held.decays)) for shard in self._shards if shard.values.numel()
         ]
-        self._update = build_update([part for _, part in self._parts], config, options.one_pass)
-        self._norm = build_norm(world.device, self._update.decides)
+        self._build_update([part for _, part in self._parts], options.one_pass)
 
     def _owns(self, shard: Shard, piece: Piece) -> bool:
-        """Whether this rank speaks for all that hold this piece of this shard."""
+        """Whether this rank is the first of those that hold this piece of this shard."""
         _, instances = SHARED_OVER[shard.held.declared.copies]
         return self.world.is_first_of({instances, *piece.replicated_over})
 
@@ -67,82 +65,47 @@ class ShardedOptimizer:
 
     def begin_backward(self, stage: int, last: bool, kind: Kind = Kind.BACKWARD) -> None:
         assert kind is Kind.BACKWARD, (
-            "torch sums gradients with those of the inputs: a second half would be lost"
+            "FSDP reduces all gradients in one backward, so a split backward would lose those of the weight half"
         )
         self._stages[stage].begin_backward(last)
 
     def end_backward(self, stage: int, last: bool, kind: Kind = Kind.BACKWARD) -> None:
-        """The backward pass has summed and added its gradients already."""
+        """Does nothing: FSDP has reduced and accumulated the gradients already."""
 
     def reduce(self, stage: int) -> None:
-        """All backward passes of the stage are done: what is left is the sum over the groups of replicas."""
+        """Called after all backward passes of the stage; all-reduces over the groups of replicas."""
         for axis, flat in self._stages[stage].flat.items():
             pending = start_all_reduce_(flat, self.world.group(SHARED_OVER[axis][1]))
             if pending is not None:
                 self._pending.append(pending)
 
     def finish_reduction(self) -> None:
-        """Waits until all gradients are summed over their copies, and adds up what is partial over other axes."""
+        """Waits for the sums over replicas, and sums partial gradients over other axes."""
         for pending in self._pending:
             pending.wait()
         self._pending.clear()
-        if self._uncovered:
-            torch._foreach_zero_(self._uncovered)
+        if self._padding:
+            torch._foreach_zero_(self._padding)
         self._partial_sums.add_up()
-
-    def squared_norm(self) -> Tensor:
-        """This rank's part of the squared gradient norm; the sum over all ranks counts every element once."""
-        normed = [view for place in self._normed if (view := place.now) is not None]
-        return self._norm(normed)
-
-    def step(
-        self, learning_rate: float, norm: float, scale: float = 1.0, weight_decay: float | None = None
-    ) -> None:
-        """Clips and updates the weights. Gradients are `scale` times what they should be, `norm` is what it should be."""
-        assert math.isfinite(norm), "a step with gradients that are no numbers"
-        self._update.step(self._gradients(), learning_rate, norm, scale, weight_decay)
-        self._publish()
-
-    @property
-    def decides(self) -> bool:
-        """Whether `start_step` is possible: the device knows by itself whether to update."""
-        return self._update.decides
-
-    def start_step(
-        self, learning_rate: float, found: Tensor, scale: float = 1.0, weight_decay: float | None = None
-    ) -> None:
-        """As `Optimizer.start_step`."""
-        self._update.start(self._gradients(), learning_rate, found, scale, weight_decay)
-        self._publish()
-
-    def settle_step(self, made: bool) -> None:
-        self._update.settle(made)
 
     def _gradients(self) -> Gradients:
         return [shard.gradients for shard, _ in self._parts]
 
-    def before_update(self, wait: Callable[[], None]) -> None:
-        """Calls it before each update: who reads weights and moments beside the computation is waited for."""
-        self._update.before = wait
-
-    def _publish(self) -> None:
+    def _publish(self, rounded: bool = False) -> None:
         for stage in self._stages.values():
             stage.drop_gathered()
 
     def wait_for_weights(self) -> None:
-        """Nothing is on its way between steps: layers gather their weights as they come to them."""
+        """Does nothing: layers gather their weights when they run."""
 
     def fragments(self, owned_only: bool) -> Iterator[Fragment]:
-        """Master weights and moments by logical name: what this rank keeps, to be overwritten, or its part of a save.
-
-        Over all ranks the parts cover every element exactly once.
-        """
+        """As in `Optimizer`."""
         for shard, part in self._parts:
             for kind, values in self._update.state(part).items():
                 yield from self._named(kind, shard, values, owned_only)
 
     def gradients(self, owned_only: bool) -> Iterator[Fragment]:
-        """The gradients, as `fragments` has the rest; for comparisons."""
+        """As in `Optimizer`."""
         for shard, _ in self._parts:
             yield from self._named("gradients", shard, shard.gradients, owned_only)
 
@@ -152,18 +115,13 @@ class ShardedOptimizer:
                 yield dataclasses.replace(fragment, tensor=f"{kind}/{fragment.tensor}")
 
     def model_weights(self) -> Iterator[Fragment]:
-        """The weights this rank computes with, whole. Every rank must ask, and take them one after the other."""
+        """Yields the full weights this rank computes with; collective, so every rank must exhaust it."""
         for stage in self._stages.values():
             for _, fragment in stage.whole_weights():
                 yield fragment
 
-    def loaded(self, updates: int) -> None:
-        """To be called after the fragments were overwritten: `updates` steps had been taken by then."""
-        self._update.set_updates(updates)
-        self._publish()
-
     def bytes(self) -> dict[str, int]:
-        """The memory this rank holds between steps. The fp32 shards are the master of what is gathered from them."""
+        """Returns the memory this rank holds between steps. The fp32 shards are the master weights."""
         return {
             "parameters": held_bytes(shard.values for shard in self._shards),
             "gradients": held_bytes(flat for stage in self._stages.values() for flat in stage.flat.values()),
@@ -173,7 +131,7 @@ class ShardedOptimizer:
 
 
 def _kept_gradients(shard: Shard) -> KeptGradients:
-    """These stay where they are, zeros where none has come."""
+    """The gradients have a fixed storage, which is zeroed in each step."""
     holder = Holder(shard.gradients.numel(), shard.gradients.view(-1))
     template = holder.template()
     return KeptGradients(
@@ -181,8 +139,8 @@ def _kept_gradients(shard: Shard) -> KeptGradients:
     )
 
 
-def _uncovered(shard: Shard) -> list[Tensor]:
-    """The elements of a shard that belong to no logical tensor. They stay zero, whatever backward says."""
+def _padding_of(shard: Shard) -> list[Tensor]:
+    """Returns the gradients of elements of a shard outside all logical tensors, which must stay zero."""
     covered = torch.zeros(shard.values.shape, dtype=torch.bool)
     for _, fragment in shard.pieces(covered):
         fragment.values.fill_(True)

@@ -1,5 +1,4 @@
-"""What an update does, whichever its rule: to tensors that this rank keeps, wherever they come from: buckets, or shards of
-parameters."""
+"""Gradient norm, clipping and update rules (AdamW, SGD), for fp32 values in buckets or parameter shards."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,25 +13,23 @@ from torch.optim.sgd import sgd
 from pentatron.ops.dispatch import by_kernel, triton_works
 from pentatron.settings.training import OptimConfig
 
-# Gradient norm and clipping.
-
-
 _EPSILON = 1e-6
-# A CPU adds up the squares of a tensor one after the other: of millions of them a thousandth is lost in fp32. So many are added up at a time.
+# On a CPU, vector_norm adds squares in fp32 one after the other: with millions of them the relative error
+# reaches 1e-3. Large tensors are therefore summed by rows of this many elements.
 _ROW = 4096
-_ROWS_AT_ONCE = 64
+_ROWS_PER_CHUNK = 64
 
 
 def squared_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The squared L2 norm over all gradients, in fp64: squares of scaled gradients may be large. Zero where there are none."""
+    """Returns the squared L2 norm over all gradients in fp64, as squares of scaled gradients may be large."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
-    by_type: dict[torch.dtype, list[Tensor]] = {}
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for gradient in gradients:
-        by_type.setdefault(gradient.dtype, []).append(gradient)
-    # Of gradients in bf16 too the norms are fp32, which is not what torch does unless it is asked.
-    exact = _exact_norms if device.type == "cpu" else _norms
-    norms = [norm for some in by_type.values() for norm in exact(some)]
+        by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    # The norms of bf16 gradients are computed in fp32, too, which is not torch's default.
+    norms_of = _exact_norms if device.type == "cpu" else _norms
+    norms = [norm for tensors in by_dtype.values() for norm in norms_of(tensors)]
     return torch.linalg.vector_norm(torch.stack(norms)).double().square()
 
 
@@ -41,7 +38,7 @@ def _norms(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def _exact_norms(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The same, of large tensors row by row."""
+    """Returns the norms of tensors, summed by rows for large ones."""
     small = [tensor for tensor in tensors if tensor.numel() <= _ROW]
     large = [_norm_by_rows(tensor.reshape(-1)) for tensor in tensors if tensor.numel() > _ROW]
     return [*(_norms(small) if small else ()), *large]
@@ -49,63 +46,64 @@ def _exact_norms(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 def _norm_by_rows(flat: Tensor) -> Tensor:
     whole = flat.numel() // _ROW * _ROW
-    # What is rounded is turned into fp32 for it: some rows at a time, which stay in a cache.
-    some = (
+    # Tensors in lower precision are converted to fp32: a few rows at a time, which stay in the cache.
+    chunks = (
         flat[:whole]
         .view(-1, _ROW)
-        .split(_ROWS_AT_ONCE if flat.dtype != torch.float32 else max(1, whole // _ROW))
+        .split(_ROWS_PER_CHUNK if flat.dtype != torch.float32 else max(1, whole // _ROW))
     )
-    rows = torch.cat([torch.linalg.vector_norm(part, dim=1, dtype=torch.float32) for part in some])
+    rows = torch.cat([torch.linalg.vector_norm(chunk, dim=1, dtype=torch.float32) for chunk in chunks])
     rest = torch.linalg.vector_norm(flat[whole:], dtype=torch.float32)
     return torch.linalg.vector_norm(torch.cat((rows, rest[None])), dtype=torch.float64).float()
 
 
 def build_norm(device: torch.device, by_one_kernel: bool) -> Callable[[Sequence[Tensor]], Tensor]:
-    """`squared_norm` for a device; with `by_one_kernel` a GPU reads all gradients in one launch instead of hundreds."""
+    """Returns `squared_norm` for a device; with `by_one_kernel` as a single Triton kernel on a GPU."""
     if not (by_one_kernel and device.type == "cuda" and triton_works()):
         return lambda gradients: squared_norm(gradients, device)
     from pentatron.ops.triton_update import Squares
 
     kernels: dict[torch.dtype, Squares] = {}
 
-    def in_one_launch(gradients: Sequence[Tensor]) -> Tensor:
-        by_type: dict[torch.dtype, list[Tensor]] = {}
+    def norm_by_kernel(gradients: Sequence[Tensor]) -> Tensor:
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for gradient in gradients:
-            by_type.setdefault(gradient.dtype, []).append(gradient.contiguous())
-        found = [kernels.setdefault(dtype, Squares())(some) for dtype, some in by_type.items()]
-        return torch.stack(found).sum() if found else squared_norm((), device)
+            by_dtype.setdefault(gradient.dtype, []).append(gradient.contiguous())
+        norms = [kernels.setdefault(dtype, Squares())(tensors) for dtype, tensors in by_dtype.items()]
+        return torch.stack(norms).sum() if norms else squared_norm((), device)
 
-    return in_one_launch
+    return norm_by_kernel
 
 
 def clipping(norm: float, limit: float, scale: float = 1.0) -> float:
-    """What gradients with that norm, mended, are to be multiplied by."""
+    """Returns the factor that clips to the norm `limit` and removes `scale`; `norm` is without it."""
     factor = limit / (norm + _EPSILON)
     return (factor if 0 < factor < 1 else 1.0) / scale
 
 
 def clipping_on_device(squared: Tensor, limit: float, scale: float) -> Tensor:
-    """The same, in the same precision, of a squared norm that is still scaled and that nobody waits for."""
+    """Same as `clipping`, on the device in fp64; `squared` is the squared norm of the scaled gradients."""
     if limit == 0:
         return torch.full_like(squared, 1 / scale)
     if scale == 1:
-        # The same bits, with fewer launches.
+        # Bit-identical, with fewer kernel launches.
         return (limit / (squared.sqrt() + _EPSILON)).clamp(max=1)
     return (limit / (squared.sqrt() / scale + _EPSILON)).clamp(max=1) / scale
 
 
-# Of each part, as many as have come from its first element on; None where none has come, which counts as zeros.
+# The gradients of each part, without trailing padding; None counts as zeros.
 Gradients: TypeAlias = Sequence[Tensor | None]
 
-# Elements whose gradients are in fp32 at a time where they come in less.
-_ELEMENTS_AT_ONCE = 1 << 25
+# The most elements whose gradients are converted to fp32 at a time.
+_CHUNK_ELEMENTS = 1 << 25
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """What a rule sees as one parameter: fp32 values, updated in place where they are. Gradients may be on another device.
+    """What an update rule treats as one parameter: fp32 values, updated in place. Gradients may be on another
+    device.
 
-    `weights`: the values in the precision of the model, on the same device, where there are such.
+    `weights` are the values in the model's dtype on the same device, if they are separate.
     """
 
     values: Tensor
@@ -114,19 +112,22 @@ class Part:
 
 
 class Update(ABC):
-    """Clipping by a norm that all ranks know, and one fused update. `kept` names what a rule remembers of each element."""
+    """An update rule: clips by the global norm and updates all parts with fused kernels.
 
-    # Whether an update also rounds the values into the weights of the parts.
+    `kept` are the names of its state tensors, one element for each element of a part.
+    """
+
+    # Whether an update also rounds the values into the `weights` of the parts.
     rounds = False
-    # Whether the device itself can leave an update out: `start` is there then.
+    # Whether the device can skip an update by itself, so that `start` is supported.
     decides = False
 
     def __init__(self, parts: Sequence[Part], config: OptimConfig, kept: Sequence[str]) -> None:
         self.config = config
         self._parts = parts
-        # Called before anything changes: who reads the values beside the computation is waited for.
+        # Called before each update; blocks until a background save has copied the old values.
         self.before: Callable[[], None] = lambda: None
-        # Made now rather than at the first step, so that saving and loading see one layout at all times.
+        # Allocated now rather than at the first step, so that saving and loading always see the same tensors.
         self._moments = {id(p): {m: torch.zeros_like(p.values) for m in kept} for p in parts}
 
     @torch.no_grad()
@@ -138,36 +139,41 @@ class Update(ABC):
         scale: float,
         weight_decay: float | None = None,
     ) -> None:
-        """Gradients are `scale` times what they should be; `norm` is that of what they should be. `weight_decay`: of this step,
-        where it changes during a run."""
+        """Updates the values with gradients that are multiplied by `scale`; `norm` is the norm without it.
+
+        `weight_decay` is that of this step, if it changes during a run.
+        """
         self.before()
         factor = clipping(norm, self.config.clip_grad, scale)
-        # Written by the device itself: a copy from the host would be waited for, portion by portion.
+        # Filled by the device itself: a copy from the host would synchronize for every chunk.
         device = self._parts[0].values.device if self._parts else None
         divisor = None if factor == 1 else torch.full((), 1 / factor, dtype=torch.float32, device=device)
         for decays in (True, False):
             decay = self._decay(weight_decay) if decays else 0.0
-            chosen = [(p, g) for p, g in zip(self._parts, gradients, strict=True) if p.decays is decays]
-            for some in _portions(chosen):
-                parts = [part for part, _ in some]
-                exact = [_exact(part, gradient) for part, gradient in some]
+            pairs = [(p, g) for p, g in zip(self._parts, gradients, strict=True) if p.decays is decays]
+            for chunk in _chunks(pairs):
+                parts = [part for part, _ in chunk]
+                exact = [torch.zeros_like(p.values) if g is None else g.to(torch.float32) for p, g in chunk]
                 self._update(parts, exact, learning_rate, decay, divisor)
 
     def start(
         self,
         gradients: Gradients,
         learning_rate: float,
-        found: Tensor,
+        loss_and_norm: Tensor,
         scale: float,
         weight_decay: float | None = None,
     ) -> None:
-        """An update that is made if loss and squared norm, `found` on the device in fp64, are numbers; nobody waits for them.
-        The norm is that of the gradients, `scale` included; a third number is a factor of the gradients that the norm has and they
-        lack. `settle` must tell later whether it was made."""
+        """Starts an update that the device skips if loss or squared norm, in `loss_and_norm` (fp64), are NaN or inf.
+
+        The norm includes `scale`. An optional third element is a factor that the norm includes and
+        the gradients lack. `settle` must report later whether the update was made. Does not synchronize with
+        the host.
+        """
         raise NotImplementedError
 
-    def settle(self, made: bool) -> None:
-        """What became of an update that was started."""
+    def settle(self, updated: bool) -> None:
+        """Reports whether an update that was started was made or skipped."""
         raise NotImplementedError
 
     def _decay(self, of_step: float | None) -> float:
@@ -182,14 +188,16 @@ class Update(ABC):
         weight_decay: float,
         divisor: Tensor | None,
     ) -> None:
-        """Changes the values of the parts, as far as they have gradients, and what is remembered of them. Gradients are divided
-        first, where something is to divide them by, in the same pass."""
+        """Updates the values and the state of parts.
 
-    def _of(self, moment: str, parts: Sequence[Part], gradients: Sequence[Tensor]) -> list[Tensor]:
+        Fused kernels first divide the gradients by `divisor`, if any.
+        """
+
+    def _state_of(self, moment: str, parts: Sequence[Part], gradients: Sequence[Tensor]) -> list[Tensor]:
         return [beside(self._moments[id(part)][moment], g) for part, g in zip(parts, gradients)]
 
     def state(self, part: Part) -> dict[str, Tensor]:
-        """What a checkpoint keeps of a part, to be read or overwritten."""
+        """Returns the tensors of a part that a checkpoint stores, as views for loading."""
         return {"weights": part.values, **self._moments[id(part)]}
 
     def moments(self) -> list[Tensor]:
@@ -197,44 +205,38 @@ class Update(ABC):
 
     @abstractmethod
     def set_updates(self, updates: int) -> None:
-        """How many updates the values and moments, overwritten from elsewhere, have seen."""
+        """Sets how many updates the values and state, loaded from a checkpoint, have seen."""
 
 
 def beside(values: Tensor, gradient: Tensor) -> Tensor:
-    """The elements that a gradient belongs to; what follows it is alignment."""
+    """Returns the elements that a gradient belongs to, without trailing padding."""
     return values if values.shape == gradient.shape else values[: gradient.numel()]
 
 
-def _exact(part: Part, gradient: Tensor | None) -> Tensor:
-    """A gradient in fp32, where it lies."""
-    return torch.zeros_like(part.values) if gradient is None else gradient.to(torch.float32)
-
-
-def _portions(
-    found: Sequence[tuple[Part, Tensor | None]],
+def _chunks(
+    pairs: Sequence[tuple[Part, Tensor | None]],
 ) -> Iterator[Sequence[tuple[Part, Tensor | None]]]:
-    """Few at a time, so that copies in fp32 are small beside the gradients."""
+    """Splits the parts into chunks, so that fp32 copies of their gradients need little memory."""
     first = elements = 0
-    for number, (part, _) in enumerate(found):
-        if elements and elements + part.values.numel() > _ELEMENTS_AT_ONCE:
-            yield found[first:number]
+    for number, (part, _) in enumerate(pairs):
+        if elements and elements + part.values.numel() > _CHUNK_ELEMENTS:
+            yield pairs[first:number]
             first, elements = number, 0
         elements += part.values.numel()
-    if found:
-        yield found[first:]
-
-
-# AdamW.
-#
-# It is torch's fused update without the class around it: making or stepping any `torch.optim.Optimizer`
-# imports torch's compiler, a third of what a process needs to start. On a GPU `one_pass.py` does the same in
-# one pass over memory.
+    if pairs:
+        yield pairs[first:]
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Adam(Update):
+    """AdamW with torch's fused kernel.
+
+    Uses the functional form: constructing or stepping a `torch.optim.Optimizer` imports torch's compiler, a
+    third of the start-up time. On a GPU, `fused_adamw` does the same in one pass over memory.
+    """
+
     def __init__(self, parts: Sequence[Part], config: OptimConfig) -> None:
         super().__init__(parts, config, MOMENTS)
         self._steps = {id(p): torch.zeros((), dtype=torch.float32, device=p.values.device) for p in parts}
@@ -250,8 +252,8 @@ class Adam(Update):
         adamw(
             [beside(part.values, gradient) for part, gradient in zip(parts, gradients)],
             [gradient.to(part.values.device) for part, gradient in zip(parts, gradients)],
-            self._of("exp_avg", parts, gradients),
-            self._of("exp_avg_sq", parts, gradients),
+            self._state_of("exp_avg", parts, gradients),
+            self._state_of("exp_avg_sq", parts, gradients),
             [],
             [self._steps[id(part)] for part in parts],
             fused=True,
@@ -270,15 +272,15 @@ class Adam(Update):
             step.fill_(float(updates))
 
 
-# Stochastic gradient descent with momentum, torch's as AdamW is in `adam.py`.
-#
-# As in torch and Megatron, weight decay is a part of the gradient here, and is remembered with it.
-
-
 _MOMENTUM = "momentum_buffer"
 
 
 class Sgd(Update):
+    """SGD with momentum, with torch's fused kernel.
+
+    As in torch and Megatron, weight decay is added to the gradient and so enters the momentum.
+    """
+
     def __init__(self, parts: Sequence[Part], config: OptimConfig) -> None:
         super().__init__(parts, config, (_MOMENTUM,) if config.sgd_momentum else ())
 
@@ -291,11 +293,11 @@ class Sgd(Update):
         divisor: Tensor | None,
     ) -> None:
         momentum = self.config.sgd_momentum
-        remembered: list[Tensor | None] = [None] * len(parts)
+        no_momentum: list[Tensor | None] = [None] * len(parts)
         sgd(
             [beside(part.values, gradient) for part, gradient in zip(parts, gradients)],
             [gradient.to(part.values.device) for part, gradient in zip(parts, gradients)],
-            [*self._of(_MOMENTUM, parts, gradients)] if momentum else remembered,
+            [*self._state_of(_MOMENTUM, parts, gradients)] if momentum else no_momentum,
             fused=True,
             grad_scale=divisor,
             weight_decay=weight_decay,
@@ -307,21 +309,18 @@ class Sgd(Update):
         )
 
     def set_updates(self, updates: int) -> None:
-        """Every update is like the first."""
-
-
-# Which rule updates the weights, and what it is called in a checkpoint.
+        """Does nothing: SGD does not count its updates."""
 
 
 _RULES: dict[str, type[Adam] | type[Sgd]] = {"adam": Adam, "sgd": Sgd}
-# The tensors by which a checkpoint tells whose state it holds.
-_KNOWN_BY = {"exp_avg/": "adam", "momentum_buffer/": "sgd"}
+# The prefix of a state tensor in a checkpoint, and the rule it belongs to.
+_RULE_BY_PREFIX = {"exp_avg/": "adam", "momentum_buffer/": "sgd"}
 
 
 def build_update(parts: Sequence[Part], config: OptimConfig, one_pass: bool) -> Update:
-    """`one_pass`: by the kernel that does all of Adam at once, where it runs."""
+    """Returns the configured update rule. `one_pass`: as a single kernel, if all tensors are on a GPU."""
     if one_pass and _suits_one_pass(parts):
-        # Triton is there where torch can compute on a GPU, and takes a while to import.
+        # Requires Triton, which takes a while to import.
         from pentatron.optim.fused_adamw import OnePassAdam
 
         return OnePassAdam(parts, config)
@@ -329,12 +328,13 @@ def build_update(parts: Sequence[Part], config: OptimConfig, one_pass: bool) -> 
 
 
 def _suits_one_pass(parts: Sequence[Part]) -> bool:
-    """Where everything is on a GPU: what is in host memory is updated there."""
+    """Whether all values are on a GPU; offloaded ones are updated in host memory."""
     return bool(parts) and all(by_kernel(part.values) and part.values.is_contiguous() for part in parts)
 
 
 def rule_of(tensors: Iterable[str]) -> str | None:
-    """Whose state is among the tensors of a checkpoint; none where nothing is remembered."""
+    """Returns the update rule whose state a checkpoint's tensors include, or None."""
     return next(
-        (rule for name in tensors for begin, rule in _KNOWN_BY.items() if name.startswith(begin)), None
+        (rule for name in tensors for prefix, rule in _RULE_BY_PREFIX.items() if name.startswith(prefix)),
+        None,
     )

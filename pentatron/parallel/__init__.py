@@ -1,1 +1,1 @@
-"""Meshes, collectives and gradient buckets."""
+"""Process groups, collectives, sharding, gradient buckets and the pipeline executor."""

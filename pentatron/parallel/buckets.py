@@ -1,10 +1,10 @@
-"""Parameters as flat buffers: a bucket holds the weights of some parameters, which become views of it.
+"""Buckets: flat buffers that hold the weights of several parameters, which become views of them.
 
-A bucket is what one collective moves, and what the ranks with copies of it cut into equal shares when they divide optimizer
-state or gradients between them. Parameters whose copies are on other ranks (experts) have buckets of their own. Parameters
-are packed from the last to the first, about the order in which backward finishes them, so that early buckets are
-complete while backward still runs. Within a bucket the decayed parameters come first: any share of it is then at most
-two stretches for the optimizer.
+A bucket is the unit of a collective, and the ranks with replicas of it cut it into equal shards if they
+partition optimizer state or gradients (ZeRO). Parameters with replicas on other ranks (experts) have their
+own buckets. Parameters are packed from the last to the first, roughly the order in which backward computes
+their gradients, so that early buckets are complete while backward still runs. Within a bucket the parameters
+with weight decay come first, so any shard of it consists of at most two ranges for the optimizer.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,19 +19,19 @@ from pentatron.layout.ranks import Axis
 from pentatron.parallel.collectives import Group, Pending, start_all_gather_into
 from pentatron.parallel.shards import Fragment, Held, Piece, fragments_of
 
-# Of views that are looked at in parts to see whether they are one together; more would be felt when a model is made.
-_MOST_STRETCHES = 1 << 14
+# The most rows of strided views to examine for merging; more would slow down the construction of a model.
+_MOST_SPANS = 1 << 14
 
 
 @dataclass(frozen=True)
 class Span:
-    """The elements [first, last) of a bucket."""
+    """The elements [first, last) of a flat tensor."""
 
     first: int
     last: int
 
     def within(self, other: "Span") -> "Span":
-        """The part of this span that lies in the other; empty spans start where they end."""
+        """Returns the intersection with another span; an empty one has `first == last`."""
         first = max(self.first, other.first)
         return Span(first, max(first, min(self.last, other.last)))
 
@@ -47,7 +47,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one parameter lies in a bucket."""
+    """A parameter and its span in a bucket."""
 
     held: Held
     span: Span
@@ -55,9 +55,9 @@ class Slot:
 
 @dataclass(frozen=True)
 class Plan:
-    """What lies where in a bucket of `size` elements: decayed parameters up to `decayed`, then the others.
+    """Layout of a bucket of `size` elements: parameters with weight decay up to `decayed`, then the others.
 
-    `copies` are the ranks that have the same bucket.
+    `copies` are the ranks with replicas of the bucket.
     """
 
     slots: tuple[Slot, ...]
@@ -66,16 +66,16 @@ class Plan:
     copies: Group
 
     def kinds(self) -> tuple[tuple[bool, Span], tuple[bool, Span]]:
-        """The decayed and the undecayed stretch; either may be empty."""
+        """Returns (whether the parameters decay, span) for both parts; either may be empty."""
         return (True, Span(0, self.decayed)), (False, Span(self.decayed, self.size))
 
     def own_share(self) -> Span:
-        """This rank's of the equal shares of the bucket."""
+        """Returns this rank's equal share of the bucket."""
         length = self.size // self.copies.size
         return Span(self.copies.rank * length, (self.copies.rank + 1) * length)
 
     def pieces(self, within: Span, values: Tensor, begin: int) -> Iterator[tuple[Piece, Fragment]]:
-        """The pieces that lie in `within`, as views of `values`, whose first element is element `begin` here."""
+        """Yields the pieces in `within` as views of `values`, which start at element `begin`."""
         for slot in self.slots:
             part = slot.span.within(within)
             if len(part):
@@ -85,19 +85,20 @@ class Plan:
 
 
 def plan_buckets(held: Sequence[Held], limit: int, group_of: Callable[[Axis], Group]) -> list[Plan]:
-    """Packs parameters, given in the order of the model, into buckets of at most `limit` elements.
+    """Packs parameters, given in model order, into buckets of at most `limit` elements.
 
-    A larger parameter gets a bucket of its own. So does one that the first and the last stage share: what surrounds
-    it differs between the two, and yet both must cut it into the same shares to add up its gradients. `group_of` gives
-    the ranks of an axis. Buckets come in the order in which they are opened.
+    A larger parameter gets its own bucket. So does one that the first and the last stage share: its
+    neighbours differ between the two stages, but both must cut it into the same shards to sum its gradients.
+    `group_of` returns the group of an axis. Buckets are in the order in which they were opened.
     """
-    items = [Item(h.parameter.numel(), h.declared.copies, _ends_share(h)) for h in held]
+    items = [Item(h.parameter.numel(), h.declared.copies, _is_tied(h)) for h in held]
     return [
         _plan([held[i] for i in bucket.items], group_of(bucket.copies)) for bucket in packed(items, limit)
     ]
 
 
-def _ends_share(held: Held) -> bool:
+def _is_tied(held: Held) -> bool:
+    """Whether the first and the last stage share the parameter."""
     return any("embedding" in piece.partial_over for piece in held.declared.pieces)
 
 
@@ -113,11 +114,11 @@ def _plan(group: Sequence[Held], copies: Group) -> Plan:
 
 
 class Bucket:
-    """Takes the parameters of a plan over: their values move into `weights`, of which they become views.
+    """Moves the parameters of a plan into the flat buffer `weights`, of which they become views.
 
-    `own` is this rank's share among those with copies, `kept` what this rank updates: its share where `sharded`, else
-    everything. `master` holds the fp32 values of what is kept; weights in fp32 are their own master, unless it is to be in
-    host memory.
+    `own` is this rank's shard, `kept` the span this rank updates: its shard if `sharded`, else everything.
+    `master` holds the fp32 master weights of `kept`; fp32 weights are their own master unless it is in host
+    memory.
     """
 
     def __init__(self, plan: Plan, dtype: torch.dtype, sharded: bool, on_host: bool = False) -> None:
@@ -125,16 +126,16 @@ class Bucket:
         self.master_is_separate = on_host or dtype != torch.float32
         self.own = plan.own_share()
         self.kept = self.own if sharded else Span(0, plan.size)
-        exact = torch.zeros(plan.size, dtype=torch.float32, device=plan.slots[0].held.parameter.device)
+        values = torch.zeros(plan.size, dtype=torch.float32, device=plan.slots[0].held.parameter.device)
         for slot in plan.slots:
-            slot.span.of(exact).copy_(slot.held.parameter.detach().flatten())
+            slot.span.of(values).copy_(slot.held.parameter.detach().flatten())
         if on_host:
-            self.weights, self.master = exact.to(dtype), self.kept.of(exact).to("cpu", copy=True)
+            self.weights, self.master = values.to(dtype), self.kept.of(values).to("cpu", copy=True)
         elif dtype == torch.float32:
-            self.weights, self.master = exact, self.kept.of(exact)
+            self.weights, self.master = values, self.kept.of(values)
         else:
             # A copy of the share, not a view: a view would keep the whole fp32 buffer alive.
-            self.weights, self.master = exact.to(dtype), self.kept.of(exact).clone() if sharded else exact
+            self.weights, self.master = values.to(dtype), self.kept.of(values).clone() if sharded else values
         for slot in plan.slots:
             slot.held.parameter.data = slot.span.of(self.weights).view(slot.held.parameter.shape)
 
@@ -148,66 +149,63 @@ class Bucket:
 
 
 def in_few_runs(flat: Tensor, views: Iterable[Tensor]) -> list[Tensor]:
-    """Disjoint views of a flat tensor, joined where nothing but alignment lies between them.
+    """Merges disjoint views of a flat tensor that are separated by nothing but alignment padding.
 
-    Alignment is always zero, so sums over such runs, of squares or over ranks, are those over the views. Views that only together leave nothing out,
-    such as the two halves of every expert's matrix, are joined too; else they stay as they are.
+    Padding is always zero, so it does not change sums of squares or sums over ranks. Strided views that
+    together are contiguous, such as the two halves of every expert's matrix, are merged too; others are
+    returned as they are.
     """
     origin = int(flat.storage_offset())
     spans: list[Span] = []
     strided: list[Tensor] = []
     for view in views:
         if view.is_contiguous():
-            spans.extend(_stretches(view, origin))
+            spans.extend(_contiguous_spans(view, origin))
         else:
             strided.append(view)
-    found = _joined(spans, aligned)
+    merged = _merged(spans, ALIGNMENT)
     rows = sum(view.shape[:-1].numel() for view in strided)
-    if rows <= _MOST_STRETCHES and all(view.stride(-1) == 1 for view in strided):
-        # Beside rows of a view there may be anything but alignment.
-        together = _joined((span for view in strided for span in _stretches(view, origin)), _exactly)
-        if len(together) <= len(strided):
-            found, strided = _joined([*found, *together], _exactly), []
-    return [*(span.of(flat) for span in found), *strided]
+    if rows <= _MOST_SPANS and all(view.stride(-1) == 1 for view in strided):
+        # Between the rows of a strided view there may be other parameters, so nothing may be skipped.
+        merged_rows = _merged((span for view in strided for span in _contiguous_spans(view, origin)), 1)
+        if len(merged_rows) <= len(strided):
+            merged, strided = _merged([*merged, *merged_rows], 1), []
+    return [*(span.of(flat) for span in merged), *strided]
 
 
-def _stretches(view: Tensor, origin: int) -> Iterator[Span]:
-    """Elements of a view that lie one after the other, by their distance from `origin`."""
+def _contiguous_spans(view: Tensor, origin: int) -> Iterator[Span]:
+    """Yields the contiguous spans of a view, relative to `origin`."""
     if view.is_contiguous():
         first = int(view.storage_offset()) - origin
         yield Span(first, first + view.numel())
     else:
         for part in view:
-            yield from _stretches(part, origin)
+            yield from _contiguous_spans(part, origin)
 
 
-def _exactly(last: int) -> int:
-    return last
-
-
-def _joined(spans: Iterable[Span], reaches: Callable[[int], int]) -> list[Span]:
-    """In the order of their elements. `reaches`: where the next one may begin, from where one ends."""
-    found: list[Span] = []
+def _merged(spans: Iterable[Span], alignment: int) -> list[Span]:
+    """Sorts spans and merges those where the next one begins at the end of the previous one, aligned up."""
+    merged: list[Span] = []
     for span in sorted(spans, key=lambda span: span.first):
-        begins = found.pop().first if found and span.first <= reaches(found[-1].last) else span.first
-        found.append(Span(begins, span.last))
-    return found
+        if merged and span.first <= aligned(merged[-1].last, alignment):
+            merged[-1] = Span(merged[-1].first, span.last)
+        else:
+            merged.append(span)
+    return merged
 
 
 def held_bytes(tensors: Iterable[Tensor]) -> int:
-    """The memory behind some tensors, counted once where they share it."""
+    """Returns the size of the storages of some tensors, each counted once."""
     memories = (t.untyped_storage() for t in tensors)
     return sum({memory.data_ptr(): memory.nbytes() for memory in memories}.values())
 
 
-# Weights that every rank updated in part are made whole again.
-
-
 class WeightGathering:
-    """Gathers the shares of the weights over their copies, bucket by bucket in the order given: that of forward.
+    """All-gathers the updated weights over their replicas, bucket by bucket in the order of forward.
 
-    With `overlap` the first modules compute while the last buckets still travel: before a module runs, a hook waits for
-    the parameters it holds itself. Whoever reads weights before their module has run calls `wait`.
+    With `overlap` the first modules compute while the last buckets are still being gathered: a forward
+    pre-hook waits for the module's own parameters. Code that reads weights before their module has run must
+    call `wait`.
     """
 
     def __init__(self, buckets: Sequence[Bucket], models: Iterable[nn.Module], overlap: bool) -> None:
@@ -224,22 +222,22 @@ class WeightGathering:
             for number, bucket in enumerate(self.buckets)
             for slot in bucket.plan.slots
         }
-        for path, module, parameters in _runs(model):
+        for path, module, parameters in _parameters_run_by(model):
             numbers = {bucket_of[id(p)] for p in parameters if id(p) in bucket_of}
             if numbers:
                 assert type(module).forward is not nn.Module.forward, (
-                    f"{path} is never run, so it cannot wait"
+                    f"{path} has no forward, so it cannot wait for its weights"
                 )
                 module.register_forward_pre_hook(self._waiter(sorted(numbers)))
 
     def _waiter(self, numbers: Sequence[int]) -> Callable[[nn.Module, Any], None]:
         def wait(module: nn.Module, arguments: Any) -> None:
-            for number in numbers:
-                self._wait_for(number)
+            self._wait(numbers)
 
         return wait
 
     def start(self) -> None:
+        """Starts to gather all buckets; waits for them unless `overlap`."""
         for number, bucket in enumerate(self.buckets):
             pending = start_all_gather_into(bucket.weights, bucket.own.of(bucket.weights), bucket.copies)
             if pending is not None:
@@ -248,19 +246,26 @@ class WeightGathering:
             self.wait()
 
     def wait(self) -> None:
-        for number in list(self._pending):
-            self._wait_for(number)
+        """Waits until all weights are gathered."""
+        self._wait(list(self._pending))
 
-    def _wait_for(self, number: int) -> None:
-        pending = self._pending.pop(number, None)
-        if pending is not None:
-            pending.wait()
+    def _wait(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            pending = self._pending.pop(number, None)
+            if pending is not None:
+                pending.wait()
 
 
-def _runs(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module, list[nn.Parameter]]]:
-    """Modules with the parameters they hold themselves. What runs as a whole (compiled, say) runs no hooks inside: it waits for all it has."""
+def _parameters_run_by(
+    module: nn.Module, path: str = ""
+) -> Iterator[tuple[str, nn.Module, list[nn.Parameter]]]:
+    """Yields each module with the parameters it must wait for: its own.
+
+    A module with `runs_whole` (a compiled one, say) does not run the hooks of its children, so it waits for
+    theirs too.
+    """
     whole = getattr(module, "runs_whole", False)
     yield path, module, list(module.parameters(recurse=whole))
     if not whole:
         for name, child in module.named_children():
-            yield from _runs(child, f"{path}.{name}" if path else name)
+            yield from _parameters_run_by(child, f"{path}.{name}" if path else name)

@@ -1,9 +1,9 @@
-"""Python values as bytes and back, for exchanges between ranks. Unlike `pickle`, decoding calls nothing that the sender names.
+"""Serialization of Python objects for exchange between ranks, with authentication. Safer than `pickle`.
 
-The bytes are JSON. What JSON has no form for is an object with one key, `~`, and a pair of its kind and its content. A dataclass travels
-if it is declared with `sendable`: its name is looked up among the declared ones, and no module is imported.
-
-With the key of a job, a message carries an HMAC of its content and of the rank that sent it.
+The format is JSON. A type that JSON lacks becomes an object with the single key `~` and a pair of type name
+and content. Dataclasses must be registered with `sendable`: decoding looks their name up among the registered
+ones, imports no module and calls no other code. With the key of a job, a message carries an HMAC of its
+content and sender.
 """
 
 import base64
@@ -21,38 +21,38 @@ C = TypeVar("C", bound=type)
 _TAG = "~"
 _PLAIN = frozenset((str, int, float, bool, type(None)))
 _TEXT = frozenset((str,))
-# By the name that is sent: the class, and the names of its fields.
-_DECLARED: dict[str, tuple[type, tuple[str, ...]]] = {}
+# By the name in the message: the class, and the names of its fields.
+_DATACLASSES: dict[str, tuple[type, tuple[str, ...]]] = {}
 _NAMES: dict[type, tuple[str, Callable[[Any], Any]]] = {}
 _LENGTH = struct.Struct("<Q")
 _MAC_BYTES = 32
-# What a rank announces is allocated before it arrives. No manifest comes near this.
-_LARGEST = 2**32
+# The announced length is allocated before the content arrives. No checkpoint manifest comes near this limit.
+_MAX_BYTES = 2**32
 
 
 class ForgedMessage(Exception):
-    """A message is not one of this job's, or not one at all."""
+    """Raised for a message that is malformed or does not belong to this job."""
 
 
 def sendable(declared: C) -> C:
-    """Lets a dataclass of these values travel between ranks. It is made by its constructor, as anywhere else."""
+    """Class decorator: registers a dataclass with serializable fields for `encode` and `decode`."""
     fields = dataclasses.fields(declared)
     assert all(field.init for field in fields), "every field must be an argument of the constructor"
     names = tuple(field.name for field in fields)
     name = f"{declared.__module__.removeprefix('pentatron.')}.{declared.__qualname__}"
-    _DECLARED[name] = declared, names
-    # A second name, so that one field alone gives a tuple too.
+    _DATACLASSES[name] = declared, names
+    # `attrgetter` returns a tuple only for two names or more, so `__class__` is added and dropped again.
     _NAMES[declared] = name, operator.attrgetter(*names, "__class__")
     return declared
 
 
 def encode(value: Any) -> bytes:
-    """Raises TypeError for a value that could not be decoded as what it is."""
+    """Serializes a value. Raises TypeError for types that could not be decoded to an equal value."""
     return json.dumps(_encoded(value), separators=(",", ":"), check_circular=False).encode()
 
 
 def decode(data: bytes | memoryview) -> Any:
-    """Raises ForgedMessage for what `encode` does not write."""
+    """Deserializes a value. Raises ForgedMessage for anything that `encode` does not write."""
     try:
         return json.loads(bytes(data), object_hook=_decoded)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -87,7 +87,10 @@ def _encoded(value: Any) -> Any:
 
 
 def _all_encoded(values: Collection[Any]) -> Iterable[Any]:
-    """Plain values alone, as of a shape, are taken by JSON's encoder as they are."""
+    """Encodes the items.
+
+    Plain ones, such as those of a shape, are left to JSON's encoder, which is faster.
+    """
     return [item if type(item) in _PLAIN else _encoded(item) for item in values]
 
 
@@ -101,47 +104,50 @@ _KINDS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _decoded(found: dict[str, Any]) -> Any:
-    if _TAG not in found:
-        return found
-    if len(found) > 1:
+def _decoded(value: dict[str, Any]) -> Any:
+    if _TAG not in value:
+        return value
+    if len(value) > 1:
         raise ValueError("a key is reserved")
-    kind, content = found[_TAG]
+    kind, content = value[_TAG]
     if kind in _KINDS:
         return _KINDS[kind](content)
-    declared, fields = _DECLARED[kind]
+    declared, fields = _DATACLASSES[kind]
     return declared(**dict(zip(fields, content, strict=True)))
 
 
 def sealed(message: bytes, key: bytes | None, sender: int, room: int) -> tuple[bytes, bytes]:
-    """A message as a block of `room` bytes, which says how long it is, and what did not fit into it; each with an HMAC."""
+    """Splits a message into a block of `room` bytes, with its length, and the rest; each with an HMAC."""
     head, rest = message[: room - _LENGTH.size - _MAC_BYTES], message[room - _LENGTH.size - _MAC_BYTES :]
-    said = _LENGTH.pack(len(message)) + head
-    first = _mac(key, b"head", sender, said) + said
-    return first.ljust(room, b"\0"), _mac(key, b"rest", sender, said, rest) + rest if rest else b""
+    content = _LENGTH.pack(len(message)) + head
+    first = _mac(key, b"head", sender, content) + content
+    return first.ljust(room, b"\0"), _mac(key, b"rest", sender, content, rest) + rest if rest else b""
 
 
 def length_of_rest(first: memoryview, key: bytes | None, sender: int) -> int:
-    """How many bytes follow the block; 0 if it holds the whole message. Raises ForgedMessage if its HMAC is wrong."""
-    said = first[_MAC_BYTES:]
-    (length,) = _LENGTH.unpack_from(said)
-    room = len(said) - _LENGTH.size
+    """Returns how many bytes follow the block, 0 if it holds the whole message.
+
+    Raises ForgedMessage on a wrong HMAC.
+    """
+    content = first[_MAC_BYTES:]
+    (length,) = _LENGTH.unpack_from(content)
+    room = len(content) - _LENGTH.size
     if length < room:
-        said = said[: _LENGTH.size + length]
-    _require(_mac(key, b"head", sender, said), first[:_MAC_BYTES])
-    if length > _LARGEST:
+        content = content[: _LENGTH.size + length]
+    _require_equal_mac(_mac(key, b"head", sender, content), first[:_MAC_BYTES])
+    if length > _MAX_BYTES:
         raise ForgedMessage(f"it announces {length} bytes")
     return length - room + _MAC_BYTES if length > room else 0
 
 
 def opened(first: memoryview, rest: memoryview, key: bytes | None, sender: int) -> Any:
-    """The value of a message whose block has passed `length_of_rest`; `rest` is what followed it."""
-    said = first[_MAC_BYTES:]
-    (length,) = _LENGTH.unpack_from(said)
+    """Verifies and decodes a message whose block has passed `length_of_rest`; `rest` followed the block."""
+    content = first[_MAC_BYTES:]
+    (length,) = _LENGTH.unpack_from(content)
     if not rest:
-        return decode(said[_LENGTH.size : _LENGTH.size + length])
-    _require(_mac(key, b"rest", sender, said, rest[_MAC_BYTES:]), rest[:_MAC_BYTES])
-    return decode(b"".join((said[_LENGTH.size :], rest[_MAC_BYTES:])))
+        return decode(content[_LENGTH.size : _LENGTH.size + length])
+    _require_equal_mac(_mac(key, b"rest", sender, content, rest[_MAC_BYTES:]), rest[:_MAC_BYTES])
+    return decode(b"".join((content[_LENGTH.size :], rest[_MAC_BYTES:])))
 
 
 def _mac(key: bytes | None, part: bytes, sender: int, *content: bytes | memoryview) -> bytes:
@@ -150,6 +156,6 @@ def _mac(key: bytes | None, part: bytes, sender: int, *content: bytes | memoryvi
     return hmac.digest(key, b"".join((part, _LENGTH.pack(sender), *content)), "sha256")
 
 
-def _require(expected: bytes, found: Iterable[int]) -> None:
-    if not hmac.compare_digest(expected, bytes(found)):
+def _require_equal_mac(expected: bytes, received: Iterable[int]) -> None:
+    if not hmac.compare_digest(expected, bytes(received)):
         raise ForgedMessage("it does not carry the secret of this job")

@@ -1,12 +1,13 @@
-"""Runs one step of a pipeline schedule on this rank: forwards, backwards and what lies between them.
+"""Executor of pipeline schedules: runs the actions of one step on this rank.
 
-The executor knows nothing of models, batches or optimizers. It walks the rank's list of actions; a model in one piece
-is the list of one stage. What a stage made for the next one waits in a table until it is sent or, when the next stage
-sits on the same rank, taken from there; gradients go the other way alike. A micro-batch lives from its forward to its
-backward on a stage; where that is cut in two, what its weight gradients need lives on to the second half. When a step
-ends nothing of it may be left.
+The executor knows nothing of models, batches or optimizers; without pipeline parallelism the schedule has one
+stage. The output of a stage waits in a table until it is sent or, if the next stage is on the same rank,
+until that stage takes it; gradients likewise in the other direction. Activations saved for a micro-batch live
+from its forward to its backward on a stage; if the backward is split, the inputs of the weight gradients live
+until the weight half. At the end of a step the tables must be empty.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -22,8 +23,8 @@ from pentatron.parallel.messages import Announced, Arrival, Messages, Parcel, an
 from pentatron.parallel.shards import Shape
 from pentatron.parallel.timers import Timers
 
-# The timers' names; receiving is timed where it is waited for as well.
-_TIMED = {
+# The name of the timer of each action; receiving is also timed where the tensor is waited for.
+_TIMER_NAMES = {
     Kind.FORWARD: "forward-compute",
     **dict.fromkeys((Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT), "backward-compute"),
     Kind.SEND_ACTIVATION: "forward-send",
@@ -35,25 +36,26 @@ _TIMED = {
 
 
 class StageProgram(Protocol):
-    """The computation of a step."""
+    """The model computation of a step, stage by stage."""
 
     def forward(self, stage: int, micro_batch: int, received: Tensor | None) -> Tensor:
-        """The activation for the next stage or, on the last one, the micro-batch's share of the loss (a scalar).
+        """Returns the activation for the next stage or, on the last one, the micro-batch's share of the loss
+        (a scalar).
 
-        `received` is what the stage before made; None on the first stage.
+        `received` is the output of the previous stage; None on the first stage.
         """
         ...
 
     def message_shape(self, stage: int, micro_batch: int) -> Shape:
-        """The shape of the activation a stage receives; also asked for the stage after one of this rank's."""
+        """Returns the shape of a stage's input; also called for the stage after one of this rank's."""
         ...
 
 
 class GradientSink(Protocol):
-    """Who takes the gradients of the parameters. `last`: no other backward of the stage follows in this step.
+    """Receiver of parameter gradients. `last`: this is the last backward of the stage in this step.
 
-    `kind` is BACKWARD, INPUT or WEIGHT: INPUT brings the gradients of some parameters, the WEIGHT that follows it later
-    those of the others. Between the two of one micro-batch there may be those of others.
+    `kind` is BACKWARD, INPUT or WEIGHT: INPUT produces the gradients of some parameters, the later WEIGHT
+    those of the others. Other micro-batches may run between the two halves of one.
     """
 
     def begin_backward(self, stage: int, last: bool, kind: Kind) -> None: ...
@@ -64,7 +66,7 @@ class GradientSink(Protocol):
 class Executor:
     """Runs schedules on one pipeline rank. `dtype` and `device` are those of the activations between stages.
 
-    `deferred` is where the layers of this rank's stages leave weight gradients for later.
+    `deferred` collects the weight gradients that the layers of this rank's stages postpone.
     """
 
     def __init__(
@@ -86,32 +88,37 @@ class Executor:
     def train(
         self, schedule: Schedule, program: StageProgram, gradients: GradientSink, scale: float = 1.0
     ) -> Tensor:
-        """Forward and backward of every micro-batch; the sum of the losses (fp64), 0 on a rank without the last stage.
+        """Runs forward and backward of every micro-batch, with the loss multiplied by `scale` for the
+        gradients.
 
-        Gradients are those of `scale` times the losses.
+        Returns the sum of the losses (fp64), without `scale`; 0 on a rank without the last stage.
         """
-        return _Step(self, schedule, program, gradients, scale).run()
+        return _ScheduleRun(self, schedule, program, gradients, scale).run()
 
     @torch.no_grad()
     def evaluate(self, schedule: Schedule, program: StageProgram) -> Tensor:
-        """A schedule of forwards only; the sum of what the last stage returned (fp64), 0 on a rank without it."""
-        return _Step(self, schedule, program, None).run()
+        """Runs a forward-only schedule; returns the sum of the last stage's outputs (fp64) or 0."""
+        return _ScheduleRun(self, schedule, program, None).run()
 
 
 @dataclass(frozen=True)
-class _Passed:
-    """What a backward needs of the forward: the input, whose gradient it makes, and where in the graph it starts.
+class _SavedForward:
+    """State kept from the forward for the backward: the stage's input, and the graph edge where the backward
+    starts.
 
-    The output itself is not kept. Once it has been sent or used its memory is free, unless the graph needs it.
+    The output itself is not kept: its memory is free once it has been sent or used, unless autograd saved it.
     """
 
     received: Tensor | None
     start: GradientEdge | None
 
 
-class _Step:
-    """One walk over this rank's actions. A cell (s, m) of `activations` holds what stage s made of micro-batch m, one
-    of `gradients` the gradient of what stage s received; messages on their way are there as arrivals."""
+class _ScheduleRun:
+    """One run through this rank's actions.
+
+    `activations[s, m]` is the output of stage s for micro-batch m, `gradients[s, m]` the gradient of the
+    input of stage s. Both hold `Arrival`s for tensors that are still being received.
+    """
 
     def __init__(
         self,
@@ -122,7 +129,7 @@ class _Step:
         scale: float = 1.0,
     ) -> None:
         self.executor = executor
-        # What the backward of a loss begins with.
+        # The initial gradient of the loss.
         self.seed = None if scale == 1 else torch.full((), scale, device=executor.device)
         self.messages = executor.messages
         self.deferred = executor.deferred
@@ -130,12 +137,15 @@ class _Step:
         self.sink = gradients
         self.actions = schedule.actions[executor.rank]
         self.last_stage = schedule.placement.stages - 1
-        self.backwards_left = _count_backwards(self.actions)
-        self.proven = deliveries(schedule, executor.rank)
+        # A backward in two halves ends with the weight half.
+        self.backwards_left = Counter(
+            action.stage for action in self.actions if action.kind in (Kind.BACKWARD, Kind.WEIGHT)
+        )
+        self.acknowledged = deliveries(schedule, executor.rank)
         self.activations: dict[Cell, Tensor | Arrival] = {}
         self.gradients: dict[Cell, Tensor | Arrival] = {}
-        self.passed: dict[Cell, _Passed] = {}
-        self.total = torch.zeros((), dtype=torch.float64, device=executor.device)
+        self.saved: dict[Cell, _SavedForward] = {}
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=executor.device)
 
     def run(self) -> Tensor:
         perform: dict[Kind, Callable[[Action], None]] = {
@@ -151,12 +161,12 @@ class _Step:
         }
         self.messages.agree(self._announced(Kind.SEND_ACTIVATION), self._announced(Kind.RECEIVE_ACTIVATION))
         for action in self.actions:
-            with self.executor.timers(_TIMED[action.kind], 2):
+            with self.executor.timers(_TIMER_NAMES[action.kind], 2):
                 perform[action.kind](action)
         self.messages.finish()
-        left = [*self.activations, *self.gradients, *self.passed, *self.deferred.cells]
-        assert not left, f"left over at the end of a step (stage, micro-batch): {left}"
-        return self.total
+        unused = [*self.activations, *self.gradients, *self.saved, *self.deferred.cells]
+        assert not unused, f"left over at the end of a step (stage, micro-batch): {unused}"
+        return self.loss_sum
 
     def _forward(self, action: Action) -> None:
         stage, micro_batch = cell = (action.stage, action.micro_batch)
@@ -166,34 +176,36 @@ class _Step:
             received.requires_grad_(training)
         output = self.program.forward(stage, micro_batch, received)
         if stage == self.last_stage:
-            self.total += output.detach()
+            self.loss_sum += output.detach()
         else:
             self._require_shape(output, cell)
             self.activations[cell] = output.detach()
         if training:
-            # An output without a graph: nothing up to this stage is trained.
+            # An output without a graph: no parameter up to this stage is trained.
             start = get_gradient_edge(output) if output.requires_grad else None
-            self.passed[cell] = _Passed(received, start)
+            self.saved[cell] = _SavedForward(received, start)
 
     def _backward(self, action: Action) -> None:
-        """A whole backward, or its input half: everything but the weight gradients that layers leave for later."""
+        """Runs a whole backward, or its input half: all but the weight gradients that layers defer."""
         assert self.sink is not None, "a schedule for evaluation has no backward"
         stage, micro_batch = cell = (action.stage, action.micro_batch)
-        gradient = self.seed
+        output_gradient = self.seed
         if stage < self.last_stage:
-            gradient = self._take(self.gradients, True, (stage + 1, micro_batch))
-        passed = self.passed.pop(cell)
+            output_gradient = self._take(self.gradients, True, (stage + 1, micro_batch))
+        saved = self.saved.pop(cell)
         whole = action.kind is Kind.BACKWARD
         last = whole and self._is_last(stage)
         self.sink.begin_backward(stage, last, action.kind)
         with nullcontext() if whole else self.deferred.collecting(cell):
-            if passed.start is not None:
-                torch.autograd.backward(passed.start, gradient)
+            if saved.start is not None:
+                torch.autograd.backward(saved.start, output_gradient)
         self.sink.end_backward(stage, last, action.kind)
-        if passed.received is not None:
-            made = passed.received.grad
-            # A stage that does not use its input still owes its gradient.
-            self.gradients[cell] = torch.zeros_like(passed.received) if made is None else made
+        if saved.received is not None:
+            input_gradient = saved.received.grad
+            # If the stage does not use its input, the previous stage still expects a gradient.
+            self.gradients[cell] = (
+                torch.zeros_like(saved.received) if input_gradient is None else input_gradient
+            )
 
     def _weights(self, action: Action) -> None:
         assert self.sink is not None, "a schedule for evaluation has no backward"
@@ -203,7 +215,7 @@ class _Step:
         self.sink.end_backward(action.stage, last, action.kind)
 
     def _is_last(self, stage: int) -> bool:
-        """To be asked once for each backward: whether no other of the stage follows."""
+        """Counts a backward of the stage and returns whether it was the last one of the step."""
         self.backwards_left[stage] -= 1
         return self.backwards_left[stage] == 0
 
@@ -214,11 +226,11 @@ class _Step:
         self.messages.post_send(value.detach(), action.peer, action)
 
     def _receive(self, action: Action) -> None:
-        assert action.peer is not None, f"{action}: from nobody"
-        # An activation goes into the stage after the one that sends it; a gradient is that of the sender's own input.
-        activation = action.kind is Kind.RECEIVE_ACTIVATION
+        assert action.peer is not None, f"{action}: no peer"
+        # An activation is the input of the next stage; a gradient is that of the sender's input.
+        is_activation = action.kind is Kind.RECEIVE_ACTIVATION
         table, receiver = (
-            (self.activations, action.stage + 1) if activation else (self.gradients, action.stage)
+            (self.activations, action.stage + 1) if is_activation else (self.gradients, action.stage)
         )
         shape = self.program.message_shape(receiver, action.micro_batch)
         table[action.stage, action.micro_batch] = self.messages.post_receive(
@@ -236,38 +248,29 @@ class _Step:
         with self.executor.timers("backward-recv" if gradient else "forward-recv", 2):
             tensor = value.wait()
         parcel: Parcel = (gradient, *cell)
-        for arrived in self.proven.get(parcel, ()):
-            self.messages.delivered(arrived)
+        for delivered in self.acknowledged.get(parcel, ()):
+            self.messages.delivered(delivered)
         return tensor
 
     def _require_shape(self, output: Tensor, cell: Cell) -> None:
-        """What leaves a stage must be what the next one was promised."""
+        """Raises if the shape or dtype of an output differs from what the next stage expects."""
         stage, micro_batch = cell
         expected, dtype = self.program.message_shape(stage + 1, micro_batch), self.executor.dtype
         if tuple(output.shape) != tuple(expected) or output.dtype != dtype:
             raise RuntimeError(
-                f"stage {stage} made a {output.dtype} tensor of shape {tuple(output.shape)} of micro-batch "
+                f"stage {stage} returned a {output.dtype} tensor of shape {tuple(output.shape)} for micro-batch "
                 f"{micro_batch}, but stage {stage + 1} expects {dtype} of shape {tuple(expected)}"
             )
 
     def _announced(self, kind: Kind) -> dict[int, Announced]:
-        """The activations that travel between this rank and each peer in this step."""
+        """Summarizes the activations between this rank and each peer in this step."""
         cells: dict[int, list[Cell]] = {}
         for action in self.actions:
             if action.kind is kind and action.peer is not None:
                 cells.setdefault(action.peer, []).append((action.stage + 1, action.micro_batch))
         return {
             peer: announced(
-                [self.program.message_shape(*cell) for cell in sorted(found)], self.executor.dtype
+                [self.program.message_shape(*cell) for cell in sorted(stage_cells)], self.executor.dtype
             )
-            for peer, found in cells.items()
+            for peer, stage_cells in cells.items()
         }
-
-
-def _count_backwards(actions: tuple[Action, ...]) -> dict[int, int]:
-    """Of every stage; one in two halves ends with the second."""
-    found: dict[int, int] = {}
-    for action in actions:
-        if action.kind in (Kind.BACKWARD, Kind.WEIGHT):
-            found[action.stage] = found.get(action.stage, 0) + 1
-    return found

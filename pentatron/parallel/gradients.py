@@ -1,9 +1,9 @@
-"""Where the gradients of one step lie: taken as backward makes them, dropped after the update.
+"""Storage of the gradients of one step: filled during backward, released after the update.
 
-What no other rank has a copy of is kept parameter by parameter, the first gradient as autograd hands it over, in the dtype of the
-model; a second one makes an fp32 sum of the two. What is summed over copies needs one flat fp32 buffer for each collective: every
-gradient is cast into its place there. Neither is zeroed before, and neither is there between steps. As nothing lies where it
-lay in the step before, views of gradients are kept as `Place`s, which find them anew.
+Gradients without replicas are kept parameter by parameter: the first one as autograd produced it, in the
+model's dtype, a second one is accumulated in fp32. Gradients that are summed over replicas are cast into one
+flat fp32 buffer per collective. Buffers are neither zeroed in advance nor kept between steps. As their
+addresses change every step, views of gradients are described by `Place`s and resolved in each step.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from pentatron.parallel.world import World
 
 
 def added(before: Tensor | None, gradient: Tensor) -> Tensor:
-    """A sum, in fp32 from the second gradient on; the first one is taken over and may be changed in place."""
+    """Accumulates a gradient, in fp32 from the second one on. May reuse the memory of `before`."""
     if before is None:
         return gradient
     if before.dtype == torch.float32:
@@ -37,25 +37,27 @@ def added(before: Tensor | None, gradient: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class Holder:
-    """Gradients of `elements` that lie one after the other; `values` is one-dimensional. None: none has come, which
-    counts as zeros."""
+    """A flat tensor of `elements` gradients.
+
+    `values` is None while no gradient has come, which counts as zeros.
+    """
 
     elements: int
     values: Tensor | None = None
 
     def in_fp32(self, device: torch.device) -> Tensor:
-        """The gradients as they are to be summed over ranks, zeros included; they stay like this."""
+        """Converts the gradients to fp32 in place, zeros if none have come: all ranks must reduce alike."""
         if self.values is None:
             self.values = torch.zeros(self.elements, dtype=torch.float32, device=device)
         self.values = self.values.to(torch.float32)
         return self.values
 
     def template(self) -> Tensor:
-        """A tensor without memory, to find out about views."""
+        """Returns a meta tensor of the same size, on which views are computed."""
         return torch.empty(self.elements, device="meta")
 
     def places(self, views: Iterable[Tensor], template: Tensor) -> "list[Place]":
-        """Disjoint views of the template in few runs, to be found in the gradients of any step."""
+        """Merges disjoint views of the template into few views of each step's gradients."""
         return [
             Place(self, tuple(run.shape), run.stride(), int(run.storage_offset()))
             for run in in_few_runs(template, views)
@@ -64,7 +66,7 @@ class Holder:
 
 @dataclass(frozen=True)
 class Place:
-    """A view of what a holder has in this step."""
+    """A view of the gradients of a `Holder`, valid in every step."""
 
     holder: Holder
     shape: tuple[int, ...]
@@ -77,8 +79,9 @@ class Place:
 
     @property
     def now(self) -> Tensor | None:
+        """The view in this step; None if no gradient has come."""
         flat = self.holder.values
-        # All of it, as it is, in most cases: a view of every gradient in every step would be felt.
+        # Mostly the view is the whole tensor; `as_strided` for every gradient in every step would be slow.
         if flat is None or (flat.shape == self.shape and self.offset == 0):
             return flat
         return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
@@ -86,7 +89,7 @@ class Place:
 
 @dataclass(frozen=True)
 class HeldGradients:
-    """One stretch of a bucket's gradients, from `span.first` on."""
+    """A contiguous part of a bucket's gradients, which begins at `span.first`."""
 
     bucket: Bucket
     span: Span
@@ -94,13 +97,15 @@ class HeldGradients:
 
 
 class AsTheyCome:
-    """The gradients of a bucket without copies, each in a memory of its own.
+    """Gradients of a bucket without replicas, each in its own memory.
 
-    Autograd may hand over views of one memory for two parameters (the gradients of a sum, say). Whose memory was `taken` in this step, by a bucket
-    that shares the set, is copied."""
+    Autograd may produce views of one storage for two parameters (the gradients of a sum, say), but gradients
+    are changed in place. A gradient whose storage is already in `storages`, which several buckets share, is
+    copied.
+    """
 
-    def __init__(self, bucket: Bucket, taken: set[int]) -> None:
-        self._taken = taken
+    def __init__(self, bucket: Bucket, storages: set[int]) -> None:
+        self._storages = storages
         self.stretches = [
             HeldGradients(bucket, slot.span, Holder(len(slot.span))) for slot in bucket.plan.slots
         ]
@@ -111,13 +116,13 @@ class AsTheyCome:
         flat = gradient if gradient.dim() == 1 else gradient.view(-1)
         if holder.values is None:
             memory = flat.untyped_storage().data_ptr()
-            if memory in self._taken:
+            if memory in self._storages:
                 flat = flat.clone()
-            self._taken.add(memory)
+            self._storages.add(memory)
         holder.values = added(holder.values, flat)
 
     def drop(self) -> None:
-        self._taken.clear()
+        self._storages.clear()
         for stretch in self.stretches:
             stretch.holder.values = None
 
@@ -126,46 +131,43 @@ class AsTheyCome:
 
 
 class Filling:
-    """A flat fp32 buffer that the gradients of a bucket are cast into; what is in it before does not matter."""
+    """A flat fp32 buffer that collects the gradients of a bucket. It need not be initialized."""
 
     def __init__(self, bucket: Bucket, buffer: Tensor) -> None:
         self.bucket = bucket
         self.buffer = buffer
-        self._came: set[int] = set()
+        self._filled: set[int] = set()
 
     def take(self, slot: int, gradient: Tensor) -> None:
         place = self.bucket.plan.slots[slot].span.of(self.buffer).view(gradient.shape)
-        if slot in self._came:
+        if slot in self._filled:
             place.add_(gradient)
         else:
             place.copy_(gradient)
-            self._came.add(slot)
+            self._filled.add(slot)
 
     def complete(self) -> None:
-        """Zeros where no gradient came, and between parameters."""
-        zeros = [span.of(self.buffer) for span in self._left() if len(span)]
-        if zeros:
-            torch._foreach_zero_(zeros)
+        """Zeros the padding and the parameters without a gradient."""
+        unfilled = [span.of(self.buffer) for span in self._gaps() if len(span)]
+        if unfilled:
+            torch._foreach_zero_(unfilled)
 
-    def _left(self) -> Iterator[Span]:
+    def _gaps(self) -> Iterator[Span]:
         end = 0
         for number, slot in enumerate(self.bucket.plan.slots):
-            if number in self._came:
+            if number in self._filled:
                 yield Span(end, slot.span.first)
                 end = slot.span.last
         yield Span(end, self.bucket.size)
 
 
-# Gradients that are parts of a sum over other axes than the replicas: added up once a step.
-
-
-# The axes, besides the replicas, that gradients can be partial over.
+# The axes, besides the replicas, over which gradients can be partial sums.
 SUMMED_OVER: tuple[Axis, ...] = ("tensor", "kv", "embedding")
 
 
 @dataclass(frozen=True)
 class KeptGradients:
-    """Gradients one after the other, and the pieces among them, as views of a `template`; `name` orders them alike on all ranks."""
+    """A flat range of gradients with its fragments as views of `template`; `name` is equal on all ranks."""
 
     name: str
     holder: Holder
@@ -177,61 +179,53 @@ class KeptGradients:
 
 
 class PartialSums:
-    """Which stretches of the kept gradients are parts of a sum, and over which axes.
+    """All-reduces gradients that are partial sums over other axes than the replicas, once a step.
 
-    The ranks of such an axis hold the same pieces at the same places of equal buckets, and thus of their shares. Only
-    the buckets of the first and the last stage come in another order (a tied parameter is alone in its
-    bucket); going through them by name makes the two agree.
+    The ranks of such an axis hold the same pieces at the same offsets of equal buckets, and of their shards.
+    Only the first and the last stage have their buckets in another order (a tied embedding has its own
+    bucket); sorting by name makes the order the same.
     """
 
     def __init__(self, world: World, gradients: Iterable[KeptGradients]) -> None:
         self.world = world
         self._runs: dict[tuple[Axis, ...], list[Place]] = {}
-        places: dict[Axis, list[tuple[str, Shape, Shape]]] = {}
+        rectangles: dict[Axis, list[tuple[str, Shape, Shape]]] = {}
         for kept in sorted(gradients, key=lambda kept: kept.name):
-            found: dict[tuple[Axis, ...], list[Fragment]] = {}
+            fragments: dict[tuple[Axis, ...], list[Fragment]] = {}
             for piece, fragment in kept.pieces:
                 axes = tuple(sorted(a for a in piece.partial_over if world.group(a).size > 1))
                 if axes:
-                    found.setdefault(axes, []).append(fragment)
+                    fragments.setdefault(axes, []).append(fragment)
                 for axis in axes:
-                    place = (fragment.tensor, fragment.start, tuple(fragment.values.shape))
-                    places.setdefault(axis, []).append(place)
-            for axes, chosen in found.items():
-                self._runs.setdefault(axes, []).extend(kept.runs(chosen))
-        self._require_equal(places)
+                    rectangle = (fragment.tensor, fragment.start, tuple(fragment.values.shape))
+                    rectangles.setdefault(axis, []).append(rectangle)
+            for axes, partial in fragments.items():
+                self._runs.setdefault(axes, []).extend(kept.runs(partial))
+        self._require_equal(rectangles)
 
     def _require_equal(self, places: Mapping[Axis, Sequence[Any]]) -> None:
-        """Sums go by place, so ranks that disagree about what lies where would add up what does not belong together,
-        without any sign of it."""
+        """Raises if ranks of an axis have different rectangles, which must not be summed."""
         for axis in SUMMED_OVER:
             digest = hashlib.sha256(repr(places.get(axis, ())).encode()).hexdigest()
             if len(set(gather_objects(digest, self.world.group(axis)))) > 1:
                 raise RuntimeError(
-                    f"the ranks of the {axis} axis hold different parts of sums: this is a bug of ours"
+                    f"the ranks of the {axis} axis hold different parts of sums: this is a bug in Pentatron"
                 )
 
     def add_up(self) -> None:
-        """One collective for every axis of every set of axes, in an order that all ranks share."""
+        """Runs one all-reduce for every axis of every set of axes, in the same order on all ranks."""
         for axes in sorted(self._runs):
-            runs = [self._exact(place) for place in self._runs[axes]]
-            packed = _packed(runs)
+            runs = []
+            for place in self._runs[axes]:
+                place.holder.in_fp32(self.world.device)
+                run = place.now
+                assert run is not None
+                runs.append(run)
+            # A single run is reduced in place: it may be a large embedding.
+            in_place = len(runs) == 1 and runs[0].is_contiguous()
+            packed = runs[0] if in_place else torch.cat([run.reshape(-1) for run in runs])
             for axis in axes:
                 all_reduce_(packed, self.world.group(axis))
-            if packed is not runs[0]:
+            if not in_place:
                 parts = packed.split([run.numel() for run in runs])
                 torch._foreach_copy_(runs, [part.view_as(run) for part, run in zip(parts, runs)])
-
-    def _exact(self, place: Place) -> Tensor:
-        """Sums are made in fp32, and all ranks take part, also those to which no gradient came."""
-        place.holder.in_fp32(self.world.device)
-        exact = place.now
-        assert exact is not None
-        return exact
-
-
-def _packed(runs: list[Tensor]) -> Tensor:
-    """All runs in one tensor; the run itself where there is one, which may be a large embedding."""
-    if len(runs) == 1 and runs[0].is_contiguous():
-        return runs[0]
-    return torch.cat([run.reshape(-1) for run in runs])

@@ -1,11 +1,11 @@
-"""Tensors that travel from one pipeline rank to another.
+"""Point-to-point messages between pipeline ranks: activations and gradients.
 
-A send never waits: its tensor is kept alive until it is known to have arrived. Gloo matches messages by a tag made of
-their content (kind, stage, micro-batch), so that none can be taken for another. NCCL has no tags and runs all messages
-of two ranks in one group in the order they were posted, both directions together: a rank that posts a receive before
-a send while its peer does the same would wait for ever. There every kind and direction has a process group of its own,
-which makes each channel one-way and ordered; that the schedule's order suits such channels is what
-`pentatron.layout.check` proves.
+A send is asynchronous; its tensor is kept alive until it is known to have arrived. Gloo matches messages by
+tag, which encodes kind, stage and micro-batch. NCCL ignores tags and runs all messages of two ranks in one
+process group in the order they were posted, both directions together: two ranks that both post a receive
+before a send would deadlock. With NCCL every kind and direction therefore has its own process group, which
+makes each channel one-way and ordered. `pentatron.layout.check` proves that a schedule does not deadlock on
+such channels.
 """
 
 import itertools
@@ -19,26 +19,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pentatron.layout.actions import Action, Kind, Placement, Schedule
+from pentatron.layout.actions import RECEIVES, SENDS, Action, Kind, Placement, Schedule
 from pentatron.parallel.collectives import Group
 from pentatron.parallel.rank_status import Call
 from pentatron.parallel.shards import Shape
 from pentatron.parallel.world import World
 from pentatron.text import plural
 
-# What a message carries, whichever end speaks of it: whether it is a gradient, the stage it comes from, the micro-batch.
+# Identifies a message on both ends: whether it is a gradient, the stage that computed it, the micro-batch.
 Parcel = tuple[bool, int, int]
 # A one-way channel: whether it carries gradients, and whether it leads to the higher rank.
 Channel = tuple[bool, bool]
-# Whether it is gradients that take it, the pipeline rank they come from, and the one they go to.
+# A message path: whether it carries gradients, the pipeline rank of the sender, that of the receiver.
 Route = tuple[bool, int, int]
 
-SENDS = (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
-RECEIVES = (Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT)
 GRADIENTS = (Kind.SEND_GRADIENT, Kind.RECEIVE_GRADIENT)
 MOST_STAGES = 1 << 12
 MOST_MICRO_BATCHES = 1 << 17
-# The announcement of a step; parcels are numbered from 1.
+# The tag of the announcement of a step; parcels are numbered from 1.
 ANNOUNCEMENT_TAG = 0
 
 
@@ -47,15 +45,15 @@ def parcel_of(action: Action) -> Parcel:
 
 
 def tag_of(parcel: Parcel) -> int:
-    """A number no other parcel of a step has, below 2³¹."""
+    """Returns a tag below 2³¹ that is unique within a step."""
     gradient, stage, micro_batch = parcel
-    assert stage < MOST_STAGES and micro_batch < MOST_MICRO_BATCHES, "the tag has no room for more"
+    assert stage < MOST_STAGES and micro_batch < MOST_MICRO_BATCHES, "the tag has too few bits"
     return 1 + gradient + 2 * (stage + MOST_STAGES * micro_batch)
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A tensor that is on its way to this rank."""
+    """Handle of a posted receive."""
 
     buffer: Tensor
     work: dist.Work
@@ -71,8 +69,8 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Announced:
-    """The activations one rank sends another in a step: how many, how many elements in all, and a checksum of their
-    dtype and every shape."""
+    """Summary of the activations one rank sends another in a step: their number, the total number of
+    elements, and a checksum of their dtype and shapes."""
 
     messages: int
     elements: int
@@ -90,39 +88,42 @@ def announced(shapes: Sequence[Shape], dtype: torch.dtype) -> Announced:
 class Messages:
     """This rank's messages to and from the other ranks of its pipeline.
 
-    `channels` holds the process groups of one-way channels where the backend needs them; without them everything
-    travels in the pipeline's own group, told apart by tags.
+    `channels` holds the process groups of one-way channels if the backend needs them; otherwise all messages
+    use the group of the pipeline and are matched by tags.
     """
 
     def __init__(self, group: Group, channels: Mapping[Channel, Any] | None = None) -> None:
         self._group = group
         self.channels = channels or {}
-        # Sent tensors that are still kept alive.
+        # Tensors being sent, kept alive until the send has completed.
         self.under_way: dict[Parcel, tuple[Tensor, dist.Work]] = {}
         self._announcements: list[tuple[Tensor, dist.Work]] = []
 
     def post_send(self, tensor: Tensor, peer: int, action: Action) -> None:
-        """Sends while the caller goes on."""
-        self._drop_finished()
+        """Starts an asynchronous send."""
+        # NCCL reports completed sends. Gloo does so only in `wait`, so there `delivered` drops the tensor.
+        for sent, (_, work) in list(self.under_way.items()):
+            if work.is_completed():
+                del self.under_way[sent]
         parcel = parcel_of(action)
         assert parcel not in self.under_way, f"{action} is sent twice"
         tensor = tensor.contiguous()
         if self._group.through_host:
             tensor = tensor.cpu()
-        channel = self._process_group(action, peer > self._group.rank)
-        self.under_way[parcel] = (tensor, _start_send(tensor, channel, peer, tag_of(parcel)))
+        process_group = self._process_group(action, peer > self._group.rank)
+        self.under_way[parcel] = (tensor, _start_send(tensor, process_group, peer, tag_of(parcel)))
 
     def post_receive(
         self, shape: Shape, dtype: torch.dtype, device: torch.device, peer: int, action: Action
     ) -> Arrival:
-        """Makes room for a tensor and lets it come while the caller goes on."""
-        place = torch.device("cpu") if self._group.through_host else device
-        buffer = torch.empty(shape, dtype=dtype, device=place)
-        channel = self._process_group(action, peer < self._group.rank)
-        work = _start_receive(buffer, channel, peer, tag_of(parcel_of(action)))
-        what = "gradients" if action.kind in GRADIENTS else "activations"
+        """Allocates a buffer and starts an asynchronous receive into it."""
+        memory = torch.device("cpu") if self._group.through_host else device
+        buffer = torch.empty(shape, dtype=dtype, device=memory)
+        process_group = self._process_group(action, peer < self._group.rank)
+        work = _start_receive(buffer, process_group, peer, tag_of(parcel_of(action)))
+        content = "gradients" if action.kind in GRADIENTS else "activations"
         call = Call(
-            f"{what} of micro-batch {action.micro_batch} from pipeline rank {peer}",
+            f"{content} of micro-batch {action.micro_batch} from pipeline rank {peer}",
             self._group.name,
             0,
             buffer.numel(),
@@ -130,12 +131,12 @@ class Messages:
         return Arrival(buffer, work, device, self._group, call)
 
     def delivered(self, parcel: Parcel) -> None:
-        """Lets go of a sent tensor that is known to have arrived."""
+        """Releases a sent tensor that is known to have arrived."""
         if parcel in self.under_way:
             self._wait_for(*self.under_way.pop(parcel))
 
     def finish(self) -> None:
-        """Waits for all that is still under way."""
+        """Waits for all sends that have not completed."""
         for parcel in list(self.under_way):
             self.delivered(parcel)
         while self._announcements:
@@ -146,66 +147,64 @@ class Messages:
             work.wait()
 
     def agree(self, sends: Mapping[int, Announced], receives: Mapping[int, Announced]) -> None:
-        """Compares what this rank is going to send to each peer, and expects of each, with what they expect and send.
+        """Compares the announced sends and receives of this rank with those of its peers.
 
-        Gloo leaves the rest of a buffer that is too large as it was and ends the process when one is too small. A size
-        sent along with each message would cost as much as the message, so the sizes of a step are compared once. Only
-        a receiver waits here, for a message its peer sends before anything else.
+        With a wrong size, gloo would leave the rest of a larger buffer unchanged and abort the process on a
+        smaller one. A size sent with each message would cost as much as the message, so the sizes of a step
+        are compared once. Only the receiver waits, for the first message of its peer.
         """
-        # In host memory always: every process group can send that, and reading it stops no GPU.
-        everyone = self._group.process_group
-        for peer, what in sends.items():
-            numbers = torch.tensor(astuple(what))
-            self._announcements.append((numbers, _start_send(numbers, everyone, peer, ANNOUNCEMENT_TAG)))
+        # In host memory: every process group can send that, and reading it does not synchronize a GPU.
+        process_group = self._group.process_group
+        for peer, announcement in sends.items():
+            numbers = torch.tensor(astuple(announcement))
+            self._announcements.append((numbers, _start_send(numbers, process_group, peer, ANNOUNCEMENT_TAG)))
         incoming = {peer: torch.empty(3, dtype=torch.int64) for peer in receives}
         works = [
-            _start_receive(numbers, everyone, peer, ANNOUNCEMENT_TAG) for peer, numbers in incoming.items()
+            _start_receive(numbers, process_group, peer, ANNOUNCEMENT_TAG)
+            for peer, numbers in incoming.items()
         ]
         for numbers, work in zip(incoming.values(), works):
             self._wait_for(numbers, work)
         for peer, numbers in incoming.items():
-            found, expected = Announced(*numbers.tolist()), receives[peer]
-            if found != expected:
+            sent, expected = Announced(*numbers.tolist()), receives[peer]
+            if sent != expected:
                 raise RuntimeError(
-                    f"pipeline rank {peer} sends {found} in this step, but rank {self._group.rank} expects {expected}"
-                    f"{'' if str(found) != str(expected) else ' in other shapes or another dtype'}: the ranks of a "
+                    f"pipeline rank {peer} sends {sent} in this step, but rank {self._group.rank} expects {expected}"
+                    f"{'' if str(sent) != str(expected) else ' in other shapes or another dtype'}: the ranks of a "
                     f"pipeline must see the same micro-batches"
                 )
 
     def _process_group(self, action: Action, upward: bool) -> Any:
         return self.channels.get((action.kind in GRADIENTS, upward), self._group.process_group)
 
-    def _drop_finished(self) -> None:
-        """NCCL says when a send is done; gloo does only when asked to wait, so there `delivered` has to tell."""
-        for parcel, (_, work) in list(self.under_way.items()):
-            if work.is_completed():
-                del self.under_way[parcel]
-
 
 def _start_send(tensor: Tensor, process_group: Any, peer: int, tag: int) -> dist.Work:
     work = dist.isend(tensor, group=process_group, group_dst=peer, tag=tag)
-    assert work is not None, "this rank is no member of the group"
+    assert work is not None, "this rank is not a member of the group"
     return work
 
 
 def _start_receive(buffer: Tensor, process_group: Any, peer: int, tag: int) -> dist.Work:
     work = dist.irecv(buffer, group=process_group, group_src=peer, tag=tag)
-    assert work is not None, "this rank is no member of the group"
+    assert work is not None, "this rank is not a member of the group"
     return work
 
 
 def open_messages(world: World, placement: Placement) -> Messages:
-    """`placement`: of all schedules that are to run. Every rank of the world must call this: it may make process groups."""
+    """Returns the messages of a pipeline; collective, as it may create process groups.
+
+    `placement` is that of all schedules that will run.
+    """
     if world.pipeline.size > 1 and world.device.type == "cuda" and not world.pipeline.through_host:
         return Messages(world.pipeline, open_channels(world, placement))
     return Messages(world.pipeline)
 
 
 def open_channels(world: World, placement: Placement) -> dict[Channel, Any]:
-    """One process group for each one-way channel, with all connections made that messages will need.
+    """Creates one process group for each one-way channel and connects all pairs of ranks that will use it.
 
-    NCCL connects two ranks at their first message and both wait for it. Left to the schedule, where receives are posted
-    ahead, ranks would wait in a circle; so all connect here, in one order.
+    NCCL connects two ranks at their first message, for which both wait. Schedules post receives early, so
+    connecting on demand would deadlock; here all ranks connect in one global order.
     """
     channels: dict[Channel, Any] = {}
     for channel in itertools.product((False, True), (False, True)):
@@ -219,40 +218,42 @@ def open_channels(world: World, placement: Placement) -> dict[Channel, Any]:
 
 
 def routes(placement: Placement) -> list[Route]:
-    """The ways that messages take, in an order in which pairs that share no rank follow each other: they connect at the same time."""
-    found: set[Route] = set()
-    for one, next_one in itertools.pairwise(placement.rank_of):
-        if one != next_one:
-            found |= {(False, one, next_one), (True, next_one, one)}
-    return sorted(found, key=lambda route: (route[0], route[1] > route[2], min(route[1:]) % 2, route))
+    """Returns the message paths in an order in which consecutive pairs of ranks can connect concurrently."""
+    paths: set[Route] = set()
+    for source, target in itertools.pairwise(placement.rank_of):
+        if source != target:
+            paths |= {(False, source, target), (True, target, source)}
+    return sorted(paths, key=lambda route: (route[0], route[1] > route[2], min(route[1:]) % 2, route))
 
 
 def _connect(channels: Mapping[Channel, Any], route: Route, group: Group, device: torch.device) -> None:
-    """Sends one element."""
+    """Sends one element, which makes NCCL connect the two ranks."""
     gradient, sender, receiver = route
-    channel = channels[gradient, receiver > sender]
+    process_group = channels[gradient, receiver > sender]
     element = torch.zeros(1, device=device)
     if group.rank == sender:
-        dist.send(element, group=channel, group_dst=receiver)
+        dist.send(element, group=process_group, group_dst=receiver)
     elif group.rank == receiver:
-        dist.recv(element, group=channel, group_src=sender)
+        dist.recv(element, group=process_group, group_src=sender)
 
 
 def deliveries(schedule: Schedule, rank: int) -> dict[Parcel, list[Parcel]]:
-    """For every message a rank receives, those of its own that must have arrived before that one was sent.
+    """Maps every message a rank receives to those of its sends which that message acknowledges.
 
     The sender of the message had by then finished computations that needed them.
     """
-    proven: dict[Parcel, list[Parcel]] = {}
+    received: dict[Parcel, list[Parcel]] = {}
     for peer in {action.peer for action in schedule.actions[rank] if action.peer is not None}:
-        proven.update(_replies(schedule.actions[peer], rank))
-    return proven
+        received.update(_acknowledgements(schedule.actions[peer], rank))
+    return received
 
 
-def _replies(actions: Sequence[Action], rank: int) -> Iterator[tuple[Parcel, list[Parcel]]]:
-    """What each message of a peer to `rank` proves to have arrived there since the one before of its kind.
+def _acknowledgements(actions: Sequence[Action], rank: int) -> Iterator[tuple[Parcel, list[Parcel]]]:
+    """Yields each message of a peer to `rank` with the messages it acknowledges since the previous one of its
+    kind.
 
-    Activations and gradients each prove it: which of the two is taken first is up to this rank's schedule.
+    Activations and gradients acknowledge separately: this rank's schedule decides which of the two it takes
+    first.
     """
     needed_by: dict[tuple[Kind, int, int], Parcel] = {}
     arrived: dict[Kind, list[Parcel]] = {kind: [] for kind in SENDS}
@@ -263,17 +264,17 @@ def _replies(actions: Sequence[Action], rank: int) -> Iterator[tuple[Parcel, lis
             yield parcel_of(action), arrived[action.kind]
             arrived[action.kind] = []
         else:
-            # The input half of a backward is what needs the message.
+            # Of a backward in two halves, the input half consumes the message.
             kind = Kind.BACKWARD if action.kind is Kind.INPUT else action.kind
             computation = (kind, action.stage, action.micro_batch)
             if computation in needed_by:
-                parcel = needed_by.pop(computation)
-                for proven in arrived.values():
-                    proven.append(parcel)
+                delivered = needed_by.pop(computation)
+                for unacknowledged in arrived.values():
+                    unacknowledged.append(delivered)
 
 
 def _consumer(receive: Action) -> tuple[Kind, int, int]:
-    """The computation that waits for a received message."""
+    """Returns the computation that consumes a received message."""
     if receive.kind is Kind.RECEIVE_ACTIVATION:
         return Kind.FORWARD, receive.stage + 1, receive.micro_batch
     return Kind.BACKWARD, receive.stage - 1, receive.micro_batch

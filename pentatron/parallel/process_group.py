@@ -1,7 +1,8 @@
-"""How the processes of a run join into one process group, and how they leave it.
+"""Process group creation and teardown, with authentication of the ranks.
 
-Neither torch's store nor gloo nor NCCL asks who connects. Where the job has a secret, each rank proves to all others that it knows it
-before the process group is made, and a key that follows from the secret authenticates the values which ranks exchange.
+Neither torch's store nor gloo nor NCCL authenticates connections. If the job has a secret, each rank proves
+to all others that it knows it before the process group is created, and a key derived from the secret
+authenticates the Python objects that ranks exchange.
 """
 
 import contextlib
@@ -27,25 +28,26 @@ from pentatron.parallel.rendezvous import (
     listener_of,
 )
 
-# What a process without a GPU of its own says of it.
+# The GPU identifier of a process that has no GPU of its own.
 _NO_GPU = "none"
 
 
 def join(
     device: torch.device, rank: int, world_size: int, timeout: datetime.timedelta, point: MeetingPoint
 ) -> bytes | None:
-    """Meets the others. GPUs talk through NCCL where no two processes share one, else through gloo.
+    """Creates the default process group. Uses NCCL if every process has its own GPU, otherwise gloo.
 
-    Returns the key of the values that ranks exchange; None where the job has no secret.
+    Returns the HMAC key for exchanged Python objects; None if the job has no secret.
     """
     gpu = gpu_of(device)
     try:
         store = open_store(point, rank, world_size, timeout)
         store.set_timeout(timeout)
-        # Asked before anything is chosen: a process may see one GPU of many, and what it sees is not what its neighbours see.
+        # Ask all ranks: with CUDA_VISIBLE_DEVICES a process does not see which GPUs the others use.
         gpus, key = introduced(store, point, gpu, rank, world_size)
         backend = "cpu:gloo,cuda:nccl" if each_has_its_own(gpus) else "gloo"
-        # No device is named here: torch would then send all messages of a group through one queue, in which those that wait hold up others.
+        # No `device_id`: torch would then run all point-to-point messages of a group on one stream, where one
+        # waiting message blocks the others.
         dist.init_process_group(
             backend,
             store=PrefixStore("default_pg", store),
@@ -59,23 +61,24 @@ def join(
 
 
 def open_store(point: MeetingPoint, rank: int, world_size: int, timeout: datetime.timedelta) -> Store:
-    """The store at a meeting point, which torch also finds in the environment.
+    """Returns the store of the rendezvous.
 
-    On a loopback address rank 0 listens there alone, where torch would listen on all addresses.
+    On a loopback address rank 0 listens on that address only; torch would listen on all addresses.
     """
     if rank > 0 or point.is_served or not is_loopback(point.host):
         store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
         return store
-    place = (point.host, point.port, world_size, True, timeout)
-    return TCPStore(*place, master_listen_fd=listener_of(point).detach())
+    address = (point.host, point.port, world_size, True, timeout)
+    return TCPStore(*address, master_listen_fd=listener_of(point).detach())
 
 
 def introduced(
-    store: Store, point: MeetingPoint, own: str, rank: int, world_size: int
+    store: Store, point: MeetingPoint, gpu: str, rank: int, world_size: int
 ) -> tuple[list[str], bytes | None]:
-    """What every rank says of itself, and the key of their job, after all have proved that they know its secret.
+    """Exchanges the GPU identifiers of all ranks; returns them and the key of the job, None without a secret.
 
-    The proofs are over random numbers of all ranks, so that none can be repeated from another job or an earlier start.
+    Every rank first proves that it knows the secret. The proofs include random numbers of all ranks, so they
+    cannot be replayed from another job or an earlier start.
     """
     secret = point.secret
     job = "" if secret is None else hmac.digest(secret, b"name of the job", "sha256").hex()
@@ -83,15 +86,15 @@ def introduced(
         store.set("job", job)
     elif store.get("job").decode() != job:
         raise MeetingError(
-            f"rank {rank} met a process of another job at {point}; choose another --master-port (MASTER_PORT) for one of the two, and "
+            f"rank {rank} connected to another job at {point}; choose another --master-port (MASTER_PORT) for one of the two, and "
             f"give every process of a job the same {SECRET}, if it has one"
         )
-    store.set(f"rank/{rank}", f"{secrets.token_hex(16)} {own}")
-    said = store.multi_get([f"rank/{number}" for number in range(world_size)])
-    found = [words.decode(errors="replace").partition(" ")[2] for words in said]
+    store.set(f"rank/{rank}", f"{secrets.token_hex(16)} {gpu}")
+    introductions = store.multi_get([f"rank/{number}" for number in range(world_size)])
+    gpus = [introduction.decode(errors="replace").partition(" ")[2] for introduction in introductions]
     if secret is None:
-        return found, None
-    key = hmac.digest(secret, b"key" + hashlib.sha256(b"\n".join(said)).digest(), "sha256")
+        return gpus, None
+    key = hmac.digest(secret, b"key" + hashlib.sha256(b"\n".join(introductions)).digest(), "sha256")
     proofs = [hmac.digest(key, b"proof of rank %d" % number, "sha256").hex() for number in range(world_size)]
     store.set(f"proof/{rank}", proofs[rank])
     shown = store.multi_get([f"proof/{number}" for number in range(world_size)])
@@ -101,16 +104,19 @@ def introduced(
                 f"a process that does not know the secret of this job has joined it at {point}, as rank {number} or beside it; choose "
                 f"another --master-port (MASTER_PORT)"
             )
-    return found, key
+    return gpus, key
 
 
 def leave(failed: bool) -> None:
-    """`failed`: the others may wait for what this rank will not send any more, and this one for them. NCCL would let nobody go before
-    all that was begun has ended; so it is broken off."""
+    """Destroys the process group.
+
+    After a failure other ranks may wait for messages that this rank will not send, and it for theirs. NCCL
+    would block until all running collectives end, so it is aborted.
+    """
     if not dist.is_initialized():
         return
     if failed and "nccl" in str(dist.get_backend_config()):
-        # Torch has no public way. What ended the run counts, and not that this fails as well.
+        # Torch has no public function for this. Errors here must not hide the one that ended the run.
         with contextlib.suppress(RuntimeError):
             dist.distributed_c10d._abort_process_group()
     else:
@@ -118,13 +124,13 @@ def leave(failed: bool) -> None:
 
 
 def each_has_its_own(gpus: Sequence[str]) -> bool:
-    """NCCL refuses two ranks on one GPU, and slices of one; gloo serves them, more slowly."""
+    """Whether every process has a GPU of its own. NCCL refuses shared GPUs and MIG slices; gloo is slower."""
     return _NO_GPU not in gpus and max(Counter(gpus).values()) == 1
 
 
 def gpu_of(device: torch.device) -> str:
-    """What tells a GPU from all others, whatever number it has here."""
+    """Returns the UUID of the process's GPU, or `_NO_GPU` for a CPU or a MIG slice."""
     if device.type != "cuda":
         return _NO_GPU
-    about = torch.cuda.get_device_properties(device)
-    return _NO_GPU if " MIG " in about.name else str(about.uuid)
+    properties = torch.cuda.get_device_properties(device)
+    return _NO_GPU if " MIG " in properties.name else str(properties.uuid)

@@ -1,6 +1,7 @@
-"""Where this rank is: its step, what it does there, and which collective of which group it is in.
+"""Progress of this rank: its step, its phase, and the collective it waits in.
 
-The thread that trains writes, by plain assignments; another one reads now and then and tells others (supervise/heartbeat.py).
+The training thread writes with plain assignments; another thread reads periodically and publishes the status
+(supervise/heartbeat.py).
 """
 
 from collections.abc import Callable, Iterator
@@ -11,7 +12,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Call:
-    """A collective or a message: the `number`th (from 1) of its group, of `size` numbers; messages have no number."""
+    """A collective or message that this rank waits for.
+
+    `number` counts the collectives of a group from 1; messages have number 0. `size` is in elements.
+    """
 
     what: str
     group: str
@@ -20,23 +24,27 @@ class Call:
 
     def __str__(self) -> str:
         which = f"#{self.number} " if self.number else ""
-        return f"{self.what} {which}of {self.group} ({self.size} numbers)"
+        return f"{self.what} {which}of {self.group} ({self.size} elements)"
 
 
 class Whereabouts:
-    """`step` counts the steps that are done, `calls` all collectives and messages so far, `counts` those of each group."""
+    """Progress of this rank.
+
+    `step` is the last completed step, `calls` counts all collectives and messages, `counts` the collectives
+    of each group.
+    """
 
     def __init__(self) -> None:
         self.step = 0
-        # The step that the run went on from.
+        # The step from which the run started or resumed.
         self.began = 0
         self.phase = "starting"
         self.calls = 0
         self.counts: dict[str, int] = {}
         self.waits_in: Call | None = None
-        # Whether the run's folder is ours by now.
+        # Whether this run has taken the lock of its folder.
         self.opened = False
-        # Seconds of the first step, which compiles and fills caches, and of the longest of the others.
+        # Seconds of the first step, which compiles and fills caches, and of the longest later one.
         self.first_step = 0.0
         self.longest_step = 0.0
         self.when_step_is_done: Callable[[], None] | None = None
@@ -48,12 +56,12 @@ class Whereabouts:
             self.when_opened()
 
     def begin_at(self, step: int) -> None:
-        """The run starts, or goes on, after this step."""
+        """Called when the run starts or resumes after this step."""
         self.began, self.first_step = step, 0.0
         self.step_done(step, 0.0)
 
     def step_done(self, step: int, seconds: float) -> None:
-        """`seconds`: that it took; 0 of one that was left out."""
+        """Called after a step that took `seconds`; 0 for a skipped one."""
         self.step = step
         if self.first_step:
             self.longest_step = max(self.longest_step, seconds)
@@ -63,7 +71,7 @@ class Whereabouts:
             self.when_step_is_done()
 
     def enter(self, what: str, group: str, size: int) -> Call:
-        """A collective begins; every rank of the group must begin the same one with the same number."""
+        """Counts a collective; every rank of the group must begin the same one with the same number."""
         number = self.counts.get(group, 0) + 1
         self.counts[group] = number
         self.calls += 1

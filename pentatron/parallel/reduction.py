@@ -1,14 +1,18 @@
-"""Gradients of one stage: collected as backward makes them, and summed in fp32 over the ranks with copies of them.
+"""Gradient reduction of one stage: collects gradients during backward and sums them in fp32 over the
+replicas.
 
-`WholeReduction` keeps all of them and reduces once a step (ZeRO 0 and 1), `ScatteredReduction` keeps this rank's share
-and reduces in every backward pass (ZeRO 2). What two stages of a rank share, a tied embedding, is kept in whole and reduced once
-under every ZeRO stage (`SharedReduction`). Buckets without copies elsewhere are the same under all of them: their gradients
-stay where they are (`AsTheyCome`). All reduce the buckets strictly in their order: a bucket
-that is complete early waits for those before it. The ranks of a stage run the same schedule over the same buckets, so all of them
-start the same collectives in the same order, even where a parameter gets no gradient on some of them.
+`WholeReduction` keeps full gradients and reduces them once a step (ZeRO 0 and 1). `ScatteredReduction` keeps
+this rank's shard and reduces in every backward pass (ZeRO 2). `SharedReduction` keeps full gradients of
+parameters that several stages of a rank share, such as a tied embedding, and reduces them once a step under
+every ZeRO stage. Buckets without replicas are not reduced: their gradients stay as autograd produced them
+(`AsTheyCome`).
 
-Where a backward comes in halves, the input half brings gradients ahead of those of its weight half; a bucket is complete
-when the weight half has brought the rest. Memory is taken when a gradient comes, and given back by `drop`.
+Buckets are reduced strictly in order: a bucket that is complete early waits for those before it. The ranks of
+a stage run the same schedule over the same buckets, so all of them start the same collectives in the same
+order, even if a parameter gets no gradient on some of them.
+
+If the schedule splits backwards, the input half produces some gradients ahead of the weight half; a bucket is
+complete after the weight half. Memory is allocated when a gradient arrives and released by `drop`.
 """
 
 from abc import ABC, abstractmethod
@@ -20,59 +24,61 @@ from torch import Tensor
 
 from pentatron.layout.actions import Kind
 from pentatron.parallel.buckets import Bucket
-from pentatron.parallel.collectives import (
-    Pending,
-    start_all_reduce_,
-    start_reduce_scatter_into,
-)
+from pentatron.parallel.collectives import Pending, start_all_reduce_, start_reduce_scatter_into
 from pentatron.parallel.gradients import AsTheyCome, Filling, HeldGradients, Holder, added
 
 
 class Reduction(ABC):
-    """`held` are, bucket by bucket, the gradients this rank keeps; they are reduced after `finish`."""
+    """Collects the gradients of some buckets.
+
+    `held` are those this rank keeps; they are reduced after `finish`.
+    """
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self.buckets = buckets
-        taken: set[int] = set()
-        self._alone = {n: AsTheyCome(b, taken) for n, b in enumerate(buckets) if b.copies.size == 1}
-        # Of the other buckets: what this rank keeps of the sums.
-        self._sums = {n: Holder(len(b.kept)) for n, b in enumerate(buckets) if n not in self._alone}
-        # Buckets before this one are reduced already, in this step or, where that is the rule, in this pass.
+        storages: set[int] = set()
+        # Buckets without replicas, by their number.
+        self._local = {n: AsTheyCome(b, storages) for n, b in enumerate(buckets) if b.copies.size == 1}
+        # This rank's part of the reduced gradients of all other buckets.
+        self._reduced = {n: Holder(len(b.kept)) for n, b in enumerate(buckets) if n not in self._local}
+        # Flat fp32 buffers that collect the gradients of a bucket before its reduction.
+        self._buffers: dict[int, Filling] = {}
+        # The next bucket to reduce in this step (ZeRO 2: in this backward).
         self._next = 0
-        # Where buckets are reduced as they fill: the parameters of each whose gradient has not come in this pass.
+        # While buckets are reduced as they fill: their slots without a gradient in this backward.
         self._missing: list[set[int]] | None = None
-        # Whether an input half runs, and which parameters of each bucket get their gradient from one.
-        self._ahead = False
-        self._came_ahead: list[set[int]] = [set() for _ in buckets]
+        # Whether an input half runs, and which slots of each bucket get their gradient in an input half.
+        self._in_input_half = False
+        self._from_input_half: list[set[int]] = [set() for _ in buckets]
         for number, bucket in enumerate(buckets):
-            for slot, found in enumerate(bucket.plan.slots):
-                found.held.parameter.register_post_accumulate_grad_hook(self._collector(number, slot))
+            for slot, entry in enumerate(bucket.plan.slots):
+                entry.held.parameter.register_post_accumulate_grad_hook(self._collector(number, slot))
 
     @property
     def held(self) -> Iterator[HeldGradients]:
         for number, bucket in enumerate(self.buckets):
-            if number in self._alone:
-                yield from self._alone[number].stretches
+            if number in self._local:
+                yield from self._local[number].stretches
             else:
-                yield HeldGradients(bucket, bucket.kept, self._sums[number])
+                yield HeldGradients(bucket, bucket.kept, self._reduced[number])
 
     def _collector(self, number: int, slot: int) -> Callable[[Tensor], None]:
-        """Takes each new gradient of a parameter over: from then on it is nobody else's."""
+        """Returns a hook that moves each new gradient of a parameter from `.grad` into this object."""
 
         def collect(parameter: Tensor) -> None:
             gradient, parameter.grad = parameter.grad, None
             if gradient is None:
-                assert self._ahead, "a gradient that is none"
-                # Left for the weight half; autograd tells of it all the same.
+                assert self._in_input_half, "autograd produced no gradient"
+                # Deferred to the weight half; autograd calls the hook nevertheless.
                 return
-            if self._ahead:
-                self._came_ahead[number].add(slot)
+            if self._in_input_half:
+                self._from_input_half[number].add(slot)
             else:
                 assert number >= self._next, "a gradient came after its bucket was reduced"
-            if number in self._alone:
-                self._alone[number].take(slot, gradient)
-            elif self._ahead:
-                self._take_ahead(number, slot, gradient)
+            if number in self._local:
+                self._local[number].take(slot, gradient)
+            elif self._in_input_half:
+                self._take_from_input_half(number, slot, gradient)
             else:
                 self._take(number, slot, gradient)
             if self._missing is not None:
@@ -82,8 +88,14 @@ class Reduction(ABC):
 
         return collect
 
+    def _buffer(self, number: int) -> Filling:
+        if number not in self._buffers:
+            bucket = self.buckets[number]
+            self._buffers[number] = Filling(bucket, self._allocate(bucket))
+        return self._buffers[number]
+
     def _reduce_next(self) -> None:
-        if self._next not in self._alone:
+        if self._next not in self._local:
             self._start(self._next)
         self._next += 1
 
@@ -92,93 +104,88 @@ class Reduction(ABC):
             self._reduce_next()
 
     def _reduce_as_filled(self, kind: Kind) -> None:
+        """Reduces each bucket as soon as all of its gradients have come in the backward that begins now."""
         self._missing = [
-            set(range(len(bucket.plan.slots))) - (ahead if kind is Kind.WEIGHT else set())
-            for bucket, ahead in zip(self.buckets, self._came_ahead)
+            set(range(len(bucket.plan.slots))) - (early if kind is Kind.WEIGHT else set())
+            for bucket, early in zip(self.buckets, self._from_input_half)
         ]
 
-    def _stop_reducing_as_filled(self) -> None:
-        """Parameters that got no gradient on this rank count as zeros."""
-        if self._missing is not None:
-            self._missing = None
-            self._reduce_rest()
-
     @abstractmethod
+    def _allocate(self, bucket: Bucket) -> Tensor:
+        """Returns an uninitialized fp32 buffer for the gradients of a bucket."""
+
     def _take(self, number: int, slot: int, gradient: Tensor) -> None:
-        """Adds a gradient to those of a bucket that has copies."""
+        """Adds a gradient to the buffer of a bucket that has replicas."""
+        self._buffer(number).take(slot, gradient)
 
     @abstractmethod
-    def _take_ahead(self, number: int, slot: int, gradient: Tensor) -> None:
-        """The same with one of an input half."""
+    def _take_from_input_half(self, number: int, slot: int, gradient: Tensor) -> None:
+        """Adds a gradient that the input half of a split backward produced."""
 
     @abstractmethod
     def _start(self, number: int) -> None:
-        """Starts to sum a bucket over its copies."""
+        """Starts the reduction of a bucket over its replicas."""
 
     def drop(self) -> None:
-        """Nobody needs the gradients any more, or a new step begins: their memory is free. Nothing is left of a step that failed."""
-        self._next, self._missing, self._ahead = 0, None, False
-        for bucket in self._alone.values():
+        """Releases the gradients after the update or before a new step, also those of a step that failed."""
+        self._next, self._missing, self._in_input_half = 0, None, False
+        for bucket in self._local.values():
             bucket.drop()
-        for holder in self._sums.values():
+        for holder in self._reduced.values():
             holder.values = None
 
     def begin_backward(self, last: bool, kind: Kind = Kind.BACKWARD) -> None:
-        self._ahead = kind is Kind.INPUT
-        if not self._ahead:
+        self._in_input_half = kind is Kind.INPUT
+        if not self._in_input_half:
             self._begin(last, kind)
 
     @abstractmethod
     def _begin(self, last: bool, kind: Kind) -> None:
-        """A pass that completes gradients begins."""
+        """Called before a whole backward or a weight half, which completes a micro-batch's gradients."""
 
     def end_backward(self) -> None:
-        self._ahead = False
-        self._stop_reducing_as_filled()
+        self._in_input_half = False
+        if self._missing is not None:
+            # Parameters that got no gradient on this rank count as zeros.
+            self._missing = None
+            self._reduce_rest()
 
     @abstractmethod
     def reduce(self) -> None:
-        """All backward passes of the step are done."""
+        """Called after all backward passes of the step."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Waits until everything is reduced."""
+        """Waits for all reductions."""
 
     def memory(self) -> list[Tensor]:
-        """All that gradients lie in at the moment, for counting."""
-        sums = [holder.values for holder in self._sums.values() if holder.values is not None]
-        return [*sums, *(t for bucket in self._alone.values() for t in bucket.memory())]
+        """Returns all tensors that currently hold gradients, for memory reports."""
+        sums = [holder.values for holder in self._reduced.values() if holder.values is not None]
+        return [*sums, *(t for bucket in self._local.values() for t in bucket.memory())]
 
 
 class WholeReduction(Reduction):
-    """Full gradients, reduced once a step: all-reduced, or scattered so that each rank has its share.
+    """Full gradients, reduced once a step by all-reduce, or by reduce-scatter if `scatter`.
 
-    With `overlap` that happens during the last backward pass, else after it.
+    With `overlap` the reduction overlaps the last backward pass, otherwise it follows it.
     """
 
     def __init__(self, buckets: Sequence[Bucket], scatter: bool, overlap: bool) -> None:
         super().__init__(buckets)
         self.scatter = scatter
         self.overlap = overlap
-        self._whole: dict[int, Filling] = {}
         self._pending: list[Pending] = []
 
-    def _filling(self, number: int) -> Filling:
-        if number not in self._whole:
-            bucket = self.buckets[number]
-            buffer = torch.empty(bucket.size, dtype=torch.float32, device=bucket.weights.device)
-            self._whole[number] = Filling(bucket, buffer)
-        return self._whole[number]
+    def _allocate(self, bucket: Bucket) -> Tensor:
+        return torch.empty(bucket.size, dtype=torch.float32, device=bucket.weights.device)
 
-    def _take(self, number: int, slot: int, gradient: Tensor) -> None:
-        self._filling(number).take(slot, gradient)
-
-    _take_ahead = _take
+    def _take_from_input_half(self, number: int, slot: int, gradient: Tensor) -> None:
+        self._take(number, slot, gradient)
 
     def _start(self, number: int) -> None:
-        bucket, filling = self.buckets[number], self._filling(number)
+        bucket, filling = self.buckets[number], self._buffer(number)
         filling.complete()
-        kept = self._sums[number].values = bucket.kept.of(filling.buffer)
+        kept = self._reduced[number].values = bucket.kept.of(filling.buffer)
         if self.scatter:
             pending = start_reduce_scatter_into(kept, filling.buffer, bucket.copies)
         else:
@@ -188,8 +195,9 @@ class WholeReduction(Reduction):
 
     def drop(self) -> None:
         super().drop()
+        # Collectives of a step that failed may still write to the buffers.
         self._wait()
-        self._whole.clear()
+        self._buffers.clear()
 
     def _begin(self, last: bool, kind: Kind) -> None:
         if last and self.overlap:
@@ -210,11 +218,11 @@ class WholeReduction(Reduction):
         self._pending.clear()
 
     def memory(self) -> list[Tensor]:
-        return [*super().memory(), *(filling.buffer for filling in self._whole.values())]
+        return [*super().memory(), *(filling.buffer for filling in self._buffers.values())]
 
 
 class SharedReduction(WholeReduction):
-    """Parameters that several stages of a rank use: reduced when the last of these stages is done, and once."""
+    """Gradients of parameters that several stages of a rank share, reduced once after the last stage."""
 
     def __init__(self, buckets: Sequence[Bucket], scatter: bool, overlap: bool, stages: int) -> None:
         super().__init__(buckets, scatter, overlap)
@@ -222,7 +230,7 @@ class SharedReduction(WholeReduction):
         self._stages_left = stages
 
     def _begin(self, last: bool, kind: Kind) -> None:
-        """The last pass of one stage need not be that of the others: nothing is reduced before they are done."""
+        """Does not overlap: the last backward of one stage need not be the last of all stages."""
 
     def drop(self) -> None:
         super().drop()
@@ -235,8 +243,8 @@ class SharedReduction(WholeReduction):
 
 
 @dataclass(frozen=True)
-class _Scattering:
-    """A reduce-scatter under way; `part` is where this rank's part of the sum will be, to be added to what `share` has."""
+class _PendingScatter:
+    """A running reduce-scatter. It writes this rank's part of the sum to `part`, to be added to `share`."""
 
     buffer: Tensor
     part: Tensor
@@ -245,7 +253,7 @@ class _Scattering:
 
 
 class ScatterBuffers:
-    """The few buffers in which buckets of gradients live between their first gradient and their reduction.
+    """Pool of buffers for buckets of gradients between their first gradient and their reduction.
 
     Shared by the stages of a rank. With `overlap` one reduction runs while the next bucket fills.
     """
@@ -256,27 +264,29 @@ class ScatterBuffers:
         self.overlap = overlap
         self.made: list[Tensor] = []
         self._free: list[Tensor] = []
-        self._running: _Scattering | None = None
+        self._running: _PendingScatter | None = None
 
     def take(self, bucket: Bucket) -> Tensor:
-        """A buffer with room for the bucket."""
+        """Returns a free buffer, which has room for any bucket, or allocates one."""
         if not self._free:
             self.made.append(torch.empty(self.elements, dtype=torch.float32, device=self.device))
             self._free.append(self.made[-1])
         return self._free.pop()
 
     def scatter(self, buffer: Tensor, bucket: Bucket, share: Holder) -> None:
-        """Sums a bucket's gradients over its copies, adds this rank's part of the sum to `share`, frees the buffer."""
+        """Reduce-scatters a bucket's gradients, adds this rank's part to `share`, and frees the buffer."""
         self.finish()
         part = bucket.own.of(buffer)
         if share.values is None:
+            # `share` keeps this tensor, so it must not be a view of the buffer, which is reused.
             part = torch.empty_like(part)
         pending = start_reduce_scatter_into(part, buffer[: bucket.size], bucket.copies)
-        self._running = _Scattering(buffer, part, share, pending)
+        self._running = _PendingScatter(buffer, part, share, pending)
         if not self.overlap:
             self.finish()
 
     def finish(self) -> None:
+        """Waits for the running reduction and accumulates its result."""
         if self._running is not None:
             done, self._running = self._running, None
             if done.pending is not None:
@@ -288,66 +298,62 @@ class ScatterBuffers:
             self._free.append(done.buffer)
 
     def drop(self) -> None:
-        """Gives the memory back between steps."""
+        """Releases the buffers between steps."""
         self.finish()
         self.made.clear()
         self._free.clear()
 
 
 class ScatteredReduction(Reduction):
-    """Only this rank's share of the gradients lives through the step; every backward pass adds to it.
+    """Keeps only this rank's shard of the gradients through the step; every backward pass adds to it.
 
-    Gradients of an input half are kept in whole, added up, until the next pass that completes gradients takes them along:
-    a copy of the biases, norms and tables of the stage.
+    Gradients from an input half are kept in full and accumulated until the next weight half or whole
+    backward: one copy of the biases, norms and embeddings of the stage.
     """
 
     def __init__(self, buckets: Sequence[Bucket], buffers: ScatterBuffers) -> None:
         super().__init__(buckets)
         self.buffers = buffers
-        self._filling: dict[int, Filling] = {}
-        self._kept_ahead: list[dict[int, Tensor]] = [{} for _ in buckets]
+        self._input_half_gradients: list[dict[int, Tensor]] = [{} for _ in buckets]
+
+    def _allocate(self, bucket: Bucket) -> Tensor:
+        return self.buffers.take(bucket)
 
     def _take(self, number: int, slot: int, gradient: Tensor) -> None:
         assert self._missing is not None, "a gradient came outside begin_backward and end_backward"
-        self._open(number).take(slot, gradient)
-
-    def _open(self, number: int) -> Filling:
-        if number not in self._filling:
-            bucket = self.buckets[number]
-            self._filling[number] = Filling(bucket, self.buffers.take(bucket))
-        return self._filling[number]
+        super()._take(number, slot, gradient)
 
     def _start(self, number: int) -> None:
-        bucket, filling = self.buckets[number], self._open(number)
-        for slot, values in self._kept_ahead[number].items():
-            filling.take(slot, values)
+        bucket, filling = self.buckets[number], self._buffer(number)
+        for slot, gradient in self._input_half_gradients[number].items():
+            filling.take(slot, gradient)
         filling.complete()
-        del self._filling[number]
-        self._kept_ahead[number].clear()
-        self.buffers.scatter(filling.buffer, bucket, self._sums[number])
+        del self._buffers[number]
+        self._input_half_gradients[number].clear()
+        self.buffers.scatter(filling.buffer, bucket, self._reduced[number])
 
-    def _take_ahead(self, number: int, slot: int, gradient: Tensor) -> None:
-        kept = self._kept_ahead[number]
-        kept[slot] = added(kept.get(slot), gradient)
+    def _take_from_input_half(self, number: int, slot: int, gradient: Tensor) -> None:
+        gradients = self._input_half_gradients[number]
+        gradients[slot] = added(gradients.get(slot), gradient)
 
     def drop(self) -> None:
         self.buffers.drop()
         super().drop()
-        self._filling.clear()
-        for kept in self._kept_ahead:
-            kept.clear()
+        self._buffers.clear()
+        for gradients in self._input_half_gradients:
+            gradients.clear()
 
     def _begin(self, last: bool, kind: Kind) -> None:
         self._next = 0
         self._reduce_as_filled(kind)
 
     def reduce(self) -> None:
-        assert not self._filling, "a backward pass was not ended"
-        assert not any(self._kept_ahead), "the second half of a backward is missing"
+        assert not self._buffers, "a backward pass was not ended"
+        assert not any(self._input_half_gradients), "the second half of a backward is missing"
 
     def finish(self) -> None:
         self.buffers.finish()
 
     def memory(self) -> list[Tensor]:
-        ahead = [values for kept in self._kept_ahead for values in kept.values()]
-        return [*super().memory(), *self.buffers.made, *ahead]
+        early = [tensor for gradients in self._input_half_gradients for tensor in gradients.values()]
+        return [*super().memory(), *self.buffers.made, *early]

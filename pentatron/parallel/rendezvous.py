@@ -1,7 +1,7 @@
-"""Whether the processes of a run find each other, and what to say when they do not.
+"""Rendezvous of the ranks: connectivity checks before the process group is created, and error messages.
 
-Torch waits for minutes and then reports a socket; here the address is tried first, so that each kind of failure has its own
-sentence: a name that is unknown, a port that is taken, a machine that does not answer, processes that never came.
+Torch would wait for minutes and then report a socket error. Trying the address first gives each kind of
+failure its own message: unknown host name, port in use, machine unreachable, missing processes.
 """
 
 import contextlib
@@ -18,15 +18,15 @@ from dataclasses import dataclass, field
 from pentatron.errors import UserError
 from pentatron.text import plural
 
-_PAUSE = 0.3
-# A name that is unknown for this long will not become known; a machine may take much longer to come up.
-_PATIENCE_WITH_NAMES = 5.0
+_RETRY_SECONDS = 0.3
+# A host name that does not resolve within this time will not; a machine may take much longer to come up.
+_DNS_TIMEOUT = 5.0
 SILENCE = 30.0
-# Variables of the environment: a job's secret, and the number of the socket that rank 0 inherits.
+# Environment variables: the secret of a job, and the file descriptor of the socket that rank 0 inherits.
 SECRET, LISTENER = "PENTATRON_JOB_SECRET", "PENTATRON_LISTENER"
 GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 _SHORTEST_SECRET = 16
-# All ranks of a machine may come before rank 0 is ready for them.
+# All ranks may connect before rank 0 accepts.
 _BACKLOG = 4096
 
 CHECKLIST = (
@@ -39,14 +39,16 @@ CHECKLIST = (
 
 
 class MeetingError(UserError):
-    """The processes did not find each other, or wait for each other in vain."""
+    """The rendezvous failed, or a collective timed out."""
 
 
 @dataclass(frozen=True)
 class MeetingPoint:
-    """`is_served`: a launcher listens there already; otherwise rank 0 will. `listener`: the number of a socket that it has inherited for that.
+    """Address of the rendezvous. `is_served`: the launcher serves it (torchrun's store); otherwise rank 0
+    will.
 
-    `secret`: what the ranks of this job know and no other process does, where they have one.
+    `listener` is the file descriptor of the listening socket that rank 0 inherits from the launcher. `secret`
+    is known to the ranks of this job only; None if the job has none.
     """
 
     host: str
@@ -59,40 +61,40 @@ class MeetingPoint:
         return f"{self.host}:{self.port}"
 
 
-def reach(point: MeetingPoint, rank: int, patience: float, tell: Callable[[str], None]) -> None:
-    """Returns when the processes can meet there; raises what is wrong after `patience` seconds at the latest."""
-    _require_known_name(point, patience)
+def reach(point: MeetingPoint, rank: int, patience: float, report: Callable[[str], None]) -> None:
+    """Waits until a rendezvous at `point` is possible; raises the reason after at most `patience` seconds."""
+    _resolve(point, patience)
     if rank == 0 and not point.is_served:
         if point.listener is None:
             listening_at(point).close()
         return
-    began, told, reason = time.monotonic(), False, ""
+    started, notified, reason = time.monotonic(), False, ""
     while True:
-        waited = time.monotonic() - began
+        waited = time.monotonic() - started
         try:
             left = max(0.1, patience - waited)
             socket.create_connection((point.host, point.port), timeout=min(10.0, left)).close()
             return
         except OSError as error:
-            reason = _why(error)
+            reason = _reason(error)
         if waited > patience:
             raise MeetingError(
-                f"nobody could be met at {point} within {patience:.0f} seconds ({reason}); check that MASTER_ADDR and "
+                f"rank 0 could not be reached at {point} within {patience:.0f} seconds ({reason}); check that MASTER_ADDR and "
                 f"MASTER_PORT (or --init-method) name the machine of rank 0 and its port, that rank 0 was started, and that no "
                 f"firewall is in between"
             )
-        if waited > SILENCE and not told:
-            told = True
-            tell(
-                f"still waiting for rank 0 at {point} ({reason}); it is given {patience / 60:.0f} minutes in all"
+        if waited > SILENCE and not notified:
+            notified = True
+            report(
+                f"still waiting for rank 0 at {point} ({reason}); giving up after {patience / 60:.0f} minutes in all"
             )
-        time.sleep(_PAUSE)
+        time.sleep(_RETRY_SECONDS)
 
 
 @contextmanager
-def waiting_aloud(text: str | None, tell: Callable[[str], None]) -> Iterator[Callable[[], None]]:
-    """Says after a while that others have not come; what it yields is called when they have."""
-    reminder = threading.Timer(SILENCE, tell, [text])
+def waiting_aloud(text: str | None, report: Callable[[str], None]) -> Iterator[Callable[[], None]]:
+    """Reports `text` if the rendezvous takes long. Yields a function to call when it has succeeded."""
+    reminder = threading.Timer(SILENCE, report, [text])
     reminder.daemon = True
     if text is not None:
         reminder.start()
@@ -103,23 +105,24 @@ def waiting_aloud(text: str | None, tell: Callable[[str], None]) -> Iterator[Cal
 
 
 def what_is_waited_for(rank: int, ranks: int, has_launcher: bool) -> str | None:
-    """What to say of a meeting that takes long; None: others speak for this rank.
+    """Returns the notice of a rank whose rendezvous takes long, or None.
 
-    The first rank speaks for all that wait. Where it is gone because its port was taken, the others are connected to whatever has taken
-    it, and torch waits for an answer for as long as for a rank: the second says so, unless a launcher ends it with the first.
+    Rank 0 reports for all waiting ranks. If rank 0 has ended because its port was taken, the other ranks are
+    connected to another program, and torch waits for its answer until the timeout. Rank 1 reports that,
+    unless a launcher ends it together with rank 0.
     """
     if rank == 0 and ranks > 1:
         others = ranks - 1
         return f"still waiting for the {others} other {plural(others, 'process')} of this run; are all of them started?"
     if rank == 1 and not has_launcher:
         return (
-            "still waiting, and something listens where rank 0 is to be; if rank 0 has ended, that is another program: end this process "
+            "still waiting, and something listens at the address of rank 0; if rank 0 has ended, that is another program: end this process "
             "and set another MASTER_PORT (or --init-method) for all of them"
         )
     return None
 
 
-def _why(error: OSError) -> str:
+def _reason(error: OSError) -> str:
     if isinstance(error, ConnectionRefusedError):
         return "the machine answers, but nothing listens on that port"
     if isinstance(error, TimeoutError):
@@ -127,24 +130,27 @@ def _why(error: OSError) -> str:
     return error.strerror or type(error).__name__
 
 
-def _require_known_name(point: MeetingPoint, patience: float) -> None:
-    deadline = time.monotonic() + min(patience, _PATIENCE_WITH_NAMES)
+def _resolve(point: MeetingPoint, patience: float) -> None:
+    deadline = time.monotonic() + min(patience, _DNS_TIMEOUT)
     while True:
         try:
             socket.getaddrinfo(point.host, point.port, type=socket.SOCK_STREAM)
             return
         except (OSError, UnicodeError) as error:
             if time.monotonic() >= deadline:
-                reason = error.strerror if isinstance(error, OSError) else "no name of a machine"
+                reason = error.strerror if isinstance(error, OSError) else "not a host name"
                 raise MeetingError(
                     f"the machine '{point.host}' is unknown here ({reason}); set MASTER_ADDR (or --init-method) to the name "
                     f"or the address of the machine of rank 0"
                 ) from None
-        time.sleep(_PAUSE)
+        time.sleep(_RETRY_SECONDS)
 
 
 def is_loopback(host: str) -> bool:
-    """Only addresses and `localhost`: another name may mean a loopback address on its own machine alone, and be used by several."""
+    """Whether a host is a loopback address or `localhost`.
+
+    Other names may resolve to loopback on one machine only.
+    """
     if host == "localhost":
         return True
     try:
@@ -154,7 +160,7 @@ def is_loopback(host: str) -> bool:
 
 
 def stays_on_this_machine(environment: Mapping[str, str]) -> bool:
-    """Whether no rank of the job can be on another machine, by where they meet or by what the launcher says."""
+    """Whether all ranks are on this machine, judged by the rendezvous address or the launcher's variables."""
     if is_loopback(environment.get("MASTER_ADDR", "")):
         return True
     return environment.get("LOCAL_WORLD_SIZE", "") == environment.get("WORLD_SIZE", "none")
@@ -163,65 +169,65 @@ def stays_on_this_machine(environment: Mapping[str, str]) -> bool:
 def loopback_variables(
     environment: Mapping[str, str], names: Sequence[str] = (GLOO_INTERFACE, NCCL_INTERFACE)
 ) -> dict[str, str]:
-    """What makes the sockets of gloo and NCCL unreachable from outside, beside what the user has set."""
+    """Returns the variables that bind gloo and NCCL to loopback, except those the user has set."""
     return {name: "lo" for name in names if name not in environment and sys.platform == "linux"}
 
 
 def listening_at(point: MeetingPoint) -> socket.socket:
-    """A socket that listens on a loopback address, if that is the meeting point, and else on all addresses of this machine."""
-    here = "127.0.0.1" if point.host == "localhost" else point.host
-    family = socket.AF_INET6 if is_loopback(point.host) and ":" in here else socket.AF_INET
+    """Returns a listening socket: on the rendezvous address if that is loopback, else on all addresses."""
+    host = "127.0.0.1" if point.host == "localhost" else point.host
+    family = socket.AF_INET6 if is_loopback(point.host) and ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((here if is_loopback(point.host) else "", point.port))
+        listener.bind((host if is_loopback(point.host) else "", point.port))
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
         raise MeetingError(
-            f"port {point.port} cannot be used as the meeting point ({error.strerror}); another job or an earlier run may hold it: set "
+            f"port {point.port} cannot be used for the rendezvous ({error.strerror}); another job or an earlier run may hold it: set "
             f"another MASTER_PORT (--master-port, --init-method) for all processes, or leave --master-port out to take a free one"
         ) from None
     return listener
 
 
 def listener_of(point: MeetingPoint) -> socket.socket:
-    """The socket that rank 0 has inherited, or a new one."""
+    """Returns the listening socket that rank 0 has inherited, or a new one."""
     if point.listener is not None:
         with contextlib.suppress(OSError):
             inherited = socket.socket(fileno=point.listener)
             if inherited.getsockname()[1] == point.port:
                 inherited.set_inheritable(False)
                 return inherited
-            # The number is of another file, which is not ours to close.
+            # The descriptor belongs to another file, so it must not be closed here.
             inherited.detach()
     return listening_at(point)
 
 
 def job_secret(environment: Mapping[str, str]) -> bytes | None:
-    """The secret of this rank's job; None where none was given."""
-    found = environment.get(SECRET, "")
-    if found and len(found) < _SHORTEST_SECRET:
+    """Returns the secret of this rank's job, or None."""
+    secret = environment.get(SECRET, "")
+    if secret and len(secret) < _SHORTEST_SECRET:
         raise MeetingError(
-            f"{SECRET} has {len(found)} characters, which can be guessed; export the same random one on every machine, such as the "
+            f"{SECRET} has {len(secret)} characters, which can be guessed; export the same random one on every machine, such as the "
             f"output of: openssl rand -hex 32"
         )
-    return found.encode() or None
+    return secret.encode() or None
 
 
 def failed_meeting(message: str, world_size: int) -> MeetingError:
-    """What torch says when a process group does not come about, as a sentence with its advice."""
-    found = re.search(
+    """Translates torch's error about a failed process group into a message with advice."""
+    timed_out = re.search(
         r"Timed out after (\d+) seconds waiting for clients\. (\d+)/(\d+) clients joined", message
     )
-    if found is not None:
+    if timed_out is not None:
         return MeetingError(
-            f"{found[2]} of {found[3]} processes came within {found[1]} seconds; start all of them with the same command, and "
+            f"{timed_out[2]} of {timed_out[3]} processes came within {timed_out[1]} seconds; start all of them with the same command, and "
             f"check that WORLD_SIZE (torchrun: --nnodes × --nproc_per_node; --world-size) is their real number"
         )
     if "EADDRINUSE" in message:
         return MeetingError(
-            "the port of the meeting point is taken by another job or an earlier run; set another MASTER_PORT for all processes"
+            "the port of the rendezvous is taken by another job or an earlier run; set another MASTER_PORT for all processes"
         )
     if "Unable to find address for" in message or "no socket interface found" in message:
         return MeetingError(
@@ -230,23 +236,26 @@ def failed_meeting(message: str, world_size: int) -> MeetingError:
         )
     reason = message.strip().splitlines()[0] if message.strip() else "no reason given"
     return MeetingError(
-        f"the {world_size} processes could not meet ({reason}); check that MASTER_ADDR and MASTER_PORT "
+        f"the {world_size} processes could not form a process group ({reason}); check that MASTER_ADDR and MASTER_PORT "
         f"name the machine of rank 0 and a free port, that no firewall is in between, and that all {world_size} "
         f"processes were started"
     )
 
 
-# What torch's backends say of a peer that is silent for too long, and of one that is gone.
-_SILENT = ("Timed out waiting", "Watchdog caught collective operation timeout", "Timeout at NCCL work")
-_GONE = (
+# Parts of torch's messages about a peer that timed out, and about one that disconnected.
+_TIMEOUT_SIGNS = ("Timed out waiting", "Watchdog caught collective operation timeout", "Timeout at NCCL work")
+_DISCONNECT_SIGNS = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused"),
     *("NCCL communicator was aborted", "remote process exited or there was a network error"),
 )
 
 
 def lost_contact(message: str, timeout_minutes: float) -> UserError | None:
-    """What a failed collective means: another rank is silent, or gone; None if it is no such failure."""
-    if any(sign in message for sign in _SILENT):
+    """Translates the error of a failed collective: another rank timed out or is gone.
+
+    None for other errors.
+    """
+    if any(sign in message for sign in _TIMEOUT_SIGNS):
         seconds = timeout_minutes * 60
         limit = f"{seconds:.0f} seconds" if seconds < 120 else f"{timeout_minutes:.0f} minutes"
         return MeetingError(
@@ -255,13 +264,13 @@ def lost_contact(message: str, timeout_minutes: float) -> UserError | None:
             f"is at fault, export NCCL_DEBUG=INFO to see what NCCL does, NCCL_SOCKET_IFNAME to name the interface, or "
             f"NCCL_IB_DISABLE=1 to do without InfiniBand"
         )
-    reason = next((sign for sign in _GONE if sign in message), None)
+    reason = next((sign for sign in _DISCONNECT_SIGNS if sign in message), None)
     if reason is None:
         return None
-    # Whoever failed has said why; what we were doing when we noticed would only bury it.
+    # The rank that failed reports the cause; the operation that noticed it here would only distract.
     return UserError(f"lost contact with another rank ({reason}), so this one stops too")
 
 
 def checklist(between: str) -> Sequence[str]:
-    """Lines to go through when machines do not reach each other."""
+    """Returns the lines to check when machines cannot reach each other."""
     return (f"what to check on {between}:", *(f"  {n}. {text}" for n, text in enumerate(CHECKLIST, 1)))

@@ -1,7 +1,7 @@
-"""How long the parts of a step take, by Megatron's names and levels.
+"""Timers for the parts of a step, with Megatron's names and levels.
 
-A timer above the chosen level costs a call and no more. On a GPU a timer that runs waits for the GPU at both ends, so that
-what it shows is what it is named after; that is the price of the higher levels.
+A timer above the chosen level costs one call. On a GPU a running timer synchronizes the device at both ends,
+so that it measures exactly its part; that is the price of the higher levels.
 """
 
 import time
@@ -13,8 +13,8 @@ import torch
 
 from pentatron.parallel.collectives import Group, gather_objects
 
-_WIDTH = 48
-# In which the parts of a step are shown; others follow by their names.
+_NAME_WIDTH = 48
+# The order in which the parts of a step are shown; other timers follow, sorted by name.
 _ORDER = (
     "forward-backward",
     "forward-compute",
@@ -34,20 +34,23 @@ class Timers:
     def __init__(self, level: int = 0, option: str = "minmax", device: torch.device | None = None) -> None:
         self.level, self.option = level, option
         self._on_gpu = device is not None and device.type == "cuda"
-        self._nothing: AbstractContextManager[None] = nullcontext()
+        self._disabled: AbstractContextManager[None] = nullcontext()
         self._timers: dict[str, _Timer] = {}
         self._running: list[_Timer] = []
 
     def __call__(self, name: str, level: int) -> AbstractContextManager[None]:
-        """Around what is to be timed. Timers of the last level show what is theirs alone, without one inside them."""
+        """Returns a context manager that times its body.
+
+        Nested timers of the innermost level are subtracted.
+        """
         if level > self.level:
-            return self._nothing
+            return self._disabled
         if name not in self._timers:
             self._timers[name] = _Timer(self, level)
         return self._timers[name]
 
     def add(self, name: str, level: int, seconds: float) -> None:
-        """Time that somebody measured inside of what is timed now."""
+        """Adds time measured elsewhere within the running timer, from which it is subtracted."""
         if level > self.level:
             return
         self._timers.setdefault(name, _Timer(self, level)).seconds += seconds
@@ -60,23 +63,24 @@ class Timers:
         return time.perf_counter()
 
     def block(self, group: Group, steps: int = 1, only: str | None = None) -> str | None:
-        """The times of all ranks since the last block, each divided by `steps`; every rank must ask.
+        """Formats the times of all ranks since the last call, each divided by `steps`; collective.
 
-        Nothing if nothing was timed; timers of level 0 run on all ranks or on none. `only`: of this timer; the others go on.
+        Returns None if nothing was timed; timers of level 0 run on all ranks or on none. With `only`, just
+        this timer is shown and reset.
         """
-        told = [name for name in self._timers if only in (None, name)]
-        if not told:
+        names = [name for name in self._timers if only in (None, name)]
+        if not names:
             return None
-        own = {name: 1000 * self._timers.pop(name).seconds / steps for name in told}
-        return block_of(gather_objects(own, group), self.option)
+        times = {name: 1000 * self._timers.pop(name).seconds / steps for name in names}
+        return block_of(gather_objects(times, group), self.option)
 
 
 def block_of(everyone: Sequence[Mapping[str, float]], option: str) -> str:
-    """Milliseconds by name for each rank, as Megatron shows them."""
-    found = {name for times in everyone for name in times}
-    names = [name for name in _ORDER if name in found] + sorted(found - set(_ORDER))
-    head = {"max": "max time", "minmax": "(min, max) time", "all": "times"}[option]
-    lines = [f"{head} across ranks (ms):"]
+    """Formats the milliseconds of each timer on each rank, as Megatron does."""
+    timed = {name for times in everyone for name in times}
+    names = [name for name in _ORDER if name in timed] + sorted(timed - set(_ORDER))
+    title = {"max": "max time", "minmax": "(min, max) time", "all": "times"}[option]
+    lines = [f"{title} across ranks (ms):"]
     for name in names:
         ranks = {rank: times[name] for rank, times in enumerate(everyone) if name in times}
         if option == "all":
@@ -84,8 +88,8 @@ def block_of(everyone: Sequence[Mapping[str, float]], option: str) -> str:
             lines += [f"     rank {rank:2d}: {value:.2f}" for rank, value in ranks.items()]
             continue
         smallest, largest = min(ranks.values()), max(ranks.values())
-        shown = f"({smallest:.2f}, {largest:.2f})" if option == "minmax" else f"{largest:.2f}"
-        lines.append(f"    {f'{name} '.ljust(_WIDTH, '.')}: {shown}")
+        value = f"({smallest:.2f}, {largest:.2f})" if option == "minmax" else f"{largest:.2f}"
+        lines.append(f"    {f'{name} '.ljust(_NAME_WIDTH, '.')}: {value}")
     return "\n".join(lines)
 
 
@@ -93,16 +97,16 @@ class _Timer(AbstractContextManager[None]):
     def __init__(self, timers: Timers, level: int) -> None:
         self.timers, self.level = timers, level
         self.seconds = 0.0
-        self._began = 0.0
+        self._started = 0.0
 
     def __enter__(self) -> None:
         self.timers._running.append(self)
-        self._began = self.timers.now()
+        self._started = self.timers.now()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        elapsed = self.timers.now() - self._began
+        elapsed = self.timers.now() - self._started
         self.seconds += elapsed
         running = self.timers._running
         running.pop()

@@ -1,6 +1,6 @@
-"""The processes of a run: who this rank is, which groups it belongs to, and where it computes.
+"""World: this rank's coordinates, process groups and device.
 
-A `World` is passed to whoever needs it; nothing is global.
+A `World` is passed to everything that communicates; there is no global state.
 """
 
 import datetime
@@ -8,7 +8,7 @@ import functools
 import hashlib
 import json
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,14 +24,154 @@ from pentatron.parallel.process_group import join, leave
 from pentatron.parallel.rank_status import Whereabouts
 from pentatron.parallel.rendezvous import MeetingPoint
 
-# Whether all ranks were told the same.
+ALONE = Group(0, 1)
+_ALL_RANKS = "all ranks"
+# The most ranks listed in the name of a group.
+_SHOWN_RANKS = 8
+_NO_GPU = "--device cuda: torch sees no GPU here; use --device cpu, or install a CUDA build of torch"
+
+
+@dataclass(frozen=True)
+class World:
+    """The process groups of this rank. `groups` has the axes with more than one rank; other axes are groups
+    of one.
+
+    `timeout` is the collective timeout of the groups; None leaves it to torch.
+    """
+
+    grid: Grid
+    at: Coordinates
+    everyone: Group
+    local_rank: int
+    device: torch.device
+    groups: Mapping[Axis, Group] = field(default_factory=dict)
+    timeout: datetime.timedelta | None = None
+    # Measures the time this rank waits for others, in all groups.
+    waits: Waits = field(default_factory=Waits, compare=False)
+
+    @functools.cached_property
+    def copies(self) -> torch.cuda.Stream:
+        """The CUDA stream for host-to-device copies.
+
+        One stream for all of them: the caching allocator keeps freed memory on the stream it was allocated
+        for.
+        """
+        return torch.cuda.Stream(self.device)
+
+    def group(self, axis: Axis) -> Group:
+        return self.groups.get(axis, ALONE)
+
+    @property
+    def whereabouts(self) -> Whereabouts:
+        """The progress of this rank, read by the hang detection."""
+        return self.waits.whereabouts
+
+    def wait_at_most(self, seconds: float, others: typing.Iterable[typing.Any] = ()) -> None:
+        """Sets the timeout of later collectives, and of the additional process groups in `others`."""
+        limit = datetime.timedelta(seconds=seconds)
+        own = [g.process_group for g in (self.everyone, *self.groups.values()) if g.size > 1]
+        for process_group in {id(group): group for group in (*own, *others)}.values():
+            # Torch has no public way to change a timeout.
+            dist.distributed_c10d._set_pg_timeout(limit, process_group)
+
+    @property
+    def uses_nccl(self) -> bool:
+        """Whether GPUs communicate directly (NCCL) rather than through host memory (gloo)."""
+        return self.device.type == "cuda" and self.everyone.size > 1 and not self.everyone.through_host
+
+    @property
+    def tensor(self) -> Group:
+        return self.group("tensor")
+
+    @property
+    def data(self) -> Group:
+        return self.group("data")
+
+    @property
+    def pipeline(self) -> Group:
+        return self.group("pipeline")
+
+    @property
+    def replicas(self) -> Group:
+        """The ranks that hold the same weights and process other tokens."""
+        return self.group("replicas")
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which writes the files that exist once per run."""
+        return self.everyone.rank == 0
+
+    def is_first_of(self, axes: typing.Iterable[Axis]) -> bool:
+        """Whether this rank is rank 0 of the group of every one of `axes`."""
+        return all(self.group(axis).rank == 0 for axis in axes)
+
+
+def single_process(device: torch.device | None = None, whereabouts: Whereabouts | None = None) -> World:
+    """Returns a world of one rank, without any process group."""
+    waits = Waits(whereabouts or Whereabouts())
+    return World(Grid(), Coordinates(0, 0, 0, 0), ALONE, 0, device or torch.device("cpu"), waits=waits)
+
+
+def choose_device(wanted: str, local_rank: int) -> torch.device:
+    """Returns the device of one local rank; ranks share GPUs if there are fewer GPUs than local ranks."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        # A torch without CUDA fails alike on all ranks of a machine, so local rank 0 alone reports it. With
+        # CUDA, CUDA_VISIBLE_DEVICES may hide the GPUs from this rank only, so every rank reports.
+        same_everywhere = torch.version.cuda is None and torch.version.hip is None
+        raise (AgreedError if same_everywhere and local_rank > 0 else UserError)(_NO_GPU)
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def require_gpu() -> None:
+    """Raises in the launcher what every rank would raise. Counts devices without creating a CUDA context."""
+    if torch.cuda.device_count() == 0:
+        raise UserError(_NO_GPU)
+
+
+@contextmanager
+def open_world(
+    grid: Grid,
+    rank: int,
+    local_rank: int,
+    device: torch.device,
+    timeout_minutes: float,
+    settings: Mapping[str, Any],
+    point: MeetingPoint | None,
+    whereabouts: Whereabouts | None = None,
+) -> Iterator[World]:
+    """Joins the process group whose rendezvous is `point`, and leaves it at the end.
+
+    Checks first that all ranks have the same `settings`. A world of one rank needs no process group and no
+    `point`.
+    """
+    status = whereabouts or Whereabouts()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if grid.world_size == 1:
+        yield connect(grid, rank, local_rank, device, whereabouts=status)
+        return
+    timeout = datetime.timedelta(minutes=timeout_minutes)
+    assert point is not None, "several ranks need a rendezvous"
+    key = join(device, rank, grid.world_size, timeout, point)
+    try:
+        everyone = Group(rank, grid.world_size, dist.group.WORLD, name=_ALL_RANKS, key=key)
+        nccl = ".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else ""
+        versions = {"pentatron": __version__, "torch": str(torch.__version__), "NCCL": nccl}
+        require_same_settings(settings, versions, everyone)
+        yield connect(grid, rank, local_rank, device, timeout, status, key)
+    except BaseException:
+        leave(failed=True)
+        raise
+    leave(failed=False)
 
 
 def require_same_settings(settings: Mapping[str, Any], versions: Mapping[str, str], group: Group) -> None:
-    """Refuses to go on where ranks were started with different settings, which would train to wrong results or hang.
+    """Raises on all ranks if their settings or library versions differ: they would train wrongly or hang.
 
-    `settings` are plain values by the flag that sets them, `versions` those of the libraries, by name. What travels is a
-    digest, unless something is wrong.
+    `settings` maps flags to plain values, `versions` maps libraries to versions. Ranks exchange a digest, and
+    the values only if the digests differ.
     """
     digest = hashlib.sha256(json.dumps([settings, versions], sort_keys=True).encode()).hexdigest()
     if len(set(gather_objects(digest, group))) == 1:
@@ -57,149 +197,6 @@ def require_same_settings(settings: Mapping[str, Any], versions: Mapping[str, st
     raise_together(problem, group)
 
 
-ALONE = Group(0, 1)
-_EVERYONE = "all ranks"
-# In the name of a group.
-_SHOWN_RANKS = 8
-
-
-@dataclass(frozen=True)
-class World:
-    """`groups` holds the axes along which this rank has company; on any other axis it is alone.
-
-    `timeout` is how long the groups wait for their slowest rank; None leaves it to torch.
-    """
-
-    grid: Grid
-    at: Coordinates
-    everyone: Group
-    local_rank: int
-    device: torch.device
-    groups: Mapping[Axis, Group] = field(default_factory=dict)
-    timeout: datetime.timedelta | None = None
-    # Counts, in all groups, the time this rank stands still for others.
-    waits: Waits = field(default_factory=Waits, compare=False)
-
-    @functools.cached_property
-    def copies(self) -> torch.cuda.Stream:
-        """Where what is read comes to this rank's GPU, beside the computation. One for all: memory stays with the stream it was taken for."""
-        return torch.cuda.Stream(self.device)
-
-    def group(self, axis: Axis) -> Group:
-        return self.groups.get(axis, ALONE)
-
-    @property
-    def whereabouts(self) -> Whereabouts:
-        """Where in the run this rank is, for those who watch that it gets on."""
-        return self.waits.whereabouts
-
-    def wait_at_most(self, seconds: float, others: typing.Iterable[typing.Any] = ()) -> None:
-        """Collectives from now on, and messages in `others`, process groups of their own; torch has no public way to change it."""
-        limit = datetime.timedelta(seconds=seconds)
-        joined = [g.process_group for g in (self.everyone, *self.groups.values()) if g.size > 1]
-        for process_group in {id(found): found for found in (*joined, *others)}.values():
-            dist.distributed_c10d._set_pg_timeout(limit, process_group)
-
-    @property
-    def uses_nccl(self) -> bool:
-        """Whether GPUs talk to each other, and not the host for them."""
-        return self.device.type == "cuda" and self.everyone.size > 1 and not self.everyone.through_host
-
-    @property
-    def tensor(self) -> Group:
-        return self.group("tensor")
-
-    @property
-    def data(self) -> Group:
-        return self.group("data")
-
-    @property
-    def pipeline(self) -> Group:
-        return self.group("pipeline")
-
-    @property
-    def replicas(self) -> Group:
-        """The ranks that hold the same weights and see other tokens."""
-        return self.group("replicas")
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank writes what is written once."""
-        return self.everyone.rank == 0
-
-    def is_first_of(self, axes: typing.Iterable[Axis]) -> bool:
-        """Whether this rank speaks for those that differ from it along `axes` alone."""
-        return all(self.group(axis).rank == 0 for axis in axes)
-
-
-def single_process(device: torch.device | None = None, whereabouts: Whereabouts | None = None) -> World:
-    """A world of one, without any process group."""
-    where = whereabouts or Whereabouts()
-    return World(Grid(), Coordinates(0, 0, 0, 0), ALONE, 0, device or torch.device("cpu"), waits=Waits(where))
-
-
-def choose_device(wanted: str, local_rank: int) -> torch.device:
-    """The device of one local rank; several ranks may share a GPU when there are fewer GPUs than ranks."""
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        # Without CUDA in torch those of one machine would all say the same, and the first of them says it; else a launcher may have shown
-        # this one no GPU, and the others theirs.
-        alike = torch.version.cuda is None and torch.version.hip is None
-        raise _without_gpu(AgreedError if alike and local_rank > 0 else UserError)
-    return torch.device("cuda", local_rank % torch.cuda.device_count())
-
-
-def require_gpu() -> None:
-    """For who starts the ranks: refuses what they would all refuse. Devices are counted, and none of them is opened."""
-    if torch.cuda.device_count() == 0:
-        raise _without_gpu(UserError)
-
-
-def _without_gpu(kind: type[UserError]) -> UserError:
-    return kind("--device cuda: torch sees no GPU here; use --device cpu, or install a CUDA build of torch")
-
-
-@contextmanager
-def open_world(
-    grid: Grid,
-    rank: int,
-    local_rank: int,
-    device: torch.device,
-    timeout_minutes: float,
-    settings: Mapping[str, Any],
-    point: MeetingPoint | None,
-    whereabouts: Whereabouts | None = None,
-) -> Iterator[World]:
-    """Joins the process group that meets at `point` (or none, for a world of one) and leaves it at the end.
-
-    All ranks must have the same `settings`; that is checked before anything depends on them.
-    """
-    where = whereabouts or Whereabouts()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if grid.world_size == 1:
-        yield connect(grid, rank, local_rank, device, whereabouts=where)
-        return
-    timeout = datetime.timedelta(minutes=timeout_minutes)
-    assert point is not None, "several ranks meet somewhere"
-    key = join(device, rank, grid.world_size, timeout, point)
-    try:
-        everyone = Group(rank, grid.world_size, dist.group.WORLD, name=_EVERYONE, key=key)
-        require_same_settings(settings, _versions(device), everyone)
-        yield connect(grid, rank, local_rank, device, timeout, where, key)
-    except BaseException:
-        leave(failed=True)
-        raise
-    leave(failed=False)
-
-
-def _versions(device: torch.device) -> dict[str, str]:
-    """Of what must be the same on every machine."""
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else ""
-    return {"pentatron": __version__, "torch": str(torch.__version__), "NCCL": nccl}
-
-
 def connect(
     grid: Grid,
     rank: int,
@@ -209,53 +206,51 @@ def connect(
     whereabouts: Whereabouts | None = None,
     key: bytes | None = None,
 ) -> World:
-    """The world of a process group that exists already. Groups do not inherit its timeout, so it is said again.
+    """Creates the process groups of all axes inside the initialized default process group.
 
-    `key` is that of `join`.
+    New groups do not inherit the `timeout` of the default group. `key` is the one that `join` returned.
     """
-    where = whereabouts or Whereabouts()
+    status = whereabouts or Whereabouts()
     if grid.world_size == 1:
-        return single_process(device, where)
+        return single_process(device, status)
     through_host = device.type == "cuda" and dist.get_backend() == "gloo"
-    waits = Waits(where)
-    everyone = Group(rank, grid.world_size, dist.group.WORLD, through_host, waits, _EVERYONE, key)
+    waits = Waits(status)
+    everyone = Group(rank, grid.world_size, dist.group.WORLD, through_host, waits, _ALL_RANKS, key)
     # Axes often have the same members (data and replicas, say); such axes share one process group.
-    made: dict[tuple[tuple[int, ...], ...], Group | None] = {
-        (tuple(range(grid.world_size)),): everyone,
-    }
+    created: dict[tuple[tuple[int, ...], ...], Group | None] = {(tuple(range(grid.world_size)),): everyone}
     groups: dict[Axis, Group] = {}
     for axis in typing.get_args(Axis):
-        divided = tuple(sorted(m for m in grid.groups(axis) if len(m) > 1))
-        if divided and divided not in made:
-            made[divided] = _make(axis, divided, everyone, timeout)
-        own = made[divided] if divided else None
-        if own is not None:
-            groups[axis] = own
+        partition = tuple(sorted(members for members in grid.groups(axis) if len(members) > 1))
+        if partition and partition not in created:
+            created[partition] = _new_groups(axis, partition, everyone, timeout)
+        group = created[partition] if partition else None
+        if group is not None:
+            groups[axis] = group
     return World(grid, grid.coordinates(rank), everyone, local_rank, device, groups, timeout, waits)
 
 
-def _make(
+def _new_groups(
     axis: Axis,
-    divided: tuple[tuple[int, ...], ...],
+    partition: tuple[tuple[int, ...], ...],
     everyone: Group,
     timeout: datetime.timedelta | None,
 ) -> Group | None:
-    """Every rank must take part in the making of every group, its own or not."""
+    """Creates a process group for each part of the ranks and returns this rank's group, or None.
+
+    `new_group` is a collective: every rank must take part in the creation of every group.
+    """
     own = None
-    for members in divided:
+    for members in partition:
         process_group = dist.new_group(list(members), timeout=timeout)
         if everyone.rank in members:
+            # All ranks of the group derive the same name for error messages.
+            long = len(members) > _SHOWN_RANKS
+            shown = (*members[: _SHOWN_RANKS - 1], "…", members[-1]) if long else members
             own = replace(
                 everyone,
                 rank=members.index(everyone.rank),
                 size=len(members),
                 process_group=process_group,
-                name=_name(axis, members),
+                name=f"the {axis} ranks {', '.join(map(str, shown))}",
             )
     return own
-
-
-def _name(axis: Axis, members: Sequence[int]) -> str:
-    """For people, of which group this is: all its ranks write the same."""
-    ranks = members if len(members) <= _SHOWN_RANKS else (*members[: _SHOWN_RANKS - 1], "…", members[-1])
-    return f"the {axis} ranks {', '.join(map(str, ranks))}"

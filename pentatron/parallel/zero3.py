@@ -1,19 +1,19 @@
-"""Parameters of which every rank keeps a share: torch's `fully_shard`, and everything that knows of it.
+"""ZeRO 3 on torch's `fully_shard` (FSDP2): every rank keeps a shard of each parameter.
 
-A unit is what is gathered at a time: a layer, the experts of a layer (other ranks hold copies of them), and what is
-left of a stage (tables, the last norm, the head). Torch gathers a unit in the dtype of the model before it computes and
-drops it afterwards; in backward it gathers it again and sums its gradients, in fp32, over the ranks that share it. What
-is left of a stage is kept through the step: it is needed at both ends of every pass, so that dropping it in between would
-not make the largest moment any smaller.
+An FSDP unit is a layer, the experts of a layer (their replicas are other ranks), or the rest of a stage
+(embeddings, final norm, head). Torch all-gathers a unit in the model's dtype before its forward and frees it
+afterwards; backward gathers it again and reduce-scatters its gradients in fp32. The rest of a stage stays
+gathered during a step: it is needed at both ends of every pass, so freeing it in between would not reduce
+peak memory.
 
-Between steps a rank holds nothing but its shards: a rectangle of each parameter in fp32, and one of its gradients, to which
-every backward pass adds.
+Between steps a rank holds only its shards in fp32 and their gradients, to which every backward pass adds.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -37,19 +37,19 @@ from pentatron.parallel.shards import (
 )
 from pentatron.parallel.world import World
 
-# The collectives of torch's `fully_shard`, with the time this rank stands still in them counted.
-#
-# Only on a CPU, where torch waits for each of them. On a GPU it runs them beside the computation, on streams
-# of its own, and does not tell how much of it the computation had to wait for.
-
 
 def count_waits(unit: FSDPModule, waits: Waits) -> None:
-    unit.set_custom_all_gather(_Gather(waits))  # type: ignore[arg-type]
+    """Replaces the collectives of a unit by ones that measure their wait time.
+
+    Only for CPUs, where torch waits for each collective. On a GPU torch overlaps them with computation on its
+    own streams and does not report how long the computation had to wait.
+    """
+    unit.set_custom_all_gather(_AllGather(waits))  # type: ignore[arg-type]
     unit.set_custom_reduce_scatter(_ReduceScatter(waits))  # type: ignore[arg-type]
 
 
-class _Counted:
-    """What torch asks of a collective of one's own; it does the same by itself."""
+class _TimedCollective:
+    """Implements the interface of torch's custom collectives with the default behaviour."""
 
     def __init__(self, waits: Waits) -> None:
         self.waits = waits
@@ -63,14 +63,14 @@ class _Counted:
         )
 
 
-class _Gather(_Counted):
+class _AllGather(_TimedCollective):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
     ) -> None:
         all_gather_into(output_tensor, input_tensor, self._group(group))
 
 
-class _ReduceScatter(_Counted):
+class _ReduceScatter(_TimedCollective):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
@@ -78,7 +78,7 @@ class _ReduceScatter(_Counted):
         reduce_scatter_into(output_tensor, input_tensor, self._group(group))
 
 
-# For each axis of ranks with copies of a parameter: those that divide it between them, and those with the same share.
+# By axis of replicas: the axis of the ranks that shard, and that of the ranks with equal shards.
 SHARED_OVER: dict[Axis, tuple[Axis, Axis]] = {
     "replicas": ("shards", "instances"),
     "expert_data": ("expert_shards", "expert_instances"),
@@ -87,7 +87,7 @@ SHARED_OVER: dict[Axis, tuple[Axis, Axis]] = {
 
 @dataclass(frozen=True)
 class Shard:
-    """What this rank keeps of one parameter: the rectangle that begins at `start` in it, and its gradients."""
+    """This rank's shard of one parameter, the rectangle that begins at `start`, and its gradients."""
 
     held: Held
     start: Shape
@@ -99,60 +99,66 @@ class Shard:
 
 
 class ShardedStage:
-    """Takes the parameters of a stage over. `flat` holds the gradients of all shards with copies on the same axis."""
+    """Shards the parameters of a stage.
+
+    `flat` holds the gradients of the shards, by axis of their replicas.
+    """
 
     def __init__(self, stage: nn.Module, world: World, dtype: torch.dtype) -> None:
         self.stage = stage
-        # The parameters themselves are not kept: each is freed when its unit is cut.
-        told = {held.name: (held.tensor, held.declared) for held in held_parameters(stage)}
-        copies = {name: declared.copies for name, (_, declared) in told.items()}
+        # Keep no reference to the parameters: each must be freed when its unit is sharded.
+        declarations = {held.name: (held.tensor, held.declared) for held in held_parameters(stage)}
+        copies = {name: declared.copies for name, (_, declared) in declarations.items()}
         self.units: list[FSDPModule] = []
         for path, module in _units(stage, copies):
-            inside = [axis for name, axis in copies.items() if path == "" or name.startswith(f"{path}.")]
-            # A unit around experts holds what is left beside them.
-            axis: Axis = "replicas" if path == "" or "replicas" in inside else inside[0]
-            self.units.append(_cut(module, _mesh(world, axis), dtype, keep=path == ""))
+            axes_inside = [axis for name, axis in copies.items() if path == "" or name.startswith(f"{path}.")]
+            # A layer with experts is the unit of its dense parameters: its experts are units already.
+            axis: Axis = "replicas" if path == "" or "replicas" in axes_inside else axes_inside[0]
+            self.units.append(_shard_unit(module, _mesh(world, axis), dtype, keep=path == ""))
             if world.device.type == "cpu":
                 count_waits(self.units[-1], world.waits)
-        helds = [Held(n, t, stage.get_parameter(n), declared) for n, (t, declared) in told.items()]
+        held = [Held(n, t, stage.get_parameter(n), declared) for n, (t, declared) in declarations.items()]
         self.flat: dict[Axis, Tensor] = {}
         self.shards: list[Shard] = []
         for axis in SHARED_OVER:
-            self._lay_out(axis, [held for held in helds if held.declared.copies == axis], world.device)
+            self._allocate_gradients(axis, [h for h in held if h.declared.copies == axis], world.device)
 
-    def _lay_out(self, axis: Axis, helds: Sequence[Held], device: torch.device) -> None:
-        """Gives the gradients of some parameters their places: one after the other, with zeros between them."""
-        local = [_local(held.parameter) for held in helds]
-        ends = list(_ends(values.numel() for values in local))
-        if not ends:
+    def _allocate_gradients(self, axis: Axis, parameters: Sequence[Held], device: torch.device) -> None:
+        """Allocates the gradients of some parameters in one flat tensor, aligned, with zeros in between."""
+        if not parameters:
             return
+        with torch.no_grad():
+            local: list[Tensor] = [cast(Any, held.parameter).to_local() for held in parameters]
+        ends = list(itertools.accumulate(aligned(values.numel()) for values in local))
         flat = self.flat[axis] = torch.zeros(ends[-1], dtype=torch.float32, device=device)
-        for held, values, end in zip(helds, local, ends):
+        for held, values, end in zip(parameters, local, ends):
             room = aligned(values.numel())
-            place = flat[end - room : end - room + values.numel()].view(values.shape)
+            gradients = flat[end - room : end - room + values.numel()].view(values.shape)
             parameter: Any = held.parameter
-            # Torch adds to a gradient that is there, and this one stays there.
+            # Torch accumulates into an existing gradient, so this one stays in place.
             parameter.grad = DTensor.from_local(
-                place,
+                gradients,
                 parameter.device_mesh,
                 parameter.placements,
                 run_check=False,
                 shape=parameter.shape,
                 stride=parameter.stride(),
             )
-            self.shards.append(Shard(held, _start(parameter), values, place))
+            mesh = parameter.device_mesh
+            start, _ = share_of(tuple(parameter.shape), mesh.get_local_rank(), mesh.size())
+            self.shards.append(Shard(held, start, values, gradients))
 
     def begin_backward(self, last: bool) -> None:
-        """`last`: no other backward follows in this step, so that nothing need be kept any longer."""
+        """Called before a backward. After the `last` one of a step the rest of the stage is freed too."""
         self.units[-1].set_reshard_after_backward(last, recurse=False)
 
     def drop_gathered(self) -> None:
-        """Weights that were gathered earlier, and differ from the shards from now on, are gathered anew."""
+        """Frees gathered weights after the shards have changed, so that they are gathered again."""
         for unit in self.units:
             unit.reshard()
 
     def whole_weights(self) -> Iterator[tuple[Piece, Fragment]]:
-        """Copies of the weights the stage computes with. Every rank must ask, and take one after the other."""
+        """Yields copies of the gathered weights, unit by unit; collective, so every rank must exhaust it."""
         self.drop_gathered()
         for unit in self.units:
             unit.unshard()
@@ -164,97 +170,80 @@ class ShardedStage:
 
 
 def _units(stage: nn.Module, copies: dict[str, Axis]) -> Iterator[tuple[str, nn.Module]]:
-    """Inner ones first: the layers, which models keep in a ModuleDict, experts in them, and the stage itself."""
+    """Yields the units of a stage, inner ones first: experts, layers (in a ModuleDict), the stage."""
     for path, module in stage.named_modules():
         if not isinstance(module, nn.ModuleDict):
             continue
         for name, layer in module.items():
             whole = f"{path}.{name}"
-            yield from _elsewhere(whole, layer, copies)
+            yield from _expert_units(whole, layer, copies)
             yield whole, layer
     yield "", stage
 
 
-def _elsewhere(path: str, module: nn.Module, copies: dict[str, Axis]) -> Iterator[tuple[str, nn.Module]]:
-    """The largest parts of a layer whose copies are all on another axis than those of the dense parts."""
+def _expert_units(path: str, module: nn.Module, copies: dict[str, Axis]) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the largest submodules whose parameters all have other replicas than dense parameters."""
     axes = {axis for name, axis in copies.items() if name.startswith(f"{path}.")}
     if axes and "replicas" not in axes:
         yield path, module
     elif axes - {"replicas"}:
         for name, child in module.named_children():
-            yield from _elsewhere(f"{path}.{name}", child, copies)
+            yield from _expert_units(f"{path}.{name}", child, copies)
 
 
-def _cut(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, keep: bool) -> FSDPModule:
+def _shard_unit(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, keep: bool) -> FSDPModule:
     policy = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype,
         reduce_dtype=torch.float32,
-        # Activations have the dtype of the model already; angles of positions are fp32 and stay so.
+        # Activations already have the model's dtype; rotary angles must stay in fp32.
         cast_forward_inputs=False,
     )
-    module.register_forward_hook(_in_own_memory)
+    module.register_forward_hook(_clone_view)
     unit: FSDPModule = fully_shard(
         module,
         mesh=mesh,
         reshard_after_forward=not keep,
-        shard_placement_fn=lambda parameter: ShardPlacement(_cut_dimension(parameter.shape, mesh.size())),
+        shard_placement_fn=lambda parameter: ShardPlacement(_shard_dimension(parameter.shape, mesh.size())),
         mp_policy=policy,
     )
-    # The loss is divided by the tokens of the whole step, so gradients are sums. Torch would average.
+    # The loss is divided by the tokens of the whole step, so gradients are summed, not averaged.
     unit.set_force_sum_reduction_for_comms(True)
     unit.set_gradient_divide_factor(1.0)
     return unit
 
 
-def _in_own_memory(module: nn.Module, inputs: Any, output: Any) -> Any:
-    """Torch gathers for backward when the gradient of an output comes; of a view, it warns, that could go unnoticed."""
+def _clone_view(module: nn.Module, inputs: Any, output: Any) -> Any:
+    """Forward hook that clones an output that is a view.
+
+    FSDP triggers the all-gather for backward with a hook on the output, which, as torch warns, may not run
+    for views.
+    """
     return output.clone() if isinstance(output, Tensor) and output._base is not None else output
 
 
-def _cut_dimension(shape: Sequence[int], ranks: int) -> int:
-    """Rows, unless there are fewer than ranks: then the first dimension that divides (torch cuts others unevenly only
-    along rows)."""
+def _shard_dimension(shape: Sequence[int], ranks: int) -> int:
+    """Returns the dimension to shard: 0 (rows), or with fewer rows than ranks the first that divides evenly.
+
+    Torch supports uneven shards only along rows.
+    """
     if not shape or shape[0] >= ranks:
         return 0
-    return next((d for d, size in enumerate(shape) if d and size % ranks == 0), 0)
+    return next((dim for dim, size in enumerate(shape) if dim and size % ranks == 0), 0)
 
 
 def _mesh(world: World, axis: Axis) -> DeviceMesh:
-    group = world.group(SHARED_OVER[axis][0])
-    return DeviceMesh.from_group(_process_group(group, world), world.device.type)
-
-
-def _process_group(group: Group, world: World) -> Any:
-    """Also where a rank has no company: torch wants a group of one there."""
-    if group.process_group is not None:
-        return group.process_group
-    return dist.new_group([world.everyone.rank], use_local_synchronization=True)
-
-
-def _local(parameter: Any) -> Tensor:
-    with torch.no_grad():
-        local: Tensor = parameter.to_local()
-    return local
-
-
-def _start(parameter: Any) -> Shape:
-    mesh = parameter.device_mesh
-    start, _ = share_of(tuple(parameter.shape), mesh.get_local_rank(), mesh.size())
-    return start
+    process_group = world.group(SHARED_OVER[axis][0]).process_group
+    if process_group is None:
+        # The mesh needs a process group even for one rank.
+        process_group = dist.new_group([world.everyone.rank], use_local_synchronization=True)
+    return DeviceMesh.from_group(process_group, world.device.type)
 
 
 def share_of(shape: Shape, rank: int, ranks: int) -> tuple[Shape, Shape]:
-    """The rectangle of a parameter that one of the ranks keeps: (start, size), as torch cuts."""
-    cut = _cut_dimension(shape, ranks)
-    each = math.ceil(shape[cut] / ranks)
-    first = min(rank * each, shape[cut])
-    length = min(each, shape[cut] - first)
-    start = tuple(first if d == cut else 0 for d in range(len(shape)))
-    return start, tuple(length if d == cut else size for d, size in enumerate(shape))
-
-
-def _ends(sizes: Iterator[int] | Any) -> Iterator[int]:
-    end = 0
-    for size in sizes:
-        end += aligned(size)
-        yield end
+    """Returns (start, size) of a rank's shard of a parameter, as `fully_shard` cuts it."""
+    dim = _shard_dimension(shape, ranks)
+    rows = math.ceil(shape[dim] / ranks)
+    first = min(rank * rows, shape[dim])
+    length = min(rows, shape[dim] - first)
+    start = tuple(first if d == dim else 0 for d in range(len(shape)))
+    return start, tuple(length if d == dim else size for d, size in enumerate(shape))

@@ -75,7 +75,7 @@ def test_nobody_at_the_meeting_point(tmp_path: object) -> None:
     waiting, line = alone(tmp_path, RANK="1", MASTER_PORT=str(port))
     assert f"rank 1: still waiting for rank 0 at 127.0.0.1:{port}" in waiting
     assert (
-        f"nobody could be met at 127.0.0.1:{port} within 1 seconds (the machine answers, but nothing listens"
+        f"rank 0 could not be reached at 127.0.0.1:{port} within 1 seconds (the machine answers, but nothing listens"
         in line
     )
     assert "firewall" in line and "rank 0 was started" in line
@@ -85,7 +85,7 @@ def test_a_port_that_is_taken(tmp_path: object) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         [line] = alone(tmp_path, RANK="0", MASTER_PORT=str(port))
-    assert f"port {port} cannot be used as the meeting point" in line and "set another MASTER_PORT" in line
+    assert f"port {port} cannot be used for the rendezvous" in line and "set another MASTER_PORT" in line
 
 
 def test_fewer_processes_than_announced_on_several_machines(tmp_path: object) -> None:

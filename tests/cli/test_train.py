@@ -292,7 +292,7 @@ def test_a_port_in_use_is_one_sentence(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         code, _, err = train("--master-port", str(port), "--run-dir", str(tmp_path / "run"))
     assert code == 2
-    assert f"port {port} cannot be used as the meeting point" in err and "--master-port" in err
+    assert f"port {port} cannot be used for the rendezvous" in err and "--master-port" in err
 
 
 @distributed(world=1, timeout=150, process_group=False)

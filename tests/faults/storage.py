@@ -132,7 +132,7 @@ def taken_port(lab: Lab) -> Outcome:
             lab.launch("dp2", f"--master-port {port}").wait(),
             Outcome(remark="refused before step 1"),
         )
-    outcome.told(ran, f"port {port} cannot be used as the meeting point", within=30)
+    outcome.told(ran, f"port {port} cannot be used for the rendezvous", within=30)
     outcome.ended(ran, 2)
     return outcome
 
@@ -161,7 +161,7 @@ def silent_address(lab: Lab) -> Outcome:
     words = lab.words("dp2", "--distributed-timeout-minutes 0.05")
     return refused(
         lab,
-        rf"rank 1: nobody could be met at 127.0.0.1:{port} within 3 seconds",
+        rf"rank 1: rank 0 could not be reached at 127.0.0.1:{port} within 3 seconds",
         words=words,
         around=lambda rank: place,
     )

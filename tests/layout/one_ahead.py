@@ -1,9 +1,10 @@
-"""A planted mistake: every receive is posted one computation before the one that needs it, whatever its sender does meanwhile."""
+"""A planted mistake: every receive is posted one computation before the one that needs it, whatever its
+sender does meanwhile."""
 
 from dataclasses import replace
 
-from pentatron.layout.actions import Action, Kind, Schedule
-from pentatron.layout.check import COMPUTATIONS, RECEIVES
+from pentatron.layout.actions import RECEIVES, Action, Kind, Schedule
+from pentatron.layout.check import COMPUTATIONS
 
 
 def one_ahead(schedule: Schedule) -> Schedule:

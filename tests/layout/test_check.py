@@ -85,11 +85,11 @@ MUTATIONS: dict[str, tuple[str, Callable[[Lists], None], str]] = {
         "rank 0: receiving the gradient of stage 1, micro-batch 1 from rank 1 (RB1.1) is missing"),
     "a reduction is dropped": ("1f1b", drop(1, "R1"), "rank 1: the reduction of stage 1 (R1) is missing"),
     "a forward runs twice": (
-        "1f1b", twice(0, "F0.0"), "rank 0: the forward of stage 0, micro-batch 0 (F0.0) is there 2 times"),
+        "1f1b", twice(0, "F0.0"), "rank 0: the forward of stage 0, micro-batch 0 (F0.0) appears 2 times"),
     "a message is sent twice": (
         "1f1b", twice(1, "SB1.0"),
-        "rank 1: sending the gradient of stage 1, micro-batch 0 to rank 0 (SB1.0) is there 2 times"),
-    "a stage is reduced twice": ("gpipe", twice(0, "R0"), "rank 0: the reduction of stage 0 (R0) is there 2 times"),
+        "rank 1: sending the gradient of stage 1, micro-batch 0 to rank 0 (SB1.0) appears 2 times"),
+    "a stage is reduced twice": ("gpipe", twice(0, "R0"), "rank 0: the reduction of stage 0 (R0) appears 2 times"),
     "a message goes to the wrong rank": (
         "three", other_peer(0, "SF0.0", 2),
         "rank 0: sending the activation of stage 0, micro-batch 0 to rank 2 (SF0.0) does not belong there"),
@@ -139,7 +139,7 @@ MUTATIONS: dict[str, tuple[str, Callable[[Lists], None], str]] = {
     "a weight gradient is dropped": (
         "zero-bubble", drop(0, "W0.3"), "rank 0: the weight gradient of stage 0, micro-batch 3 (W0.3) is missing"),
     "a weight gradient runs twice": (
-        "zbv", twice(0, "W3.1"), "rank 0: the weight gradient of stage 3, micro-batch 1 (W3.1) is there 2 times"),
+        "zbv", twice(0, "W3.1"), "rank 0: the weight gradient of stage 3, micro-batch 1 (W3.1) appears 2 times"),
     "a whole backward beside its halves": (
         "zero-bubble", add(0, action("B0.1")),
         "rank 0: the backward of stage 0, micro-batch 1 (B0.1) does not belong there"),
@@ -216,7 +216,7 @@ def test_ranks_that_wait_for_each_other() -> None:
     with pytest.raises(ScheduleError) as error:
         check(Schedule(placement, 2, lists))
     assert str(error.value) == (
-        "rank 0: the backward of stage 0, micro-batch 0 (B0.0) waits for ever, as ranks wait for each other in a circle"
+        "rank 0: the backward of stage 0, micro-batch 0 (B0.0) deadlocks as ranks wait for each other in a circle"
     )
 
 

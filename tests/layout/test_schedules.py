@@ -3,8 +3,8 @@
 import pytest
 
 from pentatron.layout import schedules
-from pentatron.layout.actions import Action, Kind, Placement
-from pentatron.layout.check import RECEIVES, Checked, ScheduleError, check
+from pentatron.layout.actions import RECEIVES, Action, Kind, Placement
+from pentatron.layout.check import Checked, ScheduleError, check
 from pentatron.layout.schedules import (
     FOLDED,
     KINDS,
@@ -165,7 +165,7 @@ def test_a_receive_whose_sender_waits_for_this_rank_is_seen(kind: str) -> None:
     if kind == "gpipe":
         # A rank has only forwards before its peers need its backwards: one ahead does no harm but before the first backward.
         schedule = training_schedule(kind, 4, 1, 1)
-    with pytest.raises(ScheduleError, match="waits for ever if its launch synchronises the device"):
+    with pytest.raises(ScheduleError, match="deadlocks if its launch synchronises the device"):
         check(one_ahead(schedule))
 
 
@@ -175,7 +175,7 @@ def test_messages_of_large_groups_are_received_early(kind: str, micro_batches: i
     """Posted one computation ahead, sends without a receive would stand in each other's way on a GPU with one queue."""
     schedule = training_schedule(kind, 3, 2, micro_batches, group)
     check(schedule)
-    with pytest.raises(ScheduleError, match="waits for ever where a GPU has one queue for all its work"):
+    with pytest.raises(ScheduleError, match="deadlocks where a GPU has one queue for all its work"):
         check(one_ahead(schedule))
 
 

@@ -10,7 +10,7 @@ from pentatron.nn.moe import MoE, _by_own_expert
 from pentatron.nn.recompute import Recompute
 from pentatron.ops.activation import weighted_activation, weighted_activation_backward
 from pentatron.ops.linear import DeferredGradients
-from pentatron.parallel.buckets import _runs
+from pentatron.parallel.buckets import _parameters_run_by
 from tests.nn.mixtures import HIDDEN, axes_with, layer, stream
 
 
@@ -152,10 +152,10 @@ def test_only_a_gpu_in_bf16_is_left_to_itself(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("on_device", [True, False])
 def test_weights_on_their_way_are_waited_for_at_the_door(on_device: bool) -> None:
-    """A gathering hangs its hooks where `_runs` says. Those of single matrices would not run where a device mixes all experts."""
+    """A gathering hangs its hooks where `_parameters_run_by` says. Those of single matrices would not run where a device mixes all experts."""
     model = layer("")
     expert_weights = {id(p) for p in model.experts.parameters()}
-    doors = [m for _, m, held in _runs(model) if expert_weights & {id(p) for p in held}]
+    doors = [m for _, m, held in _parameters_run_by(model) if expert_weights & {id(p) for p in held}]
     waited: list[str] = []
     for door in doors:
         door.register_forward_pre_hook(lambda module, given: waited.append(type(module).__name__))

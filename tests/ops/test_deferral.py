@@ -96,5 +96,5 @@ def test_a_cell_is_cut_in_two_once() -> None:
     deferred = DeferredGradients()
     with deferred.collecting((0, 0)):
         pass
-    with pytest.raises(AssertionError, match="twice"), deferred.collecting((0, 0)):
+    with pytest.raises(AssertionError, match="two input halves"), deferred.collecting((0, 0)):
         pass

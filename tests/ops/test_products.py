@@ -9,7 +9,7 @@ from pentatron.ops.linear import Groups, linear
 
 @pytest.fixture(params=[torch.bfloat16, torch.float16])
 def half(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
-    monkeypatch.setattr(linear_module, "_HAS_INSTRUCTIONS", False)
+    monkeypatch.setattr(linear_module, "_HAS_BF16_INSTRUCTIONS", False)
     torch.manual_seed(1)
     return request.param  # type: ignore[no-any-return]
 
@@ -31,7 +31,7 @@ def test_products_and_gradients_are_those_of_half_precision(
 ) -> None:
     found = made(half)
     torch.manual_seed(1)
-    monkeypatch.setattr(linear_module, "_HAS_INSTRUCTIONS", True)
+    monkeypatch.setattr(linear_module, "_HAS_BF16_INSTRUCTIONS", True)
     for tensor, expected in zip(found, made(half), strict=True):
         assert tensor.dtype is half
         # Additions in another order may round to the neighbour, not further, and rarely do.
@@ -60,7 +60,7 @@ def test_what_is_quick_is_left_to_torch(half: torch.dtype, monkeypatch: pytest.M
     assert linear_module.through_fp32(many)
     assert not linear_module.through_fp32(few) and not linear_module.through_fp32(many.float())
     assert not linear_module.through_fp32(torch.empty(64, 8, dtype=half, device="meta"))
-    monkeypatch.setattr(linear_module, "_HAS_INSTRUCTIONS", True)
+    monkeypatch.setattr(linear_module, "_HAS_BF16_INSTRUCTIONS", True)
     assert not linear_module.through_fp32(many)
 
 
@@ -77,8 +77,8 @@ def by_onednn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return real(rows, *rest)
 
     monkeypatch.setattr(linear_module, "_ONEDNN", counted)
-    monkeypatch.setattr(linear_module, "_LARGE", 1024)
-    monkeypatch.setattr(linear_module, "_IS_NEGLECTED", False)
+    monkeypatch.setattr(linear_module, "_UNCACHED_ELEMENTS", 1024)
+    monkeypatch.setattr(linear_module, "_MKL_IGNORES_AVX512", False)
     return seen
 
 
@@ -123,12 +123,12 @@ def of_many_rows(bias: torch.Tensor | None, dtype: torch.dtype = torch.float32) 
 def test_many_rows_where_the_processor_is_neglected(
     biased: bool, by_onednn: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear_module, "_WORTH_IT", 1024)
+    monkeypatch.setattr(linear_module, "_MIN_ELEMENTS", 1024)
     bias = torch.linspace(-3, 3, 40).requires_grad_() if biased else None
-    monkeypatch.setattr(linear_module, "_IS_NEGLECTED", False)
+    monkeypatch.setattr(linear_module, "_MKL_IGNORES_AVX512", False)
     expected = of_many_rows(bias)
     assert by_onednn == []
-    monkeypatch.setattr(linear_module, "_IS_NEGLECTED", True)
+    monkeypatch.setattr(linear_module, "_MKL_IGNORES_AVX512", True)
     for found, of_torch in zip(of_many_rows(bias), expected, strict=True):
         torch.testing.assert_close(found, of_torch, rtol=1e-5, atol=1e-4)
     # Forward and the gradient of the rows; not that of the matrix.

@@ -201,9 +201,9 @@ def as_before(before: Tensor | None, gradient: Tensor) -> Tensor:
 
 
 def zeroed(self: Filling, slot: int, gradient: Tensor) -> None:
-    if not self._came:
+    if not self._filled:
         self.buffer.zero_()
-    self._came = set(range(len(self.bucket.plan.slots)))
+    self._filled = set(range(len(self.bucket.plan.slots)))
     self.bucket.plan.slots[slot].span.of(self.buffer).add_(gradient.view(-1))
 
 

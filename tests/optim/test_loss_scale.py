@@ -68,7 +68,7 @@ def test_the_scale_is_megatrons(
     seen = set()
     for overflow in overflows(120, share):
         oracle.update(overflow)
-        scaler.settle(made=not overflow)
+        scaler.settle(updated=not overflow)
         assert scaler.scale == oracle.scale.item()
         seen.add(scaler.scale)
     assert len(seen) > 2
@@ -85,7 +85,7 @@ def test_the_scale_of_the_3d_project_is_torchs(share: float) -> None:
         oracle.scale(weight.sum() * (torch.inf if overflow else 1.0)).backward()
         oracle.step(sgd)
         oracle.update()
-        scaler.settle(made=not overflow)
+        scaler.settle(updated=not overflow)
         assert scaler.scale == oracle.get_scale()
 
 
@@ -95,9 +95,9 @@ def test_a_scaler_goes_on_where_it_was_saved() -> None:
         for number, overflow in enumerate(overflows(24, 0.3)):
             if number == at:
                 again = LossScaler(MEGATRON, json.loads(json.dumps(whole.state())))
-            whole.settle(made=not overflow)
+            whole.settle(updated=not overflow)
             if number >= at:
-                again.settle(made=not overflow)
+                again.settle(updated=not overflow)
         assert again.state() == whole.state()
 
 
@@ -120,8 +120,8 @@ def test_overflows_that_no_scale_prevents_are_known_for_what_they_are(config: Pr
     scaler = LossScaler(config)
     count = 0
     while not scaler.is_hopeless:
-        scaler.settle(made=False)
+        scaler.settle(updated=False)
         count += 1
     assert 32 < count < 64 and 0 < scaler.scale <= 1
-    scaler.settle(made=True)
+    scaler.settle(updated=True)
     assert not scaler.is_hopeless

@@ -58,7 +58,7 @@ class Recorder:
             setattr(dist, name, self._message(name, getattr(dist, name)))
         dist.batch_isend_irecv = self._batch(dist.batch_isend_irecv)
         for name in ("_forward", "_backward", "_weights"):
-            setattr(executor._Step, name, self._computation(getattr(executor._Step, name)))
+            setattr(executor._ScheduleRun, name, self._computation(getattr(executor._ScheduleRun, name)))
 
     def _computation(self, honest: Any) -> Any:
         def call(step: Any, action: Any) -> None:

@@ -53,7 +53,7 @@ def test_a_long_wait_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "SILENCE", 0.2)
     said: list[str] = []
     point = MeetingPoint("127.0.0.1", free_port(), is_served=True)
-    with pytest.raises(MeetingError, match=f"nobody could be met at {point} within 1 seconds"):
+    with pytest.raises(MeetingError, match=f"rank 0 could not be reached at {point} within 1 seconds"):
         reach(point, 0, 1.0, said.append)
     assert len(said) == 1 and f"still waiting for rank 0 at {point}" in said[0]
 
@@ -64,10 +64,10 @@ def test_a_long_wait_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
         ("Timed out after 601 seconds waiting for clients. 7/8 clients joined.",
          r"^7 of 8 processes came within 601 seconds; start all of them .* WORLD_SIZE"),
         ("The server socket has failed to listen on any local network address. port: 1, code: -98, name: EADDRINUSE",
-         "port of the meeting point is taken .* set another MASTER_PORT"),
+         "port of the rendezvous is taken .* set another MASTER_PORT"),
         ("[enforce fail at gloo] Unable to find address for: eth9", "network interface .* does not exist .* GLOO_SOCKET_IFNAME"),
         ("ncclInternalError: Bootstrap : no socket interface found", "export GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"),
-        ("something else\nmore", r"the 8 processes could not meet \(something else\); check that MASTER_ADDR"),
+        ("something else\nmore", r"the 8 processes could not form a process group \(something else\); check that MASTER_ADDR"),
     ],
 )  # fmt: skip
 def test_what_torch_says_becomes_advice(message: str, advice: str) -> None:

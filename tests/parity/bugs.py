@@ -131,7 +131,7 @@ def gradients_not_reduced() -> None:
 
 def replicated_norm_counted_everywhere() -> None:
     def everything(self: Optimizer) -> Tensor:
-        return torch.stack([s.gradients.square().sum() for s in self._stretches]).sum()
+        return torch.stack([s.gradients.square().sum() for s in self._ranges]).sum()
 
     Optimizer.squared_norm = everything  # type: ignore[method-assign]
 
@@ -277,7 +277,7 @@ def deferred_weight_gradient_lost() -> None:
 
     def losing(self: DeferredGradients, cell: tuple[int, int]) -> None:
         if cell[1] == 1:
-            self._waiting[cell].pop()
+            self._pending[cell].pop()
         compute(self, cell)
 
     DeferredGradients.compute = losing  # type: ignore[method-assign]
@@ -288,8 +288,8 @@ def weight_gradient_of_another_micro_batch() -> None:
     compute = DeferredGradients.compute
 
     def mixing(self: DeferredGradients, cell: tuple[int, int]) -> None:
-        latest = self._waiting[max(c for c in self.cells if c[0] == cell[0])]
-        own = self._waiting[cell]
+        latest = self._pending[max(c for c in self.cells if c[0] == cell[0])]
+        own = self._pending[cell]
         own[:] = [DenseProduct(p.weight, q.inputs, p.gradient) for p, q in zip(own, latest)]
         compute(self, cell)
 

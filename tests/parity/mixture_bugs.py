@@ -98,7 +98,7 @@ def expert_gradients_summed_with_dense_ones() -> None:
 
 def expert_norm_counted_on_the_first_tensor_rank() -> None:
     """As if tensor ranks held copies of each other's experts: the norm lacks some of them."""
-    counted = Optimizer._places_counted_here
+    counted = Optimizer._norm_views
 
     def fewer(self: Optimizer) -> list[Place]:
         everything = self._held
@@ -110,7 +110,7 @@ def expert_norm_counted_on_the_first_tensor_rank() -> None:
         self._held = everything
         return found
 
-    Optimizer._places_counted_here = fewer  # type: ignore[method-assign]
+    Optimizer._norm_views = fewer  # type: ignore[method-assign]
 
 
 def shared_gate_gradient_not_summed() -> None:

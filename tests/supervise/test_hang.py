@@ -33,7 +33,7 @@ def test_a_rank_that_computes_while_the_others_wait() -> None:
     assert hang is not None and hang.culprits == [2]
     assert hang.sentence({}, 3) == (
         "after step 7 rank 2 of 3 hangs: for 21 seconds it computes in step 8, and ranks 0, 1 wait in the all-reduce #50 of all ranks "
-        "(2 numbers)"
+        "(2 elements)"
     )
     assert watch_for(18, [beat(0), beat(2, 49, waits=False)]) is None, "not yet"
 
