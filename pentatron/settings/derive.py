@@ -46,7 +46,7 @@ def _layout(draft: Draft) -> None:
     _fit_inherited_sizes(draft)
     _data_parallel(draft)
     _virtual_stages(draft)
-    if (draft.virtual_pipeline_model_parallel_size or 1) > 1 and not draft.given("pipeline_schedule"):
+    if draft.virtual_stages > 1 and not draft.given("pipeline_schedule"):
         draft.derive("there are virtual stages", pipeline_schedule="interleaved")
 
 
@@ -77,12 +77,8 @@ def _fit_inherited_sizes(draft: Draft) -> None:
             draft.derive(f"{_reason(draft)}; the preset has {getattr(draft, name)}", **{name: size})
 
 
-def _ranks_per_replica(draft: Draft) -> int:
-    return draft.tensor_model_parallel_size * draft.pipeline_model_parallel_size * draft.context_parallel_size
-
-
 def _reason(draft: Draft) -> str:
-    if draft.facts.world_size % _ranks_per_replica(draft):
+    if draft.facts.world_size % draft.ranks_per_replica:
         return f"fits {draft.facts.world_size} process{'es' if draft.facts.world_size > 1 else ''}"
     return "fits the settings given"
 
@@ -92,7 +88,7 @@ def _fits(draft: Draft, tensor: int, pipeline: int) -> bool:
     replicas, rest = divmod(draft.facts.world_size, tensor * pipeline * draft.context_parallel_size)
     if rest or draft.data_parallel_size not in (None, replicas):
         return False
-    virtual = draft.virtual_pipeline_model_parallel_size or 1
+    virtual = draft.virtual_stages
     if draft.num_layers < pipeline * virtual or (virtual > 1 and pipeline == 1):
         return False
     groups = draft.num_query_groups
@@ -104,7 +100,7 @@ def _fits(draft: Draft, tensor: int, pipeline: int) -> bool:
 def _data_parallel(draft: Draft) -> None:
     if not unset(draft.data_parallel_size):
         return
-    model = _ranks_per_replica(draft)
+    model = draft.ranks_per_replica
     draft.derive(
         f"{draft.facts.world_size} processes / (tp × pp × cp = {model})",
         data_parallel_size=max(1, draft.facts.world_size // model),

@@ -356,13 +356,13 @@ PIPELINE = unless(
     lambda s: s.pipeline_model_parallel_size > 1, "there is one pipeline stage, so no schedule is needed"
 )
 STAGES = unless(
-    lambda s: s.pipeline_model_parallel_size > 1 or (s.virtual_pipeline_model_parallel_size or 1) > 1,
+    lambda s: s.pipeline_model_parallel_size > 1 or s.virtual_stages > 1,
     "there is one pipeline stage, which holds all layers",
 )
 GROUPED_MICRO_BATCHES = (
     PIPELINE,
     unless(
-        lambda s: takes_groups(s.pipeline_schedule, s.virtual_pipeline_model_parallel_size or 1),
+        lambda s: takes_groups(s.pipeline_schedule, s.virtual_stages),
         lambda s: f"{s.pipeline_schedule} does not group micro-batches, only interleaved does",
     ),
 )

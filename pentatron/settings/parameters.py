@@ -335,11 +335,11 @@ def grid_of(s: Settings) -> Grid:
 
 def division_of(s: Settings) -> Division:
     """How the layers are to be divided. Wishes about the ends mean nothing to a single rank."""
-    ranks, virtual = (
+    ranks, virtual, written = (
         s.pipeline_model_parallel_size,
-        s.virtual_pipeline_model_parallel_size or 1,
+        s.virtual_stages,
+        s.pipeline_model_parallel_layout,
     )
-    written = s.pipeline_model_parallel_layout
     if ranks == 1:
         return Division(ranks, virtual, written=written)
     return Division(

@@ -85,7 +85,7 @@ def _every_layer_recomputed(s: Settings) -> list[str]:
 
 def _idle_pipeline(s: Settings) -> list[str]:
     """A pipeline with few micro-batches waits most of the time, which is rarely what anyone wants."""
-    ranks, virtual = s.pipeline_model_parallel_size, s.virtual_pipeline_model_parallel_size or 1
+    ranks, virtual = s.pipeline_model_parallel_size, s.virtual_stages
     total, micro, copies = (
         getattr(s, n) for n in ("global_batch_size", "micro_batch_size", "data_parallel_size")
     )

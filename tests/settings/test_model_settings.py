@@ -25,15 +25,15 @@ RULES: list[tuple[str, str, str, str]] = [
      "--rope-scaling-type linear needs to know how far to stretch; give --rope-scaling-factor", LINEAR),
     ("_factor", f"{ROPE} --rope-scaling-type yarn {LENGTH}",
      "--rope-scaling-type yarn needs to know how far to stretch; give --rope-scaling-factor", YARN),
-    ("_first_length", "--position-embedding-type yarn --rope-scaling-factor 4",
+    ("_yarn_original_length", "--position-embedding-type yarn --rope-scaling-factor 4",
      "--rope-scaling-type yarn needs the length the model was first trained on; "
      "give --rope-scaling-original-max-position-embeddings, for example 32768 for Qwen2.5",
      f"--position-embedding-type yarn --rope-scaling-factor 4 {LENGTH}"),
-    ("_waves", f"{LLAMA3} --rope-scaling-low-freq-factor 4",
+    ("_llama3_wavelengths", f"{LLAMA3} --rope-scaling-low-freq-factor 4",
      "--rope-scaling-low-freq-factor 4.0 must be below --rope-scaling-high-freq-factor 4.0: what lies between them is "
      "stretched in part; lower the first or raise the second",
      f"{LLAMA3} --rope-scaling-low-freq-factor 3"),
-    ("_turns", f"{YARN} --yarn-beta-slow 32",
+    ("_yarn_rotations", f"{YARN} --yarn-beta-slow 32",
      "--yarn-beta-slow 32.0 must be below --yarn-beta-fast 32.0: what lies between them is stretched in part; lower the "
      "first or raise the second",
      f"{YARN} --yarn-beta-slow 2"),
@@ -53,11 +53,11 @@ RULES: list[tuple[str, str, str, str]] = [
      "--attention-backend flash cannot drop attention weights within a window; use --attention-backend auto, or "
      "--attention-dropout 0",
      "--window-size 4,0 --attention-dropout 0.1"),
-    ("_repeatable_attention", "--deterministic-mode --attention-backend cudnn",
+    ("_deterministic_attention", "--deterministic-mode --attention-backend cudnn",
      "--deterministic-mode: gradients of cuDNN's attention are not the same in every run; use --attention-backend auto, which takes "
      "another kernel then",
      "--deterministic-mode --attention-backend fused"),
-    ("_base", f"{YARN} --rotary-base 1", "--rope-scaling-type yarn needs --rotary-base above 1, not 1.0", YARN),
+    ("_yarn_base", f"{YARN} --rotary-base 1", "--rope-scaling-type yarn needs --rotary-base above 1, not 1.0", YARN),
 ]  # fmt: skip
 
 

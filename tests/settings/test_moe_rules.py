@@ -34,7 +34,7 @@ CASES: list[tuple[str, str, str, str, Facts]] = [
     ("_layers_with_experts", "--num-experts 4 --num-layers 4 --moe-layer-freq [0]+[1]*2",
      "--moe-layer-freq [0]+[1]*2 names 3 layers, but --num-layers is 4; use 4 entries",
      "--num-experts 4 --num-layers 4 --moe-layer-freq [0]+[1]*3", ONE),
-    ("_tokens_of_a_rank", "--num-experts 4 --tp_size 2 --no-sequence-parallel",
+    ("_experts_with_tensor_ranks", "--num-experts 4 --tp_size 2 --no-sequence-parallel",
      "experts with --tensor-model-parallel-size 2 need --sequence-parallel: without it 2 ranks would route the same "
      "tokens; leave --no-sequence-parallel out",
      "--num-experts 4 --tp_size 2", TWO),
