@@ -310,12 +310,12 @@ class MoEConfig:
 
     @property
     def experts(self) -> int:
-        """Experts of a layer that has them; 0 if all layers are dense."""
+        """Number of experts; 0 for a dense model."""
         return self.num_experts or 0
 
     @property
     def shared_width(self) -> int:
-        """Inner width of the shared expert; 0 without one."""
+        """Inner width of the shared expert; 0 if there is none."""
         return self.moe_shared_expert_intermediate_size or 0
 
 
@@ -401,28 +401,25 @@ class KernelConfig:
     )
 
 
-# Which layers have experts, as `--moe-layer-freq` says it: every N-th, or a list written with + and *.
-
-
 def moe_layers(frequency: str, num_layers: int) -> tuple[bool, ...]:
-    """For every layer, whether it has experts. Raises ValueError with a sentence for what cannot be read."""
-    found = layer_pattern("--moe-layer-freq", frequency, num_layers, "[0]*1+[1]*26")
-    if found == 0:
+    """Returns whether each layer has experts. Raises `ValueError` with a message for an invalid pattern."""
+    pattern = layer_pattern("--moe-layer-freq", frequency, num_layers, "[0]*1+[1]*26")
+    if pattern == 0:
         raise ValueError("--moe-layer-freq 0 gives no layer experts; use 1 or more")
-    if isinstance(found, int):
-        return tuple(number % found == 0 for number in range(num_layers))
-    if not any(found):
+    if isinstance(pattern, int):
+        return tuple(number % pattern == 0 for number in range(num_layers))
+    if not any(pattern):
         raise ValueError(
-            f"--moe-layer-freq {frequency} gives no layer experts; write a 1 for each that has them"
+            f"--moe-layer-freq {frequency} gives no layer experts; use 1 for layers with experts"
         )
-    return tuple(bool(entry) for entry in found)
+    return tuple(bool(entry) for entry in pattern)
 
 
-def inner_widths(model: "TransformerConfig", moe: "MoEConfig", sparse_layers: int) -> int:
-    """Of the feed-forward parts of all layers together, as one token sees them: of experts, those it is sent to."""
+def inner_widths(model: TransformerConfig, moe: MoEConfig, sparse_layers: int) -> int:
+    """Returns the sum over all layers of the inner widths that a token passes: of experts, only the selected ones."""
     dense = model.num_layers * model.ffn_hidden_size
     if moe.num_experts is None:
         return int(dense)
     sparse = moe.moe_router_topk * moe.moe_ffn_hidden_size
-    sparse += moe.moe_shared_expert_intermediate_size or 0
+    sparse += moe.shared_width
     return int(dense + sparse_layers * (sparse - model.ffn_hidden_size))

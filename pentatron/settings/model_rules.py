@@ -11,7 +11,6 @@ from pentatron.settings.parameters import grid_of
 from pentatron.settings.settings import Settings, unset
 from pentatron.text import divisors, either
 
-
 # --- experts ---
 
 

@@ -79,7 +79,7 @@ def _way_out(items: list[Setting], s: Settings) -> str:
     if any(i.default in (None, ()) or i.default is False for i in inherited):
         return "choose another preset"
     if inherited:
-        return f"add {' '.join(f'{i.flag} {i.default}' for i in inherited)} to do without"
+        return f"add {' '.join(f'{i.flag} {i.default}' for i in inherited)} to disable it"
     return f"leave {'it' if len(items) == 1 else 'them'} out"
 
 
