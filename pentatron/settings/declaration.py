@@ -264,6 +264,8 @@ def _coerce_one(setting: Setting, value: Any, what: str) -> Any:
         # YAML parses the words on and off as booleans.
         value = "on" if value else "off"
     try:
+        if isinstance(value, bool) and kind is not bool:
+            raise ValueError
         converted = _CONVERTERS[kind](value)
     except (ValueError, TypeError, OverflowError):
         raise UserError(f"{what} wants {_WANTED[kind]}, not '{value}'") from None
@@ -275,8 +277,6 @@ def _coerce_one(setting: Setting, value: Any, what: str) -> Any:
 
 
 def _to_int(value: Any) -> int:
-    if isinstance(value, bool):
-        raise ValueError
     if isinstance(value, int):
         return value
     number = float(str(value).replace("_", ""))
@@ -287,7 +287,7 @@ def _to_int(value: Any) -> int:
 
 def _to_float(value: Any) -> float:
     number = float(value)
-    if isinstance(value, bool) or not math.isfinite(number):
+    if not math.isfinite(number):
         raise ValueError
     return number
 
@@ -299,11 +299,5 @@ def _to_bool(value: Any) -> bool:
     return word in ("true", "1", "yes", "on")
 
 
-def _to_text(value: Any) -> str:
-    if isinstance(value, bool):
-        raise ValueError
-    return str(value)
-
-
-_CONVERTERS: dict[type, Any] = {int: _to_int, float: _to_float, bool: _to_bool, str: _to_text}
+_CONVERTERS: dict[type, Any] = {int: _to_int, float: _to_float, bool: _to_bool, str: str}
 _WANTED: dict[type, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}

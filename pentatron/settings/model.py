@@ -237,7 +237,7 @@ class MoEConfig:
     )
     moe_router_load_balancing_type: tuple[str, ...] = setting(
         ("aux_loss",),
-        "load balancing of the experts, one or several kinds",
+        "load-balancing methods of the experts, one or several",
         choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
         needs=BALANCING_WEIGHT,
         in_weights=False,

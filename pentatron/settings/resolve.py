@@ -75,17 +75,17 @@ class Resolved:
 
 def gather(words: Sequence[str], entry: EntryPoint) -> Draft:
     """Collects the given values. Later sources override earlier ones: entry point, preset, file, DeepSpeed, flags."""
-    flags = parse_flags(words, entry)
-    by_flag = Settings.defaults(**{name: assigned.value for name, assigned in flags.values.items()})
-    notices = list(flags.notices)
-    from_file = {} if by_flag.config is None else read_file(by_flag.config, entry)
+    parsed = parse_flags(words, entry)
+    flags = Settings.defaults(**{name: assigned.value for name, assigned in parsed.values.items()})
+    notices = list(parsed.notices)
+    from_file = {} if flags.config is None else read_file(flags.config, entry)
     given = dict(from_file)
-    if by_flag.deepspeed_config is not None:
-        from_deepspeed, ignored = read_deepspeed(by_flag.deepspeed_config)
+    if flags.deepspeed_config is not None:
+        from_deepspeed, ignored = read_deepspeed(flags.deepspeed_config)
         given |= from_deepspeed
         notices += ignored
-    given |= flags.values
-    preset = given["preset"].value if "preset" in given else None
+    given |= parsed.values
+    preset = Settings.defaults(**{name: assigned.value for name, assigned in given.items()}).preset
     if preset is None and given.keys().isdisjoint(_REPLACES_DEFAULT_PRESET):
         preset = entry.default_preset
     values = {name: Assigned(item.default, "default") for name, item in table().items()}
@@ -93,9 +93,9 @@ def gather(words: Sequence[str], entry: EntryPoint) -> Draft:
     if preset is not None:
         values |= _preset(preset)
     draft = Draft({**values, **given}, notices)
-    if by_flag.config is not None:
+    if flags.config is not None:
         kept = {name: assigned.value for name, assigned in from_file.items() if given[name] is assigned}
-        draft.in_run_folder = places_in_run(by_flag.config, kept)
+        draft.in_run_folder = places_in_run(flags.config, kept)
     _drop_idle_default(draft)
     read_data_files(draft)
     if unset(draft.run_dir):
@@ -156,22 +156,22 @@ def notices_of_device(resolved: Resolved, decisions: Decisions) -> list[str]:
 
 def problems_beside(draft: Draft, facts: Facts, unknown: Collection[str]) -> list[str]:
     """Returns the problems that do not depend on the `unknown` settings. Does not change the draft."""
-    copy = draft.copy()
-    copy.facts = facts
-    problems = _set_aside_wrong_values(copy)
-    copy.assign("default", **{name: table()[name].default for name in unknown})
-    problems += [*derive(copy), *derive_length(copy)]
+    copy, problems = _derived(draft, facts, unknown)
     return problems + problems_of(copy, {*copy.wrong, *unknown})
 
 
 def foreseen(draft: Draft, facts: Facts) -> Settings:
     """Returns the settings as `resolve` would derive them now. Does not check them or change the draft."""
+    return _derived(draft, facts)[0]
+
+
+def _derived(draft: Draft, facts: Facts, unknown: Collection[str] = ()) -> tuple[Draft, list[str]]:
+    """Returns a copy with derived values, `unknown` settings at their defaults, and the problems found."""
     copy = draft.copy()
     copy.facts = facts
-    _set_aside_wrong_values(copy)
-    derive(copy)
-    derive_length(copy)
-    return copy
+    problems = _set_aside_wrong_values(copy)
+    copy.assign("default", **{name: table()[name].default for name in unknown})
+    return copy, [*problems, *derive(copy), *derive_length(copy)]
 
 
 def _set_aside_wrong_values(draft: Draft) -> list[str]:
@@ -206,8 +206,11 @@ def notices_for(s: Settings, decisions: Decisions) -> list[str]:
 
 def notices_of_decisions(s: Settings, decisions: Decisions) -> list[str]:
     """Returns a notice for each given setting that has no effect by these decisions."""
-    idle = {name: reason for name, reason in decisions.idle.items() if reason and _is_requested(s, name)}
-    lines = [f"{table()[n].written(getattr(s, n), s.source(n))}: {idle[n]}" for n in table() if n in idle]
+    lines = [
+        f"{item.written(getattr(s, name), s.source(name))}: {reason}"
+        for name, item in table().items()
+        if (reason := decisions.idle.get(name)) and _is_requested(s, name)
+    ]
     return [*lines, *decisions.remarks]
 
 

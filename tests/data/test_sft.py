@@ -295,8 +295,8 @@ def test_templates_of_folder_and_file_are_different_data(tmp_path: Path) -> None
 def test_flags_act_or_say_why_not(tmp_path: Path) -> None:
     path = write(tmp_path / "chats.jsonl", lines(3))
     notices = "\n".join(resolved(path, "--reset-attention-mask", "--chat-template", "x").notices)
-    assert "--reset-attention-mask: with --sft a conversation is a document by itself" in notices
-    assert "--chat-template x: texts follow each other as they are" in notices
+    assert "--reset-attention-mask: with --sft every conversation is a document" in notices
+    assert "--chat-template x: texts are concatenated without a template" in notices
     without = [*MODEL, "--seq-length", "8", "--vocab-size", "9", "--mock-data", "--sft-packing"]
     assert "--sft-packing: there are no conversations" in "\n".join(
         resolve(gather(without, TRAIN), Facts(1)).notices

@@ -23,7 +23,7 @@ ONLY_TALK = {
     "settings.py",
 }
 # Variables that hold a `Settings` or a `Draft`.
-DRAFTS = {"asked", "draft", "s", "settings"}
+DRAFTS = {"draft", "flags", "s", "settings"}
 SECTION_OF = {cls.__name__: section for section, cls in sections().items()}
 
 
