@@ -117,7 +117,10 @@ def _not_a_flag(word: str, flags: FlagTable) -> str:
 
 
 def _assign(parsed: ParsedFlags, word: str, item: Setting, spelling: Spelling, queue: list[str]) -> None:
-    """Parses one flag. The last of repeated flags wins, as scripts that append flags expect, with a notice."""
+    """Parses one flag.
+
+    The last of repeated flags wins, as scripts that append flags expect, with a notice.
+    """
     value = _parse_value(item, spelling, word, queue)
     source = f"flag {word.split('=', 1)[0]}"
     previous = parsed.values.get(item.name)

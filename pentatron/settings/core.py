@@ -12,7 +12,7 @@ from pentatron.settings.run import RunConfig
 
 @dataclass(frozen=True)
 class CoreTransformerConfig(TransformerConfig):
-    """Megatron Core's form of the model configuration: dense and MoE settings, initialization seed, attention kernel."""
+    """Megatron Core's model configuration, with experts, seed and attention kernel in one object."""
 
     moe: MoEConfig = NO_EXPERTS
     seed: int = 1234
@@ -20,7 +20,10 @@ class CoreTransformerConfig(TransformerConfig):
 
     @classmethod
     def of(cls, config: TransformerConfig, moe: MoEConfig = NO_EXPERTS) -> Self:
-        """Returns `config` with `moe`. If `config` is of this class already, `moe` replaces its experts only if given."""
+        """Returns `config` with `moe`.
+
+        If `config` is of this class already, `moe` replaces its experts only if given.
+        """
         core = config if isinstance(config, cls) else cls(**vars(config))
         return core._completed(core.moe if moe == NO_EXPERTS else moe)
 

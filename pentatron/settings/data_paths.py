@@ -26,7 +26,8 @@ class Blend:
     def parse(cls, words: Sequence[str], flag: str = "--data-path") -> "Blend":
         """Parses `P1 P2 P3` or `W1 P1 W2 P2`.
 
-        Words are weights if their number is even and one at an even index is a number; then all of those must be.
+        Words are weights if their number is even and one at an even index is a number; then all of those must
+        be.
         """
         if not words:
             raise UserError(f"{flag} names no data; give the prefix of a .bin/.idx pair")

@@ -1,4 +1,4 @@
-"""The result types of `pentatron.settings.decisions.decide`: what a run compiles, fuses, offloads and overlaps."""
+"""The result types of `decisions.decide`: what a run compiles, fuses, offloads and overlaps."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ from functools import cached_property
 class DeviceFacts:
     """Properties of the compute device.
 
-    `kind` is torch's device type, or empty while it is unknown, as with `--device auto` before a worker process
-    has queried it. `capability`: compute capability of an NVIDIA GPU. `peak`: dense TFLOP/s in the precision of
-    the run (for fp8: in 16 bits), None if unknown.
+    `kind` is torch's device type, or empty while it is unknown, as with `--device auto` before a worker
+    process has queried it. `capability`: compute capability of an NVIDIA GPU. `peak`: dense TFLOP/s in the
+    precision of the run (for fp8: in 16 bits), None if unknown.
     """
 
     kind: str = ""
@@ -41,9 +41,9 @@ class Decision:
 class CompileDecision:
     """What `torch.compile` is applied to.
 
-    `required`: stop the run if a layer cannot be compiled. `held_back`: why layers on a GPU are not compiled by
-    default. `together`: maximum number of layers in one compiled function. `together_idle`: why this is 1 although
-    more were requested. `documents`: attention masks depend on the documents in a batch.
+    `required`: stop the run if a layer cannot be compiled. `held_back`: why layers on a GPU are not compiled
+    by default. `together`: maximum number of layers in one compiled function. `together_idle`: why this is 1
+    although more were requested. `documents`: attention masks depend on the documents in a batch.
     """
 
     on: bool
@@ -60,7 +60,7 @@ class GateDecision:
     """How the gated activation of an MLP is fused.
 
     `in_second`: into the second matmul by a GPU kernel, which does not save the activation for backward.
-    `in_fp8`: into the fp8 matmuls.
+    `in_fp8`: into the first matmul, in fp8.
     """
 
     in_second: bool
@@ -74,7 +74,10 @@ class GateDecision:
 
 @dataclass(frozen=True)
 class LossDecision:
-    """`on`: the cross entropy is fused, `chunk` tokens at a time. `kernel`: use the Triton kernel if Triton works."""
+    """`on`: the cross entropy is fused, `chunk` tokens at a time.
+
+    `kernel`: use the Triton kernel if Triton works.
+    """
 
     on: bool
     implementation: str
@@ -85,7 +88,10 @@ class LossDecision:
 
 @dataclass(frozen=True)
 class ExpertsDecision:
-    """`on`: use one grouped matmul per rank. `on_device`: route on the GPU without a host sync, as it has all experts."""
+    """`on`: use one grouped matmul per rank.
+
+    `on_device`: route on the GPU without a host sync, as it has all experts.
+    """
 
     on: bool
     on_device: bool
@@ -96,9 +102,10 @@ class ExpertsDecision:
 class Fp8Decision:
     """Which matmuls run in fp8.
 
-    `layers`: layers with fp8 matmuls. `head`: the output layer too. `experts_left`: experts of these layers stay
-    in bf16. `by_rows`: one scale per row instead of per tensor. `lacking`: why the device has no fp8 matmuls.
-    `idle` and `ends_idle`: why the settings of fp8, and of the first and last layers in bf16, have no effect.
+    `layers`: layers with fp8 matmuls. `head`: the output layer too. `experts_left`: experts of these layers
+    stay in bf16. `by_rows`: one scale per row instead of per tensor. `lacking`: why the device has no fp8
+    matmuls. `idle` and `ends_idle`: why the settings of fp8, and of the first and last layers in bf16, have
+    no effect.
     """
 
     format: str | None
@@ -115,8 +122,9 @@ class Fp8Decision:
 class GraphsDecision:
     """Whether micro-batches are captured as CUDA graphs.
 
-    `required`: stop the run if they cannot be. `if_room`: capture if there is enough GPU memory. `problem`: why a
-    required capture is impossible. `left_out`: why there is none although kernel launches limit the GPU.
+    `required`: stop the run if they cannot be. `if_room`: capture if there is enough GPU memory. `problem`:
+    why a required capture is impossible. `left_out`: why there is none although kernel launches limit the
+    GPU.
     """
 
     required: bool = False

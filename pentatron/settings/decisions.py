@@ -1,10 +1,11 @@
 """Decides what a run compiles, fuses, groups, records, offloads, overlaps and computes in fp8.
 
-`decide` is the only reader of the settings that request these. The model builder acts on its result, the notices
-print its reasons, and the planner estimates its cost.
+`decide` is the only reader of the settings that request these. The model builder acts on its result, the
+notices print its reasons, and the planner estimates its cost.
 
-Some conditions are known only at run time: whether the compiler and Triton work, whether a CUDA graph fits into
-memory, and which custom layers can be compiled. They are checked there, and can only disable what was decided.
+Some conditions are known only at run time: whether the compiler and Triton work, whether a CUDA graph fits
+into memory, and which custom layers can be compiled. They are checked there, and can only disable what was
+decided.
 """
 
 from pentatron.devices import FP8_MULTIPLE
@@ -35,8 +36,8 @@ _FP8_CAPABILITY = (8, 9)
 _GRAPHS = {"on": "on", "local": "on", "transformer_engine": "on", "off": "off", "none": "off", "auto": "auto"}
 # About how long the host takes to launch the kernels of one layer, forward and backward.
 _LAUNCH_SECONDS = 2.5e-3
-# Larger in fp8: there are 1.5 times as many kernels, more of them launched from Python, and the GPU is faster than
-# in 16 bits, for which `layer_seconds` estimates.
+# Larger in fp8: there are 1.5 times as many kernels, more of them launched from Python, and the GPU is faster
+# than in 16 bits, for which `layer_seconds` estimates.
 _LAUNCH_SECONDS_FP8 = 13e-3
 _ALWAYS_OVERLAPPED = "ZeRO 3 always sums and gathers one layer while others compute"
 
@@ -47,7 +48,10 @@ def device_of_settings(config: RunConfig) -> DeviceFacts:
 
 
 def decide(config: RunConfig, device: DeviceFacts, own_program: bool = False) -> Decisions:
-    """Makes all decisions of a run. `own_program`: the model or its forward step is custom code of the user."""
+    """Makes all decisions of a run.
+
+    `own_program`: the model or its forward step is custom code of the user.
+    """
     update, offload = _update(config, device), _offload(config, device)
     gradients, parameters = _gradient_overlap(config), _parameter_overlap(config)
     options = OptimizerOptions(
@@ -284,13 +288,13 @@ def _experts(config: RunConfig, device: DeviceFacts) -> ExpertsDecision:
     by_kernel = config.precision.bf16 and not device.is_cpu
     idle = ""
     if not by_kernel and moe.moe_grouped_gemm:
-        idle = "its kernel needs bf16 on a GPU; here each expert has matmuls of its own"
+        idle = "its kernel needs bf16 on a GPU; each expert has separate matmuls here"
     elif not by_kernel:
-        idle = "its kernel needs bf16 on a GPU, so each expert has matmuls of its own anyway"
+        idle = "its kernel needs bf16 on a GPU, so each expert has separate matmuls anyway"
     elif device.is_gpu and moe.moe_grouped_gemm and not fits:
         idle = (
             f"its kernel needs widths that are multiples of {_GROUPED_MULTIPLE}, not {config.model.hidden_size} and {inner}; each "
-            "expert has matmuls of its own"
+            "expert has separate matmuls"
         )
     on = wants_grouped_experts(moe) and config.precision.bf16 and device.is_gpu and fits
     return ExpertsDecision(on, on and parallel.expert_model_parallel_size * shards == 1, idle)
@@ -329,7 +333,10 @@ def _fp8_layers(config: RunConfig) -> range:
 
 
 def _fp8_lacking(device: DeviceFacts) -> str:
-    """Returns why the device has no fp8 matmuls, or an empty string. They are not emulated, which would be slow."""
+    """Returns why the device has no fp8 matmuls, or an empty string.
+
+    They are not emulated, which would be slow.
+    """
     if device.is_cpu:
         return "this run is on a CPU"
     if device.kind and not (device.is_gpu and device.is_nvidia):

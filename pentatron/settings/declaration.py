@@ -1,7 +1,7 @@
 """Declares settings: dataclass fields with help, spellings of the flag, limits and conditions.
 
-Each setting is declared once, by `setting(...)`. Flags, files, presets, help, checks and the saved configuration
-all read that declaration.
+Each setting is declared once, by `setting(...)`. Flags, files, presets, help, checks and the saved
+configuration all read that declaration.
 """
 
 import dataclasses
@@ -127,7 +127,10 @@ class Setting:
 
     @property
     def optional(self) -> bool:
-        """Whether the setting may be unset. One that is derived if unset is declared with its derived type."""
+        """Whether the setting may be unset.
+
+        One that is derived if unset is declared with its derived type.
+        """
         return self.default is None or type(None) in _members(self.annotation)
 
     def refuses(self, value: Any) -> bool:
@@ -170,14 +173,14 @@ def setting(
 ) -> Any:
     """Declares a setting as a dataclass field.
 
-    `also` lists further spellings, `sets` spellings without an argument and the value of each.
-    `not_yet` names a missing feature: every value but the default and those in `available` is refused.
-    `notice` is printed if the setting is given, for settings that never have an effect.
-    `names_code`: the value is imported and called, so only the command line may set it.
-    `limit`: the allowed range of a number, independent of other settings.
-    `needs`: the conditions under which the setting has an effect. A notice gives the reason of the first unmet one.
-    `resume`: how a difference from the checkpoint is reported. Default: `on_resume` of the section, else `NUMBERS`.
-    `in_weights`: whether weights depend on this setting of the architecture. If not, it may differ in a loaded model.
+    `also` lists further spellings, `sets` spellings without an argument and the value of each. `not_yet`
+    names a missing feature: every value but the default and those in `available` is refused. `notice` is
+    printed if the setting is given, for settings that never have an effect. `names_code`: the value is
+    imported and called, so only the command line may set it. `limit`: the allowed range of a number,
+    independent of other settings. `needs`: the conditions under which the setting has an effect. A notice
+    gives the reason of the first unmet one. `resume`: how a difference from the checkpoint is reported.
+    Default: `on_resume` of the section, else `NUMBERS`. `in_weights`: whether weights depend on this setting
+    of the architecture. If not, it may differ in a loaded model.
     """
     declared = {
         "help": help,

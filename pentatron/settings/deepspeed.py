@@ -1,7 +1,7 @@
 """Reads a DeepSpeed configuration file and maps its keys to settings.
 
-DeepSpeed itself is not used: ZeRO, precision and offload are built in. "auto" leaves a setting unchanged. A key
-without a counterpart is reported by a notice.
+DeepSpeed itself is not used: ZeRO, precision and offload are built in. "auto" leaves a setting unchanged. A
+key without a counterpart is reported by a notice.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +23,10 @@ _SWITCHED = ("fp16", "bf16", "tensorboard", "wandb")
 
 @dataclass(frozen=True)
 class _Target:
-    """The setting that a key maps to, and the conversion of its value. A converted value of None assigns nothing."""
+    """The setting that a key maps to, and the conversion of its value.
+
+    A converted value of None assigns nothing.
+    """
 
     setting: str
     convert: Callable[[Any], Any] = lambda value: value

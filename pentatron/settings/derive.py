@@ -70,7 +70,7 @@ def _fit_inherited_sizes(draft: Draft) -> None:
         divisors(getattr(draft, name)) if name in inherited else [getattr(draft, name)] for name in _SIZES
     )
     fitting = [(t * p, t, p) for t in tensor_sizes for p in pipeline_sizes if _fits(draft, t, p)]
-    # If nothing fits, a rule reports why. The sizes of the preset are 1 then, so that it reports the given ones.
+    # If nothing fits, sizes of the preset become 1, and a rule reports the given sizes.
     _, tensor, pipeline = max(fitting, default=(0, tensor_sizes[0], pipeline_sizes[0]))
     for name, size in zip(_SIZES, (tensor, pipeline)):
         if getattr(draft, name) != size:
@@ -219,7 +219,10 @@ def _widths(draft: Draft) -> None:
 
 
 def _positions(draft: Draft) -> list[str]:
-    """Derives the settings of rotary scaling, as Megatron's flags imply them. Returns the contradictions found."""
+    """Derives the settings of rotary scaling, as Megatron's flags imply them.
+
+    Returns the contradictions found.
+    """
     problems = [*_yarn(draft), *_interpolation(draft)]
     if draft.rope_scaling_type == "llama3":
         if unset(draft.rope_scaling_factor):
@@ -251,7 +254,10 @@ def _interpolation(draft: Draft) -> list[str]:
 
 
 def _imply(draft: Draft, name: str, value: Any, words: str) -> list[str]:
-    """Sets a setting to the value that the flag `words` implies. Returns a problem if another value is given."""
+    """Sets a setting to the value that the flag `words` implies.
+
+    Returns a problem if another value is given.
+    """
     written = getattr(draft, name)
     if written == value:
         return []

@@ -13,10 +13,10 @@ from typing import Any
 class EntryPoint:
     """A program that the user starts.
 
-    `spellings` maps further flags to settings, `refused` maps ambiguous flags to the advice in the error message.
-    `resumes`: resume from checkpoints in the run folder by default. Other programs start a new run unless --load
-    names that folder. `own`: flags of the program that are not settings, for suggestions after a misspelling;
-    `own_help`: the program whose --help lists them, if it is another one.
+    `spellings` maps further flags to settings, `refused` maps ambiguous flags to the advice in the error
+    message. `resumes`: resume from checkpoints in the run folder by default. Other programs start a new run
+    unless --load names that folder. `own`: flags of the program that are not settings, for suggestions after
+    a misspelling; `own_help`: the program whose --help lists them, if it is another one.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Reads settings from YAML, TOML or JSON files (by section or flat, in any spelling), and files that name data."""
+"""Reads YAML, TOML and JSON files of settings, by section or flat, and files that name data."""
 
 import contextlib
 import json
@@ -312,10 +312,10 @@ def saved_values(text: str) -> dict[str, Any]:
 
 
 def places_in_run(file: str, values: Mapping[str, Any]) -> dict[str, str]:
-    """Maps settings to the paths, relative to the run folder, that the run of this `config.yaml` wrote to inside it.
+    """Maps settings to the paths inside its folder that the run of a `config.yaml` wrote to.
 
-    A run that uses the file writes to the same paths in its own folder. Empty if the file is not the `config.yaml`
-    of a run.
+    A run that uses the file writes to the same paths in its own folder. Empty if the file is not the
+    `config.yaml` of a run.
     """
     path = Path(file)
     text = path.read_text(encoding="utf-8", errors="replace")

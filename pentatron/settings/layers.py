@@ -74,7 +74,10 @@ def windowed_layers(skip_frequency: str | None, num_layers: int) -> tuple[bool, 
 def window_of(
     window_size: Sequence[int], skip_frequency: str | None, num_layers: int, layer_number: int
 ) -> int | None:
-    """Returns the number of preceding tokens that a token attends to, None for all. `layer_number` counts from 1."""
+    """Returns the number of preceding tokens that a token attends to, None for all.
+
+    `layer_number` counts from 1.
+    """
     if not window_size or window_size[0] == _UNLIMITED:
         return None
     return window_size[0] if windowed_layers(skip_frequency, num_layers)[layer_number - 1] else None

@@ -90,7 +90,7 @@ def _mlp_per_rank(s: Settings) -> str | None:
 
 
 def _next_width(width: int, ranks: int) -> int:
-    """Returns a width that is at most 5 % larger and divisible by the ranks and, per rank, by a large power of 2."""
+    """Returns a width at most 5 % larger whose shard per rank is a multiple of a power of 2."""
     sizes = [math.ceil(width / (ranks * unit)) * ranks * unit for unit in (128, 64, 32, 16, 8, 4, 2)]
     return next((size for size in sizes if size <= 1.05 * width), sizes[-1])
 

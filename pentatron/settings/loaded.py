@@ -1,4 +1,4 @@
-"""Takes the architecture from a loaded checkpoint or model, and checks that the given settings agree with it."""
+"""Takes the architecture from a checkpoint or model, and checks that given settings agree with it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -119,7 +119,7 @@ def _is_idle(name: str, s: Settings) -> bool:
 
 
 def adopt(draft: Draft, facts: Facts, saved: Mapping[str, Any], origin: str, way_out: str) -> None:
-    """Takes settings that are not given from the saved architecture, and records an error for those that contradict it.
+    """Takes settings that are not given from the saved architecture, and reports contradicting ones.
 
     `origin` names the checkpoint, and `way_out` is the advice at the end of the errors.
     """

@@ -416,7 +416,7 @@ def moe_layers(frequency: str, num_layers: int) -> tuple[bool, ...]:
 
 
 def inner_widths(model: TransformerConfig, moe: MoEConfig, sparse_layers: int) -> int:
-    """Returns the sum over all layers of the inner widths that a token passes: of experts, only the selected ones."""
+    """Returns the sum of the inner widths of all layers. Of experts, only the selected ones count."""
     dense = model.num_layers * model.ffn_hidden_size
     if moe.num_experts is None:
         return int(dense)

@@ -294,7 +294,7 @@ def _fp8_on_a_cpu(s: Settings) -> str | None:
 
 
 def _fp8_tokens(s: Settings) -> str | None:
-    """Checks that fp8 matmuls of weight gradients, which sum over the tokens of a micro-batch, are aligned."""
+    """Checks the alignment of weight gradient matmuls, which sum over the tokens of a micro-batch."""
     if s.fp8_format is None:
         return None
     length, ranks = s.seq_length, s.context_parallel_size

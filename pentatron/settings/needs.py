@@ -25,7 +25,7 @@ def reader_processes(s: Settings) -> str:
 def one_data_source(s: Settings) -> str:
     """Data that is split by weights."""
     if s.train_data_path:
-        return "each split has files of its own (--train-data-path), so nothing is split"
+        return "each split has separate files (--train-data-path), so nothing is split"
     if s.mock_data:
         return "mock data is split in three equal parts"
     if not s.data_path and not s.corpus:

@@ -1,7 +1,7 @@
 """Shapes of all parameters of a model on one rank, FLOPs of a step, and the costs of layers and stages.
 
-Layers are built with these shapes, and the planner counts these parameters. With one rank on every axis they are
-those of the whole model. Which shard of a parameter a rank holds is declared by the layer.
+Layers are built with these shapes, and the planner counts these parameters. With one rank on every axis they
+are those of the whole model. Which shard of a parameter a rank holds is declared by the layer.
 """
 
 import math
@@ -23,8 +23,8 @@ _NORM_PARAMETERS = {"LayerNorm": ("weight", "bias"), "RMSNorm": ("weight",)}
 class Parameter:
     """A parameter on one rank. `name` is relative to its layer, or to the stage outside of layers.
 
-    Ranks on the axis `copies` hold replicas and see different tokens. `at_both_ends`: a tied embedding, of which
-    the first and the last stage have a copy.
+    Ranks on the axis `copies` hold replicas and see different tokens. `at_both_ends`: a tied embedding, of
+    which the first and the last stage have a copy.
     """
 
     name: str
@@ -71,7 +71,10 @@ class AttentionSizes:
 
 
 def attention_sizes(config: TransformerConfig, ranks: int = 1) -> AttentionSizes:
-    """Returns the sizes on one of `ranks` tensor ranks. With fewer groups than ranks, groups are replicated."""
+    """Returns the sizes on one of `ranks` tensor ranks.
+
+    With fewer groups than ranks, groups are replicated.
+    """
     heads, groups = config.num_attention_heads // ranks, max(1, config.num_query_groups // ranks)
     hidden, head = config.hidden_size, config.kv_channels
     return AttentionSizes(
@@ -97,7 +100,10 @@ def has_mlp_bias(config: TransformerConfig) -> bool:
 
 
 def halves_of(config: TransformerConfig) -> int:
-    """Returns the number of matrices before the activation of an MLP. A gated MLP has two, in one parameter."""
+    """Returns the number of matrices before the activation of an MLP.
+
+    A gated MLP has two, in one parameter.
+    """
     return 2 if config.gated_linear_unit else 1
 
 
@@ -116,7 +122,10 @@ class MLPSizes:
 
 
 def mlp_sizes(config: TransformerConfig, ranks: int = 1, inner: int | None = None) -> MLPSizes:
-    """Returns the sizes on one of `ranks` tensor ranks. `inner`: unsharded inner width, if not the configured one."""
+    """Returns the sizes on one of `ranks` tensor ranks.
+
+    `inner`: unsharded inner width, if not the configured one.
+    """
     width, hidden, bias = (inner or config.ffn_hidden_size) // ranks, config.hidden_size, has_mlp_bias(config)
     fc1, fc2 = LinearSizes(hidden, halves_of(config) * width, bias), LinearSizes(width, hidden, bias)
     return MLPSizes(width, fc1, fc2)
@@ -140,7 +149,10 @@ class ExpertSizes:
 
 
 def expert_sizes(config: TransformerConfig, moe: MoEConfig, holders: int = 1, cut: int = 1) -> ExpertSizes:
-    """Returns the sizes on one rank. `holders`: expert-parallel size. `cut`: tensor-parallel size of an expert."""
+    """Returns the sizes on one rank.
+
+    `holders`: expert-parallel size. `cut`: tensor-parallel size of an expert.
+    """
     count, inner = moe.experts // holders, moe.moe_ffn_hidden_size // cut
     hidden = config.hidden_size
     return ExpertSizes(count, inner, (count, halves_of(config) * inner, hidden), (count, hidden, inner))
@@ -288,8 +300,8 @@ _ASSUMED_MFU, _ASSUMED_PEAK = 0.5, 300.0
 def step_flops(config: TransformerConfig, batch: int, sequence: int, moe: MoEConfig = NO_EXPERTS) -> float:
     """Returns the FLOPs of the matmuls of one step over `batch` sequences, forward and backward.
 
-    Recompute, embedding, router, softmax and norms are not counted. Attention is counted causally and within the
-    window of each layer. Masks between documents are ignored, as they depend on the data.
+    Recompute, embedding, router, softmax and norms are not counted. Attention is counted causally and within
+    the window of each layer. Masks between documents are ignored, as they depend on the data.
     """
     hidden, attention = config.hidden_size, attention_sizes(config)
     attended = attention.linear_proj.inputs
@@ -309,7 +321,7 @@ def layer_seconds(config: TransformerConfig, moe: MoEConfig, samples: int, peak:
 
 
 def _pairs(config: TransformerConfig, sequence: int) -> int:
-    """Returns twice the attended token pairs of a sequence over all layers: once for scores, once for values."""
+    """Returns the attended token pairs of a sequence over all layers, twice: for scores and values."""
     layers, before = config.num_layers, window_of(config.window_size, None, 1, 1)
     if before is None:
         return layers * sequence * sequence
@@ -338,7 +350,10 @@ def grid_of(s: Settings) -> Grid:
 
 
 def division_of(s: Settings) -> Division:
-    """Returns how the layers are divided into stages. On one rank, layers at the ends are not counted separately."""
+    """Returns how the layers are divided into stages.
+
+    On one rank, layers at the ends are not counted separately.
+    """
     ranks, virtual, written = (
         s.pipeline_model_parallel_size,
         s.virtual_stages,
@@ -360,7 +375,10 @@ def division_of(s: Settings) -> Division:
 
 
 def costs_of(s: Settings) -> Costs:
-    """Returns the multiply-adds per token of a layer and of the output layer. An embedding lookup has none."""
+    """Returns the multiply-adds per token of a layer and of the output layer.
+
+    An embedding lookup has none.
+    """
     hidden, attention = s.hidden_size, attention_sizes(s)
     projections = attention.linear_qkv.multiplications + attention.linear_proj.multiplications
     mlp = matrices_of(s) * hidden * _inner_width(s)

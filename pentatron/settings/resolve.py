@@ -39,8 +39,8 @@ _PREPARED_SUFFIX = "_text_document"
 class Resolved:
     """A resolved configuration, its settings with their origins, and the notices for the user.
 
-    `open`: the settings before the length of the run is derived, if it depends on an epoch that only the run can
-    count (`--epochs`).
+    `open`: the settings before the length of the run is derived, if it depends on an epoch that only the run
+    can count (`--epochs`).
     """
 
     config: RunConfig
@@ -74,7 +74,10 @@ class Resolved:
 
 
 def gather(words: Sequence[str], entry: EntryPoint) -> Draft:
-    """Collects the given values. Later sources override earlier ones: entry point, preset, file, DeepSpeed, flags."""
+    """Collects the given values.
+
+    Later sources override earlier ones: entry point, preset, file, DeepSpeed, flags.
+    """
     parsed = parse_flags(words, entry)
     flags = Settings.defaults(**{name: assigned.value for name, assigned in parsed.values.items()})
     notices = list(parsed.notices)
@@ -99,13 +102,13 @@ def gather(words: Sequence[str], entry: EntryPoint) -> Draft:
     _drop_idle_default(draft)
     read_data_files(draft)
     if unset(draft.run_dir):
-        # Derived from the command alone, before the folder is read: the same command must find the same folder.
+        # Before the folder is read: the same command must always lead to the same folder.
         draft.derive("runs/NAME, after the model and the data", run_dir=f"runs/{name_of_run(draft)}")
     return draft
 
 
 def _drop_idle_default(draft: Draft) -> None:
-    """Drops the tokenizer type of an entry point without its vocabulary files, or if a tokenizer model is given."""
+    """Drops the default tokenizer type if its vocabulary files are not given, or a tokenizer model is."""
     name = "tokenizer_type"
     has_files = draft.vocab_file is not None or draft.merge_file is not None
     by_script = draft.source(name).startswith("default of")
@@ -175,7 +178,10 @@ def _derived(draft: Draft, facts: Facts, unknown: Collection[str] = ()) -> tuple
 
 
 def _set_aside_wrong_values(draft: Draft) -> list[str]:
-    """Replaces invalid values by defaults, so that the other settings can still be checked. Returns the errors."""
+    """Replaces invalid values by defaults, so that the other settings can still be checked.
+
+    Returns the errors.
+    """
     draft.wrong |= out_of_limits(draft)
     draft.assign("default", **{name: table()[name].default for name in draft.wrong})
     return list(draft.wrong.values())
@@ -271,7 +277,7 @@ def _is_requested(s: Settings, name: str) -> bool:
 
 
 def name_of_run(draft: Draft) -> str:
-    """Returns the default name of a run: `MODEL-DATA`, such as `qwen3-0.6b-chats`, or only that of a preset with data."""
+    """Returns the default name of a run: `MODEL-DATA`, such as `qwen3-0.6b-chats`."""
     return "-".join(filter(None, (_model(draft), _data(draft)))) or "run"
 
 
@@ -285,7 +291,10 @@ def _model(draft: Draft) -> str:
 
 
 def _name_in_path(load: str) -> str:
-    """Returns the last part of a path that is not generic. In the Hub's cache that is `models--OWNER--NAME`."""
+    """Returns the last part of a path that is not generic.
+
+    In the Hub's cache that is `models--OWNER--NAME`.
+    """
     for part in reversed(PurePath(load).parts):
         if part.startswith("models--"):
             return _plain(part.rpartition("--")[2])
@@ -317,6 +326,6 @@ def _files(words: tuple[str, ...]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Converts a text to lower-case letters, digits and `. _ -`, which need no quoting in shells and file systems."""
+    """Converts a text to lower-case letters, digits and `. _ -`, which shells need not quote."""
     plain = re.sub(r"[^\w.]+", "-", text.lower()).strip("-._")
     return plain[:_MAX_NAME].strip("-._")

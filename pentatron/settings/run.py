@@ -154,7 +154,7 @@ class RunConfig:
         return {s.name: getattr(getattr(self, s.section), s.name) for s in table().values()}
 
     def shared(self) -> dict[str, Any]:
-        """Maps flags to the settings that must be equal in all processes: all but those of the launch section."""
+        """Maps flags to the settings that must be equal in all processes: all but the launch section."""
         return {
             item.flag: list(value) if isinstance(value, tuple) else value
             for (name, value), item in zip(self.flat().items(), table().values())
@@ -203,7 +203,7 @@ def size_problem(config: RunConfig, size: int) -> str | None:
 
 
 def sizes_problem(config: RunConfig, consumed_samples: int = 0, steps_taken: int = 0) -> str | None:
-    """Returns an error for the first batch size of the remaining run that cannot run in this layout, or None."""
+    """Returns an error for the first remaining batch size that cannot run in this layout, or None."""
     plan, left = config.batch_plan, config.train.train_iters - steps_taken
     for stretch in plan.sizes(left, consumed_samples) if left > 0 else ():
         problem = size_problem(config, stretch.size)

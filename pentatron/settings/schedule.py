@@ -1,4 +1,4 @@
-"""Batch sizes and lengths of the run and its schedules, and their derivation from steps, samples and epochs."""
+"""Derives batch sizes and the lengths of the run and its schedules from steps, samples and epochs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,10 @@ from pentatron.text import counted
 
 
 def plan_of(s: Settings) -> BatchPlan:
-    """Returns the batch sizes of the run. Raises `ValueError` with a message for an invalid ramp-up or schedule."""
+    """Returns the batch sizes of the run.
+
+    Raises `ValueError` with a message for an invalid ramp-up or schedule.
+    """
     steps, ramp, full = s.step_batch_size_schedule, s.rampup_batch_size, s.global_batch_size
     if steps:
         try:
@@ -81,7 +84,10 @@ def plan_so_far(draft: Draft) -> BatchPlan | None:
 
 
 def _select_given(draft: Draft, *names: str) -> list[str]:
-    """Returns which of several redundant settings are given. If some are flags, those of a file are cleared."""
+    """Returns which of several redundant settings are given.
+
+    If some are flags, those of a file are cleared.
+    """
     given = [name for name in names if draft.given(name) and getattr(draft, name) not in (None, ())]
     flags = [name for name in given if draft.source(name).startswith("flag ")]
     selected = flags or given
@@ -94,7 +100,7 @@ def _select_given(draft: Draft, *names: str) -> list[str]:
 
 
 def _contradiction(draft: Draft, given: list[str], what: str) -> list[str]:
-    """Reports two contradicting settings: a problem for flags; for a file, a notice that the first is not used."""
+    """Reports two contradicting settings: a problem for flags, a notice if the first is from a file."""
     values = (getattr(draft, name) for name in given[:2])
     words = (" ".join(map(str, value)) if isinstance(value, tuple) else value for value in values)
     first, second = (f"{flag_of(name)} {word}" for name, word in zip(given, words))
@@ -105,7 +111,7 @@ def _contradiction(draft: Draft, given: list[str], what: str) -> list[str]:
 
 
 def settle_stepwise_batch(draft: Draft) -> list[str]:
-    """Derives the global batch size as the last of --step-batch-size-schedule. Returns the contradictions found.
+    """Derives the global batch size as the last of --step-batch-size-schedule. Returns the problems.
 
     Validation and the checks of the layout use that size.
     """
@@ -192,7 +198,7 @@ def _epochs(draft: Draft, plan: BatchPlan | None) -> list[str]:
 
 
 def _overriding_flag(draft: Draft, names: Sequence[str], other: str) -> str:
-    """Returns the first of `names` that is given by a flag, if `other` has a value from elsewhere, such as a file."""
+    """Returns the first of `names` given by a flag, if `other` has a value that is not from a flag."""
     if getattr(draft, other) is None or draft.source(other).startswith("flag "):
         return ""
     flags = (name for name in names if draft.source(name).startswith("flag "))
@@ -209,7 +215,10 @@ def _synthetic_steps(epochs: int, size: int, plan: BatchPlan) -> tuple[int, str]
 
 
 def _limit_length(draft: Draft, limit: int, in_words: str) -> None:
-    """Ends the run after `limit` steps, unless a given length ends it before. A notice names the one that is used."""
+    """Ends the run after `limit` steps, unless a given length ends it before.
+
+    A notice names the one that is used.
+    """
     steps, by_samples = draft.train_iters, draft.train_samples is not None
     name = "train_samples" if by_samples else "train_iters"
     is_given = steps is not None and (draft.given("train_iters") or by_samples)

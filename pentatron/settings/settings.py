@@ -1,7 +1,7 @@
 """Typed access to all settings of a run by name, with the origin of each value.
 
-`Settings` inherits the declarations of all sections, so type checkers know each attribute. Rules, derivations and
-needs read it. `RunConfig` is the frozen form by section.
+`Settings` inherits the declarations of all sections, so type checkers know each attribute. Rules, derivations
+and needs read it. `RunConfig` is the frozen form by section.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ KEPT = "kept from"
 
 @dataclass(frozen=True)
 class Assigned:
-    """A value and its origin, such as `flag --lr`, `file X.yaml`, `preset demo`, `derived: REASON` or `default`."""
+    """A value and its origin: `flag --lr`, `file X.yaml`, `preset demo`, `derived: REASON`, `default`."""
 
     value: Any
     source: str
@@ -33,7 +33,10 @@ def is_written(source: str) -> bool:
 
 
 def unset(value: object) -> bool:
-    """Whether a setting is neither given nor derived yet. Its declared type is that in a resolved run, without None."""
+    """Whether a setting is neither given nor derived yet.
+
+    Its declared type is that in a resolved run, without None.
+    """
     return value is None
 
 
@@ -164,9 +167,10 @@ class Settings(
 class Draft(Settings):
     """Settings that are being resolved, with the notices and problems found so far.
 
-    `notices` are printed before those of the rules, `further_notices` after them. `wrong` maps settings whose value
-    is invalid by itself to the error. `in_run_folder` maps settings to paths relative to the run folder, until that
-    is known. `built_only`: a feature that is not implemented is a problem rather than a notice.
+    `notices` are printed before those of the rules, `further_notices` after them. `wrong` maps settings whose
+    value is invalid by itself to the error. `in_run_folder` maps settings to paths relative to the run
+    folder, until that is known. `built_only`: a feature that is not implemented is a problem rather than a
+    notice.
     """
 
     notices: list[str]
@@ -202,10 +206,10 @@ CHOOSING = ("finetune", "no_load_optim", "no_load_rng")
 class Start(Enum):
     """How a run treats an earlier run in its folder.
 
-    `RESUME`: resume from the newest checkpoint step of the run. Without one, load `--load` or initialize weights.
-    `ANEW`: move an earlier run in the folder aside, then load `--load` or initialize weights.
-    `IN_PLACE`: move nothing, as `--load` names the folder or something inside it, and load that. Checkpoint steps
-    that are already there belong to earlier runs.
+    `RESUME`: resume from the newest checkpoint step of the run. Without one, load `--load` or initialize
+    weights. `ANEW`: move an earlier run in the folder aside, then load `--load` or initialize weights.
+    `IN_PLACE`: move nothing, as `--load` names the folder or something inside it, and load that. Checkpoint
+    steps that are already there belong to earlier runs.
     """
 
     RESUME = "resume"
@@ -214,7 +218,10 @@ class Start(Enum):
 
 
 def start_of(s: Settings, load_given: bool, resumes: bool) -> Start:
-    """Returns how a run starts. `resumes`: the program resumes by default, or this is a restart of its job."""
+    """Returns how a run starts.
+
+    `resumes`: the program resumes by default, or this is a restart of its job.
+    """
     if s.fresh:
         return Start.ANEW
     if resumes or (s.skip_train and not load_given):

@@ -138,7 +138,7 @@ def _run_length(s: Settings) -> str | None:
 
 
 def _lengths(s: Settings) -> tuple[BatchPlan, Spans] | None:
-    """Returns the batch plan and the lengths of the schedules, or None if another rule reports a problem first."""
+    """Returns the batch plan and the schedule lengths, or None if another rule reports a problem."""
     if unset(s.train_iters) or unset(s.global_batch_size) or _plan(s) is not None:
         return None
     if s.lr_decay_iters is None and s.lr_decay_samples is None:
