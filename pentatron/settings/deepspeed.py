@@ -92,7 +92,7 @@ TARGETS: dict[str, tuple[_Target, ...]] = {
 # Errors rather than notices, because they decide whether the model fits into memory.
 _REFUSED = {
     "zero_optimization.offload_param.device": "weights stay on the device here; optimizer state can be offloaded "
-    "(offload_optimizer), and ZeRO 3 shards the weights",
+    "(offload_optimizer), and ZeRO 3 shards the weights"
 }
 _WARMUP_TYPE = "scheduler.params.warmup_type"
 

@@ -108,13 +108,7 @@ def _lines(content: dict[Any, Any]) -> Iterator[_Line]:
 
 def load_file(path: Path, flag: str = "--config") -> Any:
     """Loads a YAML, TOML or JSON file. `flag` is the flag that named it, for error messages."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UserError(f"configuration file {path} does not exist; check the path given to {flag}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UserError(f"configuration file {path} cannot be read ({reason})") from None
+    text = _text(path, f"configuration file {path}", f"check the path given to {flag}")
     try:
         return _parse(path, text)
     except UserError as error:
@@ -279,14 +273,15 @@ def _words(content: Any, flag: str) -> tuple[str, ...]:
     return tuple(words)
 
 
-def _text(path: Path, flag: str) -> str:
+def _text(path: Path, what: str, fix: str = "check the path") -> str:
+    """Reads a text file. `what` names it in error messages."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UserError(f"{flag} does not exist; check the path") from None
+        raise UserError(f"{what} does not exist; {fix}") from None
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UserError(f"{flag} cannot be read ({reason})") from None
+        raise UserError(f"{what} cannot be read ({reason})") from None
 
 
 # --- the config.yaml of a run, reused by another run ---

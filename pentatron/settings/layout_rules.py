@@ -6,6 +6,7 @@ Each returns None or an error message with the numbers and a fix. `rules.py` app
 import math
 from collections.abc import Callable
 
+from pentatron.errors import UserError
 from pentatron.layout.batch import batch_problem
 from pentatron.layout.ranks import world_size_problem
 from pentatron.layout.schedules import (
@@ -23,6 +24,15 @@ from pentatron.settings.settings import Settings, unset
 from pentatron.text import divisors, either
 
 Rule = Callable[[Settings], str | None]
+
+
+def error_of(check: Callable[..., object], *arguments: object) -> str | None:
+    """Returns the message of the error that `check` raises, or None."""
+    try:
+        check(*arguments)
+    except (UserError, ValueError) as error:
+        return str(error)
+    return None
 
 
 def _world(s: Settings) -> str | None:
@@ -231,12 +241,8 @@ def _division(s: Settings) -> str | None:
         return f"{' and '.join(given)} each set how the layers are divided; give one of them"
     if division.written is None and s.num_layers < division.stages:
         return None
-    try:
-        # Whether there is a division does not depend on the costs, which only shift layers between stages.
-        stage_parts(s.num_layers, division, Costs())
-    except ValueError as error:
-        return str(error)
-    return None
+    # Whether there is a division does not depend on the costs, which only shift layers between stages.
+    return error_of(stage_parts, s.num_layers, division, Costs())
 
 
 def _schedule(s: Settings) -> str | None:

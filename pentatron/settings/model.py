@@ -41,12 +41,8 @@ class TransformerConfig:
 
     num_layers: int = setting(4, "transformer layers", limit=ABOVE_ZERO)
     hidden_size: int = setting(256, "width of the hidden states", limit=ABOVE_ZERO)
-    ffn_hidden_size: int = setting(
-        None, "width inside the MLP (4 × hidden; with SwiGLU 8/3 × hidden)", limit=ABOVE_ZERO
-    )
-    num_attention_heads: int = setting(
-        None, "attention heads (derived from the hidden size if not given)", limit=ABOVE_ZERO
-    )
+    ffn_hidden_size: int = setting(None, "MLP width (4 × hidden; with SwiGLU 8/3 × hidden)", limit=ABOVE_ZERO)
+    num_attention_heads: int = setting(None, "attention heads (from the hidden size)", limit=ABOVE_ZERO)
     kv_channels: int = setting(
         None, "width of one head (hidden / heads); heads × width may differ from hidden", limit=ABOVE_ZERO
     )
@@ -55,9 +51,7 @@ class TransformerConfig:
     seq_length: int = setting(
         256, "tokens in one sample", also="--max_seq_len", limit=ABOVE_ZERO, resume=ORDER, in_weights=False
     )
-    max_position_embeddings: int = setting(
-        None, "maximum sequence length of the model (seq-length)", limit=ABOVE_ZERO
-    )
+    max_position_embeddings: int = setting(None, "maximum sequence length (seq-length)", limit=ABOVE_ZERO)
     vocab_size: int = setting(None, "vocabulary size (from the tokenizer if not given)", limit=ABOVE_ZERO)
     make_vocab_size_divisible_by: int = setting(
         128,
@@ -67,11 +61,7 @@ class TransformerConfig:
         in_weights=False,
     )
     padded_vocab_size: int = setting(
-        None,
-        "rows of the embedding with padding (derived)",
-        limit=ABOVE_ZERO,
-        resume=FREE,
-        in_weights=False,
+        None, "rows of the embedding with padding (derived)", limit=ABOVE_ZERO, resume=FREE, in_weights=False
     )
 
     normalization: str = setting("LayerNorm", "normalization layer", choices=("LayerNorm", "RMSNorm"))
@@ -82,14 +72,10 @@ class TransformerConfig:
     )
     gated_linear_unit: bool = setting(False, "SwiGLU: gated SiLU MLP", also="--swiglu")
     add_bias_linear: bool = setting(
-        True,
-        "bias in all linear layers",
-        sets={"--disable-bias-linear": False, "--disable_bias_linear": False},
+        True, "bias in linear layers", sets={"--disable-bias-linear": False, "--disable_bias_linear": False}
     )
     add_qkv_bias: bool = setting(False, "bias in the QKV projection (Qwen2.5)", needs=QKV_BIAS_ALONE)
-    add_proj_bias: bool = setting(
-        False, "bias in the output projection of attention", needs=PROJECTION_BIAS_ALONE
-    )
+    add_proj_bias: bool = setting(False, "bias in attention's output projection", needs=PROJECTION_BIAS_ALONE)
     add_mlp_bias: bool = setting(False, "biases in the MLP", needs=MLP_BIAS_ALONE)
     position_embedding_type: str = setting(
         "learned_absolute",
@@ -98,12 +84,8 @@ class TransformerConfig:
         sets={"--use-rotary-position-embeddings": "rope"},
     )
     rotary_base: float = setting(10000.0, "base of the rotary frequencies", limit=ABOVE_ZERO, needs=ROPE)
-    rotary_percent: float = setting(
-        1.0, "fraction of the head dimension that is rotated", limit=SHARE, needs=ROPE
-    )
-    rotary_interleaved: bool = setting(
-        False, "rotate adjacent pairs of channels instead of halves", needs=ROPE
-    )
+    rotary_percent: float = setting(1.0, "fraction of the head that is rotated", limit=SHARE, needs=ROPE)
+    rotary_interleaved: bool = setting(False, "rotate adjacent channel pairs instead of halves", needs=ROPE)
     rope_scaling_type: str | None = setting(
         None,
         "scaling of rotary frequencies for sequences longer than in the first training (none)",
@@ -132,10 +114,7 @@ class TransformerConfig:
         needs=LLAMA3_SCALING,
     )
     rope_scaling_high_freq_factor: float = setting(
-        4.0,
-        "llama3: wavelengths that fit more often than this are not scaled",
-        limit=ABOVE_ZERO,
-        needs=LLAMA3_SCALING,
+        4.0, "llama3: wavelengths that fit more often are not scaled", limit=ABOVE_ZERO, needs=LLAMA3_SCALING
     )
     rotary_seq_len_interpolation_factor: float | None = setting(
         None,
@@ -174,9 +153,7 @@ class TransformerConfig:
         needs=a_shorter_window,
     )
     window_attn_skip_freq: str | None = setting(
-        None,
-        "layers without a window: every N-th, or a list such as [1,1,0] with 1 for a window",
-        needs=WINDOW,
+        None, "layers without window: every N-th, or a list such as [1,1,0] with 1 for a window", needs=WINDOW
     )
     untie_embeddings_and_output_weights: bool = setting(
         False, "do not share the weight of the embedding with the output layer"
@@ -200,34 +177,25 @@ class MoEConfig:
 
     num_experts: int | None = setting(None, "number of experts", limit=ABOVE_ZERO)
     moe_layer_freq: str = setting(
-        "1",
-        "layers with experts: every N-th, or a list such as [0]*1+[1]*26 with 1 for experts",
-        needs=EXPERTS,
+        "1", "layers with experts: every N-th, or a list like [0]*1+[1]*26 with 1 for experts", needs=EXPERTS
     )
     moe_ffn_hidden_size: int = setting(
         None, "width inside one expert (ffn-hidden-size)", limit=ABOVE_ZERO, needs=EXPERTS
     )
     moe_router_topk: int = setting(2, "experts per token", limit=ABOVE_ZERO, needs=EXPERTS)
     moe_router_score_function: str = setting(
-        "softmax",
-        "function from the router's logits to scores",
-        choices=("softmax", "sigmoid"),
-        needs=EXPERTS,
+        "softmax", "function from router logits to scores", choices=("softmax", "sigmoid"), needs=EXPERTS
     )
     moe_router_pre_softmax: bool = setting(
-        False,
-        "softmax over all experts before the top-k, not over the selected ones after it",
-        needs=SOFTMAX_SCORES,
+        False, "softmax over all experts before the top-k, not over the selected ones", needs=SOFTMAX_SCORES
     )
     moe_router_topk_scaling_factor: float | None = setting(
         None, "factor of the weights of the selected experts", limit=ABOVE_ZERO, needs=EXPERTS
     )
     moe_router_num_groups: int | None = setting(
-        None, "groups of experts for group-limited routing", limit=ABOVE_ZERO, needs=EXPERTS
+        None, "expert groups for group-limited routing", limit=ABOVE_ZERO, needs=EXPERTS
     )
-    moe_router_group_topk: int = setting(
-        None, "groups of experts a token uses", limit=ABOVE_ZERO, needs=EXPERTS
-    )
+    moe_router_group_topk: int = setting(None, "expert groups a token uses", limit=ABOVE_ZERO, needs=EXPERTS)
     moe_router_dtype: str | None = setting(
         None,
         "precision of the router's logits (that of the model)",
@@ -243,11 +211,7 @@ class MoEConfig:
         in_weights=False,
     )
     moe_aux_loss_coeff: tuple[float, ...] = setting(
-        (0.0,),
-        "weight of the load-balancing loss, or of each",
-        limit=ZERO_OR_MORE,
-        needs=BALANCING,
-        in_weights=False,
+        (0.0,), "weight of the load-balancing loss(es)", limit=ZERO_OR_MORE, needs=BALANCING, in_weights=False
     )
     moe_z_loss_coeff: float | None = setting(
         None,
@@ -257,9 +221,7 @@ class MoEConfig:
         in_weights=False,
     )
     moe_router_enable_expert_bias: bool = setting(
-        False,
-        "balance without a loss: a bias that only affects the selection, updated after every step",
-        needs=EXPERTS,
+        False, "balance without a loss: a selection bias, updated after every step", needs=EXPERTS
     )
     moe_router_bias_update_rate: float = setting(
         1e-3, "update of that bias per step", limit=ZERO_OR_MORE, needs=EXPERT_BIAS, in_weights=False
@@ -301,9 +263,7 @@ class MoEConfig:
     moe_shared_expert_intermediate_size: int | None = setting(
         None, "width of the shared expert, which every token uses", limit=ABOVE_ZERO, needs=EXPERTS
     )
-    moe_shared_expert_gate: bool = setting(
-        False, "gate the output of the shared expert (Qwen2-MoE)", needs=EXPERTS
-    )
+    moe_shared_expert_gate: bool = setting(False, "gate the shared expert (Qwen2-MoE)", needs=EXPERTS)
     moe_per_layer_logging: bool = setting(
         False, "write the load of every layer's experts to metrics.jsonl", needs=EXPERTS, in_weights=False
     )
@@ -333,9 +293,7 @@ class KernelConfig:
         notice="there is only one implementation here, in PyTorch, so this changes nothing",
     )
     use_mcore_models: bool = setting(
-        False,
-        "Megatron's newer models",
-        notice="there is only one family of models here, so this changes nothing",
+        False, "Megatron's newer models", notice="there is one family of models here, so this changes nothing"
     )
     attention_backend: str = setting(
         "auto",
@@ -369,13 +327,9 @@ class KernelConfig:
         limit=ZERO_OR_MORE,
     )
     attention_softmax_in_fp32: bool = setting(
-        False,
-        "softmax of attention in fp32",
-        notice="the attention kernels here always take the softmax in fp32",
+        False, "softmax of attention in fp32", notice="attention here always takes the softmax in fp32"
     )
-    rope_fusion: bool = setting(
-        True, "fused rotary kernel", notice="there is no separate fused rotary kernel here"
-    )
+    rope_fusion: bool = setting(True, "fused rotary kernel", notice="there is no separate rotary kernel here")
     masked_softmax_fusion: bool = setting(
         True, "fused masked softmax", notice="attention here has no separate masked softmax"
     )

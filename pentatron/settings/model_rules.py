@@ -5,7 +5,7 @@ import math
 from pentatron.devices import FP8_MULTIPLE
 from pentatron.layout.ranks import expert_size_problem
 from pentatron.settings.layers import windowed_layers
-from pentatron.settings.layout_rules import Rule
+from pentatron.settings.layout_rules import Rule, error_of
 from pentatron.settings.model import moe_layers
 from pentatron.settings.parameters import grid_of
 from pentatron.settings.settings import Settings, unset
@@ -64,13 +64,7 @@ def _shared_gate(s: Settings) -> str | None:
 
 
 def _layers_with_experts(s: Settings) -> str | None:
-    if s.num_experts is None:
-        return None
-    try:
-        moe_layers(s.moe_layer_freq, s.num_layers)
-    except ValueError as error:
-        return str(error)
-    return None
+    return None if s.num_experts is None else error_of(moe_layers, s.moe_layer_freq, s.num_layers)
 
 
 def _experts_with_tensor_ranks(s: Settings) -> str | None:
@@ -223,13 +217,7 @@ def _window(s: Settings) -> str | None:
 
 
 def _layers_with_windows(s: Settings) -> str | None:
-    if not s.window_size:
-        return None
-    try:
-        windowed_layers(s.window_attn_skip_freq, s.num_layers)
-    except ValueError as error:
-        return str(error)
-    return None
+    return error_of(windowed_layers, s.window_attn_skip_freq, s.num_layers) if s.window_size else None
 
 
 def _window_dropout(s: Settings) -> str | None:

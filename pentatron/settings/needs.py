@@ -408,8 +408,7 @@ def hybrid_shards(s: Settings) -> str:
 
 
 RECOMPUTE = unless(
-    lambda s: s.recompute_granularity is not None,
-    "nothing is recomputed without --recompute-granularity",
+    lambda s: s.recompute_granularity is not None, "nothing is recomputed without --recompute-granularity"
 )
 
 

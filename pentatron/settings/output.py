@@ -36,17 +36,13 @@ class RunSettings:
     preset: str | None = setting(
         None, "named settings that files and flags override (`pentatron presets` lists them)", resume=SILENT
     )
-    config: str | None = setting(
-        None, "YAML, TOML or JSON file with settings", also="--yaml-cfg", resume=SILENT
-    )
+    config: str | None = setting(None, "YAML, TOML or JSON settings file", also="--yaml-cfg", resume=SILENT)
     run_dir: str = setting(None, "folder of the run (that of --save if given, else runs/NAME)", resume=SILENT)
     fresh: bool = setting(
-        False, "start a new run; an earlier run in the folder is moved aside", resume=SILENT
+        False, "start a new run; an earlier one in the folder is moved aside", resume=SILENT
     )
     seed: int = setting(1234, "seed of initial weights, sample order and dropout", limit=SEED, resume=ORDER)
-    sample_prompt: str | None = setting(
-        None, "prompt to continue at the end of the run", needs=a_tokenizer, resume=FREE
-    )
+    sample_prompt: str | None = setting(None, "prompt to continue at the end", needs=a_tokenizer, resume=FREE)
     sample_tokens: int = setting(
         120, "tokens to generate for it (0: none)", limit=ZERO_OR_MORE, needs=a_sample, resume=FREE
     )
@@ -58,14 +54,9 @@ class CheckpointConfig:
 
     on_resume: ClassVar[OnResume] = FREE
 
-    save: str = setting(
-        None, "folder for checkpoints (RUN_DIR/checkpoints)", needs=CHECKPOINTS, resume=SILENT
-    )
+    save: str = setting(None, "checkpoint folder (RUN_DIR/checkpoints)", needs=CHECKPOINTS, resume=SILENT)
     load: str = setting(
-        None,
-        "checkpoint folder or Hugging Face model to load (the run's own checkpoints)",
-        also="--hf",
-        resume=SILENT,
+        None, "checkpoints or Hugging Face model to load (those of the run)", also="--hf", resume=SILENT
     )
     save_interval: int = setting(
         None,
@@ -160,41 +151,28 @@ class LogConfig:
     log_timers_to_tensorboard: bool = setting(False, "throughput and step time there too", needs=A_DASHBOARD)
     log_memory_to_tensorboard: bool = setting(False, "memory there too", needs=A_DASHBOARD)
     log_world_size_to_tensorboard: bool = setting(False, "the world size there too", needs=A_DASHBOARD)
-    log_validation_ppl_to_tensorboard: bool = setting(
-        False, "validation perplexity there too", needs=A_DASHBOARD
-    )
+    log_validation_ppl_to_tensorboard: bool = setting(False, "perplexity there too", needs=A_DASHBOARD)
     wandb_project: str | None = setting(None, "project of Weights & Biases (WANDB_MODE=offline: no network)")
     wandb_exp_name: str | None = setting(None, "name of the run there (name of the run folder)", needs=WANDB)
     wandb_entity: str | None = setting(None, "team or user there", needs=WANDB)
     wandb_save_dir: str | None = setting(None, "folder for its files (RUN_DIR/wandb)", needs=WANDB)
-    monitor_memory_continuously: bool = setting(
-        False, "write every rank's memory over time to RUN_DIR/memory"
-    )
+    monitor_memory_continuously: bool = setting(False, "write each rank's memory over time to RUN_DIR/memory")
     memory_monitor_interval: float = setting(
         1.0, "seconds between memory samples", limit=ABOVE_ZERO, needs=MEMORY_SAMPLES
     )
-    save_performance_summary: bool = setting(
-        False, "write RUN_DIR/performance_summary.json at the end of the run"
-    )
+    save_performance_summary: bool = setting(False, "write RUN_DIR/performance_summary.json at the end")
     console_lines: str = setting(
-        "short",
-        "lines on the terminal: a summary (short), or all of train.log (megatron)",
-        choices=("short", "megatron"),
+        "short", "terminal: a summary (short), or all of train.log (megatron)", choices=("short", "megatron")
     )
     profile: bool = setting(
         False,
         "profile some steps: a trace in RUN_DIR/profile, or on a GPU a range for nsys",
         needs=profile_within_the_run,
     )
-    profile_step_start: int = setting(
-        10, "steps before the profile begins", limit=ZERO_OR_MORE, needs=PROFILE
-    )
+    profile_step_start: int = setting(10, "steps before the profile", limit=ZERO_OR_MORE, needs=PROFILE)
     profile_step_end: int = setting(12, "last step of the profile", limit=ABOVE_ZERO, needs=PROFILE)
-    profile_ranks: tuple[int, ...] = setting(
-        (0,), "ranks to profile", limit=ZERO_OR_MORE, needs=PROFILED_RANK
-    )
+    profile_ranks: tuple[int, ...] = setting((0,), "profiled ranks", limit=ZERO_OR_MORE, needs=PROFILED_RANK)
     use_pytorch_profiler: bool = setting(
-        False,
-        "on a GPU, write a trace by torch.profiler instead of a range for nsys",
+        False, "on a GPU, write a trace by torch.profiler instead of a range for nsys"
     )
     progress_bar: str = setting("auto", "live progress bar", choices=("auto", "on", "off"))

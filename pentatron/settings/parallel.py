@@ -52,19 +52,13 @@ class ParallelConfig:
         1, "context-parallel ranks, which share each sequence", also="--cp_size --cp", limit=ABOVE_ZERO
     )
     expert_model_parallel_size: int = setting(
-        1,
-        "expert-parallel ranks, which the experts are divided over",
-        also="--ep_size --ep",
-        limit=ABOVE_ZERO,
+        1, "expert-parallel ranks, which experts are divided over", also="--ep_size --ep", limit=ABOVE_ZERO
     )
     expert_tensor_parallel_size: int = setting(
         None, "tensor-parallel ranks of one expert (tensor parallel size)", limit=ABOVE_ZERO, needs=EXPERTS
     )
     data_parallel_size: int = setting(
-        None,
-        "replicas of the model (world / (tp × pp × cp), checked if given)",
-        also="--dp_size --dp",
-        limit=ABOVE_ZERO,
+        None, "replicas (world / (tp × pp × cp), checked if given)", also="--dp_size --dp", limit=ABOVE_ZERO
     )
     sequence_parallel: bool = setting(
         False, "split sequences over the tensor ranks in norms and residuals", needs=TENSOR_AXIS
@@ -127,28 +121,19 @@ class ParallelConfig:
         needs=hybrid_shards,
     )
     overlap_grad_reduce: bool = setting(False, "reduce gradients while backward runs")
-    overlap_param_gather: bool = setting(
-        False,
-        "gather parameters while forward runs",
-    )
+    overlap_param_gather: bool = setting(False, "gather parameters while forward runs")
     ddp_bucket_size: int = setting(
-        40_000_000,
-        "elements of a gradient bucket, which one collective reduces",
-        limit=ABOVE_ZERO,
-        needs=buckets,
+        40_000_000, "elements per gradient bucket, reduced in one collective", limit=ABOVE_ZERO, needs=buckets
     )
     optimizer_cpu_offload: bool = setting(
-        False,
-        "keep master weights and optimizer state in host memory and update them on the CPU (ZeRO 0 to 2)",
+        False, "keep master weights and optimizer state in host memory, updated on the CPU (ZeRO 0 to 2)"
     )
     deepspeed: bool = setting(
         False,
         "accepted for DeepSpeed command lines",
         notice="DeepSpeed is not used; its features (--deepspeed_config, --zero-stage) are built in",
     )
-    deepspeed_config: str | None = setting(
-        None, "DeepSpeed configuration file to take settings from; flags override it"
-    )
+    deepspeed_config: str | None = setting(None, "DeepSpeed configuration file; flags override it")
 
 
 @dataclass(frozen=True)
@@ -180,13 +165,10 @@ class MemoryConfig:
         needs=recomputed_modules,
     )
     record_memory_history: bool = setting(
-        False,
-        "record GPU allocations with stack traces, for pytorch.org/memory_viz",
+        False, "record GPU allocations with stack traces, for pytorch.org/memory_viz"
     )
     memory_snapshot_path: str = setting(
-        "snapshot.pickle",
-        "file of that record in the run folder; the rank is added to its name",
-        needs=MEMORY_HISTORY,
+        "snapshot.pickle", "file of it in the run folder; the rank is added to its name", needs=MEMORY_HISTORY
     )
 
 
@@ -196,13 +178,10 @@ class PrecisionConfig:
 
     bf16: bool = setting(False, "bf16 weights and activations, fp32 master weights and gradients")
     fp16: bool = setting(
-        False, "fp16 weights and activations, fp32 master weights and gradients, loss scaling"
+        False, "fp16 weights and activations, fp32 master weights and gradients, scaled loss"
     )
     loss_scale: float | None = setting(
-        None,
-        "static loss scale, in any precision (fp16: dynamic)",
-        limit=ZERO_OR_MORE,
-        needs=nonzero_loss_scale,
+        None, "static loss scale, any precision (fp16: dynamic)", limit=ZERO_OR_MORE, needs=nonzero_loss_scale
     )
     initial_loss_scale: float = setting(
         2.0**32,
@@ -212,10 +191,7 @@ class PrecisionConfig:
         needs=loss_scale_search("initial_loss_scale"),
     )
     min_loss_scale: float = setting(
-        1.0,
-        "minimum dynamic loss scale (0: no minimum)",
-        limit=ZERO_OR_MORE,
-        needs=loss_scale_search("min_loss_scale"),
+        1.0, "minimum loss scale (0: none)", limit=ZERO_OR_MORE, needs=loss_scale_search("min_loss_scale")
     )
     loss_scale_window: int = setting(
         1000,
@@ -260,18 +236,13 @@ class PrecisionConfig:
     )
     fp8_output_layer: bool = setting(False, "fp8 matmuls in the output layer too")
     first_last_layers_bf16: bool = setting(
-        False,
-        "keep the first and last layers in bf16 when the others have fp8 matmuls",
+        False, "keep the first and last layers in bf16 when the others have fp8 matmuls"
     )
     num_layers_at_start_in_bf16: int = setting(
-        1,
-        "number of first layers in bf16 with --first-last-layers-bf16",
-        limit=ZERO_OR_MORE,
+        1, "number of first layers in bf16 with --first-last-layers-bf16", limit=ZERO_OR_MORE
     )
     num_layers_at_end_in_bf16: int = setting(
-        1,
-        "number of last layers in bf16 with --first-last-layers-bf16",
-        limit=ZERO_OR_MORE,
+        1, "number of last layers in bf16 with --first-last-layers-bf16", limit=ZERO_OR_MORE
     )
     deterministic_mode: bool = setting(False, "use deterministic kernels only; others are refused")
 
@@ -295,10 +266,7 @@ class LaunchConfig:
     on_resume: ClassVar[OnResume] = FREE
 
     nproc_per_node: int = setting(
-        None,
-        "worker processes to start (one per GPU; 1 without GPU)",
-        also="--num-processes",
-        limit=ABOVE_ZERO,
+        None, "processes to start (one per GPU; 1 without GPU)", also="--num-processes", limit=ABOVE_ZERO
     )
     device: str = setting("auto", "compute device", choices=("auto", "cpu", "cuda"))
     threads_per_process: int = setting(
@@ -312,10 +280,7 @@ class LaunchConfig:
         None, "rendezvous as tcp://HOST:PORT, if no launcher provides one", needs=open_rendezvous
     )
     distributed_timeout_minutes: float = setting(
-        10.0,
-        "timeout of collectives, in which the slowest rank must arrive",
-        limit=ABOVE_ZERO,
-        needs=SEVERAL_PROCESSES,
+        10.0, "timeout of collectives, for the slowest rank", limit=ABOVE_ZERO, needs=SEVERAL_PROCESSES
     )
     distributed_timeout_seconds_after_init: float | None = setting(
         None,
@@ -337,9 +302,7 @@ class LaunchConfig:
         limit=ZERO_OR_MORE,
         needs=a_supervisor,
     )
-    check_memory: bool = setting(
-        True, "before starting, compare the estimated memory of the run with that of the device"
-    )
+    check_memory: bool = setting(True, "before starting, compare the estimated memory with the device's")
     local_rank: int | None = setting(
         None,
         "local rank, as older launchers pass it",

@@ -7,11 +7,10 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from pentatron.errors import UserError
 from pentatron.settings.data_paths import NAMED, Blend, names_files
 from pentatron.settings.decisions import not_recordable, requires_graphs
 from pentatron.settings.declaration import Setting, flag_of
-from pentatron.settings.layout_rules import LAYOUT_RULES, ZERO_RULES, Rule
+from pentatron.settings.layout_rules import LAYOUT_RULES, ZERO_RULES, Rule, error_of
 from pentatron.settings.model_rules import MOE_RULES, POSITION_RULES, PRECISION_RULES
 from pentatron.settings.run import table
 from pentatron.settings.settings import Settings, unset
@@ -168,13 +167,9 @@ def _data(s: Settings) -> str | None:
 
 
 def _blend(s: Settings) -> str | None:
-    for name in NAMED:
-        if getattr(s, name) and not s.sft:
-            try:
-                Blend.parse(getattr(s, name), flag_of(name))
-            except UserError as error:
-                return str(error)
-    return None
+    named = () if s.sft else tuple(name for name in NAMED if getattr(s, name))
+    errors = (error_of(Blend.parse, getattr(s, name), flag_of(name)) for name in named)
+    return next((error for error in errors if error is not None), None)
 
 
 def _per_split(s: Settings) -> str | None:

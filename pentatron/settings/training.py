@@ -55,9 +55,7 @@ class DataConfig:
     """Data and tokenizer"""
 
     corpus: str | None = setting(
-        None,
-        "a text corpus built on this machine: the source code of Python's standard library",
-        choices=("python",),
+        None, "text corpus built here: the source code of Python's standard library", choices=("python",)
     )
     corpus_bytes: int = setting(8_000_000, "bytes of the corpus to use", limit=ABOVE_ZERO, needs=a_corpus)
     data_path: tuple[str, ...] = setting(
@@ -72,9 +70,7 @@ class DataConfig:
         None, "YAML file with entries {weight: W, path: P}, for all splits or under train, valid, test"
     )
     data_args_path: str | None = setting(None, "file with the arguments of --data-path")
-    per_split_data_args_path: str | None = setting(
-        None, "JSON file with one --data-path for each of train, valid, test"
-    )
+    per_split_data_args_path: str | None = setting(None, "JSON file: --data-path for train, valid and test")
     mid_level_dataset_surplus: float = setting(
         0.005,
         "fraction of additional samples that a weighted dataset of a blend is built for",
@@ -95,15 +91,9 @@ class DataConfig:
     dataset_size: int | None = setting(
         None, "number of synthetic samples, if no data is given", limit=ABOVE_ZERO, needs=synthetic_data
     )
-    reset_position_ids: bool = setting(
-        False, "restart position ids at 0 in every document of a sequence", needs=documents
-    )
-    reset_attention_mask: bool = setting(
-        False, "mask attention between the documents of a sequence", needs=documents
-    )
-    eod_mask_loss: bool = setting(
-        False, "mask the loss of the token after an end-of-document token", needs=documents
-    )
+    reset_position_ids: bool = setting(False, "restart position ids at 0 in every document", needs=documents)
+    reset_attention_mask: bool = setting(False, "mask attention between documents", needs=documents)
+    eod_mask_loss: bool = setting(False, "mask the loss after an end-of-document token", needs=documents)
     tokenizer_type: str | None = setting(
         None,
         "kind of tokenizer",
@@ -125,9 +115,7 @@ class DataConfig:
     vocab_file: str | None = setting(None, "GPT-2 vocabulary (vocab.json)", needs=gpt2_tokenizer)
     merge_file: str | None = setting(None, "GPT-2 merges (merges.txt)", needs=gpt2_tokenizer)
     num_workers: int = setting(0, "data loading processes of one rank", limit=ZERO_OR_MORE)
-    prefetch_factor: int = setting(
-        2, "batches each of them prefetches", limit=ABOVE_ZERO, needs=reader_processes
-    )
+    prefetch_factor: int = setting(2, "batches each one prefetches", limit=ABOVE_ZERO, needs=reader_processes)
     dataloader_type: str = setting(
         "single",
         "order of samples: one order for the whole run (single), or a new shuffle in every epoch (cyclic)",
@@ -139,9 +127,7 @@ class DataConfig:
     )
     sft: bool = setting(False, "fine-tune on the answers of conversations (--data-path FILE.jsonl ...)")
     sft_packing: bool = setting(
-        False,
-        "pack several conversations into a sequence, with attention masked between them",
-        needs=CONVERSATIONS,
+        False, "pack conversations into sequences, with attention masked between them", needs=CONVERSATIONS
     )
     sft_tokenizer_prompt_format: str = setting(
         "default",
@@ -155,9 +141,7 @@ class DataConfig:
         None, "Jinja chat template file to use instead of that in the tokenizer's folder", needs=TEMPLATE
     )
     sft_date: str = setting(
-        "2024-07-26",
-        "date passed to chat templates that ask for today, so that every run is equal",
-        needs=TEMPLATE,
+        "2024-07-26", "date for chat templates that ask for today, the same in every run", needs=TEMPLATE
     )
 
 
@@ -187,13 +171,10 @@ class TrainConfig:
         needs=growing_batch,
     )
     step_batch_size_schedule: tuple[str, ...] = setting(
-        (),
-        "TOKENS:SIZE ... instead of --global-batch-size: batch size from this many tokens on (0:768 250B:1536)",
+        (), "TOKENS:SIZE ... instead of --global-batch-size: size from this many tokens on (0:768 250B:1536)"
     )
     train_iters: int = setting(None, "optimizer steps", also="--train-steps --max_steps", limit=ZERO_OR_MORE)
-    train_samples: int | None = setting(
-        None, "samples to train on, instead of optimizer steps", limit=ABOVE_ZERO
-    )
+    train_samples: int | None = setting(None, "samples to train on, instead of steps", limit=ABOVE_ZERO)
     epochs: int | None = setting(
         None,
         "epochs of the training data, in whole steps; the run ends at the smaller of this and --train-iters",
@@ -218,7 +199,7 @@ class TrainConfig:
         None, "samples per micro-batch in validation (micro-batch)", limit=ABOVE_ZERO, needs=evaluation
     )
     skip_train: bool = setting(
-        False, "evaluate the loaded model on the validation and test sets, and exit", resume=FREE
+        False, "evaluate the loaded model (validation and test), and exit", resume=FREE
     )
     calculate_per_token_loss: bool = setting(
         True,
@@ -231,39 +212,28 @@ class TrainConfig:
 class OptimConfig:
     """Optimizer"""
 
-    optimizer: str = setting(
-        "adam",
-        "AdamW, or SGD with momentum",
-        choices=("adam", "sgd"),
-    )
+    optimizer: str = setting("adam", "AdamW, or SGD with momentum", choices=("adam", "sgd"))
     sgd_momentum: float = setting(0.9, "momentum of SGD", limit=BELOW_ONE, needs=SGD)
     lr: float = setting(3e-4, "learning rate", also="--learning_rate", limit=ZERO_OR_MORE)
     min_lr: float = setting(0.0, "learning rate at the end of the decay", limit=ZERO_OR_MORE, needs=DECAY)
     lr_decay_style: str = setting(
-        "cosine",
-        "shape of the decay",
-        choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+        "cosine", "shape of the decay", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
     )
     lr_decay_iters: int | None = setting(
-        None,
-        "step at which the learning rate decay ends (train-iters)",
-        limit=ABOVE_ZERO,
-        needs=decay_or_fraction,
+        None, "step at which the decay ends (train-iters)", limit=ABOVE_ZERO, needs=decay_or_fraction
     )
     lr_decay_samples: int | None = setting(
-        None, "end of the learning rate decay in samples", limit=ABOVE_ZERO, needs=decay_or_fraction
+        None, "sample at which the decay ends", limit=ABOVE_ZERO, needs=decay_or_fraction
     )
     lr_wsd_decay_style: str = setting(
         "exponential",
-        "shape of the decay at the end of WSD (warm-up, stable, decay)",
+        "shape of the final decay of WSD (warmup-stable-decay)",
         choices=("exponential", "linear", "cosine", "minus_sqrt"),
         needs=WSD,
     )
-    lr_wsd_decay_iters: int | None = setting(
-        None, "steps of the decay at the end of WSD", limit=ABOVE_ZERO, needs=WSD
-    )
+    lr_wsd_decay_iters: int | None = setting(None, "steps of WSD's final decay", limit=ABOVE_ZERO, needs=WSD)
     lr_wsd_decay_samples: int | None = setting(
-        None, "samples of the decay at the end of WSD", limit=ABOVE_ZERO, needs=WSD
+        None, "samples of WSD's final decay", limit=ABOVE_ZERO, needs=WSD
     )
     lr_warmup_iters: int = setting(
         0, "steps of linear warm-up", also="--warmup_steps --lr-warmup-steps", limit=ZERO_OR_MORE
@@ -281,12 +251,8 @@ class OptimConfig:
         limit=ZERO_OR_MORE,
         needs=one_weight_decay,
     )
-    start_weight_decay: float = setting(
-        None, "weight decay at the first step (weight-decay)", limit=ZERO_OR_MORE
-    )
-    end_weight_decay: float = setting(
-        None, "weight decay at the end of the run (weight-decay)", limit=ZERO_OR_MORE
-    )
+    start_weight_decay: float = setting(None, "weight decay at the start (weight-decay)", limit=ZERO_OR_MORE)
+    end_weight_decay: float = setting(None, "weight decay at the end (weight-decay)", limit=ZERO_OR_MORE)
     weight_decay_incr_style: str = setting(
         "constant",
         "how weight decay changes between the two",
@@ -294,10 +260,7 @@ class OptimConfig:
         needs=changing_weight_decay,
     )
     clip_grad: float = setting(
-        1.0,
-        "maximum gradient norm (0: no clipping)",
-        also="--gradient-clip-val --max_grad_norm",
-        limit=ZERO_OR_MORE,
+        1.0, "maximum gradient norm (0: off)", also="--gradient-clip-val --max_grad_norm", limit=ZERO_OR_MORE
     )
     adam_beta1: float = setting(0.9, "decay of Adam's first moment", limit=BELOW_ONE, needs=ADAM)
     adam_beta2: float = setting(0.999, "decay of Adam's second moment", limit=BELOW_ONE, needs=ADAM)
@@ -318,20 +281,15 @@ class LoopConfig:
 
     on_resume: ClassVar[OnResume] = FREE
 
-    exit_interval: int | None = setting(
-        None, "save and exit at every multiple of this many steps", limit=ABOVE_ZERO
-    )
+    exit_interval: int | None = setting(None, "save and exit at multiples of this step", limit=ABOVE_ZERO)
     exit_duration_in_mins: float | None = setting(
         None, "save and exit after this many minutes, including the start", limit=ABOVE_ZERO
     )
     exit_signal_handler: bool = setting(
-        False, "on --exit-signal, save and exit with code 0 (without: 128 + its number)"
+        False, "on --exit-signal, save and exit with 0 (without: 128 + number)"
     )
     exit_signal: str = setting(
-        "SIGTERM",
-        "signal of --exit-signal-handler",
-        choices=SIGNALS,
-        needs=EXIT_SIGNAL_HANDLER,
+        "SIGTERM", "signal of --exit-signal-handler", choices=SIGNALS, needs=EXIT_SIGNAL_HANDLER
     )
     check_for_nan_in_loss_and_grad: bool = setting(
         True,
@@ -346,9 +304,9 @@ class LoopConfig:
         available=("disabled", "validate_results"),
         needs=stop_at_nan,
     )
-    check_for_spiky_loss: bool = setting(False, "warn about a loss above ten times the largest so far")
+    check_for_spiky_loss: bool = setting(False, "warn about losses above 10 times the largest so far")
     check_for_large_grads: bool = setting(
-        False, "warn about a gradient norm above ten times the largest so far"
+        False, "warn about gradient norms above 10 times the largest so far"
     )
     iterations_to_skip: tuple[int, ...] = setting(
         (),
@@ -363,9 +321,7 @@ class LoopConfig:
         needs=replicas_to_compare,
     )
     timing_log_level: int = setting(
-        0,
-        "parts of a step to time: 0 none, 1 the large ones, 2 also computation and communication",
-        choices=(0, 1, 2),
+        0, "parts of a step to time: 0 none, 1 large ones, 2 compute and communication", choices=(0, 1, 2)
     )
     timing_log_option: str = setting(
         "minmax",
@@ -374,14 +330,9 @@ class LoopConfig:
     )
     manual_gc: bool = setting(False, "run Python's garbage collection at the same steps on all ranks")
     manual_gc_interval: int = setting(
-        0,
-        "steps between garbage collections (0: only before the first step)",
-        limit=ZERO_OR_MORE,
-        needs=MANUAL_GC,
+        0, "steps between collections (0: only before the first step)", limit=ZERO_OR_MORE, needs=MANUAL_GC
     )
-    manual_gc_eval: bool = setting(
-        True, "garbage collection before and after each evaluation too", needs=MANUAL_GC
-    )
+    manual_gc_eval: bool = setting(True, "collect around each evaluation too", needs=MANUAL_GC)
     enable_one_logger: bool = setting(
         False,
         "NVIDIA's one-logger",
@@ -389,9 +340,7 @@ class LoopConfig:
         notice="this package is not used; app_metrics.json has the times it would report",
     )
     retro_project_dir: str | None = setting(
-        None,
-        "folder of retrieval data",
-        notice="models with retrieval are not built here, so this changes nothing",
+        None, "retrieval data", notice="models with retrieval are not built here, so this changes nothing"
     )
     retro_cyclic_train_iters: int | None = setting(
         None,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pentatron.errors import UserError
 from pentatron.layout.batch import BatchPlan, batch_problem
 from pentatron.settings.data_paths import counted_by_the_run, names_files, without_epochs
-from pentatron.settings.layout_rules import Rule
+from pentatron.settings.layout_rules import Rule, error_of
 from pentatron.settings.schedule import Spans, plan_of, spans_of
 from pentatron.settings.settings import Settings, unset
 
@@ -111,11 +111,7 @@ def _plan(s: Settings) -> str | None:
         return None
     if unset(s.global_batch_size) and not s.step_batch_size_schedule:
         return None
-    try:
-        plan_of(s)
-    except ValueError as error:
-        return str(error)
-    return None
+    return error_of(plan_of, s)
 
 
 def _run_length(s: Settings) -> str | None:
