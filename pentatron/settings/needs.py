@@ -15,11 +15,9 @@ from pentatron.settings.layers import windowed_layers
 
 def reader_processes(s: Settings) -> str:
     """Data loading processes, which prefetch batches."""
-    return (
-        ""
-        if s.num_workers
-        else "there are no data loading processes (--num-workers 0), so nothing is prefetched"
-    )
+    if s.num_workers:
+        return ""
+    return "there are no data loading processes (--num-workers 0), so nothing is prefetched"
 
 
 def one_data_source(s: Settings) -> str:

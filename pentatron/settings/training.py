@@ -55,7 +55,7 @@ class DataConfig:
     """Data and tokenizer"""
 
     corpus: str | None = setting(
-        None, "text corpus built here: the source code of Python's standard library", choices=("python",)
+        None, "text corpus built locally: the source code of Python's standard library", choices=("python",)
     )
     corpus_bytes: int = setting(8_000_000, "bytes of the corpus to use", limit=ABOVE_ZERO, needs=a_corpus)
     data_path: tuple[str, ...] = setting(
@@ -93,7 +93,9 @@ class DataConfig:
     )
     reset_position_ids: bool = setting(False, "restart position ids at 0 in every document", needs=documents)
     reset_attention_mask: bool = setting(False, "mask attention between documents", needs=documents)
-    eod_mask_loss: bool = setting(False, "mask the loss after an end-of-document token", needs=documents)
+    eod_mask_loss: bool = setting(
+        False, "mask the loss right after an end-of-document token", needs=documents
+    )
     tokenizer_type: str | None = setting(
         None,
         "kind of tokenizer",
@@ -286,7 +288,7 @@ class LoopConfig:
         None, "save and exit after this many minutes, including the start", limit=ABOVE_ZERO
     )
     exit_signal_handler: bool = setting(
-        False, "on --exit-signal, save and exit with 0 (without: 128 + number)"
+        False, "on --exit-signal save and exit with code 0 (else 128 + number)"
     )
     exit_signal: str = setting(
         "SIGTERM", "signal of --exit-signal-handler", choices=SIGNALS, needs=EXIT_SIGNAL_HANDLER
@@ -310,7 +312,7 @@ class LoopConfig:
     )
     iterations_to_skip: tuple[int, ...] = setting(
         (),
-        "steps, numbered as in the log, whose samples are skipped without training on them",
+        "steps, numbered as in the log, whose samples are read but not trained on",
         limit=ABOVE_ZERO,
         needs=steps_within_the_run,
     )

@@ -305,7 +305,7 @@ def test_flags_act_or_say_why_not(tmp_path: Path) -> None:
         (["--data-path", "a.jsonl"], "--data-path a.jsonl is text"),
         (
             ["--sft", "--data-path", "1", "a.jsonl", "1", "b.jsonl"],
-            "the weight 1 has nothing to weigh",
+            "the weight 1 has no meaning",
         ),
         (["--sft", "--data-path", "a.jsonl"], "--sft needs a tokenizer"),
         (["--sft-tokenizer-prompt-format", "nemotron-h-aligned"], "--chat-template FILE takes any template"),

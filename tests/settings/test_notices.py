@@ -521,7 +521,7 @@ def test_every_need_and_decision_has_a_case() -> None:
 def test_what_a_line_looks_like() -> None:
     assert notices("--no-rope-fusion --cp_comm_type=a2a") == [
         "--cp_comm_type a2a: sequences are not split (--context-parallel-size 1), so nothing is exchanged",
-        "--no-rope-fusion: there is no separate fused rotary kernel here",
+        "--no-rope-fusion: there is no separate rotary kernel here",
     ]
     assert notices("--init-method tcp://a:1", TORCHRUN) == [
         "--init-method tcp://a:1: torchrun provides the rendezvous (MASTER_ADDR), which is used instead"

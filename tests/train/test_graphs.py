@@ -317,9 +317,9 @@ def test_by_default_where_launching_takes_longer_than_computing() -> None:
     ("words", "reason"),
     [
         ("--num-experts 4 --moe-router-topk 2 --disable-bias-linear", "an expert"),
-        ("--reset-attention-mask", "documents"),
-        ("--timing-log-level 2", "apart"),
-        ("--recompute-granularity selective --attention-dropout 0.1", "a generator"),
+        ("--reset-attention-mask", "document boundaries"),
+        ("--timing-log-level 2", "separately"),
+        ("--recompute-granularity selective --attention-dropout 0.1", "random generator"),
     ],
 )
 def test_what_is_left_out_is_said(words: str, reason: str) -> None:

@@ -168,7 +168,7 @@ def test_the_architecture_comes_from_the_folder_and_is_told(models: dict[str, Pa
     ("said", "complaints"),
     [
         ("--num-layers 3", ["--num-layers 2, but the command line gives --num-layers 3"]),
-        ("--preset qwen2.5-7b", ["--hidden-size 32, but preset qwen2.5-7b says --hidden-size 3584"]),
+        ("--preset qwen2.5-7b", ["--hidden-size 32, but preset qwen2.5-7b gives --hidden-size 3584"]),
         (
             "--norm-epsilon 1e-5 --no-group-query-attention",
             ["--layernorm-epsilon 1e-06, but the command line", "--num-query-groups 2, but here it would be"],
