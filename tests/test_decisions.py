@@ -443,9 +443,9 @@ def test_recordings_that_are_required_end_a_run_that_cannot_have_them() -> None:
     config = resolved("--bf16 --cuda-graphs on").config
     for facts, own_program, problem in (
         (H200, False, ""),
-        (H200, True, "of your own"),
-        (dataclasses.replace(H200, is_nvidia=False), False, "no GPU of NVIDIA's"),
-        (CPU, False, "no GPU of NVIDIA's"),
+        (H200, True, "a custom model"),
+        (dataclasses.replace(H200, is_nvidia=False), False, "no NVIDIA GPU"),
+        (CPU, False, "no NVIDIA GPU"),
     ):
         decided = decide(config, facts, own_program).graphs
         assert decided.required and bool(decided.problem) == bool(problem)

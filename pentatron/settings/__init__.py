@@ -1,1 +1,1 @@
-"""Settings: their declarations, files, command line and rules, and one frozen configuration."""
+"""Declares, parses, derives and checks all settings of a run, and freezes them into one `RunConfig`."""

@@ -1,7 +1,7 @@
-"""Reading a command line against the table of settings.
+"""Parses a command line into settings.
 
-argparse is not used: it cannot say where a value came from, report every mistake at once, treat `-` and `_`
-alike or let the entry point decide what a word means.
+argparse is not used: it cannot record the origin of a value, report all mistakes at once, treat `-` and `_`
+alike or give a flag another meaning per entry point.
 """
 
 import difflib
@@ -16,18 +16,20 @@ from pentatron.settings.presets import presets
 from pentatron.settings.run import table
 from pentatron.settings.settings import Assigned
 
-# Hyphens, dashes and the minus sign, which word processors and web pages put in the place of `-`.
+# Unicode hyphens, dashes and the minus sign, which word processors and web pages substitute for `-`.
 _DASHES = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212"
 
 
 @dataclass(frozen=True)
 class ParsedFlags:
+    """Settings given as flags, by name, and notices about them."""
+
     values: dict[str, Assigned] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
 
 
 class FlagTable:
-    """Every spelling an entry point understands."""
+    """Maps each spelling of a flag that an entry point accepts to its setting."""
 
     def __init__(self, entry: EntryPoint) -> None:
         self.entry = entry
@@ -42,11 +44,11 @@ class FlagTable:
         return self._by_flag.get(normal(word))
 
     def refusal(self, word: str) -> str:
-        """Why this entry point does not take a flag that others take, or nothing."""
+        """Returns why this entry point refuses an ambiguous flag, or an empty string if it does not."""
         return self.entry.refused.get(normal(word), "")
 
     def unknown(self, word: str) -> str:
-        """The sentence for a flag this entry point does not take."""
+        """Returns the error message for an unknown or refused flag."""
         typed = word.split("=", 1)[0]
         if refusal := self.refusal(word):
             return f"{typed} is ambiguous here: {refusal}"
@@ -57,24 +59,27 @@ class FlagTable:
 
 
 def normal(word: str) -> str:
-    """`--Tp_size=2` → `tp-size`."""
+    """Normalizes the spelling of a flag: `--Tp_size=2` → `tp-size`."""
     return word.split("=", 1)[0].lstrip("-").replace("_", "-").lower()
 
 
 def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
-    """` (did you mean X?)` for the known word that looks most like this one, else one that has it as a part."""
+    """Returns ` (did you mean X?)` for the closest known word, or an empty string if none is close.
+
+    If no known word is similar, the shortest one that contains `word` between dashes is suggested.
+    """
     words = list(known)
-    close = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
-    parts = [k for k in words if word in k.replace("_", "-").split("-")]
-    found = close or sorted(parts, key=len)[:1]
-    return f" (did you mean {prefix}{found[0]}?)" if found else ""
+    similar = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
+    containing = [k for k in words if word in k.replace("_", "-").split("-")]
+    matches = similar or sorted(containing, key=len)[:1]
+    return f" (did you mean {prefix}{matches[0]}?)" if matches else ""
 
 
 def parse_flags(words: Sequence[str], entry: EntryPoint) -> ParsedFlags:
-    """Turns the words of a command line into settings, or reports every mistake in them at once."""
+    """Parses the words of a command line into settings. Raises `ConfigError` with all mistakes in them."""
     flags, parsed = FlagTable(entry), ParsedFlags()
     problems: list[str] = []
-    # A backslash followed by a space, as at the end of a commented line, reaches us as a word of spaces.
+    # The shell passes a backslash followed by a space, as before a trailing comment, as a word of spaces.
     queue = [word for word in words if not word.isspace()]
     while queue:
         word = queue.pop(0)
@@ -82,15 +87,15 @@ def parse_flags(words: Sequence[str], entry: EntryPoint) -> ParsedFlags:
             dropped = [word, *_take_until_flag(queue)]
             parsed.notices.append(f"dropped the comment '{' '.join(dropped)}' from the command line")
         elif not is_flag(word):
-            problems.append(_no_flag(word, flags))
+            problems.append(_not_a_flag(word, flags))
             if word.startswith(tuple(_DASHES)):
                 _take_until_flag(queue)
-        elif (found := flags.find(word)) is None:
+        elif (match := flags.find(word)) is None:
             problems.append(flags.unknown(word))
             _take_until_flag(queue)
         else:
             try:
-                _assign(parsed, word, *found, queue)
+                _assign(parsed, word, *match, queue)
             except UserError as error:
                 problems.append(str(error))
     if problems:
@@ -98,8 +103,8 @@ def parse_flags(words: Sequence[str], entry: EntryPoint) -> ParsedFlags:
     return parsed
 
 
-def _no_flag(word: str, flags: FlagTable) -> str:
-    """What was meant by a word that stands where a flag should."""
+def _not_a_flag(word: str, flags: FlagTable) -> str:
+    """Returns the error message for a word in the place of a flag, with a suggestion."""
     if word.startswith(tuple(_DASHES)):
         dash = f"U+{ord(word[0]):04X}"
         return f"'{word}' begins with a dash of printed text ({dash}); write --{word.lstrip(_DASHES + '-')}"
@@ -112,21 +117,24 @@ def _no_flag(word: str, flags: FlagTable) -> str:
 
 
 def _assign(parsed: ParsedFlags, word: str, item: Setting, spelling: Spelling, queue: list[str]) -> None:
-    """Reads one flag. The last of several wins, as scripts that append words expect, but not silently."""
-    value = _read(item, spelling, word, queue)
+    """Parses one flag.
+
+    The last of repeated flags wins, as scripts that append flags expect, with a notice.
+    """
+    value = _parse_value(item, spelling, word, queue)
     source = f"flag {word.split('=', 1)[0]}"
-    before = parsed.values.get(item.name)
-    if before is not None and before.value != value:
-        earlier, later = item.written(before.value, before.source), item.written(value, source)
+    previous = parsed.values.get(item.name)
+    if previous is not None and previous.value != value:
+        earlier, later = item.written(previous.value, previous.source), item.written(value, source)
         parsed.notices.append(f"{earlier} has no effect: the later {later} replaces it")
     parsed.values[item.name] = Assigned(value, source)
 
 
-def _read(item: Setting, spelling: Spelling, word: str, queue: list[str]) -> Any:
-    """The value of one flag; consumes its words from the queue."""
+def _parse_value(item: Setting, spelling: Spelling, word: str, queue: list[str]) -> Any:
+    """Returns the value of one flag, and consumes its words from the queue."""
     typed, equals, written = word.partition("=")
     if not spelling.takes_value:
-        return _read_switch(item, spelling, typed, written if equals else None, queue)
+        return _parse_switch(item, spelling, typed, written if equals else None, queue)
     if equals:
         return coerce(item, written, typed)
     taken = _take_until_flag(queue) if item.is_list else _take_one(queue)
@@ -137,8 +145,10 @@ def _read(item: Setting, spelling: Spelling, word: str, queue: list[str]) -> Any
     return coerce(item, taken if item.is_list else taken[0], typed)
 
 
-def _read_switch(item: Setting, spelling: Spelling, typed: str, written: str | None, queue: list[str]) -> Any:
-    """`--flag`, `--flag=true` or `--flag true`."""
+def _parse_switch(
+    item: Setting, spelling: Spelling, typed: str, written: str | None, queue: list[str]
+) -> Any:
+    """Parses `--flag`, `--flag=true` or `--flag true`."""
     if not isinstance(spelling.sets, bool):
         if written is not None:
             raise UserError(f"{typed} takes no value")
@@ -160,7 +170,7 @@ def _take_until_flag(queue: list[str]) -> list[str]:
 
 
 def is_flag(word: str) -> bool:
-    """Whether a word starts a flag; negative numbers do not."""
+    """Whether a word is a flag. Negative numbers are not."""
     if not word.startswith("-") or word == "-":
         return False
     try:

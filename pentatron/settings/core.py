@@ -1,4 +1,4 @@
-"""What a model is made from: the architecture with its experts, in one object, as Megatron's configurations are."""
+"""The model configuration in one object, as in Megatron Core, and its construction from parsed arguments."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from pentatron.settings.run import RunConfig
 
 @dataclass(frozen=True)
 class CoreTransformerConfig(TransformerConfig):
-    """Beside the architecture: `seed` of the initial weights, and which attention kernels may run."""
+    """Megatron Core's model configuration, with experts, seed and attention kernel in one object."""
 
     moe: MoEConfig = NO_EXPERTS
     seed: int = 1234
@@ -20,12 +20,15 @@ class CoreTransformerConfig(TransformerConfig):
 
     @classmethod
     def of(cls, config: TransformerConfig, moe: MoEConfig = NO_EXPERTS) -> Self:
-        """The same architecture with these experts; one that has its experts with it keeps them."""
+        """Returns `config` with `moe`.
+
+        If `config` is of this class already, `moe` replaces its experts only if given.
+        """
         core = config if isinstance(config, cls) else cls(**vars(config))
         return core._completed(core.moe if moe == NO_EXPERTS else moe)
 
     def _completed(self, moe: MoEConfig) -> Self:
-        """A configuration written by hand may leave open what follows from the rest; a run's has it all."""
+        """Fills in the sizes that a configuration written by hand may omit. That of a run has all of them."""
         heads, hidden = self.num_attention_heads, self.hidden_size
         if heads is None:
             raise UserError(
@@ -55,20 +58,20 @@ class CoreTransformerConfig(TransformerConfig):
 
 
 def arguments(config: RunConfig) -> SimpleNamespace:
-    """Every setting as an attribute of one object, as builders written for Megatron read them."""
+    """Returns all settings as attributes of one object, like Megatron's `args`."""
     return SimpleNamespace(**config.flat())
 
 
 def core_transformer_config_from_args(args: RunConfig | SimpleNamespace) -> CoreTransformerConfig:
-    """Of a resolved configuration, or of its `arguments`."""
+    """Builds the model configuration from a resolved configuration or its `arguments`."""
     settings = args.settings if isinstance(args, RunConfig) else args
 
-    def of_section(section: type) -> dict[str, Any]:
+    def fields_of(section: type) -> dict[str, Any]:
         return {f.name: getattr(settings, f.name) for f in dataclasses.fields(section)}
 
     return CoreTransformerConfig(
-        **of_section(TransformerConfig),
-        moe=MoEConfig(**of_section(MoEConfig)),
+        **fields_of(TransformerConfig),
+        moe=MoEConfig(**fields_of(MoEConfig)),
         seed=settings.seed,
         attention_backend=settings.attention_backend,
     )

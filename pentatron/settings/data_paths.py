@@ -1,4 +1,4 @@
-"""The words that name data: prefixes with or without weights, and whether passes over them can be counted."""
+"""Parses data paths and blends (`W1 P1 W2 P2`), and determines whether epochs of the data can be counted."""
 
 import math
 from collections.abc import Sequence
@@ -17,14 +17,18 @@ NAMED = ("data_path", *PER_SPLIT)
 
 @dataclass(frozen=True)
 class Blend:
-    """Prefixes of `.bin/.idx` pairs, and the share of each if the user gave any."""
+    """Prefixes of `.bin/.idx` pairs, and their sampling weights if any are given."""
 
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None = None
 
     @classmethod
     def parse(cls, words: Sequence[str], flag: str = "--data-path") -> "Blend":
-        """`P1 P2 P3` or `W1 P1 W2 P2`: words are weights if every other one is a number, beginning with the first."""
+        """Parses `P1 P2 P3` or `W1 P1 W2 P2`.
+
+        Words are weights if their number is even and one at an even index is a number; then all of those must
+        be.
+        """
         if not words:
             raise UserError(f"{flag} names no data; give the prefix of a .bin/.idx pair")
         weights = [_number(word) for word in words[::2]]
@@ -51,23 +55,23 @@ def _number(word: str) -> float | None:
 
 
 def names_files(s: "DataConfig") -> str:
-    """The flag of the `.bin/.idx` pairs to train on; empty if there is none."""
+    """Returns the flag that names the `.bin/.idx` training pairs, or an empty string."""
     return "--data-path" if s.data_path else "--train-data-path" if s.train_data_path else ""
 
 
 def trained_files(s: "DataConfig") -> tuple[tuple[str, ...], str | None]:
-    """The prefixes of the pairs to train on, and how their documents are split; None where all of them are for training."""
+    """Returns the prefixes of the training pairs and the value of `--split`, None if they are not split."""
     prefixes = Blend.parse(s.data_path or s.train_data_path or ()).prefixes
     return prefixes, s.split if s.data_path else None
 
 
 def counted_by_the_run(s: "DataConfig") -> bool:
-    """Whether the samples of one pass over the data are counted by the run, which tokenizes it."""
+    """Whether the length of an epoch is known only once the run has tokenized its data."""
     return bool(s.sft or s.corpus)
 
 
 def without_epochs(s: "DataConfig") -> str:
-    """Why the samples of one pass over the data cannot be counted, or an empty text."""
+    """Returns why the data has no epoch of a countable length, or an empty string."""
     if counted_by_the_run(s):
         return ""
     if s.mock_data:

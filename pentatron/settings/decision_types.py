@@ -1,4 +1,4 @@
-"""What was decided of a run: the result of `pentatron.settings.decisions.decide`."""
+"""The result types of `decisions.decide`: what a run compiles, fuses, offloads and overlaps."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,11 +7,11 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """What is known of the device that computes.
+    """Properties of the compute device.
 
-    `kind` is torch's device type, or empty while it is not known, as with `--device auto` before a process has looked.
-    `capability`: compute capability of an NVIDIA GPU. `peak`: dense TFLOP/s in the precision of the run (in fp8: of 16
-    bits), None if unknown.
+    `kind` is torch's device type, or empty while it is unknown, as with `--device auto` before a worker
+    process has queried it. `capability`: compute capability of an NVIDIA GPU. `peak`: dense TFLOP/s in the
+    precision of the run (for fp8: in 16 bits), None if unknown.
     """
 
     kind: str = ""
@@ -31,7 +31,7 @@ class DeviceFacts:
 
 @dataclass(frozen=True)
 class Decision:
-    """`on`: it is done. `idle`: why the setting changes nothing here, on or off; empty if it does."""
+    """`on`: whether it is done. `idle`: why the setting has no effect in this run; empty if it has one."""
 
     on: bool
     idle: str = ""
@@ -39,9 +39,11 @@ class Decision:
 
 @dataclass(frozen=True)
 class CompileDecision:
-    """`required`: layers that cannot be compiled end the run. `held_back`: why a GPU's layers are not compiled by default.
+    """What `torch.compile` is applied to.
 
-    `together`: how many layers are one compiled function, at most; `together_idle`: why it is 1 though more were asked for.
+    `required`: stop the run if a layer cannot be compiled. `held_back`: why layers on a GPU are not compiled
+    by default. `together`: maximum number of layers in one compiled function. `together_idle`: why this is 1
+    although more were requested. `documents`: attention masks depend on the documents in a batch.
     """
 
     on: bool
@@ -55,8 +57,11 @@ class CompileDecision:
 
 @dataclass(frozen=True)
 class GateDecision:
-    """The gate of an MLP as a part of a matmul: of its second, which keeps nothing in between (a kernel for GPUs), or in
-    fp8 of its first."""
+    """How the gated activation of an MLP is fused.
+
+    `in_second`: into the second matmul by a GPU kernel, which does not save the activation for backward.
+    `in_fp8`: into the first matmul, in fp8.
+    """
 
     in_second: bool
     in_fp8: bool
@@ -69,7 +74,10 @@ class GateDecision:
 
 @dataclass(frozen=True)
 class LossDecision:
-    """`on`: the cross entropy is fused, `chunk` tokens at a time. `kernel`: by Triton, where it works."""
+    """`on`: the cross entropy is fused, `chunk` tokens at a time.
+
+    `kernel`: use the Triton kernel if Triton works.
+    """
 
     on: bool
     implementation: str
@@ -80,7 +88,10 @@ class LossDecision:
 
 @dataclass(frozen=True)
 class ExpertsDecision:
-    """`on`: the experts of a rank are one matmul. `on_device`: all experts are mixed on one GPU, without the host."""
+    """`on`: use one grouped matmul per rank.
+
+    `on_device`: route on the GPU without a host sync, as it has all experts.
+    """
 
     on: bool
     on_device: bool
@@ -89,8 +100,13 @@ class ExpertsDecision:
 
 @dataclass(frozen=True)
 class Fp8Decision:
-    """`layers` and, if `head`, the output layer multiply in fp8; `experts_left`: but for the experts of these layers.
-    `lacking`: why the device has no fp8 matmuls."""
+    """Which matmuls run in fp8.
+
+    `layers`: layers with fp8 matmuls. `head`: the output layer too. `experts_left`: experts of these layers
+    stay in bf16. `by_rows`: one scale per row instead of per tensor. `lacking`: why the device has no fp8
+    matmuls. `idle` and `ends_idle`: why the settings of fp8, and of the first and last layers in bf16, have
+    no effect.
+    """
 
     format: str | None
     by_rows: bool
@@ -104,10 +120,11 @@ class Fp8Decision:
 
 @dataclass(frozen=True)
 class GraphsDecision:
-    """Micro-batches are recorded as CUDA graphs: for certain (`required`), or `if_room` is left for that.
+    """Whether micro-batches are captured as CUDA graphs.
 
-    `problem`: why they cannot be, where they are required. `left_out`: why they are not, though the host's launches
-    hold up the GPU.
+    `required`: stop the run if they cannot be. `if_room`: capture if there is enough GPU memory. `problem`:
+    why a required capture is impossible. `left_out`: why there is none although kernel launches limit the
+    GPU.
     """
 
     required: bool = False
@@ -118,7 +135,7 @@ class GraphsDecision:
 
 @dataclass(frozen=True)
 class OptimizerOptions:
-    """What an optimizer is built with. `one_pass`: clipping, update and rounding are one kernel, where Triton works."""
+    """Options of the optimizer. `one_pass`: clip, update and round in one Triton kernel, if Triton works."""
 
     zero_stage: int
     bucket_size: int
@@ -130,6 +147,8 @@ class OptimizerOptions:
 
 @dataclass(frozen=True)
 class Decisions:
+    """All decisions of a run, and the options of its optimizer that follow from them."""
+
     device: DeviceFacts
     compilation: CompileDecision
     gate: GateDecision
@@ -148,7 +167,7 @@ class Decisions:
 
     @cached_property
     def idle(self) -> Mapping[str, str]:
-        """For each setting of these decisions why it changes nothing in this run; empty where it does."""
+        """Maps each setting of these decisions to why it has no effect; to an empty string if it has one."""
         return {
             "bias_swiglu_fusion": self.gate.idle,
             "cross_entropy_fusion_impl": self.loss.idle,
@@ -170,7 +189,7 @@ class Decisions:
 
     @property
     def remarks(self) -> list[str]:
-        """Lines about the device that belong to no idle setting."""
+        """Notices about the device that concern no idle setting."""
         if not self.slow_fp16:
             return []
         return [

@@ -1,10 +1,11 @@
 """Decides what a run compiles, fuses, groups, records, offloads, overlaps and computes in fp8.
 
-`decide` is the only reader of the settings that ask for these. The builder acts on its result, the notices print its
-reasons, and the planner costs it.
+`decide` is the only reader of the settings that request these. The model builder acts on its result, the
+notices print its reasons, and the planner estimates its cost.
 
-Some conditions show only when code runs: whether the compiler and Triton work, whether a recording has room, and
-which of a user's own layers can be compiled. They are checked there, and can only take away from a decision.
+Some conditions are known only at run time: whether the compiler and Triton work, whether a CUDA graph fits
+into memory, and which custom layers can be compiled. They are checked there, and can only disable what was
+decided.
 """
 
 from pentatron.devices import FP8_MULTIPLE
@@ -27,88 +28,32 @@ from pentatron.settings.run import RunConfig
 from pentatron.settings.settings import Settings
 from pentatron.settings.training import DataConfig
 
-# Decides how the optimizer updates, where its state is, and what hides behind computation.
-
-
-_ALWAYS_OVERLAPPED = "ZeRO 3 always sums and gathers one layer while others compute"
-
-
-def decide_update(config: RunConfig, device: DeviceFacts) -> Decision:
-    """Whether clipping, update and rounding are one kernel."""
-    optim = config.optim
-    idle = ""
-    if optim.optimizer != "adam":
-        idle = f"--optimizer {optim.optimizer} is torch's in any case"
-    elif config.parallel.optimizer_cpu_offload:
-        idle = "what is in host memory (--optimizer-cpu-offload) is updated there by torch in any case"
-    elif device.is_cpu:
-        idle = "on a CPU the update is torch's in any case"
-    return Decision(optim.fused_update and device.is_gpu and not idle, idle)
-
-
-def decide_offload(config: RunConfig, device: DeviceFacts) -> Decision:
-    """Whether master weights and moments are in host memory, away from the device."""
-    wanted = config.parallel.optimizer_cpu_offload
-    idle = "everything is in host memory already, so this changes nothing" if wanted and device.is_cpu else ""
-    return Decision(wanted and not idle, idle)
-
-
-def decide_gradient_overlap(config: RunConfig) -> Decision:
-    wanted, sharded = config.parallel.overlap_grad_reduce, config.parallel.zero_stage == 3
-    if not has_copies(config):
-        return Decision(False, "one data-parallel rank has nothing to reduce" if wanted else "")
-    return Decision(wanted or sharded, _ALWAYS_OVERLAPPED if wanted and sharded else "")
-
-
-def decide_parameter_overlap(config: RunConfig) -> Decision:
-    wanted, stage = config.parallel.overlap_param_gather, config.parallel.zero_stage
-    if stage == 0:
-        idle = "parameters are not sharded (--zero-stage 0), so there is nothing to gather"
-    elif not has_copies(config):
-        idle = "one data-parallel rank has nothing to gather"
-    else:
-        idle = _ALWAYS_OVERLAPPED if stage == 3 else ""
-    return Decision(idle == _ALWAYS_OVERLAPPED or (wanted and not idle), idle if wanted else "")
-
-
-def has_copies(config: RunConfig) -> bool:
-    """Whether several ranks hold the same parameters and see other tokens; of experts, tensor ranks may too."""
-    parallel = config.parallel
-    replicas = (parallel.data_parallel_size or 1) * parallel.context_parallel_size
-    if config.moe.num_experts is None:
-        return replicas > 1
-    sharing = parallel.expert_model_parallel_size * expert_parts(config)
-    return replicas > 1 or parallel.tensor_model_parallel_size > sharing
-
-
-def expert_parts(config: RunConfig) -> int:
-    """Ranks that share one expert."""
-    parallel = config.parallel
-    return parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
-
-
-# The grouped matmul reads rows that begin at multiples of 16 bytes: 8 numbers in bf16.
+# The grouped matmul needs rows aligned to 16 bytes: 8 elements in bf16.
 _GROUPED_MULTIPLE = 8
 # Compute capability of the first NVIDIA GPUs with fp8 matmuls (Ada).
 _FP8_CAPABILITY = (8, 9)
-# Megatron names whose graphs they are; here there is one kind.
+# Values of Megatron's --cuda-graph-impl are accepted; there is one implementation here.
 _GRAPHS = {"on": "on", "local": "on", "transformer_engine": "on", "off": "off", "none": "off", "auto": "auto"}
-# A host launches the kernels of a layer, forward and backward, in about this many seconds.
-_LAUNCHING = 2.5e-3
-# In fp8 there are half as many again to launch, more of them through Python, and the GPU is done sooner than in
-# 16 bits, by which the time of a layer is estimated here.
-_LAUNCHING_IN_FP8 = 13e-3
+# About how long the host takes to launch the kernels of one layer, forward and backward.
+_LAUNCH_SECONDS = 2.5e-3
+# Larger in fp8: there are 1.5 times as many kernels, more of them launched from Python, and the GPU is faster
+# than in 16 bits, for which `layer_seconds` estimates.
+_LAUNCH_SECONDS_FP8 = 13e-3
+_ALWAYS_OVERLAPPED = "ZeRO 3 always sums and gathers one layer while others compute"
 
 
 def device_of_settings(config: RunConfig) -> DeviceFacts:
-    """What the settings alone say of the device."""
+    """Returns what the settings alone determine about the device."""
     return DeviceFacts("" if config.launch.device == "auto" else config.launch.device)
 
 
 def decide(config: RunConfig, device: DeviceFacts, own_program: bool = False) -> Decisions:
-    """`own_program`: the model or its forward step is the user's own code."""
-    update, offload = decide_update(config, device), decide_offload(config, device)
-    gradients, parameters = decide_gradient_overlap(config), decide_parameter_overlap(config)
+    """Makes all decisions of a run.
+
+    `own_program`: the model or its forward step is custom code of the user.
+    """
+    update, offload = _update(config, device), _offload(config, device)
+    gradients, parameters = _gradient_overlap(config), _parameter_overlap(config)
     options = OptimizerOptions(
         config.parallel.zero_stage,
         config.parallel.ddp_bucket_size,
@@ -136,6 +81,66 @@ def decide(config: RunConfig, device: DeviceFacts, own_program: bool = False) ->
     )
 
 
+# --- optimizer ---
+
+
+def _update(config: RunConfig, device: DeviceFacts) -> Decision:
+    """Whether gradient clipping, update and rounding run as one kernel."""
+    optim = config.optim
+    idle = ""
+    if optim.optimizer != "adam":
+        idle = f"--optimizer {optim.optimizer} always uses torch's update"
+    elif config.parallel.optimizer_cpu_offload:
+        idle = "offloaded state (--optimizer-cpu-offload) is always updated by torch on the CPU"
+    elif device.is_cpu:
+        idle = "on a CPU the update is always torch's"
+    return Decision(optim.fused_update and device.is_gpu and not idle, idle)
+
+
+def _offload(config: RunConfig, device: DeviceFacts) -> Decision:
+    """Whether master weights and optimizer state are offloaded to host memory."""
+    wanted = config.parallel.optimizer_cpu_offload
+    idle = "everything is in host memory already, so this changes nothing" if wanted and device.is_cpu else ""
+    return Decision(wanted and not idle, idle)
+
+
+def _gradient_overlap(config: RunConfig) -> Decision:
+    wanted, sharded = config.parallel.overlap_grad_reduce, config.parallel.zero_stage == 3
+    if not has_copies(config):
+        return Decision(False, "one data-parallel rank has nothing to reduce" if wanted else "")
+    return Decision(wanted or sharded, _ALWAYS_OVERLAPPED if wanted and sharded else "")
+
+
+def _parameter_overlap(config: RunConfig) -> Decision:
+    wanted, stage = config.parallel.overlap_param_gather, config.parallel.zero_stage
+    if stage == 0:
+        idle = "parameters are not sharded (--zero-stage 0), so there is nothing to gather"
+    elif not has_copies(config):
+        idle = "one data-parallel rank has nothing to gather"
+    else:
+        idle = _ALWAYS_OVERLAPPED if stage == 3 else ""
+    return Decision(idle == _ALWAYS_OVERLAPPED or (wanted and not idle), idle if wanted else "")
+
+
+def has_copies(config: RunConfig) -> bool:
+    """Whether parameters are replicated on ranks that see different tokens.
+
+    Experts may also be replicated across tensor ranks.
+    """
+    parallel = config.parallel
+    replicas = (parallel.data_parallel_size or 1) * parallel.context_parallel_size
+    if config.moe.num_experts is None:
+        return replicas > 1
+    sharing = parallel.expert_model_parallel_size * _ranks_per_expert(config)
+    return replicas > 1 or parallel.tensor_model_parallel_size > sharing
+
+
+def _ranks_per_expert(config: RunConfig) -> int:
+    """Returns the number of ranks that one expert is sharded over."""
+    parallel = config.parallel
+    return parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+
+
 # --- compiled layers ---
 
 
@@ -143,26 +148,29 @@ def _compile(config: RunConfig, device: DeviceFacts) -> CompileDecision:
     wanted, deterministic = config.kernels.compile, config.precision.deterministic_mode
     by_default = wanted == "auto" and device.is_gpu
     held_back = (
-        "layers are not compiled: --deterministic-mode wants the same bits in every run, and a compiler may choose other kernels in "
-        "the next; --compile on compiles them, with kernels that are not chosen by the clock"
+        "layers are not compiled: --deterministic-mode needs bitwise equal runs, and the compiler may choose other kernels in the next "
+        "run; --compile on compiles them without choosing kernels by measured time"
         if by_default and deterministic
         else ""
     )
     count = config.kernels.compile_layers_together
-    apart = _compiled_one_by_one(config, device, count) if count > 1 else ""
+    idle = _why_compiled_singly(config, device, count) if count > 1 else ""
     return CompileDecision(
         on=wanted == "on" or (by_default and not deterministic),
         required=wanted == "on",
         held_back=held_back,
-        together=1 if apart else count,
-        together_idle=apart,
+        together=1 if idle else count,
+        together_idle=idle,
         documents=_has_documents(config.data),
         deterministic=deterministic,
     )
 
 
-def _compiled_one_by_one(config: RunConfig, device: DeviceFacts, count: int) -> str:
-    """Why no layers can be one compiled function: they must be compiled whole, with nothing in between."""
+def _why_compiled_singly(config: RunConfig, device: DeviceFacts, count: int) -> str:
+    """Returns why several layers cannot be one compiled function, or an empty string.
+
+    Nothing outside the graph, such as communication, may run between or inside these layers.
+    """
     wanted, parallel = config.kernels.compile, config.parallel
     if wanted == "off":
         return "no layer is compiled (--compile off)"
@@ -170,21 +178,24 @@ def _compiled_one_by_one(config: RunConfig, device: DeviceFacts, count: int) -> 
         return "no layer is compiled (--deterministic-mode)"
     sparse = frozenset(config.layers_with_experts)
     dense = [part for part in config.stages if not sparse.intersection(part.layers)]
-    apart = {
-        "documents begin elsewhere in every batch": _has_documents(config.data),
+    reasons = {
+        "document boundaries differ in every batch": _has_documents(config.data),
         "experts are not compiled": not dense,
-        "tensor ranks talk to each other inside a layer": parallel.tensor_model_parallel_size > 1,
-        "context ranks talk to each other inside a layer": parallel.context_parallel_size > 1,
-        "weight gradients wait for another part of the schedule": config.defers_weight_gradients,
-        "weights are waited for at every layer (ZeRO 3)": parallel.zero_stage == 3 and has_copies(config),
-        "weights are waited for at every layer (--overlap-param-gather)": decide_parameter_overlap(config).on,
-        "layers of your own (--spec) are not compiled": bool(config.model.spec),
+        "tensor ranks communicate inside a layer": parallel.tensor_model_parallel_size > 1,
+        "context ranks communicate inside a layer": parallel.context_parallel_size > 1,
+        "the schedule defers weight gradients": config.defers_weight_gradients,
+        "weights are gathered at every layer (ZeRO 3)": parallel.zero_stage == 3 and has_copies(config),
+        "gathered weights are waited for at every layer (--overlap-param-gather)": _parameter_overlap(
+            config
+        ).on,
+        "custom layers (--spec) are not compiled": bool(config.model.spec),
         f"there are {config.model.num_layers} layers on {parallel.pipeline_model_parallel_size} pipeline rank(s)": (
             max((len(part.layers) for part in dense), default=0) < count
         ),
-        "fewer are recomputed at a time": max((_longest_run(config, p) for p in dense), default=0) < count,
+        "fewer layers are recomputed at a time": max((_longest_run(config, p) for p in dense), default=0)
+        < count,
     }
-    for reason, holds in apart.items():
+    for reason, holds in reasons.items():
         if holds:
             return f"{reason}, so layers are compiled one by one"
     on_a_cpu = wanted == "auto" and device.is_cpu
@@ -192,12 +203,12 @@ def _compiled_one_by_one(config: RunConfig, device: DeviceFacts, count: int) -> 
 
 
 def _has_documents(data: DataConfig) -> bool:
-    """Whether tokens see those of their own document alone."""
+    """Whether attention is limited to the document of each token."""
     return data.reset_attention_mask or data.sft_packing
 
 
 def _longest_run(config: RunConfig, part: StagePart) -> int:
-    """Layers of a stage that follow each other between two points where recomputation begins or ends."""
+    """Returns the maximum number of consecutive layers without a recompute boundary between them."""
     runs = config.recomputed(part)
     rest = len(part.layers) - sum(map(len, runs))
     return max(rest, *map(len, runs)) if runs else rest
@@ -208,37 +219,33 @@ def _longest_run(config: RunConfig, part: StagePart) -> int:
 
 def _gate(config: RunConfig, device: DeviceFacts) -> GateDecision:
     wanted = config.kernels.bias_swiglu_fusion and config.model.gated_linear_unit
-    widths = _mlp_widths(config)
-    in_fp8 = [layer in _fp8_layers(config) and _fits_fp8(config, width) for layer, width in widths.items()]
+    tensor, fp8_layers = config.parallel.tensor_model_parallel_size, _fp8_layers(config)
+    first = {n: mlp_sizes(config.model, tensor, inner).linear_fc1 for n, inner in _mlp_widths(config).items()}
+    in_fp8 = [
+        layer in fp8_layers and fc1.inputs % FP8_MULTIPLE == fc1.outputs % FP8_MULTIPLE == 0
+        for layer, fc1 in first.items()
+    ]
     idle = ""
     if not config.model.gated_linear_unit:
-        idle = "the MLPs have no gates (--swiglu)"
-    elif not widths:
-        idle = "every layer has experts, whose gates are no part of this kernel"
+        idle = "the MLPs are not gated (--swiglu)"
+    elif not first:
+        idle = "every layer has experts, whose gates this kernel does not compute"
     elif not any(in_fp8) and config.defers_weight_gradients:
-        idle = (
-            f"--pipeline-schedule {config.parallel.pipeline_schedule} leaves gradients of weights for later, and there is no "
-            "such kernel with that"
-        )
+        schedule = config.parallel.pipeline_schedule
+        idle = f"--pipeline-schedule {schedule} defers weight gradients, which this kernel cannot do"
     elif not any(in_fp8) and device.is_cpu:
-        idle = "there is such a kernel for GPUs alone"
+        idle = "this kernel needs a GPU"
     in_second = wanted and not all(in_fp8) and device.is_gpu and not config.defers_weight_gradients
     return GateDecision(in_second, wanted and any(in_fp8), idle)
 
 
 def _mlp_widths(config: RunConfig) -> dict[int, int]:
-    """By layer the inner width of its MLP, where it has one; a shared expert is an MLP too."""
+    """Maps each layer with an MLP to its inner width. A shared expert is an MLP too."""
     shared, sparse = config.moe.moe_shared_expert_intermediate_size, frozenset(config.layers_with_experts)
     widths = {
         n: shared if n in sparse else config.model.ffn_hidden_size for n in range(config.model.num_layers)
     }
     return {number: width for number, width in widths.items() if width is not None}
-
-
-def _fits_fp8(config: RunConfig, inner: int) -> bool:
-    """Whether the first matrix of a gated MLP has sides that a GPU multiplies in fp8."""
-    first = mlp_sizes(config.model, config.parallel.tensor_model_parallel_size, inner).linear_fc1
-    return first.inputs % FP8_MULTIPLE == 0 and first.outputs % FP8_MULTIPLE == 0
 
 
 def _loss(config: RunConfig, device: DeviceFacts) -> LossDecision:
@@ -262,11 +269,12 @@ def _loss(config: RunConfig, device: DeviceFacts) -> LossDecision:
 
 
 def wants_grouped_experts(moe: MoEConfig) -> bool:
-    """Whether experts are to be one matmul where the kernel is there; unless the user does not want that."""
+    """Whether the grouped matmul is used where its kernel exists. It is by default."""
     return moe.moe_grouped_gemm is not False
 
 
 def fit_grouped_matmul(*widths: int) -> bool:
+    """Whether matrices of these widths are aligned as the grouped matmul kernel needs."""
     return all(width % _GROUPED_MULTIPLE == 0 for width in widths)
 
 
@@ -274,22 +282,22 @@ def _experts(config: RunConfig, device: DeviceFacts) -> ExpertsDecision:
     moe, parallel = config.moe, config.parallel
     if not moe.num_experts:
         return ExpertsDecision(False, False, "there are no experts (--num-experts), so this changes nothing")
-    parts = expert_parts(config)
-    inner = expert_sizes(config.model, moe, cut=parts).inner
+    shards = _ranks_per_expert(config)
+    inner = expert_sizes(config.model, moe, cut=shards).inner
     fits = fit_grouped_matmul(config.model.hidden_size, inner)
     by_kernel = config.precision.bf16 and not device.is_cpu
     idle = ""
     if not by_kernel and moe.moe_grouped_gemm:
-        idle = "its kernel needs bf16 on a GPU; experts are multiplied one by one here"
+        idle = "its kernel needs bf16 on a GPU; each expert has separate matmuls here"
     elif not by_kernel:
-        idle = "its kernel needs bf16 on a GPU, so experts are multiplied one by one anyway"
+        idle = "its kernel needs bf16 on a GPU, so each expert has separate matmuls anyway"
     elif device.is_gpu and moe.moe_grouped_gemm and not fits:
         idle = (
-            f"its kernel needs widths that are multiples of {_GROUPED_MULTIPLE}, not {config.model.hidden_size} and {inner}; experts "
-            "are multiplied one by one"
+            f"its kernel needs widths that are multiples of {_GROUPED_MULTIPLE}, not {config.model.hidden_size} and {inner}; each "
+            "expert has separate matmuls"
         )
     on = wants_grouped_experts(moe) and config.precision.bf16 and device.is_gpu and fits
-    return ExpertsDecision(on, on and parallel.expert_model_parallel_size * parts == 1, idle)
+    return ExpertsDecision(on, on and parallel.expert_model_parallel_size * shards == 1, idle)
 
 
 # --- fp8 ---
@@ -298,26 +306,24 @@ def _experts(config: RunConfig, device: DeviceFacts) -> ExpertsDecision:
 def _fp8(config: RunConfig, device: DeviceFacts) -> Fp8Decision:
     precision = config.precision
     wanted = precision.fp8_format
-    none = "there are no fp8 matmuls (--fp8)" if wanted is None else ""
-    every = (
-        ""
-        if precision.first_last_layers_bf16
-        else "all layers have fp8 matmuls without --first-last-layers-bf16"
-    )
+    idle = "there are no fp8 matmuls (--fp8)" if wanted is None else ""
+    ends_idle = idle
+    if not idle and not precision.first_last_layers_bf16:
+        ends_idle = "all layers have fp8 matmuls without --first-last-layers-bf16"
     return Fp8Decision(
         format=wanted,
         by_rows=precision.fp8_recipe == "rowwise",
         layers=_fp8_layers(config),
         head=wanted is not None and precision.fp8_output_layer,
         experts_left=config.moe.num_experts is not None and len(_fp8_layers(config)) > 0,
-        lacking="" if wanted is None else _lacks_fp8(device),
-        idle=none,
-        ends_idle=none or every,
+        lacking="" if wanted is None else _fp8_lacking(device),
+        idle=idle,
+        ends_idle=ends_idle,
     )
 
 
 def _fp8_layers(config: RunConfig) -> range:
-    """Layers with fp8 matmuls, counted from 0."""
+    """Returns the indices of the layers with fp8 matmuls."""
     precision, layers = config.precision, config.model.num_layers
     if precision.fp8_format is None:
         return range(0)
@@ -326,12 +332,15 @@ def _fp8_layers(config: RunConfig) -> range:
     return range(precision.num_layers_at_start_in_bf16, layers - precision.num_layers_at_end_in_bf16)
 
 
-def _lacks_fp8(device: DeviceFacts) -> str:
-    """Why the device has no fp8 matmuls; emulated, they would be slower than any others."""
+def _fp8_lacking(device: DeviceFacts) -> str:
+    """Returns why the device has no fp8 matmuls, or an empty string.
+
+    They are not emulated, which would be slow.
+    """
     if device.is_cpu:
         return "this run is on a CPU"
     if device.kind and not (device.is_gpu and device.is_nvidia):
-        return "this is no GPU of NVIDIA's"
+        return "this is not an NVIDIA GPU"
     if device.capability is None or device.capability >= _FP8_CAPABILITY:
         return ""
     return f"this one ({device.name}) has {device.capability[0]}.{device.capability[1]}"
@@ -346,55 +355,53 @@ def _graphs(config: RunConfig, device: DeviceFacts, own_program: bool) -> Graphs
         return GraphsDecision()
     problem = not_recordable(config.settings)
     if own_program:
-        problem = problem or "a model or a forward step of your own may decide while it runs"
+        problem = problem or "a custom model or forward step may have data-dependent control flow"
     if device.kind and not (device.is_gpu and device.is_nvidia):
-        problem = "there is no GPU of NVIDIA's"
+        problem = "there is no NVIDIA GPU"
     if wanted == "on":
         return GraphsDecision(required=True, problem=problem)
-    if not _launches_hold_up(config, device.peak):
+    launching = _LAUNCH_SECONDS_FP8 if config.precision.fp8_format else _LAUNCH_SECONDS
+    if layer_seconds(config.model, config.moe, config.train.micro_batch_size, device.peak) > launching:
         return GraphsDecision()
     if not problem:
         return GraphsDecision(if_room=True)
     return GraphsDecision(
-        left_out=f"CUDA graphs are left out, though launching kernels takes longer than such small layers compute: {problem}"
+        left_out=f"CUDA graphs are not used, though launching kernels takes longer than computing such small layers: {problem}"
     )
 
 
 def requires_graphs(cuda_graphs: str) -> bool:
-    """Whether a run with this value of --cuda-graphs must not start if it cannot be recorded."""
+    """Whether a run with this value of --cuda-graphs must stop if its steps cannot be captured."""
     return _GRAPHS.get(cuda_graphs) == "on"
 
 
 def not_recordable(s: Settings) -> str:
-    """Why no step of the run can be recorded: its launches must be the same in every step, whatever its tokens are."""
+    """Returns why the steps of the run cannot be captured as CUDA graphs, or an empty string.
+
+    A graph replays the same kernel launches in every step, so they must not depend on the tokens.
+    """
     ranks = s.tensor_model_parallel_size * s.pipeline_model_parallel_size * s.context_parallel_size
     if ranks * (s.data_parallel_size or 1) > 1:
-        return "several processes talk to each other during a step"
+        return "several processes communicate during a step"
     if s.num_experts is not None:
-        return "how many tokens an expert gets is known in the step alone"
+        return "the number of tokens of an expert is known only during the step"
     if _has_documents(s):
-        return "documents begin elsewhere in every batch"
+        return "document boundaries differ in every batch"
     if s.spec:
-        return "layers of your own (--spec) may decide while they run"
+        return "custom layers (--spec) may have data-dependent control flow"
     if s.attention_dropout > 0 and s.recompute_granularity is not None:
-        return "what is recomputed with --attention-dropout asks for the state of a generator"
+        return "recompute with --attention-dropout reads the state of a random generator"
     if s.timing_log_level > 1:
-        return "--timing-log-level 2 takes the time of forward and backward apart"
+        return "--timing-log-level 2 times forward and backward separately"
     return ""
 
 
-def _launches_hold_up(config: RunConfig, peak: float | None) -> bool:
-    """Whether a GPU of this peak computes a layer faster than a host launches its kernels."""
-    launching = _LAUNCHING_IN_FP8 if config.precision.fp8_format else _LAUNCHING
-    return layer_seconds(config.model, config.moe, config.train.micro_batch_size, peak) <= launching
-
-
-# --- observation ---
+# --- profiling ---
 
 
 def _allocations_recorded(config: RunConfig, device: DeviceFacts) -> Decision:
     wanted = config.memory.record_memory_history
-    idle = "only a GPU's allocations are recorded, and there is none here" if wanted and device.is_cpu else ""
+    idle = "only GPU allocations are recorded, and this run is on a CPU" if wanted and device.is_cpu else ""
     return Decision(wanted and not idle, idle)
 
 
@@ -404,5 +411,5 @@ def _torch_profiler(config: RunConfig, device: DeviceFacts) -> Decision:
     if not config.log.profile:
         idle = "nothing is profiled (--profile)"
     elif wanted and device.is_cpu:
-        idle = "on a CPU the profiler is torch's in any case"
+        idle = "on a CPU the profiler is always torch's"
     return Decision(config.log.profile and (wanted or device.is_cpu), idle)

@@ -1,7 +1,7 @@
-"""A setting is a dataclass field that also knows its help, its spellings and whether its feature is here yet.
+"""Declares settings: dataclass fields with help, spellings of the flag, limits and conditions.
 
-Every setting is declared once, as a field made by `setting(...)`; flags, files, presets, help, checks and the
-saved configuration all read that one declaration.
+Each setting is declared once, by `setting(...)`. Flags, files, presets, help, checks and the saved
+configuration all read that declaration.
 """
 
 import dataclasses
@@ -15,18 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 from pentatron.errors import UserError
 
-# Limits that a declaration sets on the value of its setting.
-
 
 @dataclass(frozen=True)
 class Limit:
-    """`holds` judges one number; `words` complete the sentence `--flag value must be …`."""
+    """A range of allowed numbers. `words` complete the error message `--flag value must be …`."""
 
     holds: Callable[[float], bool]
     words: str
 
     def allows(self, value: Any) -> bool:
-        """Whether a value, or each number of a list, is within the limit; an unset value is."""
+        """Whether a number, or each number of a list, is within the limit. None is always allowed."""
         numbers = () if value is None else value if isinstance(value, tuple) else (value,)
         return all(self.holds(number) for number in numbers)
 
@@ -39,26 +37,23 @@ TOKENS_OR_ALL = Limit(lambda x: x >= -1, "-1 or more")
 ABOVE_ONE = Limit(lambda x: x > 1, "more than 1")
 BETWEEN = Limit(lambda x: 0 < x < 1, "more than 0 and below 1")
 SHARE = Limit(lambda x: 0 < x <= 1, "above 0 and at most 1")
-# NumPy's generators take no larger ones.
+# Seeds of NumPy's generators have 32 bits.
 SEED = Limit(lambda x: 0 <= x < 2**32, "from 0 to 4294967295")
 PORT = Limit(lambda x: 1 <= x <= 65535, "a port from 1 to 65535")
-
-
-# The form of a need: a function from the settings to the reason why a setting has no effect.
 
 
 if TYPE_CHECKING:
     from pentatron.settings.settings import Settings as Settings
 else:
-    # The declarations name needs, and Settings consists of the declarations.
+    # A circular import otherwise: declarations name needs, and Settings inherits the declarations.
     Settings = Any
 
-# The reason why the setting has no effect with these settings, or an empty text if it has one.
+# Returns why the setting that has this need has no effect, or an empty string if the need is met.
 Need = Callable[[Settings], str]
 
 
 def unless(met: Callable[[Settings], Any], reason: str | Callable[[Settings], str]) -> Need:
-    """A need that is met if `met` holds; `reason` completes the notice `--flag value: …`."""
+    """Builds a need from a predicate. `reason` completes the notice `--flag value: …`."""
 
     def check(s: Settings) -> str:
         if met(s):
@@ -69,17 +64,17 @@ def unless(met: Callable[[Settings], Any], reason: str | Callable[[Settings], st
 
 
 def first_unmet(needs: tuple[Need, ...], s: Settings) -> str:
-    """The reason of the first need that is not met, or an empty text."""
+    """Returns the reason of the first unmet need, or an empty string."""
     return next((reason for need in needs if (reason := need(s))), "")
 
 
 class OnResume(Enum):
-    """How a run treats a setting that differs from the checkpoint it resumes from."""
+    """How a resumed run reports a setting that differs from its checkpoint."""
 
-    NUMBERS = "it may change the numbers of the run: a notice says so"
-    ORDER = "it may change the order of samples: a notice says so"
-    FREE = "it has no part in the numbers: the log mentions it"
-    SILENT = "it names a place, which differs from start to start"
+    NUMBERS = "may change losses and weights: a notice"
+    ORDER = "may change the order of samples: a notice"
+    FREE = "cannot change losses or weights: a line in the log"
+    SILENT = "a path or name that may differ between starts: nothing"
 
 
 ORDER, FREE, SILENT = OnResume.ORDER, OnResume.FREE, OnResume.SILENT
@@ -87,7 +82,7 @@ ORDER, FREE, SILENT = OnResume.ORDER, OnResume.FREE, OnResume.SILENT
 
 @dataclass(frozen=True)
 class Spelling:
-    """One way to write a flag. With `sets`, the flag takes no argument and stands for that value."""
+    """One spelling of a flag. If `takes_value` is False it takes no argument and means `sets`."""
 
     flag: str
     takes_value: bool = True
@@ -96,6 +91,8 @@ class Spelling:
 
 @dataclass(frozen=True)
 class Setting:
+    """A declared setting; see `setting` for its fields."""
+
     name: str
     section: str
     annotation: Any
@@ -118,9 +115,8 @@ class Setting:
 
     @property
     def base_type(self) -> type:
-        """`int | None` → int, `tuple[str, ...]` → str: what one written value is converted to."""
-        options = [t for t in _members(self.annotation) if t is not type(None)]
-        first = options[0]
+        """The type one written value is converted to: `int | None` → int, `tuple[str, ...]` → str."""
+        first = next(t for t in _members(self.annotation) if t is not type(None))
         if typing.get_origin(first) is tuple:
             first = typing.get_args(first)[0]
         return typing.cast(type, first)
@@ -131,21 +127,24 @@ class Setting:
 
     @property
     def optional(self) -> bool:
-        """Whether it may be unset. A setting that is derived when unset is declared with the type it then has."""
+        """Whether the setting may be unset.
+
+        One that is derived if unset is declared with its derived type.
+        """
         return self.default is None or type(None) in _members(self.annotation)
 
     def refuses(self, value: Any) -> bool:
-        """Whether `value` asks for a feature that has not been built."""
+        """Whether `value` requests a feature that is not implemented."""
         if not self.not_yet or value == self.default:
             return False
         return not set(value if isinstance(value, tuple) else (value,)) <= set(self.available)
 
     def written(self, value: Any, source: str = "") -> str:
-        """`--flag value`; the flag is the one the user typed, where `source` tells."""
-        own = f"--no-{self.spellings[0].flag}" if value is False else self.flag
-        flag = source.removeprefix("flag ") if source.startswith("flag ") else own
-        alone = {s.flag for s in self.spellings if not s.takes_value}
-        if isinstance(value, bool) or _bare(flag) in alone:
+        """Returns `--flag value`, in the spelling that the user typed if `source` names it."""
+        default = f"--no-{self.spellings[0].flag}" if value is False else self.flag
+        flag = source.removeprefix("flag ") if source.startswith("flag ") else default
+        switches = {s.flag for s in self.spellings if not s.takes_value}
+        if isinstance(value, bool) or _bare(flag) in switches:
             return flag
         return f"{flag} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"
 
@@ -172,22 +171,19 @@ def setting(
     resume: OnResume | None = None,
     in_weights: bool = True,
 ) -> Any:
-    """A dataclass field with what the command line, the files and the checks need to know about it.
+    """Declares a setting as a dataclass field.
 
-    `also` lists further spellings, `sets` spellings without an argument and the value each stands for.
-    `not_yet` names the missing feature: every value but the default and `available` is refused.
-    `notice` is the one line printed when the setting is given but cannot change anything.
-    `names_code`: the value is imported and called, so only the command line may set it.
-    `limit`: what a number must be, whatever the other settings are.
-    `needs`: what it takes for the setting to have an effect. A notice gives the reason of the first unmet need.
-    `resume`: how a difference from the checkpoint is reported. Default: that of the section, else as a possible
-    change of numbers.
-    `in_weights`: for the architecture, whether weights belong to one value. If not, a loaded model may get another.
+    `also` lists further spellings, `sets` spellings without an argument and the value of each. `not_yet`
+    names a missing feature: every value but the default and those in `available` is refused. `notice` is
+    printed if the setting is given, for settings that never have an effect. `names_code`: the value is
+    imported and called, so only the command line may set it. `limit`: the allowed range of a number,
+    independent of other settings. `needs`: the conditions under which the setting has an effect. A notice
+    gives the reason of the first unmet one. `resume`: how a difference from the checkpoint is reported.
+    Default: `on_resume` of the section, else `NUMBERS`. `in_weights`: whether weights depend on this setting
+    of the architecture. If not, it may differ in a loaded model.
     """
-    extra = {
+    declared = {
         "help": help,
-        "also": tuple(_bare(flag) for flag in also.split()),
-        "sets": {_bare(flag): value for flag, value in (sets or {}).items()},
         "choices": tuple(choices),
         "not_yet": not_yet,
         "available": tuple(available),
@@ -195,27 +191,27 @@ def setting(
         "names_code": names_code,
         "limit": limit,
         "needs": needs if isinstance(needs, tuple) else (needs,),
-        "resume": resume,
         "in_weights": in_weights,
     }
-    return field(default=default, metadata=extra)
+    spelled = {"also": also.split(), "sets": sets or {}}
+    return field(default=default, metadata={"declared": declared, "resume": resume, **spelled})
 
 
 def _bare(flag: str) -> str:
-    """`--batch_size` → `batch-size`: dashes and underscores are the same."""
+    """Normalizes a flag or name: `--batch_size` → `batch-size`."""
     return flag.lstrip("-").replace("_", "-")
 
 
 def flag_of(name: str) -> str:
-    """`train_iters` → `--train-iters`."""
+    """Returns the flag of a setting: `train_iters` → `--train-iters`."""
     return f"--{_bare(name)}"
 
 
 def settings_of(section: str, cls: type) -> list[Setting]:
-    """The settings declared by one section's dataclass."""
+    """Returns the settings that the dataclass of a section declares."""
     hints = typing.get_type_hints(cls)
-    of_section = getattr(cls, "on_resume", OnResume.NUMBERS)
-    return [_setting(section, f, hints[f.name], of_section) for f in dataclasses.fields(cls)]
+    on_resume = getattr(cls, "on_resume", OnResume.NUMBERS)
+    return [_setting(section, f, hints[f.name], on_resume) for f in dataclasses.fields(cls)]
 
 
 def _setting(section: str, f: "dataclasses.Field[Any]", annotation: Any, on_resume: OnResume) -> Setting:
@@ -225,47 +221,39 @@ def _setting(section: str, f: "dataclasses.Field[Any]", annotation: Any, on_resu
     if is_switch and not own.startswith("no-"):
         spellings.append(Spelling(f"no-{own}", takes_value=False, sets=False))
     for flag in f.metadata["also"]:
-        spellings.append(Spelling(flag, takes_value=not is_switch, sets=True))
+        spellings.append(Spelling(_bare(flag), takes_value=not is_switch, sets=True))
     for flag, value in f.metadata["sets"].items():
-        spellings = [s for s in spellings if s.flag != flag]
-        spellings.append(Spelling(flag, takes_value=False, sets=value))
+        spellings = [s for s in spellings if s.flag != _bare(flag)]
+        spellings.append(Spelling(_bare(flag), takes_value=False, sets=value))
     return Setting(
         name=f.name,
         section=section,
         annotation=annotation,
         default=f.default,
-        help=f.metadata["help"],
         spellings=tuple(spellings),
-        choices=f.metadata["choices"],
-        not_yet=f.metadata["not_yet"],
-        available=f.metadata["available"],
-        notice=f.metadata["notice"],
-        names_code=f.metadata["names_code"],
-        limit=f.metadata["limit"],
-        needs=f.metadata["needs"],
         resume=f.metadata["resume"] or on_resume,
-        in_weights=f.metadata["in_weights"],
+        **f.metadata["declared"],
     )
 
 
 def coerce(setting: Setting, value: Any, what: str) -> Any:
-    """Turns a written value (text of a flag, scalar of a file) into the setting's type, or says what is wrong.
+    """Converts a written value (text of a flag, scalar of a file) to the type of the setting.
 
-    `what` names the value in the complaint: the flag as typed, or the file and the key in it.
+    `what` names the value in error messages: the flag as typed, or the file and the key in it.
     """
     if setting.is_list:
         items = value if isinstance(value, list | tuple) else str(value or "").split()
         if setting.base_type in (int, float):
-            items = [number for item in items for number in _separated(item)]
+            items = [number for item in items for number in _split_numbers(item)]
         return tuple(_coerce_one(setting, item, what) for item in items)
-    nothing = value is None or (isinstance(value, str) and value.lower() in ("none", "null"))
-    if setting.optional and nothing:
+    is_none = value is None or (isinstance(value, str) and value.lower() in ("none", "null"))
+    if setting.optional and is_none:
         return None
     return _coerce_one(setting, value, what)
 
 
-def _separated(item: Any) -> list[Any]:
-    """`4095,0` is two numbers, as Megatron writes pairs."""
+def _split_numbers(item: Any) -> list[Any]:
+    """Splits `4095,0` into two numbers, as Megatron writes pairs."""
     return item.strip("()").replace(",", " ").split() if isinstance(item, str) and "," in item else [item]
 
 
@@ -276,11 +264,13 @@ def _coerce_one(setting: Setting, value: Any, what: str) -> Any:
     if isinstance(value, list | tuple | dict):
         raise UserError(f"{what} wants {_WANTED[kind]}, not {'several' if value else 'an empty list'}")
     if isinstance(value, bool) and "on" in setting.choices:
-        # YAML reads the words on and off as true and false.
+        # YAML parses the words on and off as booleans.
         value = "on" if value else "off"
     try:
+        if isinstance(value, bool) and kind is not bool:
+            raise ValueError
         converted = _CONVERTERS[kind](value)
-    except (ValueError, TypeError, KeyError, OverflowError):
+    except (ValueError, TypeError, OverflowError):
         raise UserError(f"{what} wants {_WANTED[kind]}, not '{value}'") from None
     if setting.choices and converted not in setting.choices:
         options = ", ".join(str(c) for c in setting.choices)
@@ -290,8 +280,6 @@ def _coerce_one(setting: Setting, value: Any, what: str) -> Any:
 
 
 def _to_int(value: Any) -> int:
-    if isinstance(value, bool):
-        raise ValueError
     if isinstance(value, int):
         return value
     number = float(str(value).replace("_", ""))
@@ -302,31 +290,17 @@ def _to_int(value: Any) -> int:
 
 def _to_float(value: Any) -> float:
     number = float(value)
-    if isinstance(value, bool) or not math.isfinite(number):
+    if not math.isfinite(number):
         raise ValueError
     return number
 
 
 def _to_bool(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    return {
-        "true": True,
-        "1": True,
-        "yes": True,
-        "on": True,
-        "false": False,
-        "0": False,
-        "no": False,
-        "off": False,
-    }[str(value).lower()]
-
-
-def _to_text(value: Any) -> str:
-    if isinstance(value, bool):
+    word = str(value).lower()
+    if word not in ("true", "1", "yes", "on", "false", "0", "no", "off"):
         raise ValueError
-    return str(value)
+    return word in ("true", "1", "yes", "on")
 
 
-_CONVERTERS: dict[type, Any] = {int: _to_int, float: _to_float, bool: _to_bool, str: _to_text}
+_CONVERTERS: dict[type, Any] = {int: _to_int, float: _to_float, bool: _to_bool, str: str}
 _WANTED: dict[type, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}

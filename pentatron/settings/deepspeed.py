@@ -1,11 +1,12 @@
-"""A DeepSpeed configuration file, read as settings of ours.
+"""Reads a DeepSpeed configuration file and maps its keys to settings.
 
-DeepSpeed itself takes no part: ZeRO, precision and offload are built in. What its file says is mapped to the settings that do the same;
-"auto" leaves a setting as it is; what has no counterpart gets one line.
+DeepSpeed itself is not used: ZeRO, precision and offload are built in. "auto" leaves a setting unchanged. A
+key without a counterpart is reported by a notice.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +17,25 @@ from pentatron.settings.run import table
 from pentatron.settings.settings import Assigned
 
 _AUTO = "auto"
-# Sections that act only when they say so themselves.
+# Sections that have an effect only if their key `enabled` is true.
 _SWITCHED = ("fp16", "bf16", "tensorboard", "wandb")
 
 
 @dataclass(frozen=True)
 class _Target:
-    """The setting a key stands for, and how its value is written there; a value of None says nothing."""
+    """The setting that a key maps to, and the conversion of its value.
+
+    A converted value of None assigns nothing.
+    """
 
     setting: str
     convert: Callable[[Any], Any] = lambda value: value
 
 
-def _in_memory(value: Any) -> bool | None:
+def _offload_device(value: Any) -> bool | None:
     if value in ("cpu", "none"):
         return bool(value == "cpu")
-    raise UserError(f"'{value}' is no place for it here; write cpu or none")
+    raise UserError(f"'{value}' is not supported; write cpu or none")
 
 
 def _optimizer(value: Any) -> str:
@@ -40,22 +44,18 @@ def _optimizer(value: Any) -> str:
         return "adam"
     if name == "sgd":
         return "sgd"
-    raise UserError(f"the optimizer '{value}' is not built; write AdamW or SGD")
+    raise UserError(f"the optimizer '{value}' is not supported; write AdamW or SGD")
 
 
 def _schedule(value: Any) -> str:
     known = {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
     if str(value).lower() in known:
         return known[str(value).lower()]
-    raise UserError(f"the schedule '{value}' is not built; write WarmupLR, WarmupDecayLR or WarmupCosineLR")
+    raise UserError(
+        f"the schedule '{value}' is not supported; write WarmupLR, WarmupDecayLR or WarmupCosineLR"
+    )
 
 
-def _of(position: int) -> Callable[[Any], Any]:
-    return lambda pair: pair[position]
-
-
-# DeepSpeed writes a dynamic scale as 0.
-_STATIC_SCALE = _Target("loss_scale", lambda value: value or None)
 TARGETS: dict[str, tuple[_Target, ...]] = {
     "train_batch_size": (_Target("global_batch_size"),),
     "train_micro_batch_size_per_gpu": (_Target("micro_batch_size"),),
@@ -65,17 +65,18 @@ TARGETS: dict[str, tuple[_Target, ...]] = {
     "zero_optimization.stage": (_Target("zero_stage"),),
     "zero_optimization.overlap_comm": (_Target("overlap_grad_reduce"),),
     "zero_optimization.reduce_bucket_size": (_Target("ddp_bucket_size", int),),
-    "zero_optimization.offload_optimizer.device": (_Target("optimizer_cpu_offload", _in_memory),),
+    "zero_optimization.offload_optimizer.device": (_Target("optimizer_cpu_offload", _offload_device),),
     "bf16.enabled": (_Target("bf16"),),
     "fp16.enabled": (_Target("fp16"),),
-    "fp16.loss_scale": (_STATIC_SCALE,),
+    # 0 is a dynamic loss scale.
+    "fp16.loss_scale": (_Target("loss_scale", lambda value: value or None),),
     "fp16.initial_scale_power": (_Target("initial_loss_scale", lambda power: 2.0 ** float(power)),),
     "fp16.loss_scale_window": (_Target("loss_scale_window"),),
     "fp16.hysteresis": (_Target("hysteresis"),),
     "fp16.min_loss_scale": (_Target("min_loss_scale"),),
     "optimizer.type": (_Target("optimizer", _optimizer),),
     "optimizer.params.lr": (_Target("lr"),),
-    "optimizer.params.betas": (_Target("adam_beta1", _of(0)), _Target("adam_beta2", _of(1))),
+    "optimizer.params.betas": (_Target("adam_beta1", itemgetter(0)), _Target("adam_beta2", itemgetter(1))),
     "optimizer.params.eps": (_Target("adam_eps"),),
     "optimizer.params.weight_decay": (_Target("weight_decay"),),
     "optimizer.params.momentum": (_Target("sgd_momentum"),),
@@ -88,24 +89,22 @@ TARGETS: dict[str, tuple[_Target, ...]] = {
     "wandb.project": (_Target("wandb_project"),),
     "wandb.team": (_Target("wandb_entity"),),
 }
-# Said apart, because they would change what fits into memory.
+# Errors rather than notices, because they decide whether the model fits into memory.
 _REFUSED = {
     "zero_optimization.offload_param.device": "weights stay on the device here; optimizer state can be offloaded "
-    "(offload_optimizer), and ZeRO 3 shares the weights out",
+    "(offload_optimizer), and ZeRO 3 shards the weights"
 }
-
-
 _WARMUP_TYPE = "scheduler.params.warmup_type"
 
 
 def read_deepspeed(path: str) -> tuple[dict[str, Assigned], list[str]]:
-    """The settings a DeepSpeed file stands for, and a line for each of its keys that stands for none."""
+    """Returns the settings of a DeepSpeed file, and notices about keys without a counterpart."""
     content = load_file(Path(path), "--deepspeed_config")
     if not isinstance(content, dict):
         raise UserError(f"{path} holds no settings: a DeepSpeed configuration is one JSON object")
-    found: dict[str, Assigned] = {}
+    settings: dict[str, Assigned] = {}
     notices, problems = [], []
-    # The form that DeepSpeed's schedules have unless the file says otherwise.
+    # DeepSpeed's default.
     warmup_type = "log"
     for key, value in _entries(content):
         if value == _AUTO:
@@ -114,43 +113,43 @@ def read_deepspeed(path: str) -> tuple[dict[str, Assigned], list[str]]:
             problems.append(f"{path}: {key} {value}: {_REFUSED[key]}")
         elif key in TARGETS:
             try:
-                found |= _assigned(key, value, path)
+                settings |= _assigned(key, value, path)
             except (UserError, TypeError, ValueError, IndexError) as error:
-                # Some of them name the place themselves.
+                # Messages of `coerce` begin with the file and the key.
                 problems.append(f"{path}: {key}: {str(error).removeprefix(f'{path}: {key}').lstrip()}")
         elif key == _WARMUP_TYPE:
             warmup_type = value
         elif key not in _REFUSED and not _only_switches(key, value):
-            notices.append(f"{path}: {key} has no counterpart here, so it changes nothing")
+            notices.append(f"{path}: {key} has no counterpart here and is ignored")
     if problems:
         raise ConfigError(problems)
-    if warmup_type != "linear" and "lr_warmup_iters" in found:
+    if warmup_type != "linear" and "lr_warmup_iters" in settings:
         notices.append(
-            f"{path}: the warm-up is linear here; DeepSpeed's rises faster at first, as a logarithm, unless {_WARMUP_TYPE} is linear"
+            f"{path}: the warm-up is linear here; DeepSpeed's is logarithmic, faster at first, unless {_WARMUP_TYPE} is linear"
         )
-    return found, notices
+    return settings, notices
 
 
 def _only_switches(key: str, value: Any) -> bool:
-    """Whether a key says no more than that its section is on, of which each key is read, or that it is off."""
+    """Whether a key only switches its section. The other keys of an enabled section are mapped one by one."""
     section, _, last = key.rpartition(".")
     return last == "enabled" and (section in _SWITCHED or value is False)
 
 
 def _assigned(key: str, value: Any, path: str) -> dict[str, Assigned]:
-    found = {}
+    settings = {}
     for target in TARGETS[key]:
         converted = target.convert(value)
         if converted is not None:
             item = table()[target.setting]
-            found[item.name] = Assigned(coerce(item, converted, f"{path}: {key}"), f"file {path}")
-    return found
+            settings[item.name] = Assigned(coerce(item, converted, f"{path}: {key}"), f"file {path}")
+    return settings
 
 
-def _entries(content: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Every key with those above it, as far as it is in force."""
+def _entries(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields each key, with the keys above it joined by dots, except those of disabled sections."""
     for key, value in content.items():
-        name = f"{before}{key}"
+        name = f"{prefix}{key}"
         if not isinstance(value, Mapping):
             yield name, value
         elif name in _SWITCHED and value.get("enabled", False) is False:

@@ -1,4 +1,4 @@
-"""Values that follow from others. Each derivation records its reason, which `pentatron config` shows."""
+"""Derives settings that are not given from others. `pentatron config` shows the reason of each derivation."""
 
 import math
 from pathlib import Path
@@ -11,36 +11,56 @@ from pentatron.settings.schedule import plan_so_far, settle_stepwise_batch
 from pentatron.settings.settings import KEPT, Draft, is_inside, unset
 from pentatron.text import divisors, either
 
-# Values of the layout that follow from others: sizes that fit the processes, virtual stages, the schedule.
-
-
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-# Whoever types one of these has a layout in mind; a preset's own sizes would only get in its way.
-_OWN_LAYOUT = (
+# A flag for one of these chooses a layout, so the parallel sizes of a preset are ignored.
+_LAYOUT_FLAGS = (
     *_SIZES,
     "zero_stage",
     "num_distributed_optimizer_instances",
     "overlap_grad_reduce",
     "overlap_param_gather",
 )
+# Preferred widths of a head, and the least number of heads, so that eight tensor ranks can share them.
+_HEAD_WIDTHS = (64, 32, 16, 8)
+_MIN_HEADS = 8
+# Defaults of Llama 3.1 and Megatron.
+_LLAMA3_FACTOR = 8.0
+_LLAMA3_LENGTH = 8192
 
 
-def derive_layout(draft: Draft) -> None:
+def derive(draft: Draft) -> list[str]:
+    """Derives all unset values except the length of the run. Returns the problems found."""
+    _layout(draft)
+    _processes(draft)
+    problems = _attention(draft)
+    _widths(draft)
+    problems += _positions(draft)
+    _experts(draft)
+    _recompute(draft)
+    problems += _batches(draft)
+    return problems + _folders(draft)
+
+
+def _layout(draft: Draft) -> None:
+    """Derives parallel sizes, virtual stages and the pipeline schedule."""
     _fit_inherited_sizes(draft)
     _data_parallel(draft)
     _virtual_stages(draft)
-    if (draft.virtual_pipeline_model_parallel_size or 1) > 1 and not draft.given("pipeline_schedule"):
+    if draft.virtual_stages > 1 and not draft.given("pipeline_schedule"):
         draft.derive("there are virtual stages", pipeline_schedule="interleaved")
 
 
 def _fit_inherited_sizes(draft: Draft) -> None:
-    """Lowers the sizes of a preset to what the processes and the typed settings allow; typed sizes stay as they are."""
+    """Reduces the parallel sizes of a preset to fit the processes and the given settings.
+
+    Given sizes are not changed.
+    """
     inherited = [name for name in _SIZES if getattr(draft, name) > 1 and not draft.given(name)]
     if not inherited:
         return
-    own_layout = next((name for name in _OWN_LAYOUT if draft.given(name)), None)
-    if own_layout is not None:
-        flag = table()[own_layout].flag
+    layout_flag = next((name for name in _LAYOUT_FLAGS if draft.given(name)), None)
+    if layout_flag is not None:
+        flag = table()[layout_flag].flag
         for name in inherited:
             draft.derive(
                 f"{flag} is given, so the preset's {getattr(draft, name)} does not count", **{name: 1}
@@ -50,7 +70,7 @@ def _fit_inherited_sizes(draft: Draft) -> None:
         divisors(getattr(draft, name)) if name in inherited else [getattr(draft, name)] for name in _SIZES
     )
     fitting = [(t * p, t, p) for t in tensor_sizes for p in pipeline_sizes if _fits(draft, t, p)]
-    # Where nothing fits a rule says why; it should then speak of what was typed.
+    # If nothing fits, sizes of the preset become 1, and a rule reports the given sizes.
     _, tensor, pipeline = max(fitting, default=(0, tensor_sizes[0], pipeline_sizes[0]))
     for name, size in zip(_SIZES, (tensor, pipeline)):
         if getattr(draft, name) != size:
@@ -58,31 +78,29 @@ def _fit_inherited_sizes(draft: Draft) -> None:
 
 
 def _reason(draft: Draft) -> str:
-    if draft.facts.world_size % (
-        getattr(draft, _SIZES[0]) * getattr(draft, _SIZES[1]) * draft.context_parallel_size
-    ):
+    if draft.facts.world_size % draft.ranks_per_replica:
         return f"fits {draft.facts.world_size} process{'es' if draft.facts.world_size > 1 else ''}"
     return "fits the settings given"
 
 
 def _fits(draft: Draft, tensor: int, pipeline: int) -> bool:
-    """Whether these sizes go with the number of processes and with the model."""
-    copies, rest = divmod(draft.facts.world_size, tensor * pipeline * draft.context_parallel_size)
-    if rest or draft.data_parallel_size not in (None, copies):
+    """Whether these sizes divide the number of processes and the sizes of the model."""
+    replicas, rest = divmod(draft.facts.world_size, tensor * pipeline * draft.context_parallel_size)
+    if rest or draft.data_parallel_size not in (None, replicas):
         return False
-    virtual = draft.virtual_pipeline_model_parallel_size or 1
+    virtual = draft.virtual_stages
     if draft.num_layers < pipeline * virtual or (virtual > 1 and pipeline == 1):
         return False
     groups = draft.num_query_groups
     widths = (draft.num_attention_heads, draft.ffn_hidden_size, draft.padded_vocab_size)
-    whole = all(width is None or width % tensor == 0 for width in widths)
-    return whole and (groups is None or groups % tensor == 0 or tensor % groups == 0)
+    divisible = all(width is None or width % tensor == 0 for width in widths)
+    return divisible and (groups is None or groups % tensor == 0 or tensor % groups == 0)
 
 
 def _data_parallel(draft: Draft) -> None:
     if not unset(draft.data_parallel_size):
         return
-    model = getattr(draft, _SIZES[0]) * getattr(draft, _SIZES[1]) * draft.context_parallel_size
+    model = draft.ranks_per_replica
     draft.derive(
         f"{draft.facts.world_size} processes / (tp × pp × cp = {model})",
         data_parallel_size=max(1, draft.facts.world_size // model),
@@ -90,7 +108,7 @@ def _data_parallel(draft: Draft) -> None:
 
 
 def _virtual_stages(draft: Draft) -> None:
-    """Their number, where it was said another way; whether it fits is for the rules to say."""
+    """Derives the number of virtual stages from other settings. The rules check whether it fits."""
     if draft.virtual_pipeline_model_parallel_size is not None:
         return
     ranks, layers = draft.pipeline_model_parallel_size, draft.num_layers
@@ -119,78 +137,6 @@ def _number_of_stages(written: str) -> int:
         return 0
 
 
-# Rotary positions for long sequences: what Megatron's words for them stand for, and the values left open.
-
-
-# Those of Llama 3.1, and of Megatron.
-_LLAMA3_FACTOR = 8.0
-_LLAMA3_LENGTH = 8192
-
-
-def derive_positions(draft: Draft) -> list[str]:
-    """Fills in the open values; returns what contradicts itself."""
-    problems = [*_yarn(draft), *_interpolation(draft)]
-    if draft.rope_scaling_type == "llama3":
-        _open(draft, "rope_scaling_factor", _LLAMA3_FACTOR, "llama3, as in Megatron")
-        _open(draft, "rope_scaling_original_max_position_embeddings", _LLAMA3_LENGTH, "llama3")
-    return problems
-
-
-def _yarn(draft: Draft) -> list[str]:
-    if draft.position_embedding_type != "yarn":
-        return []
-    draft.derive("yarn is rope with --rope-scaling-type yarn", position_embedding_type="rope")
-    return _settle(draft, "rope_scaling_type", "yarn", "--position-embedding-type yarn")
-
-
-def _interpolation(draft: Draft) -> list[str]:
-    factor = draft.rotary_seq_len_interpolation_factor
-    if factor is None or draft.position_embedding_type != "rope":
-        return []
-    words = f"--rotary-seq-len-interpolation-factor {factor}"
-    problems = [
-        *_settle(draft, "rope_scaling_type", "linear", words),
-        *_settle(draft, "rope_scaling_factor", factor, words),
-    ]
-    # The same model has the same settings, whichever words were used.
-    draft.derive(f"{words} is --rope-scaling-type linear", rotary_seq_len_interpolation_factor=None)
-    return problems
-
-
-def _settle(draft: Draft, name: str, value: Any, words: str) -> list[str]:
-    """Gives the setting the value that these words mean, unless the user wrote another one."""
-    written = getattr(draft, name)
-    if written == value:
-        return []
-    if draft.given(name) and written is not None:
-        flag = name.replace("_", "-")
-        return [f"{words} means --{flag} {value}, but --{flag} {written} is given; leave one of them out"]
-    draft.derive(words, **{name: value})
-    return []
-
-
-def _open(draft: Draft, name: str, value: Any, reason: str) -> None:
-    if getattr(draft, name) is None:
-        draft.derive(reason, **{name: value})
-
-
-_HEAD_WIDTHS = (64, 32, 16, 8)
-_ENOUGH_HEADS = 8
-
-
-def derive(draft: Draft) -> list[str]:
-    """Fills in the open values but the length of the run; returns the problems met on the way."""
-    derive_layout(draft)
-    _processes(draft)
-    problems = _attention(draft)
-    _widths(draft)
-    problems += derive_positions(draft)
-    _experts(draft)
-    _recompute(draft)
-    problems += _batches(draft)
-    return problems + _folders(draft)
-
-
 def _processes(draft: Draft) -> None:
     facts = draft.facts
     if draft.nproc_per_node != facts.local_processes and not draft.given("nproc_per_node"):
@@ -207,9 +153,11 @@ def _processes(draft: Draft) -> None:
 
 def _attention(draft: Draft) -> list[str]:
     hidden = draft.hidden_size
+    # A preset of another width does not fix the number of heads.
+    is_resized = draft.given("hidden_size") and not draft.given("num_attention_heads")
     if unset(draft.num_attention_heads):
         _heads(draft, "")
-    elif _preset_heads_do_not_fit(draft):
+    elif is_resized and unset(draft.kv_channels) and hidden % draft.num_attention_heads:
         _heads(draft, f"; {draft.source('num_attention_heads')} has {draft.num_attention_heads}")
     heads = draft.num_attention_heads
     problems = []
@@ -224,23 +172,20 @@ def _attention(draft: Draft) -> list[str]:
     return problems
 
 
-def _preset_heads_do_not_fit(draft: Draft) -> bool:
-    """Whoever changes the width of a preset should not have to work out its heads."""
-    typed = draft.given("hidden_size") and not draft.given("num_attention_heads")
-    return typed and unset(draft.kv_channels) and draft.hidden_size % draft.num_attention_heads != 0
-
-
 def _heads(draft: Draft, remark: str) -> None:
-    """Wide heads, but enough of them to be shared by eight ranks. The layout itself is not asked: the same words must
-    mean the same model in every one."""
+    """Derives the number of heads: the widest heads of which there are enough.
+
+    The parallel sizes are not considered: the same flags must mean the same model in every layout.
+    """
     hidden = draft.hidden_size
-    fitting = [w for w in _HEAD_WIDTHS if hidden % w == 0]
-    enough = [w for w in fitting if hidden // w >= _ENOUGH_HEADS]
-    width = enough[0] if enough else fitting[-1] if fitting else hidden
+    widths = [w for w in _HEAD_WIDTHS if hidden % w == 0]
+    preferred = [w for w in widths if hidden // w >= _MIN_HEADS]
+    width = preferred[0] if preferred else widths[-1] if widths else hidden
     draft.derive(f"{hidden} hidden / {width} per head{remark}", num_attention_heads=max(1, hidden // width))
 
 
 def _groups(draft: Draft) -> None:
+    """Derives grouped-query attention and its number of key/value heads from each other."""
     heads, groups = draft.num_attention_heads, draft.num_query_groups
     if not draft.group_query_attention and groups is not None:
         if not draft.given("num_query_groups"):
@@ -273,6 +218,56 @@ def _widths(draft: Draft) -> None:
         draft.derive(f"{draft.vocab_size} up to a multiple of {multiple}", padded_vocab_size=padded)
 
 
+def _positions(draft: Draft) -> list[str]:
+    """Derives the settings of rotary scaling, as Megatron's flags imply them.
+
+    Returns the contradictions found.
+    """
+    problems = [*_yarn(draft), *_interpolation(draft)]
+    if draft.rope_scaling_type == "llama3":
+        if unset(draft.rope_scaling_factor):
+            draft.derive("llama3, as in Megatron", rope_scaling_factor=_LLAMA3_FACTOR)
+        if unset(draft.rope_scaling_original_max_position_embeddings):
+            draft.derive("llama3", rope_scaling_original_max_position_embeddings=_LLAMA3_LENGTH)
+    return problems
+
+
+def _yarn(draft: Draft) -> list[str]:
+    if draft.position_embedding_type != "yarn":
+        return []
+    draft.derive("yarn is rope with --rope-scaling-type yarn", position_embedding_type="rope")
+    return _imply(draft, "rope_scaling_type", "yarn", "--position-embedding-type yarn")
+
+
+def _interpolation(draft: Draft) -> list[str]:
+    factor = draft.rotary_seq_len_interpolation_factor
+    if factor is None or draft.position_embedding_type != "rope":
+        return []
+    words = f"--rotary-seq-len-interpolation-factor {factor}"
+    problems = [
+        *_imply(draft, "rope_scaling_type", "linear", words),
+        *_imply(draft, "rope_scaling_factor", factor, words),
+    ]
+    # The alias is cleared, so that equal models have equal settings.
+    draft.derive(f"{words} is --rope-scaling-type linear", rotary_seq_len_interpolation_factor=None)
+    return problems
+
+
+def _imply(draft: Draft, name: str, value: Any, words: str) -> list[str]:
+    """Sets a setting to the value that the flag `words` implies.
+
+    Returns a problem if another value is given.
+    """
+    written = getattr(draft, name)
+    if written == value:
+        return []
+    if draft.given(name) and written is not None:
+        flag = name.replace("_", "-")
+        return [f"{words} means --{flag} {value}, but --{flag} {written} is given; leave one of them out"]
+    draft.derive(words, **{name: value})
+    return []
+
+
 def _experts(draft: Draft) -> None:
     if draft.num_experts is None:
         return
@@ -298,28 +293,28 @@ def _recompute(draft: Draft) -> None:
 
 
 def _batches(draft: Draft) -> list[str]:
-    """Settles micro and global batch from whichever way the user chose to say it."""
+    """Derives micro and global batch size from the settings given. Returns the contradictions found."""
     problems = settle_stepwise_batch(draft)
     if problems:
         return problems
     if KEPT in draft.source("global_batch_size"):
-        # What a rank was to do is recorded all the same: the next start compares it with what it is told.
+        # --batch_size remains set beside the kept size: the next start compares it with its own flags.
         return _micro_and_global(draft, None)
     if draft.rank_batch_size is not None:
         explicit = [n for n in ("micro_batch_size", "global_batch_size") if draft.given(n)]
         if explicit and draft.given("rank_batch_size"):
             return [
-                "--batch_size and --micro-batch-size/--global-batch-size say the same thing twice; give one of them"
+                "--batch_size and --micro-batch-size/--global-batch-size set the same size; give one of them"
             ]
         if not explicit:
             return _batches_of_a_rank(draft, draft.rank_batch_size)
-    accumulated, cuts = draft.gradient_accumulation_steps, draft.num_microbatches
-    if accumulated is not None and cuts not in (None, accumulated):
+    accumulation, count = draft.gradient_accumulation_steps, draft.num_microbatches
+    if accumulation is not None and count not in (None, accumulation):
         return [
-            f"--gradient-accumulation-steps {accumulated} and --num-microbatches {cuts} both say how many "
+            f"--gradient-accumulation-steps {accumulation} and --num-microbatches {count} both set how many "
             f"micro-batches a step has; give one of them"
         ]
-    return _micro_and_global(draft, accumulated or cuts)
+    return _micro_and_global(draft, accumulation or count)
 
 
 def _micro_and_global(draft: Draft, steps: int | None) -> list[str]:
@@ -338,23 +333,23 @@ def _micro_and_global(draft: Draft, steps: int | None) -> list[str]:
             f"--global-batch-size {total} ≠ {micro} (micro) × {dp} (data-parallel) × {steps} (micro-batches) = "
             f"{micro * dp * steps}; leave one of them out"
         ]
-    common = _in_every_batch(draft, total)
+    common = _common_divisor(draft, total)
     if common % (micro * dp) and common % dp == 0 and not draft.given("micro_batch_size"):
         fewer = max(d for d in divisors(common // dp) if d <= micro)
         draft.derive(f"a divisor of {common} / {dp} ranks; the preset has {micro}", micro_batch_size=fewer)
     return []
 
 
-def _in_every_batch(draft: Draft, total: int) -> int:
-    """What every size is a multiple of that the batch has on its way to `total`."""
+def _common_divisor(draft: Draft, total: int) -> int:
+    """Returns the greatest common divisor of all batch sizes of the ramp-up."""
     plan = plan_so_far(draft)
     return total if plan is None else plan.common_divisor
 
 
 def _micro_from_global(draft: Draft, total: int, dp: int, steps: int | None) -> list[str]:
-    ranks, common = draft.pipeline_model_parallel_size, _in_every_batch(draft, total)
+    ranks, common = draft.pipeline_model_parallel_size, _common_divisor(draft, total)
     if steps is None and ranks > 1 and common % dp == 0:
-        # A pipeline works on several micro-batches at a time.
+        # A pipeline needs at least as many micro-batches as ranks to be filled.
         micro = max((d for d in divisors(common // dp) if total // dp // d >= ranks), default=1)
         draft.derive(
             f"{common} / {dp} ranks, cut for {ranks} pipeline ranks at least", micro_batch_size=micro
@@ -376,13 +371,13 @@ def _micro_from_global(draft: Draft, total: int, dp: int, steps: int | None) -> 
 
 def _batches_of_a_rank(draft: Draft, batch: int) -> list[str]:
     dp = draft.data_parallel_size
-    cuts, accumulation = draft.num_microbatches or 1, draft.gradient_accumulation_steps or 1
-    if batch % cuts:
+    count, accumulation = draft.num_microbatches or 1, draft.gradient_accumulation_steps or 1
+    if batch % count:
         return [
-            f"--batch_size {batch} is not divisible by --num_microbatches {cuts}; "
+            f"--batch_size {batch} is not divisible by --num_microbatches {count}; "
             f"use {either(divisors(batch))} micro-batches"
         ]
-    draft.derive(f"{batch} per rank / {cuts} micro-batches", micro_batch_size=batch // cuts)
+    draft.derive(f"{batch} per rank / {count} micro-batches", micro_batch_size=batch // count)
     draft.derive(
         f"{batch} per rank × {dp} ranks × {accumulation} accumulated",
         global_batch_size=batch * dp * accumulation,
@@ -391,28 +386,29 @@ def _batches_of_a_rank(draft: Draft, batch: int) -> list[str]:
 
 
 def _folders(draft: Draft) -> list[str]:
+    """Derives the folders of the run and its checkpoints. Returns the problems found."""
     if draft.given("save") and not draft.given("save_checkpoints") and not draft.save_checkpoints:
         draft.derive("--save is given", save_checkpoints=True)
     if draft.given("save") and draft.save_checkpoints and not draft.given("run_dir"):
-        # Two runs of one script are told apart by this alone; their logs must not run into each other.
+        # Two runs of one script may differ in --save alone; they must not share a log.
         draft.derive("beside the checkpoints of --save", run_dir=draft.save)
     if unset(draft.save):
         draft.derive("the run folder", save=f"{draft.run_dir}/checkpoints")
     if unset(draft.load):
         draft.derive("the run's own checkpoints", load=draft.save)
-    for name, rest in draft.in_run_folder.items():
-        place = Path(draft.run_dir) / rest
-        same_kind = place.absolute() if Path(getattr(draft, name)).is_absolute() else place
-        draft.assign(draft.source(name), **{name: str(same_kind)})
+    for name, relative in draft.in_run_folder.items():
+        path = Path(draft.run_dir) / relative
+        was_absolute = Path(getattr(draft, name)).is_absolute()
+        draft.assign(draft.source(name), **{name: str(path.absolute() if was_absolute else path)})
     return _moved_aside(draft)
 
 
 def _moved_aside(draft: Draft) -> list[str]:
-    """`--fresh` moves the run's folders away; what is to be loaded must not be in them."""
+    """Returns a problem if `--fresh` would move the folder that is to be loaded."""
     if not draft.fresh or not draft.given("load") or unset(draft.load):
         return []
-    load, places = draft.load, [getattr(draft, name) for name in ("run_dir", "save")]
-    inside = [place for place in places if is_inside(load, place)]
+    load = draft.load
+    inside = [folder for folder in (draft.run_dir, draft.save) if is_inside(load, folder)]
     if not inside:
         return []
     return [f"--fresh would move {inside[0]} aside, and --load {load} with it; leave one of them out"]

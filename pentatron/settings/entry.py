@@ -1,7 +1,7 @@
-"""Entry points: the same settings, with the defaults and the word meanings each guide gives them.
+"""Entry points: the programs that share the settings, with their own defaults and meanings of flags.
 
-`--batch-size` is the global batch of the example script and the batch of one data-parallel rank in the 3D
-project, so the entry point decides; `pentatron train` asks for the unambiguous flags instead.
+`--batch-size` is the global batch in the example script and the batch of one data-parallel rank in the 3D
+project. `pentatron train` refuses it and suggests the unambiguous flags.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class EntryPoint:
-    """One program a user starts."""
+    """A program that the user starts.
+
+    `spellings` maps further flags to settings, `refused` maps ambiguous flags to the advice in the error
+    message. `resumes`: resume from checkpoints in the run folder by default. Other programs start a new run
+    unless --load names that folder. `own`: flags of the program that are not settings, for suggestions after
+    a misspelling; `own_help`: the program whose --help lists them, if it is another one.
+    """
 
     name: str
     summary: str
@@ -19,10 +25,7 @@ class EntryPoint:
     spellings: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
     default_preset: str | None = None
-    # Whether a run goes on by itself from what its folder holds. Others start anew, unless --load names that folder.
     resumes: bool = True
-    # Flags that the program takes for itself beside the settings: whoever misspells one is to hear of it, and where they are listed, if
-    # that is another program.
     own: Sequence[str] = ()
     own_help: str = ""
 
@@ -32,7 +35,7 @@ _RANK_BATCH = {"batch-size": "rank_batch_size"}
 
 TRAIN = EntryPoint(
     name="pentatron train",
-    summary="Train a model. With no flag at all: a small one on this machine's own Python library.",
+    summary="Train a model. Without any flag: a small one on the source text of Python's standard library.",
     refused={
         "batch-size": "say --micro-batch-size (samples one rank computes at once) or --global-batch-size instead"
     },
@@ -47,14 +50,14 @@ PRETRAIN_GPT = EntryPoint(
         "lr_decay_style": "linear",
         "tokenizer_type": "GPT2BPETokenizer",
         "console_lines": "megatron",
-        # As in Megatron, --save asks for checkpoints.
+        # As in Megatron, checkpoints are saved only with --save.
         "save_checkpoints": False,
     },
     resumes=False,
 )
 EXAMPLE = EntryPoint(
     name="megatron_core_training_example.py",
-    summary="The self-contained example: synthetic data unless told otherwise; --batch-size is the global batch.",
+    summary="The self-contained example: synthetic data by default; --batch-size is the global batch.",
     defaults={
         **_SMALL_MODEL,
         "run_dir": "runs/megatron_core_training_example",
@@ -67,7 +70,7 @@ EXAMPLE = EntryPoint(
     spellings={"batch-size": "global_batch_size"},
     resumes=False,
 )
-# Those of torch's GradScaler, which the guide of this project writes out.
+# Defaults of torch's GradScaler, which the guide of the 3D project uses.
 GRAD_SCALER: Mapping[str, Any] = {
     "initial_loss_scale": 2.0**16,
     "loss_scale_window": 2000,
@@ -104,7 +107,7 @@ MEGATRON = EntryPoint(
     resumes=False,
 )
 
-# Shows a layout and trains nothing, so data and length are settled here.
+# Only shows a layout, so data and length have defaults.
 LAYOUT = EntryPoint(
     name="pentatron layout",
     summary="Show which rank does what under the same settings as `pentatron train`. Nothing is started.",

@@ -1,5 +1,6 @@
-"""Settings from a YAML, TOML or JSON file: by section or flat, in any spelling."""
+"""Reads YAML, TOML and JSON files of settings, by section or flat, and files that name data."""
 
+import contextlib
 import json
 import re
 import shlex
@@ -18,15 +19,15 @@ from pentatron.settings.run import sections, table
 from pentatron.settings.settings import Assigned, Draft
 from pentatron.text import parse_json
 
-# A file of settings, or of data sets with their weights, has no more.
-_MOST_VALUES = 1_000_000
-# Megatron's YAML files put their settings under these two.
+# Far above any real file. Protects against YAML aliases that expand exponentially.
+_MAX_VALUES = 1_000_000
+# Sections of Megatron's YAML files.
 _MEGATRON_SECTIONS = ("language_model", "model_parallel")
 
 
 @dataclass(frozen=True)
 class _Line:
-    """One `key: value` of a file; `name` is the key with the section before it."""
+    """One `key: value` of a file. `name` is the key with its section."""
 
     name: str
     key: str
@@ -34,12 +35,12 @@ class _Line:
 
 
 def read_file(path: str, entry: EntryPoint) -> dict[str, Assigned]:
-    """The settings of one file, or every mistake in it at once."""
+    """Returns the settings of a file. Raises `ConfigError` with all mistakes in it."""
     content = load_file(Path(path))
     if not isinstance(content, dict):
         raise UserError(f"{path} holds no settings: write one 'name: value' a line")
     flags = FlagTable(entry)
-    found: dict[str, tuple[str, Assigned]] = {}
+    settings: dict[str, tuple[str, Assigned]] = {}
     problems: list[str] = []
     for line in _lines(content):
         try:
@@ -47,30 +48,32 @@ def read_file(path: str, entry: EntryPoint) -> dict[str, Assigned]:
         except UserError as error:
             problems.append(str(error))
             continue
-        if item.name in found:
-            problems.append(f"{path}: {found[item.name][0]} and {line.name} are the same setting; keep one")
-        found[item.name] = line.name, Assigned(value, f"file {path}")
+        if item.name in settings:
+            problems.append(
+                f"{path}: {settings[item.name][0]} and {line.name} are the same setting; keep one"
+            )
+        settings[item.name] = line.name, Assigned(value, f"file {path}")
     if problems:
         raise ConfigError(problems)
-    return {name: assigned for name, (_, assigned) in found.items()}
+    return {name: assigned for name, (_, assigned) in settings.items()}
 
 
 def _setting(line: _Line, flags: FlagTable, what: str) -> tuple[Setting, Any]:
-    """The setting a line means and its value."""
-    found = flags.find(line.key)
+    """Returns the setting of a line and its value."""
+    match = flags.find(line.key)
     known = (*sections(), *_MEGATRON_SECTIONS)
     if line.key in known:
         raise UserError(f"{what} is a section; write its settings indented below it")
-    if isinstance(line.value, dict) and found is None:
+    if isinstance(line.value, dict) and match is None:
         raise UserError(
             f"{what}: unknown section{did_you_mean(line.key, known)}; there are {', '.join(known)}"
         )
-    if found is None:
+    if match is None:
         if refusal := flags.refusal(line.key):
             raise UserError(f"{what} is ambiguous here: {refusal}")
         guess = did_you_mean(line.key.replace("-", "_"), table())
         raise UserError(f"{what}: unknown setting{guess}")
-    item, spelling = found
+    item, spelling = match
     if item.name == "config":
         raise UserError(f"{what}: a file cannot name another; give --config once, on the command line")
     value = _value(item, spelling, line.value, what)
@@ -95,7 +98,7 @@ def _value(item: Setting, spelling: Spelling, written: Any, what: str) -> Any:
 
 
 def _lines(content: dict[Any, Any]) -> Iterator[_Line]:
-    """Every setting of a file; a mapping under a section's name is that section."""
+    """Yields the settings of a file. A mapping under the name of a section is that section."""
     for key, value in content.items():
         if isinstance(value, dict | None) and key in (*sections(), *_MEGATRON_SECTIONS):
             yield from (_Line(f"{key}.{inner}", str(inner), v) for inner, v in (value or {}).items())
@@ -104,14 +107,8 @@ def _lines(content: dict[Any, Any]) -> Iterator[_Line]:
 
 
 def load_file(path: Path, flag: str = "--config") -> Any:
-    """What a YAML, TOML or JSON file holds; `flag` is the one that named it."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UserError(f"configuration file {path} does not exist; check the path given to {flag}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UserError(f"configuration file {path} cannot be read ({reason})") from None
+    """Loads a YAML, TOML or JSON file. `flag` is the flag that named it, for error messages."""
+    text = _text(path, f"configuration file {path}", f"check the path given to {flag}")
     try:
         return _parse(path, text)
     except UserError as error:
@@ -134,14 +131,14 @@ def _parse(path: Path, text: str) -> Any:
 
 
 def parse_yaml(text: str) -> Any:
-    """YAML without repeated keys; raises what the library raises."""
+    """Parses YAML, and refuses repeated keys and exponential expansion. Raises the errors of PyYAML."""
     try:
         import yaml
     except ImportError:
         raise UserError("needs PyYAML: pip install pyyaml (or write TOML or JSON)") from None
 
     class Loader(yaml.SafeLoader):
-        """YAML keeps the last of two equal keys without a word; a file edited by hand must not."""
+        """Refuses repeated keys, of which PyYAML silently keeps the last."""
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
             _without_repeats([(key.value, None) for key, _ in node.value])
@@ -152,14 +149,17 @@ def parse_yaml(text: str) -> Any:
         node = loader.get_single_node()
         if node is None:
             return None
-        _require_small(node, {})
+        _check_size(node, {})
         return loader.construct_document(node)
     finally:
         loader.dispose()
 
 
-def _require_small(node: Any, sizes: dict[int, int]) -> int:
-    """How many values a part of a file unfolds to. A few lines that repeat each other can mean more than any memory holds."""
+def _check_size(node: Any, sizes: dict[int, int]) -> int:
+    """Counts the values that a node expands to with all aliases. Raises `UserError` if there are too many.
+
+    `sizes` caches the counts by node; 0 marks a node in progress, so that an alias to an ancestor is found.
+    """
     if id(node) in sizes:
         if sizes[id(node)] == 0:
             raise UserError("repeats a part within itself; write it out")
@@ -167,9 +167,9 @@ def _require_small(node: Any, sizes: dict[int, int]) -> int:
     sizes[id(node)] = 0
     inner = node.value if isinstance(node.value, list) else []
     parts = (part for entry in inner for part in (entry if isinstance(entry, tuple) else (entry,)))
-    size = 1 + sum(_require_small(part, sizes) for part in parts)
-    if size > _MOST_VALUES:
-        raise UserError(f"unfolds to more than {_MOST_VALUES} values; write it without repetitions")
+    size = 1 + sum(_check_size(part, sizes) for part in parts)
+    if size > _MAX_VALUES:
+        raise UserError(f"expands to more than {_MAX_VALUES} values; write it without repetitions")
     sizes[id(node)] = size
     return size
 
@@ -183,11 +183,11 @@ def _without_repeats(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     return dict(pairs)
 
 
-# Files that name data: --data-args-path, --per-split-data-args-path and --data-path-config.
+# --- files that name data ---
 
 
 def read_data_files(draft: Draft) -> None:
-    """Puts the words of --data-args-path, --per-split-data-args-path and --data-path-config where they would be written."""
+    """Assigns the data named in --data-args-path, --per-split-data-args-path and --data-path-config."""
     files = (
         ("data_args_path", draft.data_args_path, _read_words),
         ("per_split_data_args_path", draft.per_split_data_args_path, _read_per_split),
@@ -199,12 +199,12 @@ def read_data_files(draft: Draft) -> None:
         flag = table()[name].written(path)
         try:
             for target, words in read(Path(path), flag).items():
-                _put(draft, target, words, flag)
+                _assign_data(draft, target, words, flag)
         except UserError as error:
             draft.wrong[name] = str(error)
 
 
-def _put(draft: Draft, target: str, words: tuple[str, ...], flag: str) -> None:
+def _assign_data(draft: Draft, target: str, words: tuple[str, ...], flag: str) -> None:
     if getattr(draft, target) and getattr(draft, target) != words:
         raise UserError(
             f"{flag} and {table()[target].written(getattr(draft, target), draft.source(target))} name different data; choose one"
@@ -250,7 +250,7 @@ def _by_split(content: Any, flag: str) -> dict[str, tuple[str, ...]]:
 
 
 def _words(content: Any, flag: str) -> tuple[str, ...]:
-    """A text or a list as --data-path would be written, or a list of `{weight: W, path: P}`."""
+    """Converts a string, a list of words or a list of `{weight: W, path: P}` to the words of --data-path."""
     words: list[str] = []
     entries = content.split() if isinstance(content, str) else content
     if not isinstance(entries, list):
@@ -260,7 +260,9 @@ def _words(content: Any, flag: str) -> tuple[str, ...]:
     for entry in entries:
         if isinstance(entry, dict):
             if not {"path"} <= entry.keys() <= {"path", "weight"}:
-                raise UserError(f"{flag}: {entry} is no entry; write it like {{weight: 0.7, path: PREFIX}}")
+                raise UserError(
+                    f"{flag}: {entry} is not an entry; write it like {{weight: 0.7, path: PREFIX}}"
+                )
             words += [str(entry[key]) for key in ("weight", "path") if key in entry]
         else:
             words.append(str(entry))
@@ -271,59 +273,59 @@ def _words(content: Any, flag: str) -> tuple[str, ...]:
     return tuple(words)
 
 
-def _text(path: Path, flag: str) -> str:
+def _text(path: Path, what: str, fix: str = "check the path") -> str:
+    """Reads a text file. `what` names it in error messages."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UserError(f"{flag} does not exist; check the path") from None
+        raise UserError(f"{what} does not exist; {fix}") from None
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UserError(f"{flag} cannot be read ({reason})") from None
+        raise UserError(f"{what} cannot be read ({reason})") from None
 
 
-# The `config.yaml` that a run leaves, given to another one: places in the first run's folder become places in
-# the second's.
+# --- the config.yaml of a run, reused by another run ---
 
 
 HEADER = "# Every setting of this run and where it came from. Use it again with: --config THIS_FILE"
-# Settings that name a file or a folder which a run writes. The run's folder and that of its checkpoints are not taken over at all.
+# Settings that name files or folders a run writes to. `run_dir` and `save` themselves are not reused.
 _WRITTEN_TO = ("tensorboard_dir", "wandb_save_dir", "data_cache_path", "memory_snapshot_path")
-# A relative path of these already means a place in the folder of the run that uses it.
-_BELOW_THE_RUN = ("memory_snapshot_path",)
-# One line of the file; values that are not to be taken over are comments.
+# Settings whose relative paths are relative to the run folder.
+_RELATIVE_TO_RUN = ("memory_snapshot_path",)
+# One setting of the file. Those that another run does not reuse are commented out.
 _LINE = re.compile(r"^  (?:# )?(\w+): (.*?)  # .*$", re.MULTILINE)
 
 
 def saved_values(text: str) -> dict[str, Any]:
-    """Every setting of the run that wrote this text, also those that another run does not take over."""
-    found: dict[str, Any] = {}
+    """Returns all settings in the `config.yaml` of a run, including those that another run does not reuse."""
+    values: dict[str, Any] = {}
     for name, written in _LINE.findall(text):
-        try:
-            found[name] = json.loads(written)
-        except ValueError:
-            # Changed by hand.
-            continue
-    return found
+        # A line edited by hand may not be JSON.
+        with contextlib.suppress(ValueError):
+            values[name] = json.loads(written)
+    return values
 
 
 def places_in_run(file: str, values: Mapping[str, Any]) -> dict[str, str]:
-    """By setting, the path below the run's folder of each place that the run of this file wrote to inside it.
+    """Maps settings to the paths inside its folder that the run of a `config.yaml` wrote to.
 
-    Empty where the file is not the `config.yaml` of a run. A run that was moved aside since names its first folder.
+    A run that uses the file writes to the same paths in its own folder. Empty if the file is not the
+    `config.yaml` of a run.
     """
     path = Path(file)
     text = path.read_text(encoding="utf-8", errors="replace")
     if not text.startswith(HEADER):
         return {}
-    named = saved_values(text)
-    folders = [path.parent, *(Path(named[name]) for name in ("run_dir", "save") if named.get(name))]
+    saved = saved_values(text)
+    # The file names the first folder of the run, which may have been moved since.
+    folders = [path.parent, *(Path(saved[name]) for name in ("run_dir", "save") if saved.get(name))]
     places = {name: Path(values[name]) for name in _WRITTEN_TO if values.get(name) is not None}
-    found: dict[str, str] = {}
+    relative: dict[str, str] = {}
     for name, place in places.items():
-        if name in _BELOW_THE_RUN and not place.is_absolute():
+        if name in _RELATIVE_TO_RUN and not place.is_absolute():
             continue
         for folder in folders:
             if place.resolve().is_relative_to(folder.resolve()):
-                found[name] = str(place.resolve().relative_to(folder.resolve()))
+                relative[name] = str(place.resolve().relative_to(folder.resolve()))
                 break
-    return found
+    return relative

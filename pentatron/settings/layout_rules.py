@@ -1,11 +1,12 @@
-"""Rules about the layout: whether the processes, the model, the pipeline and the batch fit together.
+"""Rules of the layout: check that processes, model, pipeline and batch sizes fit together.
 
-Each returns a sentence with the equation filled in and the fix; `rules.py` asks them with all others.
+Each returns None or an error message with the numbers and a fix. `rules.py` applies them with all others.
 """
 
 import math
 from collections.abc import Callable
 
+from pentatron.errors import UserError
 from pentatron.layout.batch import batch_problem
 from pentatron.layout.ranks import world_size_problem
 from pentatron.layout.schedules import (
@@ -25,6 +26,15 @@ from pentatron.text import divisors, either
 Rule = Callable[[Settings], str | None]
 
 
+def error_of(check: Callable[..., object], *arguments: object) -> str | None:
+    """Returns the message of the error that `check` raises, or None."""
+    try:
+        check(*arguments)
+    except (UserError, ValueError) as error:
+        return str(error)
+    return None
+
+
 def _world(s: Settings) -> str | None:
     sizes = (s.tensor_model_parallel_size, s.pipeline_model_parallel_size, s.context_parallel_size)
     return world_size_problem(s.facts.world_size, *sizes)
@@ -34,13 +44,13 @@ def _expected_world(s: Settings) -> str | None:
     if s.world_size in (None, s.facts.world_size):
         return None
     return (
-        f"--world-size {s.world_size} does not match the {s.facts.world_size} process(es) that were started; "
+        f"--world-size {s.world_size} does not match the {s.facts.world_size} started process(es); "
         f"start {s.world_size} (torchrun --nproc_per_node=... or --nproc-per-node) or leave --world-size out"
     )
 
 
 def _data_parallel(s: Settings) -> str | None:
-    model = s.tensor_model_parallel_size * s.pipeline_model_parallel_size * s.context_parallel_size
+    model = s.ranks_per_replica
     if s.facts.world_size % model or s.data_parallel_size * model == s.facts.world_size:
         return None
     return (
@@ -70,7 +80,7 @@ def _heads_per_rank(s: Settings) -> str | None:
 
 def _groups_per_rank(s: Settings) -> str | None:
     groups, tp = s.num_query_groups, s.tensor_model_parallel_size
-    # As many groups as heads is no grouping; the rule about heads says it all.
+    # Without grouping, the rule about heads reports the problem.
     if groups % tp == 0 or tp % groups == 0 or groups == s.num_attention_heads:
         return None
     return (
@@ -90,7 +100,7 @@ def _mlp_per_rank(s: Settings) -> str | None:
 
 
 def _next_width(width: int, ranks: int) -> int:
-    """A little more than `width`, of which every rank has a share that matmuls like: the roundest within a twentieth."""
+    """Returns a width at most 5 % larger whose shard per rank is a multiple of a power of 2."""
     sizes = [math.ceil(width / (ranks * unit)) * ranks * unit for unit in (128, 64, 32, 16, 8, 4, 2)]
     return next((size for size in sizes if size <= 1.05 * width), sizes[-1])
 
@@ -121,22 +131,23 @@ def _sequence_per_rank(s: Settings) -> str | None:
         return None
     up = math.ceil(length / multiple) * multiple
     down = f"{up - multiple} or " if up > multiple else ""
-    return f"--seq-length {length} is not divisible by {multiple}, as {' and '.join(factors)} need; use {down}{up}"
+    needed = " and ".join(factors)
+    return f"--seq-length {length} is not divisible by {multiple}, as {needed} need; use {down}{up}"
 
 
 def _heads_per_context_rank(s: Settings) -> str | None:
-    """The exchange of heads for tokens gives every context rank some of the heads of its tensor rank."""
+    """With a2a every context rank gets some of the heads of its tensor rank, in exchange for tokens."""
     cp, tp = s.context_parallel_size, s.tensor_model_parallel_size
     if cp == 1 or s.cp_comm_type != "a2a" or s.num_attention_heads % tp:
         return None
-    own = attention_sizes(s, tp)
-    heads, groups = own.heads, own.groups
+    sizes = attention_sizes(s, tp)
+    heads, groups = sizes.heads, sizes.groups
     fits = [n for n in divisors(heads) if groups % n == 0 or n % groups == 0]
     if cp in fits:
         return None
     counts = f"{heads} heads" + (f" in {groups} groups" if groups != heads else "")
     return (
-        f"--cp-comm-type a2a cannot deal out {counts}{' of each tensor rank' if tp > 1 else ''} to {cp} (context) ranks; "
+        f"--cp-comm-type a2a cannot distribute {counts}{' of each tensor rank' if tp > 1 else ''} to {cp} (context) ranks; "
         f"use a context parallel size of {either(fits)}, or --cp-comm-type p2p"
     )
 
@@ -152,20 +163,20 @@ def _context_dropout(s: Settings) -> str | None:
 
 
 def _context_kernel(s: Settings) -> str | None:
-    """Attention in parts needs each part's sum of exponentials, which is asked of the flash kernel or of plain code."""
+    """Attention over blocks of keys needs their log-sum-exp, which only the flash and math kernels return."""
     cp, kind, kernel = s.context_parallel_size, s.cp_comm_type, s.attention_backend
     if cp == 1 or kind == "a2a" or kernel not in ("cudnn", "efficient"):
         return None
     return (
-        f"--attention-backend {kernel} cannot compute attention in parts, as --cp-comm-type {kind} needs it; use "
+        f"--attention-backend {kernel} cannot compute attention in blocks, as --cp-comm-type {kind} needs it; use "
         f"--attention-backend auto, flash or math, or --cp-comm-type a2a"
     )
 
 
 def _layers_per_stage(s: Settings) -> str | None:
     layers, ranks = s.num_layers, s.pipeline_model_parallel_size
-    virtual = s.virtual_pipeline_model_parallel_size or 1
-    # A layout written out may give a stage to the embedding alone.
+    virtual = s.virtual_stages
+    # An explicit layout may have a stage with the embedding alone.
     if layers >= ranks * virtual or s.pipeline_model_parallel_layout is not None:
         return None
     if virtual > 1:
@@ -180,7 +191,7 @@ def _layers_per_stage(s: Settings) -> str | None:
 
 
 def _virtual_stages(s: Settings) -> str | None:
-    ranks, virtual = s.pipeline_model_parallel_size, s.virtual_pipeline_model_parallel_size or 1
+    ranks, virtual = s.pipeline_model_parallel_size, s.virtual_stages
     if virtual == 1 or ranks > 1:
         return None
     return (
@@ -193,11 +204,7 @@ def _layers_per_virtual_stage(s: Settings) -> str | None:
     each = s.num_layers_per_virtual_pipeline_stage
     if each is None:
         return None
-    layers, ranks, virtual = (
-        s.num_layers,
-        s.pipeline_model_parallel_size,
-        s.virtual_pipeline_model_parallel_size or 1,
-    )
+    layers, ranks, virtual = s.num_layers, s.pipeline_model_parallel_size, s.virtual_stages
     if ranks * virtual * each == layers:
         return None
     if layers % (ranks * each):
@@ -218,7 +225,7 @@ _COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipe
 
 
 def _division(s: Settings) -> str | None:
-    """Whether the layers can be divided as the user wants it, and none is left out or counted twice."""
+    """Checks that the layers can be divided as requested, by one of the ways."""
     division = division_of(s)
     ways = [
         next((table()[n].flag for n in way if getattr(s, n)), None)
@@ -229,23 +236,19 @@ def _division(s: Settings) -> str | None:
             _COUNTED,
         )
     ]
-    said = [flag for flag in ways if flag is not None]
-    if len(said) > 1 and division.ranks > 1:
-        return f"{' and '.join(said)} each say how the layers are divided; give one of them"
+    given = [flag for flag in ways if flag is not None]
+    if len(given) > 1 and division.ranks > 1:
+        return f"{' and '.join(given)} each set how the layers are divided; give one of them"
     if division.written is None and s.num_layers < division.stages:
         return None
-    try:
-        # Costs shift layers between stages; whether there is a division does not depend on them.
-        stage_parts(s.num_layers, division, Costs())
-    except ValueError as error:
-        return str(error)
-    return None
+    # Whether there is a division does not depend on the costs, which only shift layers between stages.
+    return error_of(stage_parts, s.num_layers, division, Costs())
 
 
 def _schedule(s: Settings) -> str | None:
-    """Whether there is such a schedule for this number of stages."""
+    """Checks that the schedule exists for this number of virtual stages."""
     kind, ranks = s.pipeline_schedule, s.pipeline_model_parallel_size
-    virtual = s.virtual_pipeline_model_parallel_size or 1
+    virtual = s.virtual_stages
     match None if ranks == 1 else stages_misfit(kind, virtual):
         case Stages.SEVERAL:
             return (
@@ -266,32 +269,27 @@ def _schedule(s: Settings) -> str | None:
 
 
 def _micro_batch_count(s: Settings) -> int | None:
-    """Micro-batches of a step, where they are known and come out even."""
+    """Returns the micro-batches per step, or None if the batch sizes are unknown or do not divide."""
     if unset(s.global_batch_size) or unset(s.micro_batch_size) or _batch(s) is not None:
         return None
     return int(s.global_batch_size // (s.micro_batch_size * s.data_parallel_size))
 
 
 def _enough_micro_batches(s: Settings) -> str | None:
-    kind, ranks, count = (
-        s.pipeline_schedule,
-        s.pipeline_model_parallel_size,
-        _micro_batch_count(s),
-    )
+    kind, ranks, count = s.pipeline_schedule, s.pipeline_model_parallel_size, _micro_batch_count(s)
     problem = None if ranks == 1 or count is None else micro_batches_problem(kind, ranks, count)
     return None if problem is None else f"--pipeline-schedule {problem}"
 
 
 def _micro_batch_groups(s: Settings) -> str | None:
     group, ranks = s.microbatch_group_size_per_virtual_pipeline_stage, s.pipeline_model_parallel_size
-    virtual = s.virtual_pipeline_model_parallel_size or 1
+    virtual = s.virtual_stages
     if group is None or virtual == 1 or ranks == 1 or not takes_groups(s.pipeline_schedule, virtual):
         return None
     count = _micro_batch_count(s)
     problem = None if count is None else group_problem(ranks, count, group)
-    return (
-        None if problem is None else f"--microbatch-group-size-per-virtual-pipeline-stage {group}: {problem}"
-    )
+    flag = f"--microbatch-group-size-per-virtual-pipeline-stage {group}"
+    return None if problem is None else f"{flag}: {problem}"
 
 
 def _batch(s: Settings) -> str | None:
@@ -305,12 +303,12 @@ def _recompute_method(s: Settings) -> str | None:
     if kind == "selective" and (method is not None or not unset(count)):
         flag = f"--recompute-num-layers {count}" if method is None else f"--recompute-method {method}"
         return (
-            f"{flag} is about whole layers, but --recompute-granularity selective recomputes modules; "
+            f"{flag} is for whole layers, but --recompute-granularity selective recomputes modules; "
             f"leave it out or use full"
         )
     if kind == "full" and method == "block" and unset(count):
         return (
-            "--recompute-method block needs to know how many of a stage's first layers it covers; "
+            "--recompute-method block needs the number of first layers of a stage to recompute; "
             "give --recompute-num-layers"
         )
     return None
@@ -356,21 +354,20 @@ LAYOUT_RULES: tuple[Rule, ...] = (
 )
 
 
-# Rules about parameters in shards (ZeRO 3): what cannot be together with them, and groups of replicas that
-# come out even.
+# --- ZeRO 3: what it cannot be combined with, and hybrid sharding groups that divide ---
 
 
-def _shards_in_halves(s: Settings) -> str | None:
+def _zero3_split_backward(s: Settings) -> str | None:
     kind = s.pipeline_schedule
     if s.zero_stage != 3 or kind not in HALVING or s.pipeline_model_parallel_size == 1:
         return None
     return (
-        f"--pipeline-schedule {kind} computes weight gradients later than the rest, when --zero-stage 3 has summed the "
-        f"gradients of a layer and let its weights go; use 1f1b, gpipe or interleaved, or --zero-stage 2"
+        f"--pipeline-schedule {kind} defers weight gradients until after --zero-stage 3 has reduced the "
+        f"gradients of a layer and freed its weights; use 1f1b, gpipe or interleaved, or --zero-stage 2"
     )
 
 
-def _instances(s: Settings) -> str | None:
+def _hybrid_sharding(s: Settings) -> str | None:
     if s.zero_stage != 3:
         return None
     count, grid = s.num_distributed_optimizer_instances, grid_of(s)
@@ -380,24 +377,24 @@ def _instances(s: Settings) -> str | None:
             f"--num-distributed-optimizer-instances {count} does not divide {grid.data} (data) × {grid.context} (context) = "
             f"{replicas} ranks that hold the same weights; use {either(divisors(replicas))}"
         )
-    # Whether experts fit the ranks at all is another rule.
-    of_experts, rest = divmod(grid.stage_size, grid.expert * grid.expert_tensor)
-    if s.num_experts is None or rest or of_experts % count == 0:
+    # Another rule checks whether the experts fit the ranks.
+    replicas_of_experts, rest = divmod(grid.stage_size, grid.expert * grid.expert_tensor)
+    if s.num_experts is None or rest or replicas_of_experts % count == 0:
         return None
-    both = [n for n in divisors(replicas) if of_experts % n == 0]
+    both = [n for n in divisors(replicas) if replicas_of_experts % n == 0]
     return (
-        f"--num-distributed-optimizer-instances {count} does not divide the {of_experts} ranks that hold the same experts; "
+        f"--num-distributed-optimizer-instances {count} does not divide the {replicas_of_experts} ranks that hold the same experts; "
         f"use {either(both)}"
     )
 
 
-def _shards_on_host(s: Settings) -> str | None:
+def _zero3_offload(s: Settings) -> str | None:
     if s.zero_stage != 3 or not s.optimizer_cpu_offload:
         return None
     return (
-        "--optimizer-cpu-offload moves what --zero-stage 0 to 2 keep beside the weights; the shards of --zero-stage 3 are the "
+        "--optimizer-cpu-offload offloads what --zero-stage 0 to 2 keep beside the weights; the shards of --zero-stage 3 are the "
         "weights themselves; use --zero-stage 2, or leave --optimizer-cpu-offload out"
     )
 
 
-ZERO_RULES = (_shards_in_halves, _instances, _shards_on_host)
+ZERO_RULES = (_zero3_split_backward, _hybrid_sharding, _zero3_offload)

@@ -1,16 +1,17 @@
-"""Rules about experts: whether router, experts and ranks fit together."""
+"""Rules of the architecture and precision: experts, positions, windows, fp16 and fp8."""
 
 import math
-from math import gcd
 
 from pentatron.devices import FP8_MULTIPLE
 from pentatron.layout.ranks import expert_size_problem
 from pentatron.settings.layers import windowed_layers
-from pentatron.settings.layout_rules import Rule
+from pentatron.settings.layout_rules import Rule, error_of
 from pentatron.settings.model import moe_layers
 from pentatron.settings.parameters import grid_of
 from pentatron.settings.settings import Settings, unset
 from pentatron.text import divisors, either
+
+# --- experts ---
 
 
 def _experts(s: Settings) -> str | None:
@@ -63,17 +64,11 @@ def _shared_gate(s: Settings) -> str | None:
 
 
 def _layers_with_experts(s: Settings) -> str | None:
-    if s.num_experts is None:
-        return None
-    try:
-        moe_layers(s.moe_layer_freq, s.num_layers)
-    except ValueError as error:
-        return str(error)
-    return None
+    return None if s.num_experts is None else error_of(moe_layers, s.moe_layer_freq, s.num_layers)
 
 
-def _tokens_of_a_rank(s: Settings) -> str | None:
-    """Every rank must route tokens of its own; without sequence parallelism tensor ranks all have the same ones."""
+def _experts_with_tensor_ranks(s: Settings) -> str | None:
+    """Ranks must route different tokens. Without sequence parallelism, tensor ranks have the same ones."""
     tp = s.tensor_model_parallel_size
     if s.num_experts is None or tp == 1 or s.sequence_parallel:
         return None
@@ -84,12 +79,8 @@ def _tokens_of_a_rank(s: Settings) -> str | None:
 
 
 def _groups_of_experts(s: Settings) -> str | None:
-    experts, groups, used, topk = (
-        s.num_experts,
-        s.moe_router_num_groups,
-        s.moe_router_group_topk,
-        s.moe_router_topk,
-    )
+    experts, topk = s.num_experts, s.moe_router_topk
+    groups, used = s.moe_router_num_groups, s.moe_router_group_topk
     if experts is None or (groups is None and unset(used)):
         return None
     if groups is None or unset(used):
@@ -103,8 +94,8 @@ def _groups_of_experts(s: Settings) -> str | None:
     if topk > used * (experts // groups):
         most = used * (experts // groups)
         return (
-            f"--moe-router-topk {topk} is more than the {used} (--moe-router-group-topk) × {experts // groups} (experts of "
-            f"a group) = {most} experts a token may use; use at most {most}"
+            f"--moe-router-topk {topk} is more than the {used} (--moe-router-group-topk) × {experts // groups} (experts per "
+            f"group) = {most} experts a token can use; use at most {most}"
         )
     return None
 
@@ -112,7 +103,9 @@ def _groups_of_experts(s: Settings) -> str | None:
 def _expert_bias(s: Settings) -> str | None:
     if not s.moe_router_enable_expert_bias or s.moe_router_score_function == "sigmoid":
         return None
-    return "--moe-router-enable-expert-bias goes with scores that do not compete; give --moe-router-score-function sigmoid"
+    return (
+        "--moe-router-enable-expert-bias needs independent scores; give --moe-router-score-function sigmoid"
+    )
 
 
 def _pre_softmax(s: Settings) -> str | None:
@@ -120,8 +113,8 @@ def _pre_softmax(s: Settings) -> str | None:
     if s.num_experts is None or not softmax or s.moe_router_topk > 1 or s.moe_router_pre_softmax:
         return None
     return (
-        "--moe-router-topk 1 with a softmax over the one chosen expert gives it the weight 1, whatever the router says, which "
-        "teaches the router nothing; give --moe-router-pre-softmax"
+        "--moe-router-topk 1 with a softmax over the one selected expert always gives it the weight 1, so the router gets no "
+        "gradient; give --moe-router-pre-softmax"
     )
 
 
@@ -130,9 +123,7 @@ def _balancing(s: Settings) -> str | None:
     if len(set(kinds)) < len(kinds):
         return f"--moe-router-load-balancing-type {' '.join(kinds)} names one kind twice; name each once"
     if "none" in kinds and len(kinds) > 1:
-        return (
-            f"--moe-router-load-balancing-type {' '.join(kinds)}: none goes with no other kind; leave it out"
-        )
+        return f"--moe-router-load-balancing-type {' '.join(kinds)}: none cannot be combined with another kind; leave it out"
     if len(weights) in (1, len(kinds)):
         return None
     return f"--moe-aux-loss-coeff has {len(weights)} numbers for {len(kinds)} kinds of balancing; give one for all, or one for each"
@@ -145,7 +136,7 @@ MOE_RULES = (
     _shared_expert_width,
     _shared_gate,
     _layers_with_experts,
-    _tokens_of_a_rank,
+    _experts_with_tensor_ranks,
     _groups_of_experts,
     _expert_bias,
     _pre_softmax,
@@ -153,16 +144,15 @@ MOE_RULES = (
 )
 
 
-# Rules about what a token sees: rotary positions, how they are stretched for long sequences, and windows.
+# --- rotary positions, their scaling for long sequences, and windows ---
 
 
 _SCALING = "--rope-scaling-type"
 
 
 def _scaling(s: Settings) -> str | None:
-    """The kind of scaling that acts; without rope there is none, and a notice says so."""
-    kind: str | None = s.rope_scaling_type if s.position_embedding_type == "rope" else None
-    return kind
+    """Returns the kind of rotary scaling in effect. Without rope there is none; a notice reports it."""
+    return s.rope_scaling_type if s.position_embedding_type == "rope" else None
 
 
 def _rotary(s: Settings) -> str | None:
@@ -178,39 +168,39 @@ def _factor(s: Settings) -> str | None:
     kind = _scaling(s)
     if kind is None or not unset(s.rope_scaling_factor):
         return None
-    return f"{_SCALING} {kind} needs to know how far to stretch; give --rope-scaling-factor"
+    return f"{_SCALING} {kind} needs a factor; give --rope-scaling-factor"
 
 
-def _first_length(s: Settings) -> str | None:
+def _yarn_original_length(s: Settings) -> str | None:
     if _scaling(s) != "yarn" or not unset(s.rope_scaling_original_max_position_embeddings):
         return None
     return (
-        f"{_SCALING} yarn needs the length the model was first trained on; "
+        f"{_SCALING} yarn needs the sequence length of the first training; "
         f"give --rope-scaling-original-max-position-embeddings, for example 32768 for Qwen2.5"
     )
 
 
-def _waves(s: Settings) -> str | None:
+def _llama3_wavelengths(s: Settings) -> str | None:
     low, high = s.rope_scaling_low_freq_factor, s.rope_scaling_high_freq_factor
     if _scaling(s) != "llama3" or low < high:
         return None
     return (
-        f"--rope-scaling-low-freq-factor {low} must be below --rope-scaling-high-freq-factor {high}: what lies between "
-        f"them is stretched in part; lower the first or raise the second"
+        f"--rope-scaling-low-freq-factor {low} must be below --rope-scaling-high-freq-factor {high}: wavelengths between "
+        f"them are scaled in part; lower the first or raise the second"
     )
 
 
-def _turns(s: Settings) -> str | None:
+def _yarn_rotations(s: Settings) -> str | None:
     fast, slow = s.yarn_beta_fast, s.yarn_beta_slow
     if _scaling(s) != "yarn" or slow < fast:
         return None
     return (
-        f"--yarn-beta-slow {slow} must be below --yarn-beta-fast {fast}: what lies between them is stretched in part; "
+        f"--yarn-beta-slow {slow} must be below --yarn-beta-fast {fast}: channel pairs between them are scaled in part; "
         f"lower the first or raise the second"
     )
 
 
-def _base(s: Settings) -> str | None:
+def _yarn_base(s: Settings) -> str | None:
     if _scaling(s) != "yarn" or s.rotary_base > 1:
         return None
     return f"{_SCALING} yarn needs --rotary-base above 1, not {s.rotary_base}"
@@ -221,54 +211,48 @@ def _window(s: Settings) -> str | None:
     if not window or (len(window) == 2 and window[1] == 0):
         return None
     return (
-        f"--window-size {','.join(map(str, window))} must be LEFT,0, for example 4095,0: a token sees so many tokens "
-        f"before it, and none after it"
+        f"--window-size {','.join(map(str, window))} must be LEFT,0, for example 4095,0: a token attends to this many "
+        f"tokens before it, and to none after it"
     )
 
 
 def _layers_with_windows(s: Settings) -> str | None:
-    if not s.window_size:
-        return None
-    try:
-        windowed_layers(s.window_attn_skip_freq, s.num_layers)
-    except ValueError as error:
-        return str(error)
-    return None
+    return error_of(windowed_layers, s.window_attn_skip_freq, s.num_layers) if s.window_size else None
 
 
 def _window_dropout(s: Settings) -> str | None:
     if not s.window_size or s.attention_dropout == 0 or s.attention_backend not in ("flash", "cudnn"):
         return None
     return (
-        f"--attention-backend {s.attention_backend} cannot drop attention weights within a window; use "
+        f"--attention-backend {s.attention_backend} does not support dropout with a window; use "
         f"--attention-backend auto, or --attention-dropout 0"
     )
 
 
-def _repeatable_attention(s: Settings) -> str | None:
+def _deterministic_attention(s: Settings) -> str | None:
     if not s.deterministic_mode or s.attention_backend != "cudnn":
         return None
     return (
-        "--deterministic-mode: gradients of cuDNN's attention are not the same in every run; use --attention-backend auto, which "
-        "takes another kernel then"
+        "--deterministic-mode: the backward of cuDNN's attention is nondeterministic; use --attention-backend auto, which then "
+        "selects another kernel"
     )
 
 
 POSITION_RULES: tuple[Rule, ...] = (
     _rotary,
     _factor,
-    _first_length,
-    _waves,
-    _turns,
-    _base,
+    _yarn_original_length,
+    _llama3_wavelengths,
+    _yarn_rotations,
+    _yarn_base,
     _window,
     _layers_with_windows,
     _window_dropout,
-    _repeatable_attention,
+    _deterministic_attention,
 )
 
 
-# Rules about number formats and loss scales.
+# --- precision and loss scales ---
 
 
 def _precision(s: Settings) -> str | None:
@@ -282,14 +266,14 @@ def _smallest_scale(s: Settings) -> str | None:
     return f"--initial-loss-scale {first:g} is below --min-loss-scale {least:g}; raise the first or lower the second"
 
 
-def _beside_fp8(s: Settings) -> str | None:
+def _fp8_without_bf16(s: Settings) -> str | None:
     if s.fp8_format is None or s.bf16:
         return None
     return f"--fp8 {s.fp8_format} is for matmuls of models in bf16; add --bf16, or leave it out"
 
 
 def _fp8_on_a_cpu(s: Settings) -> str | None:
-    """What is known without a look at the device; whether a GPU has such matmuls is asked where it is (`require_fp8`)."""
+    """Checks what the settings alone determine. `require_fp8` checks the GPU in the worker process."""
     if s.fp8_format is None or s.device != "cpu":
         return None
     return (
@@ -298,19 +282,19 @@ def _fp8_on_a_cpu(s: Settings) -> str | None:
 
 
 def _fp8_tokens(s: Settings) -> str | None:
-    """Gradients of weights are sums over the tokens of a micro-batch."""
+    """Checks the alignment of weight gradient matmuls, which sum over the tokens of a micro-batch."""
     if s.fp8_format is None:
         return None
     length, ranks = s.seq_length, s.context_parallel_size
-    shared = f" / {ranks} context ranks" if ranks > 1 else ""
+    divided = f" / {ranks} context ranks" if ranks > 1 else ""
     for name in ("micro_batch_size", "eval_micro_batch_size"):
         size = getattr(s, name) or s.micro_batch_size
         tokens = size * length // ranks
         if tokens % FP8_MULTIPLE:
-            fitting = FP8_MULTIPLE // gcd(FP8_MULTIPLE, length // ranks)
+            fitting = FP8_MULTIPLE // math.gcd(FP8_MULTIPLE, length // ranks)
             return (
-                f"--fp8 {s.fp8_format} needs a multiple of {FP8_MULTIPLE} tokens in a micro-batch, and {size} × {length}{shared} is "
-                f"{tokens}; take a multiple of {fitting} for --{name.replace('_', '-')}, or one of {FP8_MULTIPLE * ranks} for --seq-length"
+                f"--fp8 {s.fp8_format} needs a multiple of {FP8_MULTIPLE} tokens in a micro-batch, and {size} × {length}{divided} is "
+                f"{tokens}; use a multiple of {fitting} for --{name.replace('_', '-')}, or one of {FP8_MULTIPLE * ranks} for --seq-length"
             )
     return None
 
@@ -327,4 +311,4 @@ def _fp8_layers(s: Settings) -> str | None:
     )
 
 
-PRECISION_RULES = (_precision, _smallest_scale, _beside_fp8, _fp8_on_a_cpu, _fp8_tokens, _fp8_layers)
+PRECISION_RULES = (_precision, _smallest_scale, _fp8_without_bf16, _fp8_on_a_cpu, _fp8_tokens, _fp8_layers)

@@ -1,4 +1,4 @@
-"""What a run leaves behind: its folder, checkpoints, logs and generated text."""
+"""Declares the settings of the run folder, checkpoints, logging and profiling."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -34,21 +34,17 @@ class RunSettings:
     """Run"""
 
     preset: str | None = setting(
-        None, "named settings to start from (`pentatron presets` lists them)", resume=SILENT
+        None, "named settings that files and flags override (`pentatron presets` lists them)", resume=SILENT
     )
-    config: str | None = setting(
-        None, "YAML, TOML or JSON file with settings", also="--yaml-cfg", resume=SILENT
+    config: str | None = setting(None, "YAML, TOML or JSON settings file", also="--yaml-cfg", resume=SILENT)
+    run_dir: str = setting(None, "folder of the run (that of --save if given, else runs/NAME)", resume=SILENT)
+    fresh: bool = setting(
+        False, "start a new run; an earlier one in the folder is moved aside", resume=SILENT
     )
-    run_dir: str = setting(
-        None, "folder of the run (that of --save where it is given, else runs/NAME)", resume=SILENT
-    )
-    fresh: bool = setting(False, "start anew; an earlier run in the folder is moved aside", resume=SILENT)
-    seed: int = setting(1234, "seed of initial weights and sample order", limit=SEED, resume=ORDER)
-    sample_prompt: str | None = setting(
-        None, "text continued at the end of the run", needs=a_tokenizer, resume=FREE
-    )
+    seed: int = setting(1234, "seed of initial weights, sample order and dropout", limit=SEED, resume=ORDER)
+    sample_prompt: str | None = setting(None, "prompt to continue at the end", needs=a_tokenizer, resume=FREE)
     sample_tokens: int = setting(
-        120, "length of that continuation (0: none)", limit=ZERO_OR_MORE, needs=a_sample, resume=FREE
+        120, "tokens to generate for it (0: none)", limit=ZERO_OR_MORE, needs=a_sample, resume=FREE
     )
 
 
@@ -58,14 +54,9 @@ class CheckpointConfig:
 
     on_resume: ClassVar[OnResume] = FREE
 
-    save: str = setting(
-        None, "folder for checkpoints (RUN_DIR/checkpoints)", needs=CHECKPOINTS, resume=SILENT
-    )
+    save: str = setting(None, "checkpoint folder (RUN_DIR/checkpoints)", needs=CHECKPOINTS, resume=SILENT)
     load: str = setting(
-        None,
-        "checkpoints or Hugging Face folder to start from (the run's own checkpoints)",
-        also="--hf",
-        resume=SILENT,
+        None, "checkpoints or Hugging Face model to load (those of the run)", also="--hf", resume=SILENT
     )
     save_interval: int = setting(
         None,
@@ -74,74 +65,73 @@ class CheckpointConfig:
         limit=ABOVE_ZERO,
         needs=CHECKPOINTS,
     )
-    save_checkpoints: bool = setting(
-        True, "write checkpoints at all (not to, for runs that only measure: --no-save-checkpoints)"
-    )
+    save_checkpoints: bool = setting(True, "save checkpoints (--no-save-checkpoints: for benchmarks)")
     keep_checkpoints: int | None = setting(
-        3, "how many of the newest to keep (none: all)", limit=ABOVE_ZERO, needs=CHECKPOINTS
+        3, "number of newest checkpoints to keep (none: all)", limit=ABOVE_ZERO, needs=CHECKPOINTS
     )
     save_retain_interval: int | None = setting(
         None,
-        "keep the checkpoint of every such step for good, beside the newest (a multiple of --save-interval)",
+        "also keep every checkpoint at a multiple of this step for good (a multiple of --save-interval)",
         limit=ABOVE_ZERO,
         needs=RETENTION,
     )
     async_save: bool = setting(
         False,
-        "write checkpoints in the background; training waits only until the state is copied",
+        "save checkpoints in the background; training blocks only until the state is copied to host memory",
         needs=CHECKPOINTS,
     )
     verify_checkpoint: bool = setting(
-        True, "check the checksums before resuming, and of a new checkpoint before the last checked one goes"
+        True,
+        "verify checksums before resuming, and of a new checkpoint before the last verified one is deleted",
     )
-    finetune: bool = setting(False, "take the weights alone from what is loaded, and start at step 0")
-    no_load_optim: bool = setting(False, "do not take the optimizer's state from what is loaded")
-    no_load_rng: bool = setting(False, "do not take random states from what is loaded")
+    finetune: bool = setting(False, "load the weights alone and start at step 0")
+    no_load_optim: bool = setting(False, "do not load the optimizer state")
+    no_load_rng: bool = setting(False, "do not load the states of the random generators")
     allow_changed_data: bool = setting(
-        False, "go on from a checkpoint although its data has changed since; what changed is told"
+        False, "resume although the data has changed since the checkpoint; the changes are reported"
     )
     override_opt_param_scheduler: bool = setting(
-        False, "go on with the schedule of this command, without a remark that the checkpoint has another"
+        False, "resume with the schedule of this command, without a notice that the checkpoint has another"
     )
     use_checkpoint_opt_param_scheduler: bool = setting(
-        False, "go on with the schedule of learning rate and weight decay that the checkpoint has"
+        False, "resume with the learning rate and weight decay schedule of the checkpoint"
     )
     ckpt_step: int | None = setting(
-        None, "which step of --load to begin from (the newest)", limit=ZERO_OR_MORE, needs=LOADED
+        None, "checkpoint step to load from --load (the newest)", limit=ZERO_OR_MORE, needs=LOADED
     )
     exit_on_missing_checkpoint: bool = setting(
-        False, "refuse to start anew where --load names the run's own folder and it is empty", needs=LOADED
+        False, "exit if --load names the run's own folder and it has no checkpoint", needs=LOADED
     )
     no_save_optim: bool = setting(
         False,
-        "leave the optimizer's state out of checkpoints",
-        notice="checkpoints always have it, so that a run can go on; --finetune or an export takes the weights alone",
+        "do not save the optimizer state",
+        notice="checkpoints always contain it, so that a run can resume; --finetune or an export uses the weights alone",
     )
     no_save_rng: bool = setting(
         False,
-        "leave random states out of checkpoints",
-        notice="checkpoints always have them, a few kB, so that a run can go on; --no-load-rng leaves them unread",
+        "do not save the states of the random generators",
+        notice="checkpoints always contain them, a few kB, so that a run can resume; --no-load-rng does not load them",
     )
     use_mp_args_from_checkpoint_args: bool = setting(
-        False, "take the parallel sizes that are not typed from what is loaded"
+        False, "take parallel sizes that are not given from the loaded checkpoint"
     )
     use_checkpoint_args: bool = setting(
         False,
-        "take the architecture from what is loaded",
-        notice="what is not typed of the architecture always comes from what is loaded",
+        "take the architecture from the loaded checkpoint",
+        notice="settings of the architecture that are not given always come from the loaded checkpoint",
     )
     ckpt_format: str | None = setting(
         None,
-        "read Megatron-LM's checkpoints too, which hold pickle (torch_dist: and save in its format; torch: its older files, one for "
-        "each rank)",
+        "also load Megatron-LM's checkpoints, which contain pickle (torch_dist: and save in that format; torch: the older format "
+        "with a file per rank)",
         choices=("torch_dist", "torch"),
         needs=OWN_FORMAT,
     )
     non_persistent_ckpt_type: str | None = setting(
-        None, "local checkpoints", choices=("global", "local"), not_yet="non-persistent checkpoints"
+        None, "non-persistent checkpoints", choices=("global", "local"), not_yet="non-persistent checkpoints"
     )
     non_persistent_local_ckpt_dir: str | None = setting(
-        None, "folder of local checkpoints", not_yet="non-persistent checkpoints"
+        None, "folder of local non-persistent checkpoints", not_yet="non-persistent checkpoints"
     )
 
 
@@ -152,54 +142,37 @@ class LogConfig:
     on_resume: ClassVar[OnResume] = FREE
 
     log_interval: int = setting(10, "steps between lines of train.log", limit=ABOVE_ZERO)
-    log_throughput: bool = setting(False, "add TFLOP/s per GPU to the log line")
+    log_throughput: bool = setting(False, "add TFLOP/s per GPU to the log lines")
     log_progress: bool = setting(False, "write every start and checkpoint of the run to SAVE/progress.txt")
     tensorboard_dir: str | None = setting(None, "folder for TensorBoard")
     tensorboard_log_interval: int = setting(
-        1, "steps between points of TensorBoard and Weights & Biases", limit=ABOVE_ZERO, needs=A_DASHBOARD
+        1, "steps between points in TensorBoard and Weights & Biases", limit=ABOVE_ZERO, needs=A_DASHBOARD
     )
-    log_timers_to_tensorboard: bool = setting(
-        False, "throughput and time of a step there as well", needs=A_DASHBOARD
-    )
-    log_memory_to_tensorboard: bool = setting(False, "memory there as well", needs=A_DASHBOARD)
-    log_world_size_to_tensorboard: bool = setting(
-        False, "the number of processes there as well", needs=A_DASHBOARD
-    )
-    log_validation_ppl_to_tensorboard: bool = setting(
-        False, "perplexity of validations there as well", needs=A_DASHBOARD
-    )
+    log_timers_to_tensorboard: bool = setting(False, "throughput and step time there too", needs=A_DASHBOARD)
+    log_memory_to_tensorboard: bool = setting(False, "memory there too", needs=A_DASHBOARD)
+    log_world_size_to_tensorboard: bool = setting(False, "the world size there too", needs=A_DASHBOARD)
+    log_validation_ppl_to_tensorboard: bool = setting(False, "perplexity there too", needs=A_DASHBOARD)
     wandb_project: str | None = setting(None, "project of Weights & Biases (WANDB_MODE=offline: no network)")
-    wandb_exp_name: str | None = setting(
-        None, "name of the run there (that of the run's folder)", needs=WANDB
-    )
+    wandb_exp_name: str | None = setting(None, "name of the run there (name of the run folder)", needs=WANDB)
     wandb_entity: str | None = setting(None, "team or user there", needs=WANDB)
     wandb_save_dir: str | None = setting(None, "folder for its files (RUN_DIR/wandb)", needs=WANDB)
-    monitor_memory_continuously: bool = setting(
-        False, "write every rank's memory over time to RUN_DIR/memory"
-    )
+    monitor_memory_continuously: bool = setting(False, "write each rank's memory over time to RUN_DIR/memory")
     memory_monitor_interval: float = setting(
         1.0, "seconds between memory samples", limit=ABOVE_ZERO, needs=MEMORY_SAMPLES
     )
-    save_performance_summary: bool = setting(
-        False, "write RUN_DIR/performance_summary.json at the end of the run"
-    )
+    save_performance_summary: bool = setting(False, "write RUN_DIR/performance_summary.json at the end")
     console_lines: str = setting(
-        "short", "lines on the terminal: for people, or all of train.log", choices=("short", "megatron")
+        "short", "terminal: a summary (short), or all of train.log (megatron)", choices=("short", "megatron")
     )
     profile: bool = setting(
         False,
-        "profile some steps: a trace in RUN_DIR/profile, or nsys's range on a GPU",
+        "profile some steps: a trace in RUN_DIR/profile, or on a GPU a range for nsys",
         needs=profile_within_the_run,
     )
-    profile_step_start: int = setting(
-        10, "steps before the profile begins", limit=ZERO_OR_MORE, needs=PROFILE
-    )
-    profile_step_end: int = setting(12, "the last step of the profile", limit=ABOVE_ZERO, needs=PROFILE)
-    profile_ranks: tuple[int, ...] = setting(
-        (0,), "ranks that are profiled", limit=ZERO_OR_MORE, needs=PROFILED_RANK
-    )
+    profile_step_start: int = setting(10, "steps before the profile", limit=ZERO_OR_MORE, needs=PROFILE)
+    profile_step_end: int = setting(12, "last step of the profile", limit=ABOVE_ZERO, needs=PROFILE)
+    profile_ranks: tuple[int, ...] = setting((0,), "profiled ranks", limit=ZERO_OR_MORE, needs=PROFILED_RANK)
     use_pytorch_profiler: bool = setting(
-        False,
-        "on a GPU: torch's profiler and its trace, instead of a range for nsys",
+        False, "on a GPU, write a trace by torch.profiler instead of a range for nsys"
     )
     progress_bar: str = setting("auto", "live progress bar", choices=("auto", "on", "off"))

@@ -1,7 +1,7 @@
-"""The parameters of every part of a model, in the sizes that one rank holds.
+"""Shapes of all parameters of a model on one rank, FLOPs of a step, and the costs of layers and stages.
 
-Layers are built with these sizes, and plans count these parameters. With one rank on every axis the sizes are
-those of the whole model. A layer declares itself which pieces of a parameter its rank holds.
+Layers are built with these shapes, and the planner counts these parameters. With one rank on every axis they
+are those of the whole model. Which shard of a parameter a rank holds is declared by the layer.
 """
 
 import math
@@ -15,16 +15,16 @@ from pentatron.settings.layers import window_of, windowed_layers
 from pentatron.settings.model import NO_EXPERTS, MoEConfig, TransformerConfig, inner_widths, moe_layers
 from pentatron.settings.settings import Settings
 
-# By kind of norm, in the order of the layer.
-_OF_NORM = {"LayerNorm": ("weight", "bias"), "RMSNorm": ("weight",)}
+# Parameters by kind of norm, in the order of the layer.
+_NORM_PARAMETERS = {"LayerNorm": ("weight", "bias"), "RMSNorm": ("weight",)}
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter on one rank, with its name within the layer, or within the stage at its ends.
+    """A parameter on one rank. `name` is relative to its layer, or to the stage outside of layers.
 
-    Ranks on the axis `copies` hold the same and see other tokens. `at_both_ends`: a tied embedding, held by
-    the first and the last stage.
+    Ranks on the axis `copies` hold replicas and see different tokens. `at_both_ends`: a tied embedding, of
+    which the first and the last stage have a copy.
     """
 
     name: str
@@ -47,17 +47,17 @@ class LinearSizes:
 
     @property
     def multiplications(self) -> int:
-        """For one token."""
+        """Multiply-adds for one token."""
         return self.inputs * self.outputs
 
     def parameters(self, name: str) -> list[Parameter]:
-        found = [Parameter(f"{name}.weight", (self.outputs, self.inputs))]
-        return [*found, Parameter(f"{name}.bias", (self.outputs,))] if self.has_bias else found
+        weight = Parameter(f"{name}.weight", (self.outputs, self.inputs))
+        return [weight, Parameter(f"{name}.bias", (self.outputs,))] if self.has_bias else [weight]
 
 
 @dataclass(frozen=True)
 class AttentionSizes:
-    """`head`: the width of one. `groups` are key/value heads."""
+    """Sizes of attention. `groups`: key/value heads. `head`: width of one head."""
 
     heads: int
     groups: int
@@ -71,7 +71,10 @@ class AttentionSizes:
 
 
 def attention_sizes(config: TransformerConfig, ranks: int = 1) -> AttentionSizes:
-    """Sizes on one of `ranks` tensor ranks. With fewer groups than ranks, neighbours hold the same group."""
+    """Returns the sizes on one of `ranks` tensor ranks.
+
+    With fewer groups than ranks, groups are replicated.
+    """
     heads, groups = config.num_attention_heads // ranks, max(1, config.num_query_groups // ranks)
     hidden, head = config.hidden_size, config.kv_channels
     return AttentionSizes(
@@ -92,36 +95,45 @@ def has_proj_bias(config: TransformerConfig) -> bool:
 
 
 def has_mlp_bias(config: TransformerConfig) -> bool:
-    """Of MLPs without experts and of shared experts. Experts have no bias."""
+    """Whether dense MLPs and shared experts have biases. Routed experts have none."""
     return config.add_bias_linear or config.add_mlp_bias
 
 
 def halves_of(config: TransformerConfig) -> int:
-    """Matrices of an MLP before its activation: a gated one has two, in one parameter."""
+    """Returns the number of matrices before the activation of an MLP.
+
+    A gated MLP has two, in one parameter.
+    """
     return 2 if config.gated_linear_unit else 1
 
 
 def matrices_of(config: TransformerConfig) -> int:
-    """All matrices of an MLP, or of an expert."""
+    """Returns the number of matrices of an MLP or expert."""
     return halves_of(config) + 1
 
 
 @dataclass(frozen=True)
 class MLPSizes:
+    """Sizes of an MLP. `inner`: width between its matrices."""
+
     inner: int
     linear_fc1: LinearSizes
     linear_fc2: LinearSizes
 
 
 def mlp_sizes(config: TransformerConfig, ranks: int = 1, inner: int | None = None) -> MLPSizes:
-    """Sizes on one of `ranks` tensor ranks. `inner`: the whole width, if not the configured one."""
-    own, hidden, bias = (inner or config.ffn_hidden_size) // ranks, config.hidden_size, has_mlp_bias(config)
-    return MLPSizes(own, LinearSizes(hidden, halves_of(config) * own, bias), LinearSizes(own, hidden, bias))
+    """Returns the sizes on one of `ranks` tensor ranks.
+
+    `inner`: unsharded inner width, if not the configured one.
+    """
+    width, hidden, bias = (inner or config.ffn_hidden_size) // ranks, config.hidden_size, has_mlp_bias(config)
+    fc1, fc2 = LinearSizes(hidden, halves_of(config) * width, bias), LinearSizes(width, hidden, bias)
+    return MLPSizes(width, fc1, fc2)
 
 
 @dataclass(frozen=True)
 class ExpertSizes:
-    """`count` experts of one inner width. Each of two parameters holds a matrix of every expert."""
+    """Sizes of `count` experts. Each of the two parameters stacks the matrices of all experts."""
 
     count: int
     inner: int
@@ -137,7 +149,10 @@ class ExpertSizes:
 
 
 def expert_sizes(config: TransformerConfig, moe: MoEConfig, holders: int = 1, cut: int = 1) -> ExpertSizes:
-    """Sizes on one rank, with the experts divided by `holders` and the width of each by `cut`."""
+    """Returns the sizes on one rank.
+
+    `holders`: expert-parallel size. `cut`: tensor-parallel size of an expert.
+    """
     count, inner = moe.experts // holders, moe.moe_ffn_hidden_size // cut
     hidden = config.hidden_size
     return ExpertSizes(count, inner, (count, halves_of(config) * inner, hidden), (count, hidden, inner))
@@ -148,7 +163,7 @@ def router_shape(hidden: int, moe: MoEConfig) -> tuple[int, int]:
 
 
 def has_shared_expert(moe: MoEConfig) -> bool:
-    """Whether every token uses one expert beside those of the router."""
+    """Whether there is an expert that every token uses, in addition to the routed ones."""
     return moe.moe_shared_expert_intermediate_size is not None
 
 
@@ -162,35 +177,35 @@ def shared_gate_shape(hidden: int) -> tuple[int, int]:
 
 def norm_parameters(kind: str, width: int, name: str = "") -> list[Parameter]:
     prefix = f"{name}." if name else ""
-    return [Parameter(f"{prefix}{each}", (width,)) for each in _OF_NORM[kind]]
+    return [Parameter(f"{prefix}{each}", (width,)) for each in _NORM_PARAMETERS[kind]]
 
 
 def is_tied(config: TransformerConfig) -> bool:
-    """Whether the embedding is the matrix of the head too."""
+    """Whether embedding and output layer share their weight."""
     return not config.untie_embeddings_and_output_weights
 
 
 def head_has_table(config: TransformerConfig, part: StagePart) -> bool:
-    """Whether the head of a stage has a table beside the embedding's of the same stage."""
+    """Whether the output layer of a stage has a weight other than the embedding of that stage."""
     return part.head and not (is_tied(config) and part.embedding)
 
 
 def table_shape(config: TransformerConfig, ranks: int = 1) -> tuple[int, int]:
-    """Of the embedding and of the head."""
+    """Returns the shape of the weight of embedding and output layer."""
     return (config.padded_vocab_size // ranks, config.hidden_size)
 
 
 def position_shape(config: TransformerConfig) -> tuple[int, int] | None:
-    """Of learned positions, if there are any."""
+    """Returns the shape of the learned position embedding, or None if there is none."""
     learned = config.position_embedding_type == "learned_absolute"
     return (config.max_position_embeddings, config.hidden_size) if learned else None
 
 
 @dataclass(frozen=True)
 class ModelParameters:
-    """Parameters of each part of a model on a rank of a grid, in the order of the model.
+    """Parameters of each part of a model on one rank of a grid, in the order of the model.
 
-    `sparse_layers` have experts.
+    `sparse_layers`: indices of the layers with experts.
     """
 
     model: TransformerConfig
@@ -221,70 +236,72 @@ class ModelParameters:
         return table_shape(self.model, self.grid.tensor)
 
     def stage(self, part: StagePart) -> list[Parameter]:
-        found: list[Parameter] = []
+        parameters: list[Parameter] = []
         tied = is_tied(self.model)
         if part.embedding:
             word = Parameter("embedding.word.weight", self.table, at_both_ends=tied and not part.head)
+            parameters.append(word)
             positions = position_shape(self.model)
-            found += (
-                [word] if positions is None else [word, Parameter("embedding.position.weight", positions)]
-            )
+            if positions is not None:
+                parameters.append(Parameter("embedding.position.weight", positions))
         for layer in part.layers:
-            found += self.layer(layer)
+            parameters += self.layer(layer)
         if part.head:
-            found += self._norm("final_norm")
+            parameters += self._norm("final_norm")
         if head_has_table(self.model, part):
-            found.append(Parameter("head.weight", self.table, at_both_ends=tied))
-        return found
+            parameters.append(Parameter("head.weight", self.table, at_both_ends=tied))
+        return parameters
 
     def layer(self, number: int) -> list[Parameter]:
         return self._sparse_layer if number in self.sparse_layers else self._dense_layer
 
     @cached_property
     def _dense_layer(self) -> list[Parameter]:
-        return self._attention() + _of_mlp(self.mlp, "mlp")
+        return self._attention() + _mlp_parameters(self.mlp, "mlp")
 
     @cached_property
     def _sparse_layer(self) -> list[Parameter]:
-        found = self._attention()
-        found.append(Parameter("mlp.router.weight", router_shape(self.model.hidden_size, self.moe)))
-        found += self.experts.parameters
+        parameters = self._attention()
+        parameters.append(Parameter("mlp.router.weight", router_shape(self.model.hidden_size, self.moe)))
+        parameters += self.experts.parameters
         if self.shared_expert is not None:
-            found += _of_mlp(self.shared_expert, "mlp.shared.mlp")
+            parameters += _mlp_parameters(self.shared_expert, "mlp.shared.mlp")
         if has_shared_gate(self.moe):
-            found.append(Parameter("mlp.shared.gate.weight", shared_gate_shape(self.model.hidden_size)))
-        return found
+            gate_shape = shared_gate_shape(self.model.hidden_size)
+            parameters.append(Parameter("mlp.shared.gate.weight", gate_shape))
+        return parameters
 
     def _attention(self) -> list[Parameter]:
-        """With the norms of the layer."""
+        """Returns the parameters of attention and of the norms of a layer."""
         sizes, kind = self.attention, self.model.normalization
-        found = self._norm("input_norm") + sizes.linear_qkv.parameters("attention.linear_qkv")
+        parameters = self._norm("input_norm") + sizes.linear_qkv.parameters("attention.linear_qkv")
         if self.model.qk_layernorm:
             for name in ("attention.q_norm", "attention.k_norm"):
-                found += norm_parameters(kind, sizes.head, name)
-        return found + sizes.linear_proj.parameters("attention.linear_proj") + self._norm("mlp_norm")
+                parameters += norm_parameters(kind, sizes.head, name)
+        return parameters + sizes.linear_proj.parameters("attention.linear_proj") + self._norm("mlp_norm")
 
     def _norm(self, name: str) -> list[Parameter]:
         return norm_parameters(self.model.normalization, self.model.hidden_size, name)
 
 
-def _of_mlp(sizes: MLPSizes, name: str) -> list[Parameter]:
+def _mlp_parameters(sizes: MLPSizes, name: str) -> list[Parameter]:
     fc1, fc2 = sizes.linear_fc1, sizes.linear_fc2
     return fc1.parameters(f"{name}.linear_fc1") + fc2.parameters(f"{name}.linear_fc2")
 
 
-# Floating-point operations of a training step: matmuls forward and backward, attention counted causally.
+# --- FLOPs of a training step ---
 
 
 _MULTIPLY_ADD_FORWARD_BACKWARD = 6  # 2 per multiply-add, once forward and twice backward
-# The share of its peak that a GPU reaches, and the TFLOP/s taken for a GPU that is not known.
-_USUAL_SHARE, _USUAL_PEAK = 0.5, 300.0
+# Assumed model FLOPs utilization (MFU), and assumed peak TFLOP/s of an unknown GPU.
+_ASSUMED_MFU, _ASSUMED_PEAK = 0.5, 300.0
 
 
 def step_flops(config: TransformerConfig, batch: int, sequence: int, moe: MoEConfig = NO_EXPERTS) -> float:
-    """FLOPs of one step over `batch` sequences; no recompute, embedding, router, softmax or norm is counted.
+    """Returns the FLOPs of the matmuls of one step over `batch` sequences, forward and backward.
 
-    Attention counts what a layer's window lets a token see. Where documents end is data, so masks between them are not subtracted.
+    Recompute, embedding, router, softmax and norms are not counted. Attention is counted causally and within
+    the window of each layer. Masks between documents are ignored, as they depend on the data.
     """
     hidden, attention = config.hidden_size, attention_sizes(config)
     attended = attention.linear_proj.inputs
@@ -298,48 +315,50 @@ def step_flops(config: TransformerConfig, batch: int, sequence: int, moe: MoECon
 
 
 def layer_seconds(config: TransformerConfig, moe: MoEConfig, samples: int, peak: float | None) -> float:
-    """About how long a GPU computes one layer of a micro-batch, forward and backward; `peak` in TFLOP/s."""
+    """Estimates the time of one layer for a micro-batch, forward and backward. `peak`: TFLOP/s of the GPU."""
     flops = step_flops(config, samples, config.seq_length, moe)
-    return flops / config.num_layers / ((peak or _USUAL_PEAK) * 1e12 * _USUAL_SHARE)
+    return flops / config.num_layers / ((peak or _ASSUMED_PEAK) * 1e12 * _ASSUMED_MFU)
 
 
 def _pairs(config: TransformerConfig, sequence: int) -> int:
-    """Twice the pairs of tokens that all layers compare in a sequence: once for the weights, once for what they weigh."""
+    """Returns the attended token pairs of a sequence over all layers, twice: for scores and values."""
     layers, before = config.num_layers, window_of(config.window_size, None, 1, 1)
     if before is None:
         return layers * sequence * sequence
     windows, seen = sum(windowed_layers(config.window_attn_skip_freq, layers)), min(before + 1, sequence)
-    # A band of this width below the diagonal; the first tokens have less behind them.
+    # A band of this width along the diagonal; the first tokens have fewer before them.
     return (layers - windows) * sequence * sequence + windows * seen * (2 * sequence - seen)
 
 
-# What the configuration says about the stages of the pipeline: how the layers are divided, and what each
-# costs.
+# --- ranks and pipeline stages ---
 
 
 def grid_of(s: Settings) -> Grid:
-    """The grid of ranks; with experts and nothing said, one expert is cut like a dense layer."""
+    """Returns the grid of ranks. By default, experts have the tensor-parallel size of dense layers."""
     tensor = s.tensor_model_parallel_size
-    of_experts = (s.expert_tensor_parallel_size or tensor) if s.num_experts else 1
+    expert_tensor = (s.expert_tensor_parallel_size or tensor) if s.num_experts else 1
     return Grid(
         tensor=tensor,
         context=s.context_parallel_size,
         data=s.data_parallel_size,
         pipeline=s.pipeline_model_parallel_size,
         expert=s.expert_model_parallel_size,
-        expert_tensor=of_experts,
+        expert_tensor=expert_tensor,
         kv_copies=max(1, tensor // s.num_query_groups),
         instances=s.num_distributed_optimizer_instances if s.zero_stage == 3 else 1,
     )
 
 
 def division_of(s: Settings) -> Division:
-    """How the layers are to be divided. Wishes about the ends mean nothing to a single rank."""
-    ranks, virtual = (
+    """Returns how the layers are divided into stages.
+
+    On one rank, layers at the ends are not counted separately.
+    """
+    ranks, virtual, written = (
         s.pipeline_model_parallel_size,
-        s.virtual_pipeline_model_parallel_size or 1,
+        s.virtual_stages,
+        s.pipeline_model_parallel_layout,
     )
-    written = s.pipeline_model_parallel_layout
     if ranks == 1:
         return Division(ranks, virtual, written=written)
     return Division(
@@ -356,23 +375,26 @@ def division_of(s: Settings) -> Division:
 
 
 def costs_of(s: Settings) -> Costs:
-    """Multiplications for one token of a full sequence; looking up an embedding takes none."""
+    """Returns the multiply-adds per token of a layer and of the output layer.
+
+    An embedding lookup has none.
+    """
     hidden, attention = s.hidden_size, attention_sizes(s)
     projections = attention.linear_qkv.multiplications + attention.linear_proj.multiplications
     mlp = matrices_of(s) * hidden * _inner_width(s)
-    # A token looks back at half the sequence on average, once for the scores and once for the values.
+    # A token attends to half the sequence on average, once for the scores and once for the values.
     scores = s.seq_length * attention.linear_proj.inputs
     return Costs(layer=projections + mlp + scores, embedding=0, head=hidden * (s.padded_vocab_size or 0))
 
 
 def _inner_width(s: Settings) -> float:
-    """Of a feed-forward part; the mean, where some layers have experts and some do not."""
+    """Returns the mean inner width of the feed-forward parts of all layers."""
     layers = s.num_layers
     sparse = 0
     if s.num_experts is not None:
         try:
             sparse = sum(moe_layers(s.moe_layer_freq, layers))
         except ValueError:
-            # A rule will say what is wrong with it.
+            # A rule reports the invalid pattern.
             sparse = layers
     return inner_widths(s, s, sparse) / layers

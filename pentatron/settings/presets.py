@@ -1,6 +1,6 @@
-"""Named starting points: the demo, and the shapes of well-known models.
+"""Presets: the demo, and the architectures of well-known models.
 
-A preset is a plain table of settings; files and flags override it. Shapes hold architecture only.
+A preset maps settings to values. Files and flags override it.
 """
 
 from typing import Any
@@ -41,13 +41,13 @@ _LLAMA = {**_LLAMA_STYLE, "make_vocab_size_divisible_by": 1}
 _MISTRAL_V01 = {**_LLAMA, "window_size": (4095, 0)}
 
 
-def _stretched(factor: float) -> dict[str, Any]:
-    """Llama 3.1 and later: trained on sequences longer than those of Llama 3 by this factor."""
+def _llama31(factor: float) -> dict[str, Any]:
+    """Returns the common settings of Llama 3.1 and later, which scale rotary frequencies by this factor."""
     scaling = {"rope_scaling_type": "llama3", "rope_scaling_factor": factor}
     return {**_LLAMA, **scaling, "rope_scaling_original_max_position_embeddings": 8192}
 
 
-# Of the larger Qwen2.5 models, the base ones: those that follow instructions have an epsilon of 1e-6.
+# Larger Qwen2.5 models: the base versions. Those of the instruct versions have an epsilon of 1e-6.
 # fmt: off
 _DENSE: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "qwen2.5-0.5b":    (_QWEN25, (24, 896, 4864, 14, 2, 64, 1e6, 32768, 151936, False, 1e-6)),
@@ -70,11 +70,11 @@ _DENSE: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "llama2-70b":      (_LLAMA, (80, 8192, 28672, 64, 8, 128, 1e4, 4096, 32000, True, 1e-5)),
     "llama3-8b":       (_LLAMA, (32, 4096, 14336, 32, 8, 128, 5e5, 8192, 128256, True, 1e-5)),
     "llama3-70b":      (_LLAMA, (80, 8192, 28672, 64, 8, 128, 5e5, 8192, 128256, True, 1e-5)),
-    "llama3.1-8b":     (_stretched(8.0), (32, 4096, 14336, 32, 8, 128, 5e5, 131072, 128256, True, 1e-5)),
-    "llama3.1-70b":    (_stretched(8.0), (80, 8192, 28672, 64, 8, 128, 5e5, 131072, 128256, True, 1e-5)),
-    "llama3.1-405b":   (_stretched(8.0), (126, 16384, 53248, 128, 8, 128, 5e5, 131072, 128256, True, 1e-5)),
-    "llama3.2-1b":     (_stretched(32.0), (16, 2048, 8192, 32, 8, 64, 5e5, 131072, 128256, False, 1e-5)),
-    "llama3.2-3b":     (_stretched(32.0), (28, 3072, 8192, 24, 8, 128, 5e5, 131072, 128256, False, 1e-5)),
+    "llama3.1-8b":     (_llama31(8.0), (32, 4096, 14336, 32, 8, 128, 5e5, 131072, 128256, True, 1e-5)),
+    "llama3.1-70b":    (_llama31(8.0), (80, 8192, 28672, 64, 8, 128, 5e5, 131072, 128256, True, 1e-5)),
+    "llama3.1-405b":   (_llama31(8.0), (126, 16384, 53248, 128, 8, 128, 5e5, 131072, 128256, True, 1e-5)),
+    "llama3.2-1b":     (_llama31(32.0), (16, 2048, 8192, 32, 8, 64, 5e5, 131072, 128256, False, 1e-5)),
+    "llama3.2-3b":     (_llama31(32.0), (28, 3072, 8192, 24, 8, 128, 5e5, 131072, 128256, False, 1e-5)),
     "mistral-7b-v0.1": (_MISTRAL_V01, (32, 4096, 14336, 32, 8, 128, 1e4, 32768, 32000, True, 1e-5)),
     "mistral-7b-v0.3": (_LLAMA, (32, 4096, 14336, 32, 8, 128, 1e6, 32768, 32768, True, 1e-5)),
     "yi-6b":           (_LLAMA, (32, 4096, 11008, 32, 4, 128, 5e6, 4096, 64000, True, 1e-5)),
@@ -114,7 +114,7 @@ _MOE: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
 }
 # fmt: on
 
-# Small enough for two CPU cores and a few minutes, large enough to write something that looks like Python.
+# Trains in a few minutes on two CPU cores, and generates text that looks like Python.
 _DEMO: dict[str, Any] = {
     **_LLAMA_STYLE,
     "corpus": "python",
@@ -146,12 +146,12 @@ _DEMO: dict[str, Any] = {
 
 
 def presets() -> dict[str, dict[str, Any]]:
-    """Every preset by name."""
-    found: dict[str, dict[str, Any]] = {"demo": dict(_DEMO)}
+    """Returns all presets by name."""
+    by_name: dict[str, dict[str, Any]] = {"demo": dict(_DEMO)}
     for name, shape in _GPT.items():
-        found[name] = {**_GPT_STYLE, "vocab_size": 50257, **shape}
+        by_name[name] = {**_GPT_STYLE, "vocab_size": 50257, **shape}
     for name, (family, row) in _DENSE.items():
-        found[name] = {**family, **dict(zip(_DENSE_COLUMNS, row, strict=True))}
+        by_name[name] = {**family, **dict(zip(_DENSE_COLUMNS, row, strict=True))}
     for name, (family, row) in _MOE.items():
-        found[name] = {**family, **dict(zip(_MOE_COLUMNS, row, strict=True)), "moe_grouped_gemm": True}
-    return found
+        by_name[name] = {**family, **dict(zip(_MOE_COLUMNS, row, strict=True)), "moe_grouped_gemm": True}
+    return by_name

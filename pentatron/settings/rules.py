@@ -1,14 +1,16 @@
-"""All cross-field rules. Each returns a sentence with the equation filled in and the fix; all are asked every time."""
+"""Checks all settings: limits, missing features and cross-field rules.
+
+Each rule returns None or an error message with the numbers and a fix. All problems are reported at once.
+"""
 
 import re
 from collections.abc import Collection
 from typing import Any
 
-from pentatron.errors import UserError
 from pentatron.settings.data_paths import NAMED, Blend, names_files
 from pentatron.settings.decisions import not_recordable, requires_graphs
 from pentatron.settings.declaration import Setting, flag_of
-from pentatron.settings.layout_rules import LAYOUT_RULES, ZERO_RULES, Rule
+from pentatron.settings.layout_rules import LAYOUT_RULES, ZERO_RULES, Rule, error_of
 from pentatron.settings.model_rules import MOE_RULES, POSITION_RULES, PRECISION_RULES
 from pentatron.settings.run import table
 from pentatron.settings.settings import Settings, unset
@@ -17,21 +19,21 @@ from pentatron.text import divisors, either, meeting_point
 
 
 def problems_of(s: Settings, unsound: Collection[str] = ()) -> list[str]:
-    """Every reason why this run cannot start."""
+    """Returns all errors in the settings. Rules that read an `unsound` setting are skipped."""
     return [*out_of_limits(s).values(), *not_available(s), *broken_rules(s, unsound)]
 
 
 def broken_rules(s: Settings, unsound: Collection[str] = ()) -> list[str]:
-    """The problems that rules report. A rule that reads an unsound value, reported already, has nothing to add."""
+    """Returns the errors of the rules, except of those that read a setting that is reported already."""
     wrong = out_of_limits(s)
     stand_ins = {name: (1,) if isinstance(getattr(s, name), tuple) else 1 for name in wrong}
-    usable, found = s.changed(**stand_ins), []
+    usable, problems = s.changed(**stand_ins), []
     for rule in RULES:
         read: set[str] = set()
         problem = rule(_Recorded(usable, read))
         if problem is not None and read.isdisjoint((*wrong, *unsound)):
-            found.append(problem)
-    return found
+            problems.append(problem)
+    return problems
 
 
 class _Recorded(Settings):
@@ -48,7 +50,7 @@ class _Recorded(Settings):
 
 
 def out_of_limits(s: Settings) -> dict[str, str]:
-    """A sentence for every value that is wrong whatever the others are."""
+    """Maps each setting whose value is out of its limits to the error."""
     return {
         name: f"{item.written(getattr(s, name))} must be {item.limit.words}"
         for name, item in table().items()
@@ -57,15 +59,15 @@ def out_of_limits(s: Settings) -> dict[str, str]:
 
 
 def not_available(s: Settings) -> list[str]:
-    """One sentence for every feature that was asked for and has not been built."""
+    """Returns an error for each requested feature that is not implemented."""
     wanted: dict[str, list[Setting]] = {}
     for name, item in table().items():
         if item.refuses(getattr(s, name)):
             wanted.setdefault(item.not_yet, []).append(item)
-    return [_refusal(feature, items, s) for feature, items in wanted.items()]
+    return [_missing(feature, items, s) for feature, items in wanted.items()]
 
 
-def _refusal(feature: str, items: list[Setting], s: Settings) -> str:
+def _missing(feature: str, items: list[Setting], s: Settings) -> str:
     written = ", ".join(i.written(getattr(s, i.name), s.source(i.name)) for i in items)
     verb = "needs" if len(items) == 1 else "need"
     return f"{written} {verb} {feature}, which this version does not have yet; {_way_out(items, s)}"
@@ -76,7 +78,7 @@ def _way_out(items: list[Setting], s: Settings) -> str:
     if any(i.default in (None, ()) or i.default is False for i in inherited):
         return "choose another preset"
     if inherited:
-        return f"add {' '.join(f'{i.flag} {i.default}' for i in inherited)} to do without"
+        return f"add {' '.join(f'{i.flag} {i.default}' for i in inherited)} to disable it"
     return f"leave {'it' if len(items) == 1 else 'them'} out"
 
 
@@ -124,7 +126,7 @@ def _positions(s: Settings) -> str | None:
 
 
 def _vocabulary(s: Settings) -> str | None:
-    # What a vocabulary file holds is read before this.
+    # The size of --vocab-file is read before the rules are checked.
     if not unset(s.vocab_size) or s.vocab_file is not None:
         return None
     return "the vocabulary size is unknown; give --vocab-size, or --tokenizer-model with a folder that has a tokenizer.json"
@@ -147,7 +149,7 @@ def _spec(s: Settings) -> str | None:
     words = s.spec
     if len(words) in (0, 2):
         return None
-    return f"--spec {' '.join(words)} has {len(words)} word{'s' if len(words) > 1 else ''}; it wants two: MODULE FUNCTION"
+    return f"--spec {' '.join(words)} has {len(words)} word{'s' if len(words) > 1 else ''}; it takes two: MODULE FUNCTION"
 
 
 def _data(s: Settings) -> str | None:
@@ -165,13 +167,9 @@ def _data(s: Settings) -> str | None:
 
 
 def _blend(s: Settings) -> str | None:
-    for name in NAMED:
-        if getattr(s, name) and not s.sft:
-            try:
-                Blend.parse(getattr(s, name), flag_of(name))
-            except UserError as error:
-                return str(error)
-    return None
+    named = () if s.sft else tuple(name for name in NAMED if getattr(s, name))
+    errors = (error_of(Blend.parse, getattr(s, name), flag_of(name)) for name in named)
+    return next((error for error in errors if error is not None), None)
 
 
 def _per_split(s: Settings) -> str | None:
@@ -183,14 +181,13 @@ def _per_split(s: Settings) -> str | None:
 
 
 def _split(s: Settings) -> str | None:
-    # As the data is split later: no signs, no exponents.
+    # The parser of the data accepts no signs and no exponents.
     written = [part.strip() for part in str(s.split).split(",")]
     plain = all(re.fullmatch(r"\d+\.?\d*|\.\d+", part) for part in written)
     numbers = [float(part) for part in written] if plain else []
-    sound = 1 <= len(numbers) <= 3
-    if sound and numbers[0] > 0:
+    if 1 <= len(numbers) <= 3 and numbers[0] > 0:
         return None
-    return f"--split {s.split} must be up to three numbers with a training share above 0, such as 969,30,1"
+    return f"--split {s.split} must be up to three numbers with a training weight above 0, such as 969,30,1"
 
 
 RULES: tuple[Rule, ...] = (

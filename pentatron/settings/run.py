@@ -1,4 +1,4 @@
-"""The whole run as one frozen object, and the table of every setting in it."""
+"""The frozen configuration of a run by section (`RunConfig`), and the table of all settings."""
 
 import dataclasses
 import functools
@@ -24,6 +24,8 @@ from pentatron.text import divisors, either, redacted_value
 
 @dataclass(frozen=True)
 class RunConfig:
+    """The resolved configuration of a run. Its sections are frozen dataclasses."""
+
     run: RunSettings
     model: TransformerConfig
     moe: MoEConfig
@@ -41,7 +43,7 @@ class RunConfig:
 
     @classmethod
     def of(cls, settings: Settings) -> "RunConfig":
-        """Freezes settings whose open values are derived."""
+        """Freezes resolved settings."""
         values = settings.flat()
         parts = {
             section: of_section(**{f.name: values[f.name] for f in dataclasses.fields(of_section)})
@@ -51,7 +53,7 @@ class RunConfig:
 
     @functools.cached_property
     def settings(self) -> Settings:
-        """The same settings by name alone."""
+        """The same settings without sections."""
         return Settings(self.flat())
 
     @functools.cached_property
@@ -72,22 +74,22 @@ class RunConfig:
 
     @property
     def _schedule_kind(self) -> str:
-        """One rank has nobody to overlap with: its order is that of 1F1B, whatever was asked for."""
+        """The pipeline schedule. One rank has nothing to overlap and always runs 1F1B."""
         one = self.parallel.pipeline_model_parallel_size == 1
         return "1f1b" if one else self.parallel.pipeline_schedule
 
     @property
     def defers_weight_gradients(self) -> bool:
-        """Whether some backwards come in two halves."""
+        """Whether backward is split, with weight gradients computed later."""
         return self._schedule_kind in schedules.HALVING
 
     @property
     def stages(self) -> tuple[StagePart, ...]:
-        """What every stage holds of the model, in the order of the model."""
+        """The layers, embedding and output layer of each stage, in the order of the model."""
         return stage_parts(self.model.num_layers, division_of(self.settings), costs_of(self.settings))
 
     def recomputed(self, part: StagePart) -> list[tuple[int, ...]]:
-        """The layers of a stage that run again in backward as a whole, in the runs that keep one input each."""
+        """Returns the chunks of layers of a stage under full recompute. Each chunk stores its input."""
         if self.memory.recompute_granularity != "full":
             return []
         count = self.memory.recompute_num_layers
@@ -97,62 +99,62 @@ class RunConfig:
 
     @property
     def layers_with_experts(self) -> tuple[int, ...]:
+        """Indices of the layers with experts."""
         if self.moe.num_experts is None:
             return ()
-        found = moe_layers(self.moe.moe_layer_freq, self.model.num_layers)
-        return tuple(number for number, has_experts in enumerate(found) if has_experts)
+        pattern = moe_layers(self.moe.moe_layer_freq, self.model.num_layers)
+        return tuple(number for number, has_experts in enumerate(pattern) if has_experts)
 
     def schedule(self, micro_batches: int) -> Schedule:
-        """What every pipeline rank does in a step of that many micro-batches."""
-        p = self.parallel
-        ranks, virtual = p.pipeline_model_parallel_size, self.virtual_stages
+        """Returns the actions of each pipeline rank in a step of this many micro-batches."""
+        ranks, virtual = self.parallel.pipeline_model_parallel_size, self.virtual_stages
         kind = self._schedule_kind
-        group = p.microbatch_group_size_per_virtual_pipeline_stage
+        group = self.parallel.microbatch_group_size_per_virtual_pipeline_stage
         if not schedules.takes_groups(kind, virtual) or group is None:
             return schedules.training_schedule(kind, ranks, virtual, micro_batches)
-        # A group was chosen for a full step; a shorter one has no more than it has.
+        # A step of a smaller batch may have fewer micro-batches than a group.
         return schedules.training_schedule(kind, ranks, virtual, micro_batches, min(group, micro_batches))
 
     def forward_schedule(self, micro_batches: int) -> Schedule:
-        """The same for an evaluation of that many micro-batches."""
+        """Returns the actions of each pipeline rank in an evaluation step of this many micro-batches."""
         return schedules.forward_schedule(self.placement, micro_batches)
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches each data-parallel rank runs in a step of full size."""
+        """Micro-batches of each data-parallel rank in a step of the global batch size."""
         return self.accumulation_of(self.train.global_batch_size)
 
     def accumulation_of(self, batch_size: int) -> int:
-        """The same for a step of that many samples."""
+        """Returns the micro-batches of each data-parallel rank in a step of this many samples."""
         return accumulation_steps(batch_size, self.train.micro_batch_size, self.grid.data)
 
     @functools.cached_property
     def batch_plan(self) -> BatchPlan:
-        """How many samples each step has."""
+        """The batch size of each step."""
         return plan_of(self.settings)
 
     @property
     def spans(self) -> Spans:
-        """How long the schedules of the run are, in samples."""
+        """The lengths of the learning rate schedule, in samples."""
         return spans_of(self.settings, self.batch_plan)
 
     @property
     def eval_batch(self) -> tuple[int, int]:
-        """Samples of one evaluation step, and how many of them a rank computes at once."""
+        """Global and micro batch size of an evaluation step."""
         t = self.train
         return t.eval_global_batch_size or t.global_batch_size, t.eval_micro_batch_size or t.micro_batch_size
 
     @property
     def eval_accumulation(self) -> int:
-        """Micro-batches each data-parallel rank runs in one evaluation step."""
+        """Micro-batches of each data-parallel rank in an evaluation step."""
         return accumulation_steps(*self.eval_batch, self.grid.data)
 
     def flat(self) -> dict[str, Any]:
-        """Every setting by name, in the order of the table."""
+        """Returns all settings by name, in the order of the table."""
         return {s.name: getattr(getattr(self, s.section), s.name) for s in table().values()}
 
     def shared(self) -> dict[str, Any]:
-        """By flag, the settings that must be the same for every process of a run: all but those of the machine."""
+        """Maps flags to the settings that must be equal in all processes: all but the launch section."""
         return {
             item.flag: list(value) if isinstance(value, tuple) else value
             for (name, value), item in zip(self.flat().items(), table().values())
@@ -160,7 +162,7 @@ class RunConfig:
         }
 
     def nested(self) -> dict[str, dict[str, Any]]:
-        """Every setting by section, as plain lists and scalars: what is kept of a run, without secrets."""
+        """Returns all settings by section as JSON types, without secrets, to be saved with the run."""
         return {
             section: {
                 name: redacted_value(list(value) if isinstance(value, tuple) else value)
@@ -171,25 +173,23 @@ class RunConfig:
 
 
 def sections() -> dict[str, type]:
+    """Maps the name of each section to its dataclass."""
     return {f.name: f.type for f in dataclasses.fields(RunConfig)}  # type: ignore[misc]
 
 
 @functools.cache
 def table() -> dict[str, Setting]:
-    """Every setting there is, by name."""
-    found: dict[str, Setting] = {}
+    """Returns all settings by name."""
+    by_name: dict[str, Setting] = {}
     for section, cls in sections().items():
         for item in settings_of(section, cls):
-            assert item.name not in found, f"setting {item.name} is declared twice"
-            found[item.name] = item
-    return found
-
-
-# Whether a layout can take every batch size that a run has on its way.
+            assert item.name not in by_name, f"setting {item.name} is declared twice"
+            by_name[item.name] = item
+    return by_name
 
 
 def size_problem(config: RunConfig, size: int) -> str | None:
-    """Why a step of that many samples cannot run in this layout, or None."""
+    """Returns why a step of this many samples cannot run in this layout, or None."""
     micro, replicas, ranks = config.train.micro_batch_size, config.grid.data, config.grid.pipeline
     if batch_problem(size, micro, replicas) is not None:
         return (
@@ -203,7 +203,7 @@ def size_problem(config: RunConfig, size: int) -> str | None:
 
 
 def sizes_problem(config: RunConfig, consumed_samples: int = 0, steps_taken: int = 0) -> str | None:
-    """The first batch size from here to the end of the run that cannot run, with the way out; or None."""
+    """Returns an error for the first remaining batch size that cannot run in this layout, or None."""
     plan, left = config.batch_plan, config.train.train_iters - steps_taken
     for stretch in plan.sizes(left, consumed_samples) if left > 0 else ():
         problem = size_problem(config, stretch.size)

@@ -1,8 +1,7 @@
-"""What the settings say about batch sizes and about the lengths of schedules, in samples."""
+"""Derives batch sizes and the lengths of the run and its schedules from steps, samples and epochs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from pentatron.layout.batch import BatchPlan, constant, linear_ramp, written_steps
 from pentatron.settings.declaration import flag_of
@@ -11,12 +10,11 @@ from pentatron.text import counted
 
 
 def plan_of(s: Settings) -> BatchPlan:
-    """Raises `ValueError` with a sentence where the settings make no plan."""
-    steps, ramp, full = (
-        s.step_batch_size_schedule,
-        s.rampup_batch_size,
-        s.global_batch_size,
-    )
+    """Returns the batch sizes of the run.
+
+    Raises `ValueError` with a message for an invalid ramp-up or schedule.
+    """
+    steps, ramp, full = s.step_batch_size_schedule, s.rampup_batch_size, s.global_batch_size
     if steps:
         try:
             return written_steps(steps, s.seq_length)
@@ -35,7 +33,7 @@ def plan_of(s: Settings) -> BatchPlan:
 
 @dataclass(frozen=True)
 class Spans:
-    """In samples: of the warm-up, until the end of the decay, of the decay at the end of WSD, of the whole run."""
+    """Lengths in samples: the warm-up, the end of the decay, the decay at the end of WSD, the whole run."""
 
     warmup: float
     decay: int
@@ -44,7 +42,7 @@ class Spans:
 
 
 def spans_of(s: Settings, plan: BatchPlan) -> Spans:
-    """Steps are those of the plan: a warm-up of 100 steps ends after 100 steps, however small these are."""
+    """Converts the lengths of the schedules to samples. Steps have the batch sizes of the plan."""
     total = s.train_samples or plan.samples_after(max(1, s.train_iters))
     decay = s.lr_decay_samples or plan.samples_after(s.lr_decay_iters or 0)
     return Spans(_warmup_samples(s, plan, decay), decay, _wsd(s, plan, decay), total)
@@ -63,20 +61,20 @@ def _wsd(s: Settings, plan: BatchPlan, decay: int) -> int:
         return int(s.lr_wsd_decay_samples)
     if s.lr_wsd_decay_iters is None:
         return 0
-    # The last steps, not the first ones, which may be smaller. More steps than there are come out longer than the decay.
+    # Counts the last steps, as the first ones may be smaller. More steps than the decay has give a longer
+    # length than it, which a rule reports.
     before = plan.steps_within(decay) - s.lr_wsd_decay_iters
     return decay - plan.samples_after(before) if before >= 0 else decay - before
 
 
-# How long a run is, and its schedules with it.
+# --- derivation ---
 #
-# Several settings say one thing in steps, samples or shares. A flag is stronger than a file; two flags
-# contradict each other. A file may be one that a run has saved, with what was derived beside what it was
-# derived from: there the latter counts.
+# Several settings give the same length in steps, samples or fractions. A flag overrides a file, and two flags
+# contradict each other. The saved file of a run contains derived values too: those they are derived from win.
 
 
 def plan_so_far(draft: Draft) -> BatchPlan | None:
-    """None where there is no plan; the rules say why."""
+    """Returns the batch plan, or None if there is none, which the rules report."""
     if unset(draft.global_batch_size) and not draft.step_batch_size_schedule:
         return None
     try:
@@ -85,58 +83,61 @@ def plan_so_far(draft: Draft) -> BatchPlan | None:
         return None
 
 
-def _written(draft: Draft, *names: str) -> list[str]:
-    """Of settings that say the same in different words, those the user wrote; the others lose their value."""
-    said = [name for name in names if draft.given(name) and getattr(draft, name) not in (None, ())]
-    flags = [name for name in said if draft.source(name).startswith("flag ")]
-    strongest = flags or said
-    for name in said:
-        if name not in strongest:
-            # One of them is a plain number, of which 0 is nothing.
-            nothing = {"step_batch_size_schedule": (), "rampup_batch_size": (), "lr_warmup_iters": 0}
-            draft.derive(f"{flag_of(strongest[0])} is given", **{name: nothing.get(name)})
-    return strongest
+def _select_given(draft: Draft, *names: str) -> list[str]:
+    """Returns which of several redundant settings are given.
+
+    If some are flags, those of a file are cleared.
+    """
+    given = [name for name in names if draft.given(name) and getattr(draft, name) not in (None, ())]
+    flags = [name for name in given if draft.source(name).startswith("flag ")]
+    selected = flags or given
+    for name in given:
+        if name not in selected:
+            # These settings are not optional.
+            cleared = {"step_batch_size_schedule": (), "rampup_batch_size": (), "lr_warmup_iters": 0}
+            draft.derive(f"{flag_of(selected[0])} is given", **{name: cleared.get(name)})
+    return selected
 
 
-def _contradiction(draft: Draft, said: list[str], what: str) -> list[str]:
-    """Two settings that say different things: a problem between flags, a notice about the weaker, first, one of a file."""
-    first, second = (f"{flag_of(name)} {_plain(getattr(draft, name))}" for name in said[:2])
-    if draft.source(said[0]).startswith("flag "):
+def _contradiction(draft: Draft, given: list[str], what: str) -> list[str]:
+    """Reports two contradicting settings: a problem for flags, a notice if the first is from a file."""
+    values = (getattr(draft, name) for name in given[:2])
+    words = (" ".join(map(str, value)) if isinstance(value, tuple) else value for value in values)
+    first, second = (f"{flag_of(name)} {word}" for name, word in zip(given, words))
+    if draft.source(given[0]).startswith("flag "):
         return [f"{first} and {second} both {what}; give one of them"]
-    draft.notices.append(f"{second} is there to {what}, so {first} is not used")
+    draft.notices.append(f"{second} is used to {what}, so {first} is ignored")
     return []
 
 
-def _plain(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
 def settle_stepwise_batch(draft: Draft) -> list[str]:
-    """With sizes written out, the global batch is the last of them: what validation and the layout go by."""
+    """Derives the global batch size as the last of --step-batch-size-schedule. Returns the problems.
+
+    Validation and the checks of the layout use that size.
+    """
     others = ("global_batch_size", "rank_batch_size", "rampup_batch_size")
     if not draft.step_batch_size_schedule:
         return []
-    said = _written(draft, *others, "step_batch_size_schedule")
-    if draft.given("step_batch_size_schedule") and "step_batch_size_schedule" not in said:
+    given = _select_given(draft, *others, "step_batch_size_schedule")
+    if draft.given("step_batch_size_schedule") and "step_batch_size_schedule" not in given:
         return []
     plan = plan_so_far(draft)
     size = None if plan is None else plan.changes[-1][1]
     problems: list[str] = []
-    for name in said[:-1]:
+    for name in given[:-1]:
         if name != "global_batch_size" or getattr(draft, name) != size:
-            problems += _contradiction(draft, [name, said[-1]], "say how large a batch is")
+            problems += _contradiction(draft, [name, given[-1]], "set the batch size")
     if problems:
         return problems
-    for name, nothing in (("rank_batch_size", None), ("rampup_batch_size", ())):
-        draft.derive("--step-batch-size-schedule", **{name: nothing})
+    draft.derive("--step-batch-size-schedule", rank_batch_size=None, rampup_batch_size=())
     draft.derive("the last of --step-batch-size-schedule", global_batch_size=size)
     return []
 
 
 def derive_length(draft: Draft) -> list[str]:
-    """Derives the length of the run, its schedules and the save interval; returns the problems met on the way.
+    """Derives the length of the run, its schedules and the save interval. Returns the problems found.
 
-    With `--epochs` over data that only the run can count, all this stays open until the data is.
+    With `--epochs` over data that is not counted yet, all of these stay unset.
     """
     plan = plan_so_far(draft)
     problems = _samples(draft, plan) + _epochs(draft, plan)
@@ -147,20 +148,20 @@ def derive_length(draft: Draft) -> list[str]:
         draft.derive(f"a tenth of --lr; the preset has {draft.min_lr}", min_lr=draft.lr / 10)
     _weight_decay(draft)
     if unset(draft.save_interval) and not unset(draft.train_iters):
-        often = max(1, min(draft.train_iters, max(100, draft.train_iters // 10)))
-        draft.derive("a tenth of the run, at least 100 steps", save_interval=often)
+        interval = max(1, min(draft.train_iters, max(100, draft.train_iters // 10)))
+        draft.derive("a tenth of the run, at least 100 steps", save_interval=interval)
     return problems + _warmup(draft, plan)
 
 
 def _samples(draft: Draft, plan: BatchPlan | None) -> list[str]:
-    """Whole steps: what is left over at the end is not trained on."""
-    said = _written(draft, "train_iters", "train_samples")
+    """Derives the steps of --train-samples. Samples that do not fill a step at the end are not used."""
+    given = _select_given(draft, "train_iters", "train_samples")
     samples = draft.train_samples
     if samples is None or plan is None:
         return []
     steps = plan.steps_within(samples)
-    if len(said) == 2 and draft.train_iters != steps:
-        problems = _contradiction(draft, said, "say how long the run is")
+    if len(given) == 2 and draft.train_iters != steps:
+        problems = _contradiction(draft, given, "set the length of the run")
         if problems:
             return problems
     if steps == 0:
@@ -175,14 +176,14 @@ def _samples(draft: Draft, plan: BatchPlan | None) -> list[str]:
 
 
 def _epochs(draft: Draft, plan: BatchPlan | None) -> list[str]:
-    """The nearer of two limits ends the run; a number of steps nobody typed is no limit."""
-    if stronger := _typed_over(draft, ("train_iters", "train_samples"), "epochs"):
-        draft.derive(f"{flag_of(stronger)} is given", epochs=None)
+    """Derives the steps of --epochs. If the length is given too, the run ends at the smaller of the two."""
+    if flag := _overriding_flag(draft, ("train_iters", "train_samples"), "epochs"):
+        draft.derive(f"{flag_of(flag)} is given", epochs=None)
     epochs = draft.epochs
     if epochs is None or plan is None:
         return []
     if draft.is_synthetic and draft.dataset_size is not None:
-        _end_first(draft, *_of_made_samples(epochs, draft.dataset_size, plan))
+        _limit_length(draft, *_synthetic_steps(epochs, draft.dataset_size, plan))
     elif draft.epoch_samples is not None:
         limit = plan.steps_within(epochs * draft.epoch_samples)
         in_words = f"{counted(epochs, 'epoch')} of {counted(draft.epoch_samples, 'sample')}"
@@ -192,21 +193,20 @@ def _epochs(draft: Draft, plan: BatchPlan | None) -> list[str]:
                 f"epochs, or a smaller batch"
             )
             return [draft.wrong["epochs"]]
-        _end_first(draft, limit, in_words)
+        _limit_length(draft, limit, in_words)
     return []
 
 
-def _typed_over(draft: Draft, names: Sequence[str], other: str) -> str:
-    """Which of these is a flag, where the other one is there and none: it comes from a file, perhaps one that a run has saved."""
-    flags = [
-        name for name in names if draft.source(name).startswith("flag ") and getattr(draft, name) is not None
-    ]
-    weaker = getattr(draft, other) is not None and not draft.source(other).startswith("flag ")
-    return flags[0] if flags and weaker else ""
+def _overriding_flag(draft: Draft, names: Sequence[str], other: str) -> str:
+    """Returns the first of `names` given by a flag, if `other` has a value that is not from a flag."""
+    if getattr(draft, other) is None or draft.source(other).startswith("flag "):
+        return ""
+    flags = (name for name in names if draft.source(name).startswith("flag "))
+    return next((name for name in flags if getattr(draft, name) is not None), "")
 
 
-def _of_made_samples(epochs: int, size: int, plan: BatchPlan) -> tuple[int, str]:
-    """Steps, and where they come from."""
+def _synthetic_steps(epochs: int, size: int, plan: BatchPlan) -> tuple[int, str]:
+    """Returns the steps of the epochs of synthetic data, and the reason in words."""
     if plan.is_constant:
         per_epoch = max(1, size // plan.size_at(0))
         return epochs * per_epoch, f"{counted(epochs, 'epoch')} of {counted(per_epoch, 'step')}"
@@ -214,11 +214,15 @@ def _of_made_samples(epochs: int, size: int, plan: BatchPlan) -> tuple[int, str]
     return limit, f"{counted(epochs, 'epoch')} ({counted(limit, 'step')} of changing size)"
 
 
-def _end_first(draft: Draft, limit: int, in_words: str) -> None:
+def _limit_length(draft: Draft, limit: int, in_words: str) -> None:
+    """Ends the run after `limit` steps, unless a given length ends it before.
+
+    A notice names the one that is used.
+    """
     steps, by_samples = draft.train_iters, draft.train_samples is not None
     name = "train_samples" if by_samples else "train_iters"
-    nobodys_wish = steps is None or not (draft.given("train_iters") or by_samples)
-    if not nobodys_wish and not _typed_over(draft, ("epochs",), name):
+    is_given = steps is not None and (draft.given("train_iters") or by_samples)
+    if is_given and not _overriding_flag(draft, ("epochs",), name):
         if limit == steps:
             return
         if limit > steps:
@@ -236,11 +240,12 @@ def _end_first(draft: Draft, limit: int, in_words: str) -> None:
 
 
 def _decay(draft: Draft) -> list[str]:
+    """Derives the length of the learning rate decay. Returns the contradictions found."""
     problems: list[str] = []
     for what in ("lr_decay", "lr_wsd_decay"):
-        said = _written(draft, f"{what}_iters", f"{what}_samples")
-        if len(said) == 2:
-            problems += _contradiction(draft, said, "set the decay")
+        given = _select_given(draft, f"{what}_iters", f"{what}_samples")
+        if len(given) == 2:
+            problems += _contradiction(draft, given, "set the decay")
     if draft.lr_decay_samples is None and draft.lr_decay_iters is None:
         if draft.train_samples is not None:
             draft.derive("train-samples", lr_decay_samples=draft.train_samples)
@@ -258,8 +263,8 @@ def _weight_decay(draft: Draft) -> None:
 
 
 def _warmup(draft: Draft, plan: BatchPlan | None) -> list[str]:
-    """However it was said, how many whole steps it has is shown."""
-    said = _written(draft, "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction")
+    """Derives the whole steps of the warm-up, however it is given. Returns the contradictions found."""
+    given = _select_given(draft, "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction")
     if plan is None or (draft.lr_decay_iters is None and draft.lr_decay_samples is None):
         return []
     decay = draft.lr_decay_samples or plan.samples_after(draft.lr_decay_iters or 0)
@@ -269,15 +274,15 @@ def _warmup(draft: Draft, plan: BatchPlan | None) -> list[str]:
         steps, reason = plan.steps_within(int(fraction * decay)), f"{fraction} × {decay} samples"
     elif samples is not None:
         steps, reason = plan.steps_within(samples), f"steps of {samples} samples"
-    both_others = samples is not None and fraction is not None
-    if len(said) > 1 and (both_others or draft.lr_warmup_iters != steps):
-        problems = _contradiction(draft, said, "set the warm-up")
+    both = samples is not None and fraction is not None
+    if len(given) > 1 and (both or draft.lr_warmup_iters != steps):
+        problems = _contradiction(draft, given, "set the warm-up")
         if problems:
             return problems
     tenth = plan.steps_within(decay) // 10
     if steps is not None:
         draft.derive(reason, lr_warmup_iters=steps)
     elif not draft.given("lr_warmup_iters") and draft.lr_warmup_iters > tenth:
-        # A short run made from a preset or an entry point's defaults must not be all warm-up.
+        # The default warm-up of a preset or entry point may be longer than a short run.
         draft.derive("a tenth of the run", lr_warmup_iters=tenth)
     return []

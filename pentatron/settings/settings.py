@@ -1,7 +1,7 @@
-"""Every setting of a run as one typed attribute, with the origin of its value.
+"""Typed access to all settings of a run by name, with the origin of each value.
 
-`Settings` inherits the declarations of all sections, so a type checker knows each attribute. Rules, derivations and
-needs read it; `RunConfig` is the frozen form by section.
+`Settings` inherits the declarations of all sections, so type checkers know each attribute. Rules, derivations
+and needs read it. `RunConfig` is the frozen form by section.
 """
 
 from collections.abc import Mapping
@@ -15,33 +15,36 @@ from pentatron.settings.output import CheckpointConfig, LogConfig, RunSettings
 from pentatron.settings.parallel import LaunchConfig, MemoryConfig, ParallelConfig, PrecisionConfig
 from pentatron.settings.training import DataConfig, LoopConfig, OptimConfig, TrainConfig
 
-# The reason of a derived value that a run has kept since its first start.
+# Prefix of the reason of values that a resumed run keeps from its first start.
 KEPT = "kept from"
 
 
 @dataclass(frozen=True)
 class Assigned:
-    """A value and its origin, such as `flag --lr`, `file X.yaml`, `preset demo`, `derived: REASON` or `default`."""
+    """A value and its origin: `flag --lr`, `file X.yaml`, `preset demo`, `derived: REASON`, `default`."""
 
     value: Any
     source: str
 
 
 def is_written(source: str) -> bool:
-    """Whether the user wrote a value of this origin, in a flag or a file."""
+    """Whether a value of this origin was given by the user in a flag or a file."""
     return source.startswith(("flag", "file"))
 
 
 def unset(value: object) -> bool:
-    """Whether a setting is open: neither given nor derived. Its declared type is that of a resolved run, without None."""
+    """Whether a setting is neither given nor derived yet.
+
+    Its declared type is that in a resolved run, without None.
+    """
     return value is None
 
 
 @dataclass(frozen=True)
 class Facts:
-    """The processes of the run, the cores of this machine, and the launcher; the settings do not contain them.
+    """Properties of the run that are not settings: its processes, the cores of this machine and the launcher.
 
-    `launcher` is empty if Pentatron starts the processes. `has_rendezvous`: the launcher has set MASTER_ADDR.
+    `launcher` is empty if Pentatron starts the processes. `has_rendezvous`: the launcher sets MASTER_ADDR.
     """
 
     world_size: int
@@ -70,9 +73,9 @@ class Settings(
     LogConfig,
     LaunchConfig,
 ):
-    """Typed access to every setting by name. `assign` is the only way to change one, and records the origin.
+    """All settings by name. `assign` changes values and records their origin.
 
-    `epoch_samples`: samples of one pass over the training data, as far as they were counted for `--epochs`.
+    `epoch_samples`: samples of one epoch of the training data, None if not counted.
     """
 
     facts: Facts
@@ -83,14 +86,14 @@ class Settings(
     def __init__(
         self, values: Mapping[str, Any], origins: Mapping[str, str] | None = None, facts: Facts = ONE_PROCESS
     ) -> None:
-        # The sections are frozen dataclasses, whose fields cannot be set as attributes.
+        # Bypasses __setattr__, as the sections are frozen dataclasses.
         self.__dict__.update(values)
         self._names, self._origins = tuple(values), dict(origins or {})
         self.facts, self.epoch_samples = facts, None
 
     @classmethod
     def defaults(cls, **values: Any) -> "Settings":
-        """The defaults of all declarations, but for the given values."""
+        """Returns the declared defaults, with `values` in place of some."""
         declared = {
             f.name: f.default for section in cls.__mro__ if is_dataclass(section) for f in fields(section)
         }
@@ -98,30 +101,30 @@ class Settings(
 
     @classmethod
     def of_sections(cls, saved: Mapping[str, Mapping[str, Any]]) -> "Settings":
-        """Settings saved by section. One that is not among them has its default."""
+        """Returns settings that were saved by section, and defaults for those that are missing."""
         return cls.defaults(**{name: value for section in saved.values() for name, value in section.items()})
 
     def assign(self, source: str, **values: Any) -> None:
-        """Sets settings to values of one origin."""
+        """Sets values and records their origin."""
         if unknown := values.keys() - set(self._names):
             raise AttributeError(f"no such setting: {', '.join(sorted(unknown))}")
         self.__dict__.update(values)
         self._origins.update(dict.fromkeys(values, source))
 
     def derive(self, reason: str, **values: Any) -> None:
-        """Sets settings to values that follow from others."""
+        """Sets values that are derived from others."""
         self.assign(f"derived: {reason}", **values)
 
     def source(self, name: str) -> str:
-        """The origin of a value."""
+        """Returns the origin of a value."""
         return self._origins.get(name, "default")
 
     def given(self, name: str) -> bool:
-        """Whether the user wrote this value in a flag or a file."""
+        """Whether the user gave this value in a flag or a file."""
         return is_written(self.source(name))
 
     def flat(self) -> dict[str, Any]:
-        """Every value by name, in the order of the declarations."""
+        """Returns all values by name, in the order of the declarations."""
         return {name: self.__dict__[name] for name in self._names}
 
     @property
@@ -130,34 +133,44 @@ class Settings(
         return {name: self.source(name) for name in self._names}
 
     def changed(self, **values: Any) -> Self:
-        """A copy with other values."""
+        """Returns a copy with other values, without a record of their origin."""
         other = self.copy()
         other.__dict__.update(values)
         return other
 
     def copy(self) -> Self:
-        """An independent copy."""
+        """Returns an independent copy."""
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other._origins = dict(self._origins)
         return other
 
     @property
+    def virtual_stages(self) -> int:
+        """Stages on each pipeline rank."""
+        return self.virtual_pipeline_model_parallel_size or 1
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Ranks that hold one replica of the model together."""
+        return (
+            self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+        )
+
+    @property
     def is_synthetic(self) -> bool:
-        """Whether samples are generated, `--dataset-size` of them."""
+        """Whether samples are synthetic, `--dataset-size` of them."""
         named = (self.corpus, self.data_path, self.train_data_path, self.mock_data)
         return not any(named) and self.dataset_size is not None
 
 
-# Settings while they are resolved: notices and problems met on the way.
-
-
 class Draft(Settings):
-    """`notices` come before those of the rules, `further_notices` after them. `problems` were met so far.
+    """Settings that are being resolved, with the notices and problems found so far.
 
-    `wrong` holds a sentence for each setting whose value cannot be used, whatever the others are.
-    `in_run_folder`: settings that name a place in the run's own folder, and the place, until the folder is known.
-    `built_only`: a feature that is not built is a problem, not a notice.
+    `notices` are printed before those of the rules, `further_notices` after them. `wrong` maps settings whose
+    value is invalid by itself to the error. `in_run_folder` maps settings to paths relative to the run
+    folder, until that is known. `built_only`: a feature that is not implemented is a problem rather than a
+    notice.
     """
 
     notices: list[str]
@@ -186,21 +199,17 @@ class Draft(Settings):
         return other
 
 
-# How a run treats what its folder already holds: decided once, from the command and from whether this is a
-# restart.
-
-
-# They choose what is taken from what is loaded.
+# Settings that select what is loaded from a checkpoint.
 CHOOSING = ("finetune", "no_load_optim", "no_load_rng")
 
 
 class Start(Enum):
-    """`RESUME`: goes on from the run's own newest step; without one, begins with what `--load` names, else with new weights.
+    """How a run treats an earlier run in its folder.
 
-    `ANEW`: moves an earlier run in the folder aside, then begins with what `--load` names, else with new weights.
-
-    `IN_PLACE`: moves nothing, as `--load` names the folder itself or something inside it, and begins with that; steps that are
-    there already belong to earlier runs.
+    `RESUME`: resume from the newest checkpoint step of the run. Without one, load `--load` or initialize
+    weights. `ANEW`: move an earlier run in the folder aside, then load `--load` or initialize weights.
+    `IN_PLACE`: move nothing, as `--load` names the folder or something inside it, and load that. Checkpoint
+    steps that are already there belong to earlier runs.
     """
 
     RESUME = "resume"
@@ -209,38 +218,41 @@ class Start(Enum):
 
 
 def start_of(s: Settings, load_given: bool, resumes: bool) -> Start:
-    """The start of a run with these settings. `resumes`: the program goes on by itself, or this is a restart of its job."""
+    """Returns how a run starts.
+
+    `resumes`: the program resumes by default, or this is a restart of its job.
+    """
     if s.fresh:
         return Start.ANEW
     if resumes or (s.skip_train and not load_given):
         return Start.RESUME
     if not load_given or unset(s.load):
         return Start.ANEW
-    chooses = s.finetune or s.no_load_optim or s.no_load_rng
-    if not chooses and names_checkpoints(s.load, s.save):
+    selects = s.finetune or s.no_load_optim or s.no_load_rng
+    if not selects and names_checkpoints(s.load, s.save):
         return Start.RESUME
     inside = is_inside(s.load, s.run_dir, s.save)
     return Start.IN_PLACE if inside or s.skip_train else Start.ANEW
 
 
 def how_to_go_on(start: Start, save: str) -> str:
-    """What goes on from the last checkpoint, for the command whose start this is."""
+    """Returns the advice how to resume from the last checkpoint, given the start of this command."""
     if start is Start.RESUME:
-        return "the same command goes on from there"
-    return f"the same command with --load {save}, and without --finetune, goes on from there"
+        return "the same command resumes from there"
+    return f"the same command with --load {save}, and without --finetune, resumes from there"
 
 
 def another_run(run_dir: str) -> str:
-    """Begins the refusal of a run whose folder was named after its model and data, and holds something else."""
+    """Returns the beginning of the error for a derived run folder that holds another run."""
     return f"another run is in {run_dir}; choose --run-dir for this one"
 
 
 def names_checkpoints(load: str, save: str) -> bool:
-    """Whether `load` means the folder of checkpoints `save`: itself, or the run that keeps them."""
-    own = Path(save).resolve()
-    return own in (Path(load).resolve(), (Path(load) / "checkpoints").resolve())
+    """Whether `load` is the checkpoint folder `save` or the run folder that contains it."""
+    folder = Path(save).resolve()
+    return folder in (Path(load).resolve(), (Path(load) / "checkpoints").resolve())
 
 
 def is_inside(path: str, *folders: str) -> bool:
-    """Whether a path is one of the folders, or lies in one."""
+    """Whether a path is one of the folders or inside one."""
     return any(Path(path).resolve().is_relative_to(Path(folder).resolve()) for folder in folders)

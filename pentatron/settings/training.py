@@ -1,4 +1,4 @@
-"""Data, batches, the optimizer and its schedule."""
+"""Declares the settings of data, batches, the optimizer, its schedule and the training loop."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -55,54 +55,46 @@ class DataConfig:
     """Data and tokenizer"""
 
     corpus: str | None = setting(
-        None,
-        "a corpus made on this machine: the source text of Python's standard library",
-        choices=("python",),
+        None, "text corpus built locally: the source code of Python's standard library", choices=("python",)
     )
-    corpus_bytes: int = setting(8_000_000, "how much of the corpus to take", limit=ABOVE_ZERO, needs=a_corpus)
+    corpus_bytes: int = setting(8_000_000, "bytes of the corpus to use", limit=ABOVE_ZERO, needs=a_corpus)
     data_path: tuple[str, ...] = setting(
-        (), "prefix of a .bin/.idx pair, or several (P1 P2 … or, with weights, W1 P1 W2 P2 …)"
+        (), "prefix of a .bin/.idx pair, or a blend of several (P1 P2 … or, with weights, W1 P1 W2 P2 …)"
     )
     train_data_path: tuple[str, ...] = setting(
-        (), "the same for training alone, with --valid-data-path for validation; then nothing is split"
+        (), "like --data-path for training only, with --valid-data-path for validation; then nothing is split"
     )
-    valid_data_path: tuple[str, ...] = setting((), "the same for validation alone")
-    test_data_path: tuple[str, ...] = setting((), "the same for tests", needs=a_test)
+    valid_data_path: tuple[str, ...] = setting((), "like --data-path for validation only")
+    test_data_path: tuple[str, ...] = setting((), "like --data-path for the test set only", needs=a_test)
     data_path_config: str | None = setting(
         None, "YAML file with entries {weight: W, path: P}, for all splits or under train, valid, test"
     )
-    data_args_path: str | None = setting(None, "file with the words of --data-path")
-    per_split_data_args_path: str | None = setting(
-        None, "JSON file with one --data-path for each of train, valid, test"
-    )
+    data_args_path: str | None = setting(None, "file with the arguments of --data-path")
+    per_split_data_args_path: str | None = setting(None, "JSON file: --data-path for train, valid and test")
     mid_level_dataset_surplus: float = setting(
         0.005,
-        "share of samples that a dataset with a weight is built for beyond what it should give",
+        "fraction of additional samples that a weighted dataset of a blend is built for",
         limit=ZERO_OR_MORE,
         needs=weighted_data,
         resume=ORDER,
     )
     data_cache_path: str | None = setting(
         None,
-        "folder for the orders of samples (in the run's folder, and only if they are large)",
+        "folder for the index of sample order (in the run folder, only if large)",
         needs=a_kept_order,
         resume=SILENT,
     )
     split: str = setting(
-        "969,30,1", "shares of training, validation and test documents", needs=one_data_source, resume=ORDER
+        "969,30,1", "weights of training, validation and test documents", needs=one_data_source, resume=ORDER
     )
-    mock_data: bool = setting(False, "counting tokens instead of a corpus, for tests of speed")
+    mock_data: bool = setting(False, "mock data that counts tokens, for speed tests")
     dataset_size: int | None = setting(
-        None, "number of synthetic samples, when no data is given", limit=ABOVE_ZERO, needs=synthetic_data
+        None, "number of synthetic samples, if no data is given", limit=ABOVE_ZERO, needs=synthetic_data
     )
-    reset_position_ids: bool = setting(
-        False, "count positions from 0 in every document of a sequence", needs=documents
-    )
-    reset_attention_mask: bool = setting(
-        False, "let a token see its own document of a sequence alone", needs=documents
-    )
+    reset_position_ids: bool = setting(False, "restart position ids at 0 in every document", needs=documents)
+    reset_attention_mask: bool = setting(False, "mask attention between documents", needs=documents)
     eod_mask_loss: bool = setting(
-        False, "leave out the loss of what follows the end of a document", needs=documents
+        False, "mask the loss right after an end-of-document token", needs=documents
     )
     tokenizer_type: str | None = setting(
         None,
@@ -124,38 +116,34 @@ class DataConfig:
     )
     vocab_file: str | None = setting(None, "GPT-2 vocabulary (vocab.json)", needs=gpt2_tokenizer)
     merge_file: str | None = setting(None, "GPT-2 merges (merges.txt)", needs=gpt2_tokenizer)
-    num_workers: int = setting(0, "processes that read data for one rank", limit=ZERO_OR_MORE)
-    prefetch_factor: int = setting(
-        2, "batches each of them reads ahead", limit=ABOVE_ZERO, needs=reader_processes
-    )
+    num_workers: int = setting(0, "data loading processes of one rank", limit=ZERO_OR_MORE)
+    prefetch_factor: int = setting(2, "batches each one prefetches", limit=ABOVE_ZERO, needs=reader_processes)
     dataloader_type: str = setting(
         "single",
-        "order of samples: for the whole run at once, or shuffled anew in every epoch",
+        "order of samples: one order for the whole run (single), or a new shuffle in every epoch (cyclic)",
         choices=("single", "cyclic", "external"),
-        not_yet="a loader of your own",
+        not_yet="a custom data loader",
         available=("single", "cyclic"),
         needs=a_choice_of_order,
         resume=ORDER,
     )
     sft: bool = setting(False, "fine-tune on the answers of conversations (--data-path FILE.jsonl ...)")
     sft_packing: bool = setting(
-        False, "put several conversations into a sequence, each seeing itself alone", needs=CONVERSATIONS
+        False, "pack conversations into sequences, with attention masked between them", needs=CONVERSATIONS
     )
     sft_tokenizer_prompt_format: str = setting(
         "default",
-        "how conversations are written: by the chat template, or texts as they are (identity)",
+        "format of conversations: the chat template (default), or concatenated texts (identity)",
         choices=("default", "identity", "nemotron-h-aligned", "nemotron-nano-v2"),
         not_yet="prompt formats by name (--chat-template FILE takes any template)",
         available=("default", "identity"),
         needs=CONVERSATIONS,
     )
     chat_template: str | None = setting(
-        None, "file with a Jinja template to use instead of that of the tokenizer's folder", needs=TEMPLATE
+        None, "Jinja chat template file to use instead of that in the tokenizer's folder", needs=TEMPLATE
     )
     sft_date: str = setting(
-        "2024-07-26",
-        "the day a chat template is told that asks for today, the same in every run",
-        needs=TEMPLATE,
+        "2024-07-26", "date for chat templates that ask for today, the same in every run", needs=TEMPLATE
     )
 
 
@@ -163,31 +151,35 @@ class DataConfig:
 class TrainConfig:
     """Batches, length and evaluation"""
 
-    micro_batch_size: int = setting(None, "samples one rank computes at once (1)", limit=ABOVE_ZERO)
+    micro_batch_size: int = setting(
+        None, "samples per micro-batch, which one rank computes at once (1)", limit=ABOVE_ZERO
+    )
     global_batch_size: int = setting(
         None, "samples per optimizer step (micro-batch × data-parallel size)", limit=ABOVE_ZERO
     )
     gradient_accumulation_steps: int | None = setting(
-        None, "micro-batches per step, instead of the global batch", limit=ABOVE_ZERO
+        None, "micro-batches per step, instead of --global-batch-size", limit=ABOVE_ZERO
     )
-    num_microbatches: int | None = setting(None, "micro-batches a rank's batch is cut into", limit=ABOVE_ZERO)
+    num_microbatches: int | None = setting(
+        None, "micro-batches that the batch of a data-parallel rank is split into", limit=ABOVE_ZERO
+    )
     rank_batch_size: int | None = setting(
-        None, "samples of one data-parallel rank, before it is cut up", limit=ABOVE_ZERO
+        None, "samples per data-parallel rank and step, before the split into micro-batches", limit=ABOVE_ZERO
     )
     rampup_batch_size: tuple[int, ...] = setting(
         (),
-        "START INCREMENT SAMPLES: grow the global batch to its size within so many samples",
+        "START INCREMENT SAMPLES: increase the global batch size from START to its final value within SAMPLES samples",
         limit=ABOVE_ZERO,
         needs=growing_batch,
     )
     step_batch_size_schedule: tuple[str, ...] = setting(
-        (), "TOKENS:SIZE ... instead of the global batch: its size from so many tokens on (0:768 250B:1536)"
+        (), "TOKENS:SIZE ... instead of --global-batch-size: size from this many tokens on (0:768 250B:1536)"
     )
     train_iters: int = setting(None, "optimizer steps", also="--train-steps --max_steps", limit=ZERO_OR_MORE)
-    train_samples: int | None = setting(None, "samples, instead of optimizer steps", limit=ABOVE_ZERO)
+    train_samples: int | None = setting(None, "samples to train on, instead of steps", limit=ABOVE_ZERO)
     epochs: int | None = setting(
         None,
-        "passes over the training data, in whole steps; the nearer of this and --train-iters ends the run",
+        "epochs of the training data, in whole steps; the run ends at the smaller of this and --train-iters",
         limit=ABOVE_ZERO,
         needs=countable_epochs,
     )
@@ -195,26 +187,26 @@ class TrainConfig:
         1000, "steps between validations (0: never)", limit=ZERO_OR_MORE, needs=evaluations
     )
     eval_iters: int = setting(
-        10, "validation steps each time (0: never validate)", limit=ZERO_OR_MORE, needs=evaluation_steps
+        10, "steps of one validation (0: never validate)", limit=ZERO_OR_MORE, needs=evaluation_steps
     )
     full_validation: bool = setting(
         False,
-        "validate on every validation sample once, whatever its weight, instead of --eval-iters steps",
+        "validate on every validation sample once, ignoring weights, instead of --eval-iters steps",
         needs=a_validation_set,
     )
     eval_global_batch_size: int | None = setting(
         None, "samples of one validation step (global batch)", limit=ABOVE_ZERO, needs=evaluation
     )
     eval_micro_batch_size: int | None = setting(
-        None, "samples one rank evaluates at once (micro-batch)", limit=ABOVE_ZERO, needs=evaluation
+        None, "samples per micro-batch in validation (micro-batch)", limit=ABOVE_ZERO, needs=evaluation
     )
     skip_train: bool = setting(
-        False, "evaluate what is loaded, on the validation and the test set, and end", resume=FREE
+        False, "evaluate the loaded model (validation and test), and exit", resume=FREE
     )
     calculate_per_token_loss: bool = setting(
         True,
-        "weigh every token of a step equally",
-        notice="every token of a step always weighs the same here",
+        "average the loss over all tokens of a step",
+        notice="the loss is always the average over all tokens of a step here",
     )
 
 
@@ -222,80 +214,64 @@ class TrainConfig:
 class OptimConfig:
     """Optimizer"""
 
-    optimizer: str = setting(
-        "adam",
-        "the rule of updates: AdamW, or gradient descent with momentum",
-        choices=("adam", "sgd"),
-    )
-    sgd_momentum: float = setting(0.9, "momentum of gradient descent", limit=BELOW_ONE, needs=SGD)
+    optimizer: str = setting("adam", "AdamW, or SGD with momentum", choices=("adam", "sgd"))
+    sgd_momentum: float = setting(0.9, "momentum of SGD", limit=BELOW_ONE, needs=SGD)
     lr: float = setting(3e-4, "learning rate", also="--learning_rate", limit=ZERO_OR_MORE)
     min_lr: float = setting(0.0, "learning rate at the end of the decay", limit=ZERO_OR_MORE, needs=DECAY)
     lr_decay_style: str = setting(
-        "cosine",
-        "shape of the decay",
-        choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+        "cosine", "shape of the decay", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
     )
     lr_decay_iters: int | None = setting(
-        None, "steps until the decay ends (train-iters)", limit=ABOVE_ZERO, needs=decay_or_fraction
+        None, "step at which the decay ends (train-iters)", limit=ABOVE_ZERO, needs=decay_or_fraction
     )
     lr_decay_samples: int | None = setting(
-        None, "the same in samples", limit=ABOVE_ZERO, needs=decay_or_fraction
+        None, "sample at which the decay ends", limit=ABOVE_ZERO, needs=decay_or_fraction
     )
     lr_wsd_decay_style: str = setting(
         "exponential",
-        "shape of the decay at the end of WSD (warm-up, stable, decay)",
+        "shape of the final decay of WSD (warmup-stable-decay)",
         choices=("exponential", "linear", "cosine", "minus_sqrt"),
         needs=WSD,
     )
-    lr_wsd_decay_iters: int | None = setting(
-        None, "steps of that decay, the last ones of the schedule", limit=ABOVE_ZERO, needs=WSD
+    lr_wsd_decay_iters: int | None = setting(None, "steps of WSD's final decay", limit=ABOVE_ZERO, needs=WSD)
+    lr_wsd_decay_samples: int | None = setting(
+        None, "samples of WSD's final decay", limit=ABOVE_ZERO, needs=WSD
     )
-    lr_wsd_decay_samples: int | None = setting(None, "the same in samples", limit=ABOVE_ZERO, needs=WSD)
     lr_warmup_iters: int = setting(
         0, "steps of linear warm-up", also="--warmup_steps --lr-warmup-steps", limit=ZERO_OR_MORE
     )
-    lr_warmup_samples: int | None = setting(None, "the same in samples", limit=ZERO_OR_MORE)
+    lr_warmup_samples: int | None = setting(None, "samples of linear warm-up", limit=ZERO_OR_MORE)
     lr_warmup_fraction: float | None = setting(
-        None, "warm-up as a share of the decay's samples", limit=BELOW_ONE
+        None, "warm-up as a fraction of the samples until the end of the decay", limit=BELOW_ONE
     )
     lr_warmup_init: float = setting(
         0.0, "learning rate at the beginning of the warm-up", limit=ZERO_OR_MORE, needs=WARMUP
     )
     weight_decay: float = setting(
         0.01,
-        "weight decay, decoupled in AdamW; norms and biases have none",
+        "weight decay, decoupled in AdamW; not applied to norms and biases",
         limit=ZERO_OR_MORE,
         needs=one_weight_decay,
     )
-    start_weight_decay: float = setting(
-        None, "weight decay at the first step (weight-decay)", limit=ZERO_OR_MORE
-    )
-    end_weight_decay: float = setting(
-        None, "weight decay at the end of the run (weight-decay)", limit=ZERO_OR_MORE
-    )
+    start_weight_decay: float = setting(None, "weight decay at the start (weight-decay)", limit=ZERO_OR_MORE)
+    end_weight_decay: float = setting(None, "weight decay at the end (weight-decay)", limit=ZERO_OR_MORE)
     weight_decay_incr_style: str = setting(
         "constant",
-        "how it gets from one to the other",
+        "how weight decay changes between the two",
         choices=("constant", "linear", "cosine"),
         needs=changing_weight_decay,
     )
     clip_grad: float = setting(
-        1.0,
-        "largest gradient norm (0: never clip)",
-        also="--gradient-clip-val --max_grad_norm",
-        limit=ZERO_OR_MORE,
+        1.0, "maximum gradient norm (0: off)", also="--gradient-clip-val --max_grad_norm", limit=ZERO_OR_MORE
     )
     adam_beta1: float = setting(0.9, "decay of Adam's first moment", limit=BELOW_ONE, needs=ADAM)
     adam_beta2: float = setting(0.999, "decay of Adam's second moment", limit=BELOW_ONE, needs=ADAM)
     adam_eps: float = setting(1e-8, "Adam's epsilon", limit=ABOVE_ZERO, needs=ADAM)
     fused_update: bool = setting(
         True,
-        "on a GPU, clip, update by AdamW and round the weights in one pass over memory, without waiting for the norm; off: torch's "
+        "on a GPU, clip, update by AdamW and round the weights in one fused kernel, without waiting for the norm; off: torch's "
         "operators one after the other, the reference",
     )
-
-
-# When a run ends early, what is watched while it trains, and what is measured.
 
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
@@ -303,79 +279,74 @@ SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
 
 @dataclass(frozen=True)
 class LoopConfig:
-    """Early ends, checks, timers and profiles"""
+    """Early exit, checks and timers"""
 
     on_resume: ClassVar[OnResume] = FREE
 
-    exit_interval: int | None = setting(
-        None, "save and end at every multiple of so many steps", limit=ABOVE_ZERO
-    )
+    exit_interval: int | None = setting(None, "save and exit at multiples of this step", limit=ABOVE_ZERO)
     exit_duration_in_mins: float | None = setting(
-        None, "save and end after so many minutes, the start included", limit=ABOVE_ZERO
+        None, "save and exit after this many minutes, including the start", limit=ABOVE_ZERO
     )
     exit_signal_handler: bool = setting(
-        False, "take --exit-signal for a wish: save and end with exit code 0 (without: 128 + its number)"
+        False, "on --exit-signal save and exit with code 0 (else 128 + number)"
     )
     exit_signal: str = setting(
-        "SIGTERM",
-        "the signal that --exit-signal-handler is about",
-        choices=SIGNALS,
-        needs=EXIT_SIGNAL_HANDLER,
+        "SIGTERM", "signal of --exit-signal-handler", choices=SIGNALS, needs=EXIT_SIGNAL_HANDLER
     )
     check_for_nan_in_loss_and_grad: bool = setting(
         True,
-        "stop before an update with numbers that are none (otherwise such a step is left out)",
+        "stop before the update if the loss or a gradient is NaN or inf (off: skip that step)",
         needs=no_loss_scale_search,
     )
     rerun_mode: str = setting(
         "validate_results",
-        "compute a step with numbers that are none again, to see whether that repeats and where it begins",
+        "recompute a step with NaN or inf, to see whether it is reproducible and where it begins",
         choices=("disabled", "validate_results", "report_stats"),
         not_yet="statistics of repeated steps",
         available=("disabled", "validate_results"),
         needs=stop_at_nan,
     )
-    check_for_spiky_loss: bool = setting(False, "warn of a loss over ten times the largest one before")
+    check_for_spiky_loss: bool = setting(False, "warn about losses above 10 times the largest so far")
     check_for_large_grads: bool = setting(
-        False, "warn of a gradient norm over ten times the largest one before"
+        False, "warn about gradient norms above 10 times the largest so far"
     )
     iterations_to_skip: tuple[int, ...] = setting(
         (),
-        "steps, by their number in the log, whose samples are read but not trained on",
+        "steps, numbered as in the log, whose samples are read but not trained on",
         limit=ABOVE_ZERO,
         needs=steps_within_the_run,
     )
     check_weight_hash_across_dp_replicas_interval: int | None = setting(
         None,
-        "steps between comparisons of the weights that several ranks hold (never)",
+        "steps between comparisons of weights that are replicated on several ranks (never)",
         limit=ABOVE_ZERO,
         needs=replicas_to_compare,
     )
     timing_log_level: int = setting(
-        0,
-        "which parts of a step are timed: 0 none, 1 the large ones, 2 computing and messages",
-        choices=(0, 1, 2),
+        0, "parts of a step to time: 0 none, 1 large ones, 2 compute and communication", choices=(0, 1, 2)
     )
     timing_log_option: str = setting(
-        "minmax", "of the ranks' times: the largest, both ends, or all", choices=("max", "minmax", "all")
+        "minmax",
+        "times to log: of the slowest rank (max), of the fastest and the slowest, or of all ranks",
+        choices=("max", "minmax", "all"),
     )
-    manual_gc: bool = setting(False, "collect Python's garbage at chosen steps, on all ranks together")
+    manual_gc: bool = setting(False, "run Python's garbage collection at the same steps on all ranks")
     manual_gc_interval: int = setting(
-        0, "steps between collections (0: before the first step alone)", limit=ZERO_OR_MORE, needs=MANUAL_GC
+        0, "steps between collections (0: only before the first step)", limit=ZERO_OR_MORE, needs=MANUAL_GC
     )
     manual_gc_eval: bool = setting(True, "collect around each evaluation too", needs=MANUAL_GC)
     enable_one_logger: bool = setting(
         False,
         "NVIDIA's one-logger",
         sets={"--no-one-logger": False},
-        notice="the package is not part of this program; app_metrics.json has the times it would report",
+        notice="this package is not used; app_metrics.json has the times it would report",
     )
     retro_project_dir: str | None = setting(
         None, "retrieval data", notice="models with retrieval are not built here, so this changes nothing"
     )
     retro_cyclic_train_iters: int | None = setting(
         None,
-        "samples before the data begins again",
-        notice="data begins again by itself where it ends (--dataloader-type), so this changes nothing",
+        "samples before the data repeats",
+        notice="data always repeats after its end (--dataloader-type), so this changes nothing",
         limit=ABOVE_ZERO,
     )

@@ -1,4 +1,4 @@
-"""Rules about batch sizes that change, the length of a run and its schedules."""
+"""Rules of evaluation, profiles, fine-tuning on conversations, the length of a run and its schedules."""
 
 import datetime
 from collections.abc import Sequence
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pentatron.errors import UserError
 from pentatron.layout.batch import BatchPlan, batch_problem
 from pentatron.settings.data_paths import counted_by_the_run, names_files, without_epochs
-from pentatron.settings.layout_rules import Rule
+from pentatron.settings.layout_rules import Rule, error_of
 from pentatron.settings.schedule import Spans, plan_of, spans_of
 from pentatron.settings.settings import Settings, unset
 
-# Rules about evaluation, profiles and retained checkpoints.
+# --- evaluation, profiles and retained checkpoints ---
 
 
 def _eval_batch(s: Settings) -> str | None:
@@ -21,7 +21,7 @@ def _eval_batch(s: Settings) -> str | None:
     if total is None or micro is None:
         return None
     problem = batch_problem(total, micro, s.data_parallel_size)
-    return problem and f"of --eval-global-batch-size and --eval-micro-batch-size: {problem}"
+    return problem and f"in evaluation (--eval-global-batch-size, --eval-micro-batch-size): {problem}"
 
 
 def _profiled_steps(s: Settings) -> str | None:
@@ -29,7 +29,7 @@ def _profiled_steps(s: Settings) -> str | None:
         return None
     return (
         f"--profile-step-start {s.profile_step_start} must be smaller than --profile-step-end {s.profile_step_end}; the steps after the "
-        f"first up to the second are profiled"
+        f"former up to the latter are profiled"
     )
 
 
@@ -39,26 +39,26 @@ def _retained_steps(s: Settings) -> str | None:
         return None
     return (
         f"--save-retain-interval {every} is not a multiple of --save-interval {interval}, so most of these steps would never be saved; "
-        f"make it one, such as {-(-every // interval) * interval}"
+        f"use a multiple, such as {-(-every // interval) * interval}"
     )
 
 
 LOOP_RULES: tuple[Rule, ...] = (_eval_batch, _profiled_steps, _retained_steps)
 
 
-# Rules about fine-tuning on conversations.
+# --- fine-tuning on conversations (SFT) ---
 
 
 _JSON = (".jsonl", ".json", ".ndjson")
 
 
 def is_weight(word: str) -> bool:
-    """Of a blend, as corpora have them."""
+    """Whether a word is a weight of a blend."""
     return word.replace(".", "", 1).isdecimal()
 
 
 def named_text(words: Sequence[str]) -> str | None:
-    """The first that names text, where prepared tokens are read."""
+    """Returns the first word that names a text file rather than tokenized data, or None."""
     return next((word for word in words if word.removesuffix(".gz").endswith(_JSON)), None)
 
 
@@ -69,7 +69,7 @@ def _sft_file(s: Settings) -> str | None:
         if text is None:
             return None
         return (
-            f"--data-path {text} is text; make tokens of it with pentatron prepare --input {text}, or add --sft if it holds "
+            f"--data-path {text} is text; tokenize it with pentatron prepare --input {text}, or add --sft if it holds "
             "conversations"
         )
     if s.train_data_path:
@@ -79,7 +79,7 @@ def _sft_file(s: Settings) -> str | None:
     weight = next((word for word in words if is_weight(word)), None)
     if weight is not None:
         return (
-            f"--sft reads every conversation once in an epoch, so the weight {weight} has nothing to weigh; give --data-path FILES alone "
+            f"--sft reads every conversation once in an epoch, so the weight {weight} has no meaning; give --data-path FILES alone "
             "(a file named twice counts twice)"
         )
     return None
@@ -89,18 +89,21 @@ def _sft_tokenizer(s: Settings) -> str | None:
     named = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
     if not s.sft or any(getattr(s, name) is not None for name in named):
         return None
-    return "--sft needs a tokenizer to read conversations with; give --tokenizer-model FOLDER, with a chat template in it"
+    return "--sft needs a tokenizer for conversations; give --tokenizer-model FOLDER, which contains a chat template"
 
 
-def _sft_day(s: Settings) -> str | None:
+def _sft_date(s: Settings) -> str | None:
     try:
         datetime.date.fromisoformat(s.sft_date)
     except ValueError:
-        return f"--sft-date {s.sft_date} is no day; write it as in 2024-07-26"
+        return f"--sft-date {s.sft_date} is not a date; write it like 2024-07-26"
     return None
 
 
-SFT_RULES: tuple[Rule, ...] = (_sft_file, _sft_tokenizer, _sft_day)
+SFT_RULES: tuple[Rule, ...] = (_sft_file, _sft_tokenizer, _sft_date)
+
+
+# --- length of the run and its schedules ---
 
 
 def _plan(s: Settings) -> str | None:
@@ -108,34 +111,30 @@ def _plan(s: Settings) -> str | None:
         return None
     if unset(s.global_batch_size) and not s.step_batch_size_schedule:
         return None
-    try:
-        plan_of(s)
-    except ValueError as error:
-        return str(error)
-    return None
+    return error_of(plan_of, s)
 
 
-def _how_long(s: Settings) -> str | None:
+def _run_length(s: Settings) -> str | None:
     if not unset(s.train_iters) or s.train_samples is not None:
         return None
     if s.epochs is not None:
         if counted_by_the_run(s) or named_text(s.data_path or ()):
-            # Text that nobody counts is the matter of another rule.
+            # Counted later; or text files without --sft, which another rule reports.
             return None
         try:
             why = without_epochs(s)
         except UserError:
-            # Another rule is about the words that name data.
+            # Another rule reports the invalid data path.
             return None
         if not why and s.facts.launcher and names_files(s):
-            # The ranks count their files together.
+            # The ranks count the samples of the files later.
             return None
-        return f"how many steps --epochs {s.epochs} are is not known: {why or 'no data is read'}; give --train-iters instead"
+        return f"the number of steps of --epochs {s.epochs} is unknown: {why or 'no data is read'}; give --train-iters instead"
     return "the length of the run is unknown; give --train-iters"
 
 
 def _lengths(s: Settings) -> tuple[BatchPlan, Spans] | None:
-    """None where other rules have something to say first."""
+    """Returns the batch plan and the schedule lengths, or None if another rule reports a problem."""
     if unset(s.train_iters) or unset(s.global_batch_size) or _plan(s) is not None:
         return None
     if s.lr_decay_iters is None and s.lr_decay_samples is None:
@@ -163,7 +162,7 @@ def _wsd(s: Settings) -> str | None:
     if s.lr_decay_style != "WSD":
         return None
     if s.lr_wsd_decay_iters is None and s.lr_wsd_decay_samples is None:
-        return "--lr-decay-style WSD needs to know how long its decay is; give --lr-wsd-decay-iters or --lr-wsd-decay-samples"
+        return "--lr-decay-style WSD needs the length of its decay; give --lr-wsd-decay-iters or --lr-wsd-decay-samples"
     lengths = _lengths(s)
     if lengths is None:
         return None
@@ -195,12 +194,12 @@ def _weight_decay(s: Settings) -> str | None:
     if s.weight_decay_incr_style != "constant" or not ends:
         return None
     return (
-        f"--{ends[0].replace('_', '-')} {getattr(s, ends[0])} is for a weight decay that changes; give "
+        f"--{ends[0].replace('_', '-')} {getattr(s, ends[0])} needs a changing weight decay; give "
         f"--weight-decay-incr-style linear or cosine, or --weight-decay instead"
     )
 
 
-def _whose_schedule(s: Settings) -> str | None:
+def _one_schedule_source(s: Settings) -> str | None:
     if not (s.override_opt_param_scheduler and s.use_checkpoint_opt_param_scheduler):
         return None
     return (
@@ -211,10 +210,10 @@ def _whose_schedule(s: Settings) -> str | None:
 
 SCHEDULE_RULES: tuple[Rule, ...] = (
     _plan,
-    _how_long,
+    _run_length,
     _warmup,
     _wsd,
     _min_lr,
     _weight_decay,
-    _whose_schedule,
+    _one_schedule_source,
 )

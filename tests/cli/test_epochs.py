@@ -102,7 +102,7 @@ def test_what_cannot_be_counted_is_one_sentence(pairs: tuple[Path, Path], tmp_pa
         f"no data file {tmp_path}/none.idx; give the prefix of a prepared .bin/.idx pair without its ending"
     ]
     assert problems(f"--data-path 1 {one} 2 {other} --global-batch-size 4 --epochs 2") == [
-        "how many steps --epochs 2 are is not known: data with weights is drawn by its shares and has no epochs; give "
+        "the number of steps of --epochs 2 is unknown: data with weights is drawn by its shares and has no epochs; give "
         "--train-iters instead"
     ]
     assert problems(f"--data-path {other} --split 1,0,0 --seq-length 64 --epochs 2") == [
@@ -119,7 +119,7 @@ def test_a_job_for_other_machines_counts_there(tmp_path: Path) -> None:
     for more, length in (("", None), (" --train-iters 7", 7)):
         made = prepare(f"{words}{more}".split(), TRAIN, there).resolved
         assert made.config.train.train_iters == length
-        told = "--epochs 2: how many steps they are is known when the run has counted its data"
+        told = "--epochs 2: the number of steps is known once the run has counted its data"
         assert told in made.notices
     weighed = words.replace("--data-path", "--data-path 0.5 a 0.5")
     with pytest.raises(ConfigError, match="drawn by its shares"):
@@ -233,7 +233,7 @@ def test_epochs_of_the_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_config_says_that_the_run_will_count(chats: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", *f"{chats} {SMALL} --nproc-per-node 1 --epochs 2".split()]) == 0
     said = capsys.readouterr().out
-    assert "note: --epochs 2: how many steps they are is known when the run has tokenized its data" in said
+    assert "note: --epochs 2: the number of steps is known once the run has tokenized its data" in said
 
 
 def test_conversations_are_shown_with_epochs(chats: str, capsys: pytest.CaptureFixture[str]) -> None:

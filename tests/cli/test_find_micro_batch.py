@@ -114,7 +114,7 @@ def test_in_fp8_only_micro_batches_of_so_many_tokens_are_tried(
     # No size divides this batch: the error lists possible lengths.
     assert main([*fp8, "--global-batch-size", "9"]) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "take a multiple of 2 for --micro-batch-size, or one of 16 for --seq-length" in said
+    assert "use a multiple of 2 for --micro-batch-size, or one of 16 for --seq-length" in said
 
 
 def test_other_failures_are_not_taken_for_memory(

@@ -106,19 +106,19 @@ def line_of(text: str, flag: str) -> str:
     ("flag", "line"),
     [
         ("--lr", "--lr, --learning-rate X learning rate; default 0.0003"),
-        ("--zero-stage", "--zero-stage 0|1|2|3, --use-distributed-optimizer what data-parallel ranks share: 0 nothing, "
+        ("--zero-stage", "--zero-stage 0|1|2|3, --use-distributed-optimizer shard over data-parallel ranks: 0 nothing, "
                          "1 optimizer state, 2 + gradients, 3 + parameters; default 0"),
-        ("--verify-checkpoint", "--verify-checkpoint, --no-verify-checkpoint check the checksums before resuming, and of "
-                                "a new checkpoint before the last checked one goes; default on"),
+        ("--verify-checkpoint", "--verify-checkpoint, --no-verify-checkpoint verify checksums before resuming, and of a "
+                                "new checkpoint before the last verified one is deleted; default on"),
         ("--bf16", "--bf16 bf16 weights and activations, fp32 master weights and gradients"),
         ("--rope-fusion", "--rope-fusion, --no-rope-fusion fused rotary kernel; default on; accepted, changes nothing"),
         ("--tokenizer-type", "--tokenizer-type TEXT kind of tokenizer; one of HuggingFaceTokenizer, HFTokenizer, "
                              "GPT2BPETokenizer, SentencePieceTokenizer, GPTSentencePieceTokenizer, Llama2Tokenizer, "
                              "ByteTokenizer, NullTokenizer, SFTTokenizer"),
-        ("--rampup-batch-size", "--rampup-batch-size N ... START INCREMENT SAMPLES: grow the global batch to its size "
-                                "within so many samples"),
-        ("--num-workers", "--num-workers N processes that read data for one rank; default 0"),
-        ("--micro-batch-size", "--micro-batch-size N samples one rank computes at once (1)"),
+        ("--rampup-batch-size", "--rampup-batch-size N ... START INCREMENT SAMPLES: increase the global batch size from "
+                                "START to its final value within SAMPLES samples"),
+        ("--num-workers", "--num-workers N data loading processes of one rank; default 0"),
+        ("--micro-batch-size", "--micro-batch-size N samples per micro-batch, which one rank computes at once (1)"),
         ("--global-batch-size", "--global-batch-size N samples per optimizer step (micro-batch × data-parallel size)"),
     ],
 )  # fmt: skip

@@ -64,7 +64,7 @@ def test_groups_and_notices(capsys: pytest.CaptureFixture[str]) -> None:
     assert titles[:2] == ["Run", "Model architecture"]
     model = text[text.index("Model architecture") : text.index("Data and tokenizer")]
     assert "  num_layers " in model and "  lr " not in model and "  seed " not in text
-    assert "note: --no-rope-fusion: there is no separate fused rotary kernel here\n" in text
+    assert "note: --no-rope-fusion: there is no separate rotary kernel here\n" in text
     assert text.endswith("add --all to see them, --json for machines\n")
 
 

@@ -76,8 +76,7 @@ def test_a_wrong_layout_ends_with_code_1_and_names_the_parameter(tmp_path: Path)
         ),
         (
             "--zero-stage 3 --pp_size 2 --pipeline-schedule zero-bubble",
-            "--pipeline-schedule zero-bubble computes weight gradients later than the rest, when --zero-stage 3 has summed "
-            "the gradients of a layer and let its weights go; use 1f1b, gpipe or interleaved, or --zero-stage 2",
+            "--pipeline-schedule zero-bubble defers weight gradients until after --zero-stage 3 has reduced the gradients of a layer and freed its weights; use 1f1b, gpipe or interleaved, or --zero-stage 2",
         ),
     ],
 )

@@ -296,8 +296,8 @@ def test_templates_of_folder_and_file_are_different_data(tmp_path: Path) -> None
 def test_flags_act_or_say_why_not(tmp_path: Path) -> None:
     path = write(tmp_path / "chats.jsonl", lines(3))
     notices = "\n".join(resolved(path, "--reset-attention-mask", "--chat-template", "x").notices)
-    assert "--reset-attention-mask: with --sft a conversation is a document by itself" in notices
-    assert "--chat-template x: texts follow each other as they are" in notices
+    assert "--reset-attention-mask: with --sft every conversation is a document" in notices
+    assert "--chat-template x: texts are concatenated without a template" in notices
     without = [*MODEL, "--seq-length", "8", "--vocab-size", "9", "--mock-data", "--sft-packing"]
     assert "--sft-packing: there are no conversations" in "\n".join(
         resolve(gather(without, TRAIN), Facts(1)).notices
@@ -306,7 +306,7 @@ def test_flags_act_or_say_why_not(tmp_path: Path) -> None:
         (["--data-path", "a.jsonl"], "--data-path a.jsonl is text"),
         (
             ["--sft", "--data-path", "1", "a.jsonl", "1", "b.jsonl"],
-            "the weight 1 has nothing to weigh",
+            "the weight 1 has no meaning",
         ),
         (["--sft", "--data-path", "a.jsonl"], "--sft needs a tokenizer"),
         (["--sft-tokenizer-prompt-format", "nemotron-h-aligned"], "--chat-template FILE takes any template"),

@@ -34,7 +34,7 @@ BATCH = 4
 
 SYNTHETIC = "--dataset-size 100"
 FILES = "--data-path {corpus} --split 1,0,0 --tokenizer-type NullTokenizer"
-# Which attention weights are dropped depends on the layout.
+# The dropout mask of attention depends on the layout.
 ANYWHERE = "--attention-dropout 0"
 EXPERTS = "--num-experts 2 --moe-router-topk 1 --moe-router-pre-softmax"
 

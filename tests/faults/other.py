@@ -174,9 +174,9 @@ def clock_forward(lab: Lab) -> Outcome:
 def another_model(lab: Lab) -> Outcome:
     lab.interrupted("alone")
     ran, outcome = lab.fork("alone", "--hidden-size 64 --num-layers 3"), Outcome()
-    outcome.told(ran, r"holds a model with --num-layers 2, but the command line says --num-layers 3")
+    outcome.told(ran, r"holds a model with --num-layers 2, but the command line gives --num-layers 3")
     outcome.expect(
-        ran.find("--hidden-size 32, but the command line says --hidden-size 64") is not None,
+        ran.find("--hidden-size 32, but the command line gives --hidden-size 64") is not None,
         "the width is not told of",
     )
     outcome.ended(ran, 2)

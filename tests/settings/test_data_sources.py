@@ -104,7 +104,7 @@ def test_a_blend_in_yaml(tmp_path: Path, text: str, words: str) -> None:
     [
         ("a: [", "is not YAML"),
         ("a: b", "must be a list of prefixes"),
-        ("- {weight: 1}", "is no entry"),
+        ("- {weight: 1}", "is not an entry"),
         ("- {weight: 1, path: a}\n- {path: b}", "mixes entries with and without a weight"),
         ("", "must be a list of prefixes"),
         ("[]", "names no data"),

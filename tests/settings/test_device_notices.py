@@ -49,14 +49,14 @@ def later(found: Resolved, kind: str) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "words", "told", "facts"),
     [
-        ("bias_swiglu_fusion", "--no-bias-swiglu-fusion", "no gates (--swiglu)", ONE),
+        ("bias_swiglu_fusion", "--no-bias-swiglu-fusion", "are not gated (--swiglu)", ONE),
         ("bias_swiglu_fusion", EXPERTS, "every layer has experts", ONE),
         ("bias_swiglu_fusion", f"{EXPERTS} {SHARED}", "", ONE),
         ("bias_swiglu_fusion", f"{EXPERTS} --moe-layer-freq 2", "", ONE),
         (
             "bias_swiglu_fusion",
             f"--swiglu --no-bias-swiglu-fusion {DEFERS}",
-            "zero-bubble leaves gradients",
+            "zero-bubble defers weight gradients",
             TWO,
         ),
         (
@@ -70,11 +70,16 @@ def later(found: Resolved, kind: str) -> list[str]:
         ("bias_swiglu_fusion", f"{FP8} --ffn-hidden-size 40", "", ONE),
         ("cross_entropy_chunk", "--cross-entropy-chunk 64 --no-cross-entropy-loss-fusion", "not fused", ONE),
         ("cross_entropy_chunk", "--cross-entropy-chunk 64 --cross-entropy-loss-fusion", "", ONE),
-        ("fused_update", "--no-fused-update --optimizer sgd", "--optimizer sgd is torch's", ONE),
-        ("fused_update", "--no-fused-update --optimizer-cpu-offload", "updated there by torch", ONE),
+        ("fused_update", "--no-fused-update --optimizer sgd", "--optimizer sgd always uses torch's", ONE),
+        ("fused_update", "--no-fused-update --optimizer-cpu-offload", "updated by torch", ONE),
         ("use_pytorch_profiler", "--use-pytorch-profiler", "nothing is profiled", ONE),
         ("compile_layers_together", "--compile-layers-together 4 --compile off", "no layer is compiled", ONE),
-        ("compile_layers_together", "--compile-layers-together 4 --tp_size 2", "tensor ranks talk", TWO),
+        (
+            "compile_layers_together",
+            "--compile-layers-together 4 --tp_size 2",
+            "tensor ranks communicate",
+            TWO,
+        ),
         ("compile_layers_together", "--compile-layers-together 2 --compile on", "", ONE),
         (
             "compile_layers_together",
@@ -85,7 +90,7 @@ def later(found: Resolved, kind: str) -> list[str]:
         (
             "compile_layers_together",
             "--compile-layers-together 2 --compile on --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-            "fewer are recomputed",
+            "fewer layers are recomputed",
             ONE,
         ),
         (

@@ -56,8 +56,7 @@ IMPOSSIBLE: dict[str, tuple[int, str, str]] = {
         "use 8 or 12 layers, or another number for each stage"),
     "shards and halves of a backward": (
         4, "--pp_size 2 --zero-stage 3 --pipeline-schedule zbv --untie-embeddings-and-output-weights --num-layers 4",
-        "--pipeline-schedule zbv computes weight gradients later than the rest, when --zero-stage 3 has summed the "
-        "gradients of a layer and let its weights go; use 1f1b, gpipe or interleaved, or --zero-stage 2"),
+        "--pipeline-schedule zbv defers weight gradients until after --zero-stage 3 has reduced the gradients of a layer and freed its weights; use 1f1b, gpipe or interleaved, or --zero-stage 2"),
     "groups of replicas": (
         4, "--zero-stage 3 --num-distributed-optimizer-instances 8",
         "--num-distributed-optimizer-instances 8 does not divide 4 (data) × 1 (context) = 4 ranks that hold the same "
@@ -76,7 +75,7 @@ IMPOSSIBLE: dict[str, tuple[int, str, str]] = {
         "--num-layers is 8; leave one of them out"),
     "layers divided twice": (
         2, "--pp_size 2 --decoder-first-pipeline-num-layers 1 --pipeline-model-parallel-layout Et|tL",
-        "--pipeline-model-parallel-layout and --decoder-first-pipeline-num-layers each say how the layers are divided; "
+        "--pipeline-model-parallel-layout and --decoder-first-pipeline-num-layers each set how the layers are divided; "
         "give one of them"),
     "a layout with too few layers": (
         2, "--pp_size 2 --num-layers 30 --pipeline-model-parallel-layout Et*14|t*14L",

@@ -48,7 +48,7 @@ def test_code_is_never_taken_from_a_file() -> None:
     assert found.spec == ()
     assert (
         found.wrong["spec"]
-        == "there was made with --spec layers mine; give that again, as code is not taken from files"
+        == "there was trained with --spec layers mine; give that flag again, as code is never loaded from files"
     )
     assert not adopted("--spec layers mine", spec=["layers", "mine"]).wrong
     assert "spec" in adopted("--spec layers other", spec=["layers", "mine"]).wrong
@@ -78,5 +78,5 @@ def test_learned_positions_cannot_be_made_more() -> None:
     with pytest.raises(ConfigError) as error:
         resolve(found, Facts(1))
     assert error.value.problems == [
-        "--seq-length 128 is longer than the 64 positions that there has learned; give a shorter one, or load another model"
+        "--seq-length 128 is longer than the 64 learned positions of there; give a shorter one, or load another model"
     ]

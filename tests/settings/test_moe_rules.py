@@ -34,7 +34,7 @@ CASES: list[tuple[str, str, str, str, Facts]] = [
     ("_layers_with_experts", "--num-experts 4 --num-layers 4 --moe-layer-freq [0]+[1]*2",
      "--moe-layer-freq [0]+[1]*2 names 3 layers, but --num-layers is 4; use 4 entries",
      "--num-experts 4 --num-layers 4 --moe-layer-freq [0]+[1]*3", ONE),
-    ("_tokens_of_a_rank", "--num-experts 4 --tp_size 2 --no-sequence-parallel",
+    ("_experts_with_tensor_ranks", "--num-experts 4 --tp_size 2 --no-sequence-parallel",
      "experts with --tensor-model-parallel-size 2 need --sequence-parallel: without it 2 ranks would route the same "
      "tokens; leave --no-sequence-parallel out",
      "--num-experts 4 --tp_size 2", TWO),
@@ -54,25 +54,22 @@ CASES: list[tuple[str, str, str, str, Facts]] = [
      "--moe-router-topk 3 is not divisible by --moe-router-group-topk 2; use 1 or 3",
      "--num-experts 8 --moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-topk 4", ONE),
     ("_groups_of_experts", "--num-experts 8 --moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-topk 6",
-     "--moe-router-topk 6 is more than the 2 (--moe-router-group-topk) × 2 (experts of a group) = 4 experts a token may "
-     "use; use at most 4",
+     "--moe-router-topk 6 is more than the 2 (--moe-router-group-topk) × 2 (experts per group) = 4 experts a token can use; use at most 4",
      "--num-experts 16 --moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-topk 6", ONE),
     ("_expert_bias", "--num-experts 4 --moe-router-enable-expert-bias",
-     "--moe-router-enable-expert-bias goes with scores that do not compete; give --moe-router-score-function sigmoid",
+     "--moe-router-enable-expert-bias needs independent scores; give --moe-router-score-function sigmoid",
      "--num-experts 4 --moe-router-enable-expert-bias --moe-router-score-function sigmoid", ONE),
     ("_pre_softmax", "--num-experts 4 --moe-router-topk 1",
-     "--moe-router-topk 1 with a softmax over the one chosen expert gives it the weight 1, whatever the router says, "
-     "which teaches the router nothing; give --moe-router-pre-softmax",
+     "--moe-router-topk 1 with a softmax over the one selected expert always gives it the weight 1, so the router gets no gradient; give --moe-router-pre-softmax",
      "--num-experts 4 --moe-router-topk 1 --moe-router-pre-softmax", ONE),
     ("_pre_softmax", "--num-experts 4 --moe-router-topk 1 --moe-router-score-function softmax",
-     "--moe-router-topk 1 with a softmax over the one chosen expert gives it the weight 1, whatever the router says, "
-     "which teaches the router nothing; give --moe-router-pre-softmax",
+     "--moe-router-topk 1 with a softmax over the one selected expert always gives it the weight 1, so the router gets no gradient; give --moe-router-pre-softmax",
      "--num-experts 4 --moe-router-topk 1 --moe-router-score-function sigmoid", ONE),
     ("_balancing", "--num-experts 4 --moe-router-load-balancing-type aux_loss seq_aux_loss aux_loss",
      "--moe-router-load-balancing-type aux_loss seq_aux_loss aux_loss names one kind twice; name each once",
      "--num-experts 4 --moe-router-load-balancing-type aux_loss seq_aux_loss", ONE),
     ("_balancing", "--num-experts 4 --moe-router-load-balancing-type aux_loss none",
-     "--moe-router-load-balancing-type aux_loss none: none goes with no other kind; leave it out",
+     "--moe-router-load-balancing-type aux_loss none: none cannot be combined with another kind; leave it out",
      "--num-experts 4 --moe-router-load-balancing-type none", ONE),
     ("_balancing",
      "--num-experts 4 --moe-router-load-balancing-type aux_loss seq_aux_loss global_aux_loss --moe-aux-loss-coeff 0.1 0.2",
@@ -123,7 +120,7 @@ def test_what_follows_from_experts() -> None:
 
 
 def test_experts_without_a_bias_are_mentioned() -> None:
-    note = "experts have no bias here; the other linear layers have one (--disable-bias-linear takes it away there too)"
+    note = "experts have no bias here; the other linear layers have one (--disable-bias-linear removes it there too)"
     assert notices("--num-experts 4") == [note]
     assert notices("--num-experts 4 --disable-bias-linear") == []
     assert notices("") == []

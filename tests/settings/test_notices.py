@@ -521,16 +521,16 @@ def test_every_need_and_decision_has_a_case() -> None:
 def test_what_a_line_looks_like() -> None:
     assert notices("--no-rope-fusion --cp_comm_type=a2a") == [
         "--cp_comm_type a2a: sequences are not split (--context-parallel-size 1), so nothing is exchanged",
-        "--no-rope-fusion: there is no separate fused rotary kernel here",
+        "--no-rope-fusion: there is no separate rotary kernel here",
     ]
     assert notices("--init-method tcp://a:1", TORCHRUN) == [
-        "--init-method tcp://a:1: torchrun has said where to meet (MASTER_ADDR), which counts"
+        "--init-method tcp://a:1: torchrun provides the rendezvous (MASTER_ADDR), which is used instead"
     ]
     assert notices("--epochs 3", least=FILES) == [
         "--epochs 3: the data is not read here; --train-iters 10 decides"
     ]
     assert notices("--epochs 3 --corpus python", least="--vocab-size 500") == [
-        "--epochs 3: how many steps they are is known when the run has tokenized its data"
+        "--epochs 3: the number of steps is known once the run has tokenized its data"
     ]
     assert notices("--epochs 3 --data-path 2 a 1 b", least="--vocab-size 100 --train-iters 10") == [
         "--epochs 3: data with weights is drawn by its shares and has no epochs; --train-iters 10 decides"
@@ -540,8 +540,7 @@ def test_what_a_line_looks_like() -> None:
 def test_attention_dropout_depends_on_the_layout_and_hidden_dropout_does_not() -> None:
     for words in ("--attention-dropout 0.1 --hidden-dropout 0.1", "--preset gpt2"):
         assert notices(words) == [
-            "--attention-dropout 0.1: which attention weights are dropped depends on the layout, so other parallel "
-            "sizes give other losses (hidden dropout does not depend on it)"
+            "--attention-dropout 0.1: the dropout mask depends on the layout, so other parallel sizes give other losses (the mask of hidden dropout does not depend on it)"
         ]
     assert notices("--hidden-dropout 0.1") == []
 
@@ -563,7 +562,7 @@ def test_a_file_that_lists_defaults_is_not_scolded(tmp_path: Path) -> None:
     path.write_text("rotary_base: 10000.0\ncp_comm_type: p2p\nrope_fusion: true\nprefetch_factor: 5\n")
     found = resolve(gather(["--config", str(path), *LEAST.split()], TRAIN), ONE)
     assert list(found.notices) == [
-        "--prefetch-factor 5: there are no reader processes (--num-workers 0), so nothing is read ahead"
+        "--prefetch-factor 5: there are no data loading processes (--num-workers 0), so nothing is prefetched"
     ]
 
 

@@ -418,7 +418,7 @@ def test_a_flag_is_stronger_than_what_a_file_says_in_other_words(tmp_path: Path)
     # Within a file, samples and shares count, and a line says so.
     path = file(tmp_path, "mock_data: true\nvocab_size: 100\ntrain_iters: 50\ntrain_samples: 30\n")
     assert resolved(f"--config {path}", least="").notices == [
-        "--train-samples 30 is there to say how long the run is, so --train-iters 50 is not used"
+        "--train-samples 30 is used to set the length of the run, so --train-iters 50 is ignored"
     ]
 
 

@@ -26,24 +26,23 @@ FULL = "--num-layers 4 --recompute-granularity full --recompute-method"
 INTERLEAVED = "--num-layers 4 --pp_size 2 --virtual-pipeline-model-parallel-size 2 --micro-batch-size 1"
 CASES: list[tuple[str, str, str, str, Facts]] = [
     ("_graphs", "--cuda-graphs on",
-     "--cuda-graphs on is not possible: several processes talk to each other during a step; leave it out, or use --cuda-graphs auto",
+     "--cuda-graphs on is not possible: several processes communicate during a step; leave it out, or use --cuda-graphs auto",
      "--cuda-graphs auto", Facts(4, 4)),
     ("_graphs", "--cuda-graph-impl local --reset-attention-mask",
-     "--cuda-graphs on is not possible: documents begin elsewhere in every batch; leave it out, or use --cuda-graphs auto",
+     "--cuda-graphs on is not possible: document boundaries differ in every batch; leave it out, or use --cuda-graphs auto",
      "--cuda-graph-impl local", ONE),
-    ("_shards_in_halves", "--zero-stage 3 --pp_size 2 --pipeline-schedule zero-bubble",
-     "--pipeline-schedule zero-bubble computes weight gradients later than the rest, when --zero-stage 3 has summed the "
-     "gradients of a layer and let its weights go; use 1f1b, gpipe or interleaved, or --zero-stage 2",
+    ("_zero3_split_backward", "--zero-stage 3 --pp_size 2 --pipeline-schedule zero-bubble",
+     "--pipeline-schedule zero-bubble defers weight gradients until after --zero-stage 3 has reduced the gradients of a layer and freed its weights; use 1f1b, gpipe or interleaved, or --zero-stage 2",
      "--zero-stage 2 --pp_size 2 --pipeline-schedule zero-bubble", Facts(4, 4)),
-    ("_shards_on_host", "--zero-stage 3 --optimizer-cpu-offload",
-     "--optimizer-cpu-offload moves what --zero-stage 0 to 2 keep beside the weights; the shards of --zero-stage 3 are the "
+    ("_zero3_offload", "--zero-stage 3 --optimizer-cpu-offload",
+     "--optimizer-cpu-offload offloads what --zero-stage 0 to 2 keep beside the weights; the shards of --zero-stage 3 are the "
      "weights themselves; use --zero-stage 2, or leave --optimizer-cpu-offload out",
      "--zero-stage 2 --optimizer-cpu-offload", Facts(4, 4)),
-    ("_instances", "--zero-stage 3 --num-distributed-optimizer-instances 3",
+    ("_hybrid_sharding", "--zero-stage 3 --num-distributed-optimizer-instances 3",
      "--num-distributed-optimizer-instances 3 does not divide 4 (data) × 1 (context) = 4 ranks that hold the same "
      "weights; use 1, 2 or 4",
      "--zero-stage 3 --num-distributed-optimizer-instances 2", Facts(4, 4)),
-    ("_instances", "--zero-stage 3 --num-distributed-optimizer-instances 4 --num-experts 4 --ep 2",
+    ("_hybrid_sharding", "--zero-stage 3 --num-distributed-optimizer-instances 4 --num-experts 4 --ep 2",
      "--num-distributed-optimizer-instances 4 does not divide the 2 ranks that hold the same experts; use 1 or 2",
      "--zero-stage 3 --num-distributed-optimizer-instances 2 --num-experts 4 --ep 2", Facts(4, 4)),
     ("_world", "--tp_size 2",
@@ -55,7 +54,7 @@ CASES: list[tuple[str, str, str, str, Facts]] = [
      "each; use 4 or 8 processes, or other parallel sizes",
      "--tp_size 2", Facts(6, 6)),
     ("_expected_world", "--world-size 8",
-     "--world-size 8 does not match the 4 process(es) that were started; start 8 (torchrun --nproc_per_node=... or "
+     "--world-size 8 does not match the 4 started process(es); start 8 (torchrun --nproc_per_node=... or "
      "--nproc-per-node) or leave --world-size out",
      "--world-size 4", Facts(4, 4)),
     ("_data_parallel", "--data-parallel-size 3",
@@ -69,15 +68,15 @@ CASES: list[tuple[str, str, str, str, Facts]] = [
      "leave --nproc-per-node out",
      "--nproc-per-node 4", TORCHRUN_4),
     ("_recompute_method", "--recompute-granularity selective --recompute-method uniform --recompute-num-layers 1",
-     "--recompute-method uniform is about whole layers, but --recompute-granularity selective recomputes modules; "
+     "--recompute-method uniform is for whole layers, but --recompute-granularity selective recomputes modules; "
      "leave it out or use full",
      f"{FULL} uniform --recompute-num-layers 1", ONE),
     ("_recompute_method", "--recompute-activations --recompute-num-layers 1",
-     "--recompute-num-layers 1 is about whole layers, but --recompute-granularity selective recomputes modules; "
+     "--recompute-num-layers 1 is for whole layers, but --recompute-granularity selective recomputes modules; "
      "leave it out or use full",
      "--recompute-activations --recompute-modules mlp", ONE),
     ("_recompute_method", f"{FULL} block",
-     "--recompute-method block needs to know how many of a stage's first layers it covers; give --recompute-num-layers",
+     "--recompute-method block needs the number of first layers of a stage to recompute; give --recompute-num-layers",
      f"{FULL} block --recompute-num-layers 1", ONE),
     ("_recomputed_layers", f"{FULL} uniform --recompute-num-layers 5",
      "--recompute-num-layers 5 is more than the 4 layers that the model has; use 1 to 4",
@@ -138,7 +137,7 @@ CASES: list[tuple[str, str, str, str, Facts]] = [
      "--num-layers 9 --pp_size 4 --decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 4",
      Facts(4, 4)),
     ("_division", "--num-layers 8 --pp_size 2 --account-for-loss-in-pipeline-split --decoder-last-pipeline-num-layers 3",
-     "--decoder-last-pipeline-num-layers and --account-for-loss-in-pipeline-split each say how the layers are divided; "
+     "--decoder-last-pipeline-num-layers and --account-for-loss-in-pipeline-split each set how the layers are divided; "
      "give one of them",
      "--num-layers 8 --pp_size 2 --account-for-loss-in-pipeline-split", Facts(2, 2)),
     ("_division", "--num-layers 30 --pp_size 2 --pipeline-model-parallel-layout Et*14|t*14L",
@@ -184,14 +183,14 @@ CASES: list[tuple[str, str, str, str, Facts]] = [
      "--seq-length 96 --sequence-parallel --tp_size 4 --context-parallel-size 2", Facts(8, 8)),
     ("_heads_per_context_rank",
      "--hidden-size 96 --num-attention-heads 6 --seq-length 64 --context-parallel-size 4 --cp-comm-type a2a",
-     "--cp-comm-type a2a cannot deal out 6 heads to 4 (context) ranks; use a context parallel size of 1, 2, 3 or 6, "
+     "--cp-comm-type a2a cannot distribute 6 heads to 4 (context) ranks; use a context parallel size of 1, 2, 3 or 6, "
      "or --cp-comm-type p2p",
      "--hidden-size 96 --num-attention-heads 6 --seq-length 64 --context-parallel-size 4 --cp-comm-type all_gather",
      Facts(4, 4)),
     ("_heads_per_context_rank",
      "--hidden-size 96 --num-attention-heads 24 --num-query-groups 6 --tp_size 2 --seq-length 64 "
      "--context-parallel-size 4 --cp-comm-type a2a",
-     "--cp-comm-type a2a cannot deal out 12 heads in 3 groups of each tensor rank to 4 (context) ranks; use a context "
+     "--cp-comm-type a2a cannot distribute 12 heads in 3 groups of each tensor rank to 4 (context) ranks; use a context "
      "parallel size of 1, 3, 6 or 12, or --cp-comm-type p2p",
      "--hidden-size 96 --num-attention-heads 24 --num-query-groups 2 --tp_size 2 --seq-length 64 "
      "--context-parallel-size 4 --cp-comm-type a2a", Facts(8, 8)),
@@ -200,7 +199,7 @@ CASES: list[tuple[str, str, str, str, Facts]] = [
      "--attention-dropout 0, or --context-parallel-size 1",
      "--seq-length 64 --context-parallel-size 2 --hidden-dropout 0.1", Facts(2, 2)),
     ("_context_kernel", "--seq-length 64 --context-parallel-size 2 --attention-backend cudnn",
-     "--attention-backend cudnn cannot compute attention in parts, as --cp-comm-type p2p needs it; use "
+     "--attention-backend cudnn cannot compute attention in blocks, as --cp-comm-type p2p needs it; use "
      "--attention-backend auto, flash or math, or --cp-comm-type a2a",
      "--seq-length 64 --context-parallel-size 2 --attention-backend cudnn --cp-comm-type a2a", Facts(2, 2)),
     ("_batch", "--global-batch-size 6 --micro-batch-size 2",
@@ -216,19 +215,19 @@ CASES: list[tuple[str, str, str, str, Facts]] = [
     ("_padded_vocabulary", "--padded-vocab-size 101 --tp_size 2",
      "--padded-vocab-size 101 is not divisible by --tensor-model-parallel-size 2; use 102 or leave it out",
      "--padded-vocab-size 102 --tp_size 2", Facts(2, 2)),
-    ("_spec", "--spec alone", "--spec alone has 1 word; it wants two: MODULE FUNCTION", "--spec some words", ONE),
+    ("_spec", "--spec alone", "--spec alone has 1 word; it takes two: MODULE FUNCTION", "--spec some words", ONE),
     ("_precision", "--fp16 --bf16", "--fp16 and --bf16 exclude each other; choose one", "--bf16", ONE),
     ("_smallest_scale", "--fp16 --initial-loss-scale 2 --min-loss-scale 4",
      "--initial-loss-scale 2 is below --min-loss-scale 4; raise the first or lower the second",
      "--fp16 --initial-loss-scale 4 --min-loss-scale 4", ONE),
-    ("_beside_fp8", "--fp8 e4m3", "--fp8 e4m3 is for matmuls of models in bf16; add --bf16, or leave it out", "--bf16 --fp8 e4m3", ONE),
+    ("_fp8_without_bf16", "--fp8 e4m3", "--fp8 e4m3 is for matmuls of models in bf16; add --bf16, or leave it out", "--bf16 --fp8 e4m3", ONE),
     ("_fp8_on_a_cpu", "--bf16 --fp8 hybrid --device cpu",
      "--fp8 hybrid needs a GPU with fp8 matmuls, and --device cpu has none; leave one of them out", "--bf16 --fp8 hybrid", ONE),
     ("_fp8_tokens", "--bf16 --fp8 e4m3 --seq-length 20 --micro-batch-size 1",
-     "--fp8 e4m3 needs a multiple of 16 tokens in a micro-batch, and 1 × 20 is 20; take a multiple of 4 for --micro-batch-size, or one of 16 for --seq-length",
+     "--fp8 e4m3 needs a multiple of 16 tokens in a micro-batch, and 1 × 20 is 20; use a multiple of 4 for --micro-batch-size, or one of 16 for --seq-length",
      "--bf16 --fp8 e4m3 --seq-length 20 --micro-batch-size 4", ONE),
     ("_fp8_tokens", "--bf16 --fp8 e4m3 --seq-length 20 --micro-batch-size 4 --eval-micro-batch-size 2",
-     "--fp8 e4m3 needs a multiple of 16 tokens in a micro-batch, and 2 × 20 is 40; take a multiple of 4 for --eval-micro-batch-size, or one of 16 for --seq-length",
+     "--fp8 e4m3 needs a multiple of 16 tokens in a micro-batch, and 2 × 20 is 40; use a multiple of 4 for --eval-micro-batch-size, or one of 16 for --seq-length",
      "--bf16 --fp8 e4m3 --seq-length 20 --micro-batch-size 4 --eval-micro-batch-size 4", ONE),
     ("_fp8_layers", "--bf16 --fp8 e4m3 --first-last-layers-bf16 --num-layers 2",
      "--first-last-layers-bf16 with 1 first and 1 last layers leaves none of 2 for --fp8; lower --num-layers-at-start-in-bf16 or "
@@ -236,15 +235,15 @@ CASES: list[tuple[str, str, str, str, Facts]] = [
      "--bf16 --fp8 e4m3 --first-last-layers-bf16 --num-layers 4", ONE),
     ("_data", "--corpus python", "--corpus and --mock-data are different sources of data; choose one", "", ONE),
     ("_split", "--split 0,1,1",
-     "--split 0,1,1 must be up to three numbers with a training share above 0, such as 969,30,1", "--split 99,1,0", ONE),
-    ("_split", "--split most", "--split most must be up to three numbers with a training share above 0, such as 969,30,1",
+     "--split 0,1,1 must be up to three numbers with a training weight above 0, such as 969,30,1", "--split 99,1,0", ONE),
+    ("_split", "--split most", "--split most must be up to three numbers with a training weight above 0, such as 969,30,1",
      "--split 1", ONE),
     ("_split", "--split 9,nan",
-     "--split 9,nan must be up to three numbers with a training share above 0, such as 969,30,1", "--split 9,1", ONE),
+     "--split 9,nan must be up to three numbers with a training weight above 0, such as 969,30,1", "--split 9,1", ONE),
     ("_split", "--split 9,1e-1",
-     "--split 9,1e-1 must be up to three numbers with a training share above 0, such as 969,30,1", "--split .9,0.1,0.", ONE),
+     "--split 9,1e-1 must be up to three numbers with a training weight above 0, such as 969,30,1", "--split .9,0.1,0.", ONE),
     ("_split", "--split 9,-1",
-     "--split 9,-1 must be up to three numbers with a training share above 0, such as 969,30,1", "--split 9,1", ONE),
+     "--split 9,-1 must be up to three numbers with a training weight above 0, such as 969,30,1", "--split 9,1", ONE),
     ("_warmup", "--lr-warmup-iters 10",
      "--lr-warmup-iters 10 must be smaller than the 10 steps of the decay (--lr-decay-iters or --train-iters)",
      "--lr-warmup-iters 9", ONE),
@@ -277,7 +276,7 @@ CASES: list[tuple[str, str, str, str, Facts]] = [
      "--step-batch-size-schedule 0:8 many:16: 'many:16' must look like THRESHOLD:SIZE, whole numbers or with K, M, B or T behind "
      "them (250B:1536)", "--step-batch-size-schedule 0:8 1.5M:16", ONE),
     ("_wsd", "--lr-decay-style WSD",
-     "--lr-decay-style WSD needs to know how long its decay is; give --lr-wsd-decay-iters or --lr-wsd-decay-samples",
+     "--lr-decay-style WSD needs the length of its decay; give --lr-wsd-decay-iters or --lr-wsd-decay-samples",
      "--lr-decay-style WSD --lr-wsd-decay-iters 2", ONE),
     ("_wsd", "--lr-decay-style WSD --lr-wsd-decay-iters 9 --lr-warmup-iters 2",
      "--lr-wsd-decay-iters 9 and the warm-up of 2 do not fit into the 10 steps until the end of the decay; use 8 or fewer",
@@ -286,9 +285,9 @@ CASES: list[tuple[str, str, str, str, Facts]] = [
      "--lr-wsd-decay-samples 9 and the warm-up of 2 do not fit into the 10 samples until the end of the decay; use 8 or fewer",
      "--lr-decay-style WSD --lr-wsd-decay-samples 8 --lr-warmup-iters 2", ONE),
     ("_weight_decay", "--end-weight-decay 0.2",
-     "--end-weight-decay 0.2 is for a weight decay that changes; give --weight-decay-incr-style linear or cosine, or "
+     "--end-weight-decay 0.2 needs a changing weight decay; give --weight-decay-incr-style linear or cosine, or "
      "--weight-decay instead", "--end-weight-decay 0.2 --weight-decay-incr-style cosine", ONE),
-    ("_whose_schedule", "--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler",
+    ("_one_schedule_source", "--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler",
      "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler contradict each other; give one of them",
      "--use-checkpoint-opt-param-scheduler", ONE),
 ]  # fmt: skip
@@ -314,15 +313,15 @@ MISSING: list[tuple[str, str, str, str]] = [
     ("_tokenizer", "--vocab-size 5 --train-iters 3 --data-path a --tokenizer-type HFTokenizer",
      "--tokenizer-type HFTokenizer needs --tokenizer-model, a folder that has a tokenizer.json",
      "--tokenizer-model b"),
-    ("_how_long", "--mock-data --vocab-size 5", "the length of the run is unknown; give --train-iters",
+    ("_run_length", "--mock-data --vocab-size 5", "the length of the run is unknown; give --train-iters",
      "--train-iters 3"),
-    ("_how_long", "--mock-data --vocab-size 5", "the length of the run is unknown; give --train-iters",
+    ("_run_length", "--mock-data --vocab-size 5", "the length of the run is unknown; give --train-iters",
      "--skip-train"),
-    ("_how_long", "--mock-data --vocab-size 5 --epochs 2",
-     "how many steps --epochs 2 are is not known: mock data has no epochs; give --train-iters instead",
+    ("_run_length", "--mock-data --vocab-size 5 --epochs 2",
+     "the number of steps of --epochs 2 is unknown: mock data has no epochs; give --train-iters instead",
      "--train-iters 3"),
-    ("_how_long", "--data-path 0.5 a 0.5 b --vocab-size 5 --epochs 2",
-     "how many steps --epochs 2 are is not known: data with weights is drawn by its shares and has no epochs; give "
+    ("_run_length", "--data-path 0.5 a 0.5 b --vocab-size 5 --epochs 2",
+     "the number of steps of --epochs 2 is unknown: data with weights is drawn by its shares and has no epochs; give "
      "--train-iters instead",
      "--train-iters 3"),
 ]  # fmt: skip
@@ -366,22 +365,22 @@ def test_every_rule_has_a_case() -> None:
         ("--global-batch-size 10 --micro-batch-size 1 --num-microbatches 4", 2,
          "--global-batch-size 10 ≠ 1 (micro) × 2 (data-parallel) × 4 (micro-batches) = 8; leave one of them out"),
         ("--gradient-accumulation-steps 8 --num-microbatches 4", 1,
-         "--gradient-accumulation-steps 8 and --num-microbatches 4 both say how many micro-batches a step has; "
+         "--gradient-accumulation-steps 8 and --num-microbatches 4 both set how many micro-batches a step has; "
          "give one of them"),
         ("--rank-batch-size 4 --micro-batch-size 2", 1,
-         "--batch_size and --micro-batch-size/--global-batch-size say the same thing twice; give one of them"),
+         "--batch_size and --micro-batch-size/--global-batch-size set the same size; give one of them"),
         ("--rank-batch-size 6 --num-microbatches 4", 1,
          "--batch_size 6 is not divisible by --num_microbatches 4; use 1, 2, 3 or 6 micro-batches"),
         ("--lr-warmup-iters 2 --lr-warmup-fraction 0.1", 1,
          "--lr-warmup-iters 2 and --lr-warmup-fraction 0.1 both set the warm-up; give one of them"),
         ("--train-samples 20", 1,
-         "--train-iters 10 and --train-samples 20 both say how long the run is; give one of them"),
+         "--train-iters 10 and --train-samples 20 both set the length of the run; give one of them"),
         ("--lr-decay-iters 10 --lr-decay-samples 10", 1,
          "--lr-decay-iters 10 and --lr-decay-samples 10 both set the decay; give one of them"),
         ("--global-batch-size 8 --step-batch-size-schedule 0:4", 1,
-         "--global-batch-size 8 and --step-batch-size-schedule 0:4 both say how large a batch is; give one of them"),
+         "--global-batch-size 8 and --step-batch-size-schedule 0:4 both set the batch size; give one of them"),
         ("--rampup-batch-size 4 4 10 --step-batch-size-schedule 0:4", 1,
-         "--rampup-batch-size 4 4 10 and --step-batch-size-schedule 0:4 both say how large a batch is; give one of them"),
+         "--rampup-batch-size 4 4 10 and --step-batch-size-schedule 0:4 both set the batch size; give one of them"),
     ],
 )  # fmt: skip
 def test_problems_of_derivations(words: str, world: int, sentence: str) -> None:
@@ -476,7 +475,7 @@ def test_refusals_name_what_was_typed_and_the_way_out() -> None:
     assert problems("--zero-stage 2") == problems("--use-distributed-optimizer") == []
     assert problems("--bf16 --fp8 e4m3 --fp8_recipe=tensorwise") == []
     assert problems("--bf16 --fp8 e4m3 --fp8_recipe=delayed") == [
-        "--fp8_recipe delayed needs another scaling of fp8 than by tensor or by row, which this version does not have yet; leave it out"
+        "--fp8_recipe delayed needs an fp8 scaling other than by tensor or by row, which this version does not have yet; leave it out"
     ]
     assert problems("--recompute-granularity selective --recompute-modules core_attn mlp layernorm") == []
 
@@ -485,8 +484,8 @@ def test_refusals_of_a_presets_values() -> None:
     settings = resolved().settings.copy()
     settings.assign("preset x", fp8_recipe="delayed", multi_latent_attention=True)
     assert sorted(not_available(settings)) == [
-        "--fp8-recipe delayed needs another scaling of fp8 than by tensor or by row, which this version does not have yet; "
-        "add --fp8-recipe tensorwise to do without",
+        "--fp8-recipe delayed needs an fp8 scaling other than by tensor or by row, which this version does not have yet; "
+        "add --fp8-recipe tensorwise to disable it",
         "--multi-latent-attention needs multi-latent attention, which this version does not have yet; "
         "choose another preset",
     ]

@@ -60,7 +60,7 @@ def test_only_save_asks_megatrons_programs_for_checkpoints() -> None:
 
 
 def test_what_goes_on_is_said_for_the_command_that_was_typed() -> None:
-    assert how_to_go_on(Start.RESUME, "a") == "the same command goes on from there"
+    assert how_to_go_on(Start.RESUME, "a") == "the same command resumes from there"
     assert "--load a" in how_to_go_on(Start.ANEW, "a")
 
 

@@ -11,19 +11,10 @@ from pathlib import Path
 from pentatron.settings.run import sections, table
 
 PACKAGE = Path(__file__).parents[2] / "pentatron"
-DECLARATIONS = {"model.py", "training.py", "parallel.py", "output.py", "loop.py", "setting.py"}
-ONLY_TALK = {
-    "rules.py",
-    "layout_rules.py",
-    "limits.py",
-    "loop_rules.py",
-    "notices.py",
-    "precision_rules.py",
-    "schedule_rules.py",
-    "settings.py",
-}
+DECLARATIONS = {"model.py", "training.py", "parallel.py", "output.py", "declaration.py"}
+ONLY_CHECK = {"rules.py", "layout_rules.py", "model_rules.py", "training_rules.py", "needs.py", "settings.py"}
 # Variables that hold a `Settings` or a `Draft`.
-DRAFTS = {"asked", "draft", "s", "settings"}
+DRAFTS = {"draft", "flags", "s", "settings"}
 SECTION_OF = {cls.__name__: section for section, cls in sections().items()}
 
 
@@ -32,9 +23,7 @@ def settings_read_anywhere() -> dict[str, set[str]]:
     found: dict[str, set[str]] = defaultdict(set)
     for path in sorted(PACKAGE.rglob("*.py")):
         module = path.relative_to(PACKAGE)
-        if module.parts[:2] == ("config", "needs"):
-            continue
-        if module.parts[0] == "config" and module.name in DECLARATIONS | ONLY_TALK:
+        if module.parts[0] == "settings" and module.name in DECLARATIONS | ONLY_CHECK:
             continue
         for name in settings_read(path.read_text(encoding="utf-8")):
             found[name].add(str(module))

@@ -210,7 +210,7 @@ def test_weights_that_differ_are_noticed_and_named(tmp_path: Path, words: str, g
 
 
 def test_a_history_of_memory_needs_a_gpu_and_says_so(tmp_path: Path) -> None:
-    assert "note: --record-memory-history: only a GPU's allocations are recorded" in run(
+    assert "note: --record-memory-history: only GPU allocations are recorded" in run(
         tmp_path / "a", "--record-memory-history"
     )
 

@@ -317,9 +317,9 @@ def test_by_default_where_launching_takes_longer_than_computing() -> None:
     ("words", "reason"),
     [
         ("--num-experts 4 --moe-router-topk 2 --disable-bias-linear", "an expert"),
-        ("--reset-attention-mask", "documents"),
-        ("--timing-log-level 2", "apart"),
-        ("--recompute-granularity selective --attention-dropout 0.1", "a generator"),
+        ("--reset-attention-mask", "document boundaries"),
+        ("--timing-log-level 2", "separately"),
+        ("--recompute-granularity selective --attention-dropout 0.1", "random generator"),
     ],
 )
 def test_what_is_left_out_is_said(words: str, reason: str) -> None:
@@ -345,10 +345,10 @@ def test_what_the_run_needs_beside_its_recordings_has_room(monkeypatch: pytest.M
 
 def test_programs_of_users_are_not_recorded() -> None:
     (note,) = recording_of("--bf16 --cuda-graphs auto", own_program=True).notes
-    assert "of your own" in note
-    with pytest.raises(UserError, match="of your own"):
+    assert "a custom model" in note
+    with pytest.raises(UserError, match="a custom model"):
         recording_of("--bf16 --cuda-graphs on", own_program=True)
-    with pytest.raises(UserError, match="no GPU of NVIDIA's"):
+    with pytest.raises(UserError, match="no NVIDIA GPU"):
         recording_of("--bf16 --cuda-graphs on", CPU)
 
 

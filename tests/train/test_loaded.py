@@ -167,13 +167,13 @@ def test_the_architecture_comes_from_the_folder_and_is_told(models: dict[str, Pa
 @pytest.mark.parametrize(
     ("said", "complaints"),
     [
-        ("--num-layers 3", ["--num-layers 2, but the command line says --num-layers 3"]),
-        ("--preset qwen2.5-7b", ["--hidden-size 32, but preset qwen2.5-7b says --hidden-size 3584"]),
+        ("--num-layers 3", ["--num-layers 2, but the command line gives --num-layers 3"]),
+        ("--preset qwen2.5-7b", ["--hidden-size 32, but preset qwen2.5-7b gives --hidden-size 3584"]),
         (
             "--norm-epsilon 1e-5 --no-group-query-attention",
             ["--layernorm-epsilon 1e-06, but the command line", "--num-query-groups 2, but here it would be"],
         ),
-        ("--num-experts 4", ["no --num-experts, but the command line says --num-experts 4"]),
+        ("--num-experts 4", ["no --num-experts, but the command line gives --num-experts 4"]),
         ("--vocab-size 62", ["--vocab-size 61, but"]),
     ],
 )
@@ -401,7 +401,7 @@ def test_the_commands_say_what_they_will_load(
     assert main(["layout", "--load", str(model), "--pp_size", "2"]) == 0
     assert "made up" not in capsys.readouterr().out
     assert main(["train", *words, "--num-layers", "3"]) == 2
-    assert f"{model} holds a model with --num-layers 2, but the command line says --num-layers 3" in (
+    assert f"{model} holds a model with --num-layers 2, but the command line gives --num-layers 3" in (
         capsys.readouterr().err
     )
     assert main(["config", *words, "--tokenizer-model", str(tmp_path / "none.json")]) == 2

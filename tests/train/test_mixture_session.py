@@ -235,8 +235,8 @@ def test_a_checkpoint_older_than_some_settings_is_the_same_model() -> None:
     ("words", "device", "told"),
     [
         ("", "cpu", ""),
-        ("--moe-grouped-gemm", "cpu", "one by one here"),
-        ("--no-moe-grouped-gemm", "cpu", "one by one anyway"),
+        ("--moe-grouped-gemm", "cpu", "separate matmuls here"),
+        ("--no-moe-grouped-gemm", "cpu", "separate matmuls anyway"),
         ("--moe-grouped-gemm --bf16", "cuda", ""),
         ("--no-moe-grouped-gemm --bf16", "cuda", ""),
         ("--moe-grouped-gemm", "cuda", "needs bf16 on a GPU"),

@@ -129,7 +129,7 @@ def test_a_checkpoint_does_not_choose_what_runs(
     monkeypatch.delitem(sys.modules, "trusted_layers")
     loaded = "train --load run/checkpoints --run-dir other --dataset-size 8 --train-iters 1 --seq-length 16"
     assert main(loaded.split()) == 2
-    assert "made with --spec trusted_layers layer_spec; give that again, as code is not taken from files" in (
+    assert "trained with --spec trusted_layers layer_spec; give that flag again, as code is never loaded from files" in (
         capsys.readouterr().err
     )
     assert main(["generate", "run", "a"]) == 2
