@@ -1,7 +1,9 @@
-"""The folders of a run as it starts: checked, locked, and cleared of an earlier run if this one starts at step 0.
+"""The folders of a run as it starts: checked, locked, and cleared of an earlier run if this one starts at
+step 0.
 
-Only what a run made is ever moved. `job.json` records what lay in the folder before a run first used it; that, and whatever has no
-name of a run's files, stays. The folder itself is never renamed, so that its lock holds from before the move to the end of the run.
+Only what a run made is ever moved. `job.json` records what lay in the folder before a run first used it;
+that, and whatever has no name of a run's files, stays. The folder itself is never renamed, so that its lock
+holds from before the move to the end of the run.
 """
 
 import contextlib

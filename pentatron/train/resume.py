@@ -75,7 +75,8 @@ def _in_hub_cache(path: Path) -> tuple[str, ...] | None:
 def take_data(state: TrainState, data: OpenedData, origin: Path, chosen: CheckpointConfig) -> list[str]:
     """From now on the data of the run is what is there; what was drawn before is not forgotten.
 
-    `origin`: the checkpoint that the state is of. Returns what to tell; data that changed without leave is an error.
+    `origin`: the checkpoint that the state is of. Returns what to tell; data that changed without leave is an
+    error.
     """
     before = DataIdentity.from_json(state.data_fingerprint, state.data_files)
     changed = data.identity.changes_since(before)
@@ -147,7 +148,8 @@ class Changes:
 def changes_since(saved: Mapping[str, Any], config: RunConfig, loaded: Collection[str] = ()) -> Changes:
     """What the user should know of settings that are not those of the checkpoint.
 
-    `loaded`: settings that were taken from what is loaded. The tokenizer kept there has another path than the one it is a copy of.
+    `loaded`: settings that were taken from what is loaded. The tokenizer kept there has another path than the
+    one it is a copy of.
     """
     kept = {*loaded, *(_SCHEDULE if config.checkpoint.use_checkpoint_opt_param_scheduler else ())}
     different = [d for d in _differences(saved, config.nested()) if d.name not in kept]
@@ -232,8 +234,8 @@ T = TypeVar("T")
 class Beginning:
     """Where the run stands, what to tell of it, and whether its own folder holds this already.
 
-    `goes_on_from`: the step that was loaded, with its data. `replaces_training`: other training has left its metrics in the run's
-    folder, and the run begins at step 0. `remarks`: for the log alone.
+    `goes_on_from`: the step that was loaded, with its data. `replaces_training`: other training has left its
+    metrics in the run's folder, and the run begins at step 0. `remarks`: for the log alone.
     """
 
     state: TrainState
@@ -467,7 +469,8 @@ class _Start:
                 require_same_rule(found, self.config)
             own = self.optimizer.fragments(owned_only=False) if optimizer else self._weights()
             kept = self.model.routers.fragments(owned_only=False)
-            # A checkpoint of others, which lists no files, need not have what routers have counted; they begin anew.
+            # A checkpoint of others, which lists no files, need not have what routers have counted; they
+            # begin anew.
             stored = (f for f in kept if found.manifest.files or f.tensor in found.manifest.tensors)
             load_fragments(found.folder, found.manifest, itertools.chain(own, stored))
             if random:
@@ -497,7 +500,8 @@ def starting_point(
     data: OpenedData | None,
     start: Start = Start.RESUME,
 ) -> Beginning:
-    """Fills model and optimizer with the newest valid checkpoint of the run itself, else with what --load names.
+    """Fills model and optimizer with the newest valid checkpoint of the run itself, else with what --load
+    names.
 
     `data`: None where it is not known yet; it is compared with that of the checkpoint when it is opened.
     """

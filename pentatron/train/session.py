@@ -66,8 +66,9 @@ def run_training(
 ) -> Outcome:
     """Trains as configured on this rank of the world; `launcher` is the process that must live while we do.
 
-    `resumes`: the program goes on by itself from what the run's folder holds. `started`: when this process began, in seconds since
-    the epoch. `sentence`: what the log says of an error that ends the run. `attempt`: which start of its job this is.
+    `resumes`: the program goes on by itself from what the run's folder holds. `started`: when this process
+    began, in seconds since the epoch. `sentence`: what the log says of an error that ends the run. `attempt`:
+    which start of its job this is.
     """
     with open_session(resolved, world, resumes, launcher, program, started, sentence, attempt) as session:
         session.open_data()

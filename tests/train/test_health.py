@@ -323,7 +323,7 @@ def test_a_run_of_skipped_steps_says_why(
     Poison(2, lambda call: True).install(monkeypatch)
     run(tmp_path / "none", "--no-check-for-nan-in-loss-and-grad")
     assert (
-        "every step was skipped, because its loss or its gradients were no numbers" in capsys.readouterr().out
+        "every step was skipped, because its loss or a gradient was NaN or inf" in capsys.readouterr().out
     )
 
 
