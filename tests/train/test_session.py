@@ -221,7 +221,7 @@ def test_checkpoints_beside_the_log_are_gone_on_from_by_the_name_they_were_saved
 ) -> None:
     run(tmp_path / "a", f"--save {tmp_path / 'a'} --train-iters 2")
     with pytest.raises(
-        UserError, match=r"a holds checkpoints itself, of a run with --save .*name it like that"
+        UserError, match=r"a holds checkpoints itself, of a run with --save .*to resume it"
     ):
         run(tmp_path / "a", "--train-iters 4")
     run(tmp_path / "a", f"--save {tmp_path / 'a'} --train-iters 4")
