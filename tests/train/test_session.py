@@ -201,7 +201,7 @@ def test_changed_settings_are_told(tmp_path: Path, capsys: pytest.CaptureFixture
     shown, log = capsys.readouterr().out, (tmp_path / "a" / "train.log").read_text()
     line = "note: settings that are not the checkpoint's: --train-iters 6 (was 2), --lr 0.5 (was 0.01), --lr-decay-iters 6 (was 2), --clip-grad 2.0 (was 0.5)\n"
     assert line in shown and line in log
-    assert "\nchanged since the checkpoint, without a part in its numbers: --log-interval 3 (was 2)\n" in log
+    assert "\nchanged since the checkpoint, without an effect on its numbers: --log-interval 3 (was 2)\n" in log
 
 
 def test_a_guide_script_starts_afresh_also_with_checkpoints_elsewhere(tmp_path: Path) -> None:
