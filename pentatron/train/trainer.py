@@ -57,14 +57,14 @@ class Trainer:
         stop: StopRequest,
         is_saved: bool,
         began: float,
-        beside: BesideTheSteps,
+        hooks: BesideTheSteps,
     ) -> None:
         """`is_saved`: whether the run's own folder already holds a checkpoint of `state`."""
         self.config, self.world, self.model, self.optimizer = config, world, model, optimizer
         self.datasets, self.store, self.state, self.output, self.stop = datasets, store, state, output, stop
         self.where = world.whereabouts
         self.endings = Endings(config, world, stop, began)
-        self.beside, self.timers = beside, model.timers
+        self.hooks, self.timers = hooks, model.timers
         self.health = Health(config, world, model, optimizer, state, output)
         self.evaluation = Evaluation(config, world, model, datasets, state, output, self.endings)
         self.total_steps = config.train.train_iters
@@ -123,7 +123,7 @@ class Trainer:
         while self.state.step < self.total_steps:
             self.ranks.begin(self.state.step + 1)
             started = time.perf_counter()
-            self.beside.before(self.state.step + 1)
+            self.hooks.before(self.state.step + 1)
             self.settle_batch_size()
             count = self.config.accumulation_of(self.batch_size)
             with self.timers("batch-generator", 2), self.where.doing("reading data"):
@@ -138,7 +138,7 @@ class Trainer:
                 self._skip_step()
             else:
                 self._step(step_batches, started)
-            self.beside.after(self.state.step)
+            self.hooks.after(self.state.step)
             self.checkpoints.settle()
             if self.state.step % self.save_interval == 0:
                 with self.where.doing("saving"):
@@ -270,7 +270,7 @@ class Trainer:
         if not interval or self.state.step % interval:
             return None
         with self.timers(_EVALUATE_TIMER, 0), self.where.doing("evaluating"):
-            loss = self.beside.around_evaluation(self.evaluation.during_training)
+            loss = self.hooks.around_evaluation(self.evaluation.during_training)
         self._log_times(self.timers.block(self.world.everyone, only=_EVALUATE_TIMER))
         return loss
 
