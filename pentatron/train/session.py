@@ -98,7 +98,7 @@ def open_session(
     start = start_of(config.settings, resolved.given("load"), resumes or attempt.restarted)
     start = Start(broadcast_object(start.value, world.everyone))
     shows_steps = config.log.console_lines == "short"
-    display = open_display(config.log.progress_bar, shows_steps) if world.is_first else Silent()
+    display = open_display(config.log.progress_bar, shows_steps=shows_steps) if world.is_first else Silent()
     with contextlib.ExitStack() as cleanup:
         cleanup.callback(display.close)
         stop = cleanup.enter_context(stop_on_signals(launcher, tells=world.is_first))
