@@ -65,7 +65,7 @@ SAFE_PATH = "PYTHONSAFEPATH"
 
 
 def environment_of(words: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment of `python WORDS...`. A script runs without SAFE_PATH, to import from its folder."""
+    """Returns the environment of `python WORDS...`. A script may import from its folder."""
     is_script = not words[0].startswith("-")
     hidden = SAFE_PATH if is_script and not sys.flags.safe_path else None
     return {name: value for name, value in environment.items() if name != hidden}

@@ -32,12 +32,12 @@ def pause_before(in_vain: int) -> int:
 
 @dataclass
 class Supervisor:
-    """`limit`: so many restarts in a row may reach no new checkpoint; each that does is counted from 1 again,
-    as a run of weeks meets many crashes that have nothing to do with each other. `resumes`: also the first
-    attempt goes on with what is there. `saved_step`: the last step that can be gone on from. `way_on`: the
-    command that does so.
+    """Runs a job with restarts.
 
-    `tell` puts a line on the terminal; the same lines go to the log of the run in `folder`.
+    Args: limit: number of restarts in a row that may reach no new checkpoint. A new checkpoint resets the
+    count, as a run of weeks has many unrelated crashes. folder: the run folder, whose log gets the lines that
+    `tell` prints to the terminal. resumes: whether the first start resumes the run in the folder, too.
+    saved_step: returns the last step to resume from. way_on: how the user resumes the run.
     """
 
     attempt: Attempt
@@ -66,10 +66,10 @@ class Supervisor:
             if ended.has_told:
                 self._keep(ended.failures, restarts)
                 return ended
-            self._say_what_happened(ended, restarts)
-            # What lies there may be an earlier run's, which this one has not yet moved aside. To look takes
-            # seconds, as it imports torch.
-            is_own = self.resumes or ended.opened or goes_on > 0
+            self._report(ended, restarts)
+            # Before the job has opened the folder, its steps may be an earlier run's. Finding them imports
+            # torch.
+            is_own = self.resumes or ended.opened or known_restarts > 0
             saved = self.saved_step() if is_own else None
             if saved is not None and saved > furthest:
                 furthest, in_vain = saved, 0
@@ -91,7 +91,7 @@ class Supervisor:
             self._record(ended.failures[0], restarts, saved or 0, ended.step)
 
     def _report(self, ended: Ended, restarts: int) -> None:
-        """Prints the first traceback. The log gets one line, the folder `ranks` the tracebacks of all ranks."""
+        """Prints the first traceback. The log gets one line, the folder `ranks` all tracebacks."""
         first = ended.failures[0]
         records = self._keep(ended.failures, restarts)
         when = f"after step {ended.step}" if ended.advanced else "before its first step was done"
