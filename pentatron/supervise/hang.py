@@ -13,9 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Protocol
 
 from pentatron.layout.ranks import ranks_in_words
+from pentatron.parallel.rank_status import Whereabouts
 from pentatron.supervise.heartbeat import Beat, beat_path, read_beat
 from pentatron.supervise.processes import Failure, Process
 
@@ -37,15 +37,8 @@ _CHECK_SECONDS = 0.5
 _STACKS_SECONDS = 1.5
 
 
-class Pace(Protocol):
-    """Inputs of the limits: a rank's own status (`Whereabouts`) or its heartbeat (`Beat`)."""
-
-    @property
-    def phase(self) -> str: ...
-    @property
-    def first_step(self) -> float: ...
-    @property
-    def longest_step(self) -> float: ...
+# The limits of a rank depend on its own status or, seen from outside, on its heartbeat.
+Pace = Whereabouts | Beat
 
 
 @dataclass(frozen=True)

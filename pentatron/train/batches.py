@@ -77,13 +77,8 @@ class _Ended:
 _Item = tuple[Batch, object] | _Failed | _Ended
 
 
-def read_ahead(batches: Iterator[Batch], depth: int, transport: Transport) -> "ReadAhead":
-    """Prefetches `depth` batches in a thread, which starts at once."""
-    return ReadAhead(batches, depth, transport)
-
-
 class ReadAhead(Iterator[Batch]):
-    """Iterates over batches that a thread prefetches, in the order of the reader.
+    """Iterates over batches, of which a thread prefetches `depth`. It starts at once and keeps their order.
 
     An error of the reader is raised in place of its batch. Prefetched batches that were not consumed are read
     again when the run resumes. The thread holds no reference to this object, so that it ends once this object
@@ -172,7 +167,7 @@ def micro_batches(
     )
     # Starts the worker processes of the loader here: forking after the thread has started is not safe.
     batches = iter(loader)
-    return read_ahead(batches, ahead, ToGPU(world.copies)) if on_gpu else batches
+    return ReadAhead(batches, ahead, ToGPU(world.copies)) if on_gpu else batches
 
 
 def agree_on_next_step(

@@ -16,7 +16,6 @@ from pentatron.checkpoint.store import CheckpointStore, Found
 from pentatron.errors import NotSaved
 from pentatron.optim.build import AnyOptimizer
 from pentatron.parallel.world import World
-from pentatron.settings.run import RunConfig
 from pentatron.train.model import ParallelModel
 from pentatron.train.output import Output
 
@@ -97,8 +96,6 @@ class Checkpoints:
 
     def __init__(
         self,
-        config: RunConfig,
-        world: World,
         model: ParallelModel,
         optimizer: AnyOptimizer,
         store: CheckpointStore,
@@ -106,9 +103,9 @@ class Checkpoints:
         output: Output,
         saved: int | None,
     ) -> None:
-        self.config, self.world, self.model, self.optimizer = config, world, model, optimizer
+        self.config, self.world, self.model, self.optimizer = model.config, model.world, model, optimizer
         self.store, self.state, self.output = store, state, output
-        self.saver = Saver(store, world.everyone, config.checkpoint.async_save, output.say)
+        self.saver = Saver(store, self.world.everyone, self.config.checkpoint.async_save, output.say)
         # Steps of the last started and the last finished save.
         self._started = self._saved = saved
         optimizer.before_update(self.saver.wait_until_copied)

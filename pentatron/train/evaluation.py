@@ -7,8 +7,6 @@ from pentatron.checkpoint.state import TrainState
 from pentatron.data.datasets import Datasets
 from pentatron.data.loader import Batch, FiniteDataset, Padded, Repeated
 from pentatron.monitor.report import perplexity
-from pentatron.parallel.world import World
-from pentatron.settings.run import RunConfig
 from pentatron.train.batches import agree_on_next_step, micro_batches
 from pentatron.train.model import ParallelModel
 from pentatron.train.output import Output
@@ -24,25 +22,19 @@ class Evaluation:
 
     def __init__(
         self,
-        config: RunConfig,
-        world: World,
         model: ParallelModel,
         datasets: Datasets,
         state: TrainState,
         output: Output,
         endings: Endings,
     ) -> None:
-        self.config, self.world, self.model, self.datasets = config, world, model, datasets
+        self.config, self.world, self.model, self.datasets = model.config, model.world, model, datasets
         self.state, self.output, self.endings = state, output, endings
         # Step and result of the last validation over the whole set.
         self._whole: tuple[int, Evaluated] | None = None
         # Why the last evaluation was interrupted, if it was.
         self.ended_by: Ending | None = None
         self._validated_step: int | None = None
-
-    def during_training(self) -> float | None:
-        """Returns the validation loss; None without a validation set or if interrupted."""
-        return self.validate(f"iteration {self.state.step}")
 
     def after_training(self) -> dict[str, float]:
         """Returns the losses on the validation and the test set by name. Collective."""
@@ -63,7 +55,10 @@ class Evaluation:
         return result.loss
 
     def validate(self, where: str) -> float | None:
-        """Returns the loss on the next validation samples, logged as "at `where`"."""
+        """Returns the loss on the next validation samples, logged as "at `where`".
+
+        None without a validation set, or if the run is to stop.
+        """
         if self.datasets.valid is None:
             return None
         whole = self._is_whole(self.datasets.valid)

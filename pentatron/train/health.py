@@ -17,7 +17,6 @@ from pentatron.parallel.encoding import sendable
 from pentatron.parallel.executor import StageProgram
 from pentatron.parallel.shards import Shape
 from pentatron.parallel.world import World
-from pentatron.settings.run import RunConfig
 from pentatron.train.model import MicroBatches, ParallelModel
 from pentatron.train.output import Output
 from pentatron.train.step import Computed, StepResult, compute_gradients
@@ -182,18 +181,14 @@ class Health:
     """Diagnoses steps with NaN/inf, and warns of spikes and of steps without labels."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        world: World,
-        model: ParallelModel,
-        optimizer: AnyOptimizer,
-        state: TrainState,
-        output: Output,
+        self, model: ParallelModel, optimizer: AnyOptimizer, state: TrainState, output: Output
     ) -> None:
-        self.config, self.world, self.model, self.optimizer = config, world, model, optimizer
+        self.config, self.world, self.model, self.optimizer = model.config, model.world, model, optimizer
         self.state, self.output = state, output
         # Only attention dropout uses torch's generators: their state must be restored to repeat a step.
-        self._keeps_rng = config.model.attention_dropout > 0 and config.loop.rerun_mode != "disabled"
+        self._keeps_rng = (
+            self.config.model.attention_dropout > 0 and self.config.loop.rerun_mode != "disabled"
+        )
         self._rng_states: list[Tensor] = []
         self._empty_steps = 0
 

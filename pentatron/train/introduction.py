@@ -10,7 +10,6 @@ from pentatron.ops.dispatch import triton_problem
 from pentatron.parallel.collectives import gather_objects
 from pentatron.parallel.world import World
 from pentatron.plan.fit import footprint_line, planned_line
-from pentatron.settings.run import RunConfig
 from pentatron.text import one_line
 from pentatron.train.model import ParallelModel
 from pentatron.train.output import Output
@@ -39,8 +38,9 @@ def of_all_ranks(own: Sequence[str], world: World) -> list[str]:
     return [m if len(ranks) == size else f"{m} ({ranks_in_words(ranks)})" for m, ranks in ranks_of.items()]
 
 
-def introduce(config: RunConfig, world: World, model: ParallelModel, output: Output) -> None:
+def introduce(model: ParallelModel, output: Output) -> None:
     """Logs the head of a run. Collective."""
+    config, world = model.config, model.world
     elements = sum(p.numel() for stage in model.stages.values() for p in stage.parameters())
     by_rank = gather_objects((world.tensor.rank, world.pipeline.rank, elements), world.everyone)
     grid = config.grid

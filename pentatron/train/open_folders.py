@@ -24,7 +24,6 @@ from pentatron.files import numbered, rename, sync_folder
 from pentatron.monitor.display import Display
 from pentatron.optim.build import AnyOptimizer
 from pentatron.parallel.collectives import gather_objects, on_some_ranks
-from pentatron.parallel.world import World
 from pentatron.settings.files import places_in_run, saved_values
 from pentatron.settings.run import RunConfig
 from pentatron.settings.settings import Settings, Start, is_inside
@@ -340,14 +339,10 @@ def _move_aside(inspected: Iterable[Contents]) -> Iterable[str]:
 
 
 def disk_notes(
-    config: RunConfig,
-    world: World,
-    model: ParallelModel,
-    optimizer: AnyOptimizer,
-    store: CheckpointStore,
-    state: TrainState,
+    model: ParallelModel, optimizer: AnyOptimizer, store: CheckpointStore, state: TrainState
 ) -> list[str]:
     """Raises an error if no checkpoint fits; returns a note if those to be kept do not. Collective."""
+    config, world = model.config, model.world
     left = saves_left(config, state.step)
     if left == 0:
         if world.is_first and config.checkpoint.save_checkpoints and not config.train.skip_train:
@@ -355,21 +350,19 @@ def disk_notes(
             with contextlib.suppress(OSError):
                 store.remove_leftovers()
         return []
-    size = checkpoint_bytes(world, model, optimizer, store)
+    size = checkpoint_bytes(model, optimizer, store)
     check = partial(_check_free_space, config, store, size, left, state.step)
     return on_some_ranks(world.is_first, check, world.everyone) or []
 
 
-def checkpoint_bytes(
-    world: World, model: ParallelModel, optimizer: AnyOptimizer, store: CheckpointStore
-) -> int:
+def checkpoint_bytes(model: ParallelModel, optimizer: AnyOptimizer, store: CheckpointStore) -> int:
     """Returns the size of a checkpoint over all ranks, without the small manifest. Collective."""
     parts = itertools.chain(
         optimizer.fragments(owned_only=True),
         model.routers.fragments(owned_only=True),
-        own_fragments(random_state(world)),
+        own_fragments(random_state(model.world)),
     )
-    return sum(gather_objects(sum(map(store.bytes_of, parts)), world.everyone))
+    return sum(gather_objects(sum(map(store.bytes_of, parts)), model.world.everyone))
 
 
 def saves_left(config: RunConfig, step: int) -> int:

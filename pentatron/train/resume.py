@@ -56,25 +56,13 @@ class Beginning:
     remarks: list[str] = field(default_factory=list)
 
 
-def starting_point(
-    resolved: Resolved,
-    world: World,
-    model: ParallelModel,
-    optimizer: AnyOptimizer,
-    store: CheckpointStore,
-    data: OpenedData | None,
-    start: Start = Start.RESUME,
-) -> Beginning:
+@dataclass(frozen=True)
+class StartPointLoader:
     """Loads model and optimizer from the run's newest valid checkpoint, else from what --load names.
-    Collective.
 
     `data`: None if it is opened later; it is compared with that of the checkpoint then.
     """
-    return _Loader(resolved, world, model, optimizer, store, data, start).begin()
 
-
-@dataclass(frozen=True)
-class _Loader:
     resolved: Resolved
     world: World
     model: ParallelModel
@@ -92,7 +80,8 @@ class _Loader:
         """Returns the given flags that choose what is loaded, such as --finetune."""
         return [table()[n].flag for n in CHOOSING if getattr(self.config.checkpoint, n)]
 
-    def begin(self) -> Beginning:
+    def load(self) -> Beginning:
+        """Returns the starting point of the run. Collective."""
         own_steps = Source(self.store.folder, is_huggingface=False)
         found, complaints = None, list[str]()
         if self.start is not Start.IN_PLACE:

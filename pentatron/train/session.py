@@ -32,7 +32,7 @@ from pentatron.train.open_folders import OpenFolders, disk_notes, leave_to_earli
 from pentatron.train.output import Output, open_recorders, refuse_pipes
 from pentatron.train.preflight import require_fitting_batches, require_fitting_start, settle_environment
 from pentatron.train.results import WITHOUT_IT, describe, describe_pipeline, draw_curve, finish
-from pentatron.train.resume import Beginning, first_data, starting_point, take_data
+from pentatron.train.resume import Beginning, StartPointLoader, first_data, take_data
 from pentatron.train.run_folder import Moments, RunFolder, Sentence, sentence_of, write_last_words
 from pentatron.train.schedules import settle
 from pentatron.train.step_hooks import BesideTheSteps
@@ -203,16 +203,17 @@ class Session:
             self.app_metrics.mark("build_optimizer_finish")
             self.store = store_for(config)
             self.store.guard = self.folders.require
-            start_point = starting_point(
+            loader = StartPointLoader(
                 self.resolved, world, self.model, self.optimizer, self.store, self.data, self.start
             )
+            start_point = loader.load()
             self.state = start_point.state
             require_fitting_batches(config, self.state)
             notes = [
                 *start_point.notes,
                 *settle(config, self.state),
                 *settle_environment(world, self.state),
-                *disk_notes(config, world, self.model, self.optimizer, self.store, self.state),
+                *disk_notes(self.model, self.optimizer, self.store, self.state),
             ]
             self.start_point = dataclasses.replace(start_point, notes=notes)
             self.program.begins(self.state)
@@ -230,7 +231,7 @@ class Session:
         self.app_metrics.mark("build_dataiters_finish")
         self.output = output = self._on_all_ranks(lambda: self._open_output(parameters, start_point))
         output.note(f"time to initialize (seconds): {self.initialized - self.started:.3f}")
-        introduce(config, world, self.model, output)
+        introduce(self.model, output)
         output.say(describe(config, world, parameters))
         if pipeline := describe_pipeline(config):
             output.say(pipeline)
@@ -243,8 +244,6 @@ class Session:
         hooks = BesideTheSteps(config, self.model.decisions, world, self.optimizer, self.folder.path, output)
         self.cleanup.callback(hooks.close)
         self.trainer = Trainer(
-            config,
-            world,
             self.model,
             self.optimizer,
             datasets,

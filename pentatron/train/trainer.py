@@ -19,9 +19,7 @@ from pentatron.monitor.memory import memory_bytes, memory_scalars
 from pentatron.monitor.report import ExpertReport, StepReport
 from pentatron.optim.build import AnyOptimizer
 from pentatron.optim.loss_scale import LossScaler
-from pentatron.parallel.world import World
 from pentatron.settings.parameters import step_flops
-from pentatron.settings.run import RunConfig
 from pentatron.supervise.signals import StopRequest
 from pentatron.train.batches import agree_on_next_step, micro_batches
 from pentatron.train.checkpoints import Checkpoints
@@ -46,8 +44,6 @@ class Trainer:
 
     def __init__(
         self,
-        config: RunConfig,
-        world: World,
         model: ParallelModel,
         optimizer: AnyOptimizer,
         datasets: Datasets,
@@ -60,13 +56,14 @@ class Trainer:
         hooks: BesideTheSteps,
     ) -> None:
         """`is_saved`: whether the run's own folder already holds a checkpoint of `state`."""
+        config, world = model.config, model.world
         self.config, self.world, self.model, self.optimizer = config, world, model, optimizer
         self.datasets, self.store, self.state, self.output, self.stop = datasets, store, state, output, stop
         self.where = world.whereabouts
         self.endings = Endings(config, world, stop, began)
         self.hooks, self.timers = hooks, model.timers
-        self.health = Health(config, world, model, optimizer, state, output)
-        self.evaluation = Evaluation(config, world, model, datasets, state, output, self.endings)
+        self.health = Health(model, optimizer, state, output)
+        self.evaluation = Evaluation(model, datasets, state, output, self.endings)
         self.total_steps = config.train.train_iters
         self.plan = config.batch_plan
         # Global batch size of the current step.
@@ -84,7 +81,7 @@ class Trainer:
         self._timed_steps = 0
         self._first_step = state.step
         self.checkpoints = Checkpoints(
-            config, world, model, optimizer, store, state, output, state.step if is_saved else None
+            model, optimizer, store, state, output, state.step if is_saved else None
         )
 
     def run(self) -> Ending | None:
@@ -270,7 +267,9 @@ class Trainer:
         if not interval or self.state.step % interval:
             return None
         with self.timers(_EVALUATE_TIMER, 0), self.where.doing("evaluating"):
-            loss = self.hooks.around_evaluation(self.evaluation.during_training)
+            loss = self.hooks.around_evaluation(
+                lambda: self.evaluation.validate(f"iteration {self.state.step}")
+            )
         self._log_times(self.timers.block(self.world.everyone, only=_EVALUATE_TIMER))
         return loss
 

@@ -340,8 +340,9 @@ def test_nothing_stands_out_from_what_was_not_watched(tmp_path: Path) -> None:
     told: list[str] = []
     output = Output(SimpleNamespace(say=told.append))  # type: ignore[arg-type]
     state = TrainState(updates=100)
-    nothing: Any = None
-    health = Health(settings, single_process(), nothing, nothing, state, output)
+    model: Any = SimpleNamespace(config=settings, world=single_process())
+    optimizer: Any = None
+    health = Health(model, optimizer, state, output)
     health.watch(StepResult(2.0, 1.0, 8))
     assert told == [] and (state.largest_loss, state.largest_norm) == (2.0, 1.0)
     health.watch(StepResult(30.0, 1.0, 8))
