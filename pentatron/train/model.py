@@ -30,7 +30,7 @@ from pentatron.parallel.messages import open_messages
 from pentatron.parallel.shards import held_parameters
 from pentatron.parallel.timers import Timers
 from pentatron.parallel.world import World
-from pentatron.settings.decision_types import Decisions, DeviceFacts
+from pentatron.settings.decision_types import Decisions, DeviceFacts, Fp8Decision
 from pentatron.settings.decisions import decide
 from pentatron.settings.resolve import Resolved
 from pentatron.settings.run import RunConfig
@@ -357,13 +357,11 @@ def model_options(
     """Returns the options of the model's layers. The executor and the step share `deferred` and `scales`."""
     fp8, options = decisions.fp8, None
     if fp8.format is not None:
-        # A scale is computed once per step only if the whole weight is here between steps and has one scale.
-        is_sharded = world.replicas.size > 1 and config.parallel.zero_stage > 0
         options = Fp8Options(
             format=replace(FORMATS[fp8.format], by_rows=fp8.by_rows),
             layers=fp8.layers,
             head=fp8.head,
-            scales=None if is_sharded or fp8.by_rows else scales,
+            scales=scales if keeps_scales(config, fp8, world) else None,
         )
     return ModelOptions(
         attention_backend=config.kernels.attention_backend,
@@ -374,6 +372,12 @@ def model_options(
         deferred=deferred if config.defers_weight_gradients else None,
         compile=compile,
     )
+
+
+def keeps_scales(config: RunConfig, decided: Fp8Decision, world: World) -> bool:
+    """Whether scales of fp8 weights are computed once per step: weights are unsharded, with one scale each."""
+    unsharded = world.replicas.size == 1 or config.parallel.zero_stage == 0
+    return unsharded and not decided.by_rows
 
 
 def build_parallel_model(config: RunConfig, world: World, program: Program = CONFIGURED) -> ParallelModel:
