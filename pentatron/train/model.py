@@ -375,7 +375,7 @@ def model_options(
 
 
 def keeps_scales(config: RunConfig, decided: Fp8Decision, world: World) -> bool:
-    """Whether scales of fp8 weights are computed once per step: weights are unsharded, with one scale each."""
+    """Whether fp8 scales are computed once per step: weights are unsharded, with one scale each."""
     unsharded = world.replicas.size == 1 or config.parallel.zero_stage == 0
     return unsharded and not decided.by_rows
 

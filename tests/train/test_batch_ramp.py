@@ -232,7 +232,7 @@ def test_a_rate_that_is_the_same_for_now_is_not_called_another(tmp_path: Path) -
     for rate in ("1e-2", "2e-2"):
         words = f"{TINY} {RAMP} --lr-warmup-iters 5 --lr {rate} --run-dir {tmp_path}".split()
         (*_, note) = ["", *settle(resolve(gather(words, PRETRAIN_GPT), Facts(1, 1, 1)).config, state)]
-    assert "goes on at 0.000e+00, as before; different are --lr: 0.01 (this command: 0.02) (" in note
+    assert "continues at 0.000e+00, as before; different are --lr: 0.01 (this command: 0.02) (" in note
 
 
 @pytest.mark.parametrize(("style", "notes"), [("constant", 0), ("cosine", 1)])
