@@ -116,7 +116,7 @@ class Hang:
 
     def _diagnosis(self, states: Mapping[int, str]) -> str:
         culprit = self.culprits[0]
-        own = next(s for s in self.standing if s.beat.rank == culprit)
+        standing = next(s for s in self.standing if s.beat.rank == culprit)
         others = [
             s for s in self.standing if s.beat.rank not in self.culprits and s.beat.waits_in is not None
         ]
@@ -130,12 +130,12 @@ class Hang:
             if len(self.culprits) > 1
             else ""
         )
-        if own.is_silent:
+        if standing.is_silent:
             state = states.get(culprit, "")
-            return f"is frozen{f' ({state})' if state else ''}: no sign of life for {own.silent:.0f} seconds{more}{waiting}"
-        if own.beat.waits_in is not None:
-            return f"is not where the others are, as if a collective had been left out{more}: it {_where(own.beat)}{waiting}"
-        return f"hangs{more}: for {own.still:.0f} seconds it {_where(own.beat)}{waiting}"
+            return f"is frozen{f' ({state})' if state else ''}: no sign of life for {standing.silent:.0f} seconds{more}{waiting}"
+        if standing.beat.waits_in is not None:
+            return f"is not where the others are, as if a collective had been left out{more}: it {_where(standing.beat)}{waiting}"
+        return f"hangs{more}: for {standing.still:.0f} seconds it {_where(standing.beat)}{waiting}"
 
 
 def _where(beat: Beat) -> str:

@@ -192,16 +192,16 @@ def run_workers(
     port: int | None,
     environment: Mapping[str, str],
     launcher: int,
-    told: Signals | None = None,
+    received: Signals | None = None,
     watch: Watch | None = None,
     restart: int = 0,
 ) -> Ended:
     """Runs `python WORDS...` once per rank until all exit; if one fails, the others are killed.
 
-    `launcher`: ID of this process. `told`: the signals of a caller that records them already.
+    `launcher`: ID of this process. `received`: the signals of a caller that records them already.
     """
     with contextlib.ExitStack() as stack:
-        signals = told or stack.enter_context(listening(watched_here()))
+        signals = received or stack.enter_context(listening(watched_here()))
         listener = stack.enter_context(listener_for_workers(port or 0))
         require_descriptors(processes)
         job = stack.enter_context(scratch_folder("job"))
@@ -235,11 +235,11 @@ def _stacks_on_request(processes: Sequence[Process], job: Path) -> Iterator[None
 
     def ask(number: int, frame: FrameType | None) -> None:
         # The file shows that the worker has a handler: without one the signal would kill it.
-        asked = [process for process in processes if stacks_path(job, process.rank).exists()]
-        for process in asked:
+        ready = [process for process in processes if stacks_path(job, process.rank).exists()]
+        for process in ready:
             process.send(STACKS)
         with contextlib.suppress(OSError):
-            os.write(2, f"pentatron: {len(asked)} ranks write their stacks to {job}/rank-*.stacks\n".encode())
+            os.write(2, f"pentatron: {len(ready)} ranks write their stacks to {job}/rank-*.stacks\n".encode())
 
     before = signal.signal(STACKS, ask)
     try:

@@ -208,18 +208,18 @@ class Health:
     ) -> BadNumbers | AgreedError:
         """Repeats the step and returns the error that ends the run. Collective."""
         step = self.state.step
-        met = (
+        event = (
             f"step {step + 1}: the loss is {result.loss} and the gradient norm {result.gradient_norm}; training stopped before the "
             f"weights were touched"
         )
         first = self._first_time(result)
         if self.config.loop.rerun_mode == "disabled":
-            return AgreedError(f"{met}{first}. {_ADVICE}; {last_saved}")
+            return AgreedError(f"{event}{first}. {_ADVICE}; {last_saved}")
         self.as_before_step()
         diagnosis = compute_again(self.model, self.optimizer, batches, step, scale)
         if not diagnosis.repeats:
             return BadNumbers(
-                f"{met}{first}. Computed again, the loss is {diagnosis.again.loss:.6g} and the norm {diagnosis.again.norm:.6g}: a transient "
+                f"{event}{first}. Computed again, the loss is {diagnosis.again.loss:.6g} and the norm {diagnosis.again.norm:.6g}: a transient "
                 f"fault of a machine rather than of the data; check that rank's memory and GPU; {last_saved}",
                 BadNumbers.TRANSIENT,
             )
@@ -232,15 +232,15 @@ class Health:
             )
         origin = "" if diagnosis.origin is None else f", and begins with {diagnosis.origin.sentence()}"
         return BadNumbers(
-            f"{met}. Computed again, it is the same{origin}. {_ADVICE}; --iterations-to-skip {step + 1} leaves this step out. "
+            f"{event}. Computed again, it is the same{origin}. {_ADVICE}; --iterations-to-skip {step + 1} leaves this step out. "
             f"{saved}",
             BadNumbers.REPRODUCIBLE,
         )
 
     def _first_time(self, result: StepResult) -> str:
         """Returns which ranks had NaN/inf in the loss, or else a gradient that has it."""
-        own = result.own_loss is None or bool(torch.isfinite(result.own_loss))
-        everyone = gather_objects((own, bad_gradient(self.optimizer)), self.world.everyone)
+        own_loss_is_finite = result.own_loss is None or bool(torch.isfinite(result.own_loss))
+        everyone = gather_objects((own_loss_is_finite, bad_gradient(self.optimizer)), self.world.everyone)
         ranks = [str(rank) for rank, (is_finite, _) in enumerate(everyone) if not is_finite]
         if ranks:
             return f" (the loss of rank {', '.join(ranks)})"

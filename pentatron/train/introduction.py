@@ -56,13 +56,13 @@ def introduce(model: ParallelModel, output: Output) -> None:
     output.note(footprint_line(config))
     output.note(planned_line(config, world.device.type == "cuda"))
     # Pipeline stages have different layers, and with them different notes.
-    own = [
+    notes = [
         *left_in_bf16(model.decisions.fp8, model.stages.values()),
         *model.compilation.notes,
         *model.recording.notes,
         *_without_kernels(world),
     ]
-    for note in of_all_ranks(own, world):
+    for note in of_all_ranks(notes, world):
         output.say(f"note: {note}")
     output.note(f"[before the start of training step] datetime: {datetime.now():%Y-%m-%d %H:%M:%S}")
 

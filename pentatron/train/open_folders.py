@@ -112,10 +112,10 @@ def open_folders(
         RunFolder(Path(config.checkpoint.save)).create()
     opened = OpenFolders()
     places = [run, *([save] if writes_steps and save != run else [])]
-    beside = run / _CHECKPOINTS
-    if start is Start.ANEW and beside.is_dir() and beside.resolve() not in places:
+    checkpoints = run / _CHECKPOINTS
+    if start is Start.ANEW and checkpoints.is_dir() and checkpoints.resolve() not in places:
         # Locked because it is moved aside: another job may be saving there.
-        places.append(beside.resolve())
+        places.append(checkpoints.resolve())
     try:
         for place in places:
             flag = "--run-dir" if place == run else "--save"
@@ -389,18 +389,18 @@ def _check_free_space(
     at_once = left if keep is None else min(left, max(1, keep + 1 - len(store.steps())) + retained)
     if free >= at_once * size:
         return []
-    kept = "all are kept" if keep is None else f"--keep-checkpoints {keep}"
-    kept += f", and {retained} for good" if retained else ""
+    retention = "all are retention" if keep is None else f"--keep-checkpoints {keep}"
+    retention += f", and {retained} for good" if retained else ""
     return [
-        f"a checkpoint takes {binary_size(size)}, and {at_once} more will lie in {store.folder} at a time ({kept}): {binary_size(at_once * size)}, of "
+        f"a checkpoint takes {binary_size(size)}, and {at_once} more will lie in {store.folder} at a time ({retention}): {binary_size(at_once * size)}, of "
         f"which {binary_size(free)} are free; keep fewer with --keep-checkpoints, or make room before a save fails"
     ]
 
 
 def _retained(config: RunConfig, step: int) -> int:
     """Returns how many future checkpoints --save-retain-interval exempts from removal."""
-    every, last = config.checkpoint.save_retain_interval, config.train.train_iters
-    return 0 if every is None or last is None else last // every - step // every
+    interval, last = config.checkpoint.save_retain_interval, config.train.train_iters
+    return 0 if interval is None or last is None else last // interval - step // interval
 
 
 def free_bytes(folder: Path) -> int:

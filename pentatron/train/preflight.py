@@ -118,8 +118,8 @@ _WORDS: dict[str, Callable[[Any], str]] = {
 
 def environment_here(world: World) -> dict[str, Any]:
     """Returns what may change the last bits of results: versions, devices, threads, ... Collective."""
-    own = (_device(world.device), torch.get_num_threads(), socket.gethostname())
-    devices, threads, hosts = (sorted(set(values)) for values in zip(*gather_objects(own, world.everyone)))
+    local = (_device(world.device), torch.get_num_threads(), socket.gethostname())
+    devices, threads, hosts = (sorted(set(values)) for values in zip(*gather_objects(local, world.everyone)))
     return {
         "pentatron": __version__,
         "torch": str(torch.__version__),
@@ -161,7 +161,9 @@ def settle_environment(world: World, state: TrainState) -> list[str]:
         different = [name for name in different if name != "threads"]
     if not different:
         return []
-    then, here = (", ".join(_WORDS[name](kept[name]) for name in different) for kept in (before, now))
+    then, here = (
+        ", ".join(_WORDS[name](environment[name]) for name in different) for environment in (before, now)
+    )
     return [
         f"the checkpoint was made with {then}, and this run has {here}: numbers may differ in the last bits"
     ]

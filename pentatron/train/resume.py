@@ -93,11 +93,15 @@ class StartPointLoader:
         if not self.resolved.given("load") or load is None:
             return self._from_initial_weights()
         megatron = self.config.checkpoint.ckpt_format is not None
-        own = self._on_first_rank(lambda: find_source(Path(load), megatron)) if self._loads_itself() else None
-        if self._loads_itself() and (own is None or not (own.is_foreign or self.start is Start.IN_PLACE)):
+        own_source = (
+            self._on_first_rank(lambda: find_source(Path(load), megatron)) if self._loads_itself() else None
+        )
+        if self._loads_itself() and (
+            own_source is None or not (own_source.is_foreign or self.start is Start.IN_PLACE)
+        ):
             # --load may name the folder of --save, which is empty at first.
             return self._from_initial_weights()
-        source = own or self._on_first_rank(lambda: named_source(load, megatron))
+        source = own_source or self._on_first_rank(lambda: named_source(load, megatron))
         if source.is_huggingface:
             return self._from_huggingface(source)
         # Damaged steps are renamed in the run's own folder only: another run may be using the other folder.

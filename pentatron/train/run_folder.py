@@ -25,14 +25,14 @@ class Moments:
     """Timestamps of the phases of a run in milliseconds since the epoch, as in Megatron's app metrics."""
 
     def __init__(self, started: float) -> None:
-        self.taken = {"app_start_time": round(started * 1000)}
+        self.times = {"app_start_time": round(started * 1000)}
 
     def mark(self, name: str) -> None:
         """Records the current time: `model_init_start` as `app_model_init_start_time`."""
-        self.taken[f"app_{name}_time"] = round(time.time() * 1000)
+        self.times[f"app_{name}_time"] = round(time.time() * 1000)
 
     def write(self, path: Path) -> None:
-        write_file(path, f"{json.dumps(self.taken, indent=2)}\n".encode())
+        write_file(path, f"{json.dumps(self.times, indent=2)}\n".encode())
 
 
 # Written as comments: a run that reads this configuration must not use this run's folder.
@@ -151,13 +151,13 @@ def _loads_itself(config: RunConfig) -> bool:
     from pentatron.checkpoint.find import checkpoints_of
     from pentatron.checkpoint.store import STEP_NAME
 
-    named = Path(load).resolve()
-    own = {Path(save).resolve()} if save is not None else set()
+    target = Path(load).resolve()
+    own_folders = {Path(save).resolve()} if save is not None else set()
     if run is not None:
-        own |= {Path(run).resolve(), checkpoints_of(Path(run)).resolve()}
+        own_folders |= {Path(run).resolve(), checkpoints_of(Path(run)).resolve()}
     # A step of the run. Other folders beside the steps are not the run.
-    steps = {named.parent} if STEP_NAME.fullmatch(named.name) else set()
-    return not own.isdisjoint({named} | steps)
+    steps = {target.parent} if STEP_NAME.fullmatch(target.name) else set()
+    return not own_folders.isdisjoint({target} | steps)
 
 
 # Returns the message for an error, or None if this rank does not log it.

@@ -145,12 +145,12 @@ def require_equal_weights(optimizer: AnyOptimizer, world: World, step: int) -> i
 
     These are data-parallel replicas, and tensor-parallel ranks for norms. Returns the number of comparisons.
     """
-    own = {
+    local = {
         (f.tensor, tuple(f.start), tuple(f.values.shape)): digest(f.values) for f in optimizer.model_weights()
     }
     first: dict[_Part, tuple[int, str]] = {}
     compared, different = 0, []
-    for rank, digests in enumerate(gather_objects(own, world.everyone)):
+    for rank, digests in enumerate(gather_objects(local, world.everyone)):
         for part, value in digests.items():
             holder, expected = first.setdefault(part, (rank, value))
             compared += holder != rank

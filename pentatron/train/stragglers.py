@@ -53,7 +53,7 @@ def collect(
 ) -> RankReport:
     """Gathers the statistics of all ranks in host memory, without a GPU synchronization. Collective."""
     utilisation = gpu_utilisation(world.device)
-    own = torch.tensor(
+    local = torch.tensor(
         [
             seconds,
             waited.collectives,
@@ -64,8 +64,8 @@ def collect(
         ],
         dtype=torch.float64,
     )
-    everyone = torch.empty(world.everyone.size, len(own), dtype=torch.float64)
-    all_gather_into(everyone, own.unsqueeze(0), world.everyone)
+    everyone = torch.empty(world.everyone.size, len(local), dtype=torch.float64)
+    all_gather_into(everyone, local.unsqueeze(0), world.everyone)
     steps, collectives, messages, memory, percent, sentences = everyone.T.tolist()
     return RankReport(
         seconds=steps if knows_waits else [],
