@@ -32,7 +32,10 @@ _LOOKS = 3
 
 
 class PeerWatch:
-    """`folder`: the run folder, on a shared file system. `tell` prints a line to the terminal."""
+    """A rank's watchdog over itself and its peers.
+
+    `folder`: the run folder, on a shared file system. `tell` prints a line to the terminal.
+    """
 
     def __init__(
         self,

@@ -183,14 +183,8 @@ class Failure:
 
     @property
     def how(self) -> str:
-        if self.kind == "hung":
-            return "hung"
-        if self.kind == "silent":
-            return "did not answer the others, and was ended"
-        if self.kind == "unfinished":
-            return "ended with exit code 0 and unfinished work"
-        if self.kind == "early":
-            return "ended before the others were done, without an error"
+        if self.kind in _DESCRIPTIONS:
+            return _DESCRIPTIONS[self.kind]
         if self.code >= 0:
             return f"failed with exit code {self.code}"
         try:
@@ -208,6 +202,12 @@ class Failure:
         return ranking.get(self.kind, 0 if by_signal else 1), self.at
 
 
+_DESCRIPTIONS = {
+    "hung": "hung",
+    "silent": "did not answer the others, and was ended",
+    "unfinished": "ended with exit code 0 and unfinished work",
+    "early": "ended before the others were done, without an error",
+}
 _HINTS: dict[int, str] = {
     signal.SIGABRT: " (NCCL does that when a collective waits longer than --distributed-timeout-minutes)",
     signal.SIGKILL: " (the system does that when memory runs out; `pentatron plan` shows what a run needs)",

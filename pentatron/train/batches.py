@@ -165,7 +165,7 @@ def micro_batches(
         pin_memory=on_gpu,
         prefetch_factor=config.data.prefetch_factor,
     )
-    # Starts the worker processes of the loader here: forking after the thread has started is not safe.
+    # Starts the worker processes of the loader before the prefetch thread.
     batches = iter(loader)
     return ReadAhead(batches, ahead, ToGPU(world.copies)) if on_gpu else batches
 

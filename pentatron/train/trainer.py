@@ -68,7 +68,6 @@ class Trainer:
         self.plan = config.batch_plan
         # Global batch size of the current step.
         self.batch_size = self.plan.size_at(state.consumed_samples)
-        self.save_interval = config.checkpoint.save_interval
         self.schedule = Schedule.from_json(state.schedule) if state.schedule else Schedule.of(config)
         self.scaler = LossScaler(config.precision, state.loss_scaling)
         self.ranks = RankWatch(config, world, self.total_steps)
@@ -137,7 +136,7 @@ class Trainer:
                 self._step(step_batches, started)
             self.hooks.after(self.state.step)
             self.checkpoints.settle()
-            if self.state.step % self.save_interval == 0:
+            if self.state.step % self.config.checkpoint.save_interval == 0:
                 with self.where.doing("saving"):
                     self.checkpoints.save_if_possible()
             ending = self.endings.after_step(self.state.step) if self.state.step < self.total_steps else None
