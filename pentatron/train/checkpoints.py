@@ -38,10 +38,14 @@ def random_state(world: World) -> dict[str, Tensor]:
     Attention dropout uses torch's, a user's program any of them; all other random numbers are drawn from
     names.
     """
+    version, words, gauss = random.getstate()
+    python = torch.cat((torch.tensor([version, *words]), _bits(float("nan") if gauss is None else gauss)))
+    _, twister, *rest, gauss = _NUMPY.get_state(legacy=True)
+    numpy = torch.cat((torch.from_numpy(twister.astype(np.int64)), torch.tensor(rest), _bits(gauss)))
     state = {
         _name("torch_cpu", world): torch.get_rng_state(),
-        _name("python", world): _python_state(),
-        _name("numpy", world): _numpy_state(),
+        _name("python", world): python,
+        _name("numpy", world): numpy,
     }
     if world.device.type == "cuda":
         state[_name("torch_cuda", world)] = torch.cuda.get_rng_state(world.device)
@@ -68,18 +72,6 @@ def restore_random_state(found: Found, world: World) -> None:
         twisted, (position, has_gauss) = state[:-3].numpy().astype(np.uint32), state[-3:-1].tolist()
         gauss = state[-1:].view(torch.float64).item()
         _NUMPY.set_state((_TWISTER, twisted, position, has_gauss, gauss))
-
-
-def _python_state() -> Tensor:
-    version, words, gauss = random.getstate()
-    return torch.cat((torch.tensor([version, *words]), _bits(float("nan") if gauss is None else gauss)))
-
-
-def _numpy_state() -> Tensor:
-    _, words, position, has_gauss, gauss = _NUMPY.get_state(legacy=True)
-    return torch.cat(
-        (torch.from_numpy(words.astype(np.int64)), torch.tensor([position, has_gauss]), _bits(gauss))
-    )
 
 
 def _bits(number: float) -> Tensor:

@@ -384,23 +384,19 @@ def _check_free_space(
             f"a checkpoint takes {binary_size(size)} and {store.folder} has {binary_size(free)} free, so nothing could be saved; make room, "
             f"choose another folder with --save, or train without checkpoints (--no-save-checkpoints)"
         )
-    keep, retained = config.checkpoint.keep_checkpoints, _retained(config, step)
+    keep, interval = config.checkpoint.keep_checkpoints, config.checkpoint.save_retain_interval
+    last = config.train.train_iters
+    retained = 0 if interval is None or last is None else last // interval - step // interval
     # The oldest checkpoint is removed only after a new one is complete.
     at_once = left if keep is None else min(left, max(1, keep + 1 - len(store.steps())) + retained)
     if free >= at_once * size:
         return []
-    retention = "all are retention" if keep is None else f"--keep-checkpoints {keep}"
+    retention = "all are kept" if keep is None else f"--keep-checkpoints {keep}"
     retention += f", and {retained} for good" if retained else ""
     return [
         f"a checkpoint takes {binary_size(size)}, and {at_once} more will lie in {store.folder} at a time ({retention}): {binary_size(at_once * size)}, of "
         f"which {binary_size(free)} are free; keep fewer with --keep-checkpoints, or make room before a save fails"
     ]
-
-
-def _retained(config: RunConfig, step: int) -> int:
-    """Returns how many future checkpoints --save-retain-interval exempts from removal."""
-    interval, last = config.checkpoint.save_retain_interval, config.train.train_iters
-    return 0 if interval is None or last is None else last // interval - step // interval
 
 
 def free_bytes(folder: Path) -> int:
