@@ -68,10 +68,6 @@ class Ended:
     opened: bool = False
 
     @property
-    def failed_rank(self) -> int | None:
-        return self.failures[0].rank if self.failures else None
-
-    @property
     def is_crash(self) -> bool:
         """Whether something failed, other than by a user error or a requested stop."""
         return bool(self.failures) and self.exit_code not in TOLD and self.wished_by is None

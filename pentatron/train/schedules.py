@@ -32,11 +32,8 @@ _WORDS = {
 }
 # Valid values of the fields that are not numbers.
 _STYLES = {
-    name: tuple(choice for setting in settings for choice in table()[setting].choices)
-    for name, settings in (
-        ("style", ("lr_decay_style", "weight_decay_incr_style")),
-        ("wsd_style", ("lr_wsd_decay_style",)),
-    )
+    "style": (*table()["lr_decay_style"].choices, *table()["weight_decay_incr_style"].choices),
+    "wsd_style": tuple(table()["lr_wsd_decay_style"].choices),
 }
 
 

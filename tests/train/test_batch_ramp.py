@@ -205,7 +205,9 @@ def test_a_changed_schedule_is_said_and_the_checkpoints_can_be_kept(
         run_alone(tmp_path / name, f"--lr 3e-3 {words}")
         return capsys.readouterr().out
 
-    note = "the learning rate continues at 3.000e-03, not 1.000e-02 (--use-checkpoint-opt-param-scheduler keeps"
+    note = (
+        "the learning rate continues at 3.000e-03, not 1.000e-02 (--use-checkpoint-opt-param-scheduler keeps"
+    )
     assert note in said("noted", "")
     kept = said("kept", "--use-checkpoint-opt-param-scheduler --save-interval 7")
     assert "the checkpoint's schedule is kept; --lr: 0.01 (this command: 0.003)" in kept

@@ -322,9 +322,7 @@ def test_a_run_of_skipped_steps_says_why(
     assert "no update was made" not in capsys.readouterr().out
     Poison(2, lambda call: True).install(monkeypatch)
     run(tmp_path / "none", "--no-check-for-nan-in-loss-and-grad")
-    assert (
-        "every step was skipped, because its loss or a gradient was NaN or inf" in capsys.readouterr().out
-    )
+    assert "every step was skipped, because its loss or a gradient was NaN or inf" in capsys.readouterr().out
 
 
 def test_a_run_that_left_all_its_steps_out_says_so(tmp_path: Path) -> None:
