@@ -1,1 +1,1 @@
-"""Starting worker processes, watching over them and starting them again."""
+"""Starts worker processes, detects hangs, and restarts crashed jobs."""

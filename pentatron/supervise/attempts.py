@@ -1,4 +1,4 @@
-"""Which start of a job this is: what tells a restart by a launcher from a command that is typed again."""
+"""Recognizes restarts of a job by a launcher, such as torchrun or Slurm, as opposed to a repeated command."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,10 @@ FILE_NAME = "job.json"
 
 @dataclass(frozen=True)
 class Launched:
-    """By a launcher that restarts jobs. `job`: its name for the job; None: it tells none. `restarts`: how often it restarted it so far."""
+    """A start by a launcher that restarts jobs.
+
+    `job`: its job ID, None if it has none. `restarts`: how often it has restarted the job.
+    """
 
     job: str | None
     restarts: int
@@ -22,8 +25,11 @@ class Launched:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start. `restarted`: the same job has used the run's folder before, so its run goes on. `began`: when the job began, in seconds of the
-    monotonic clock of this machine; None: not recorded."""
+    """One start of a job.
+
+    `restarted`: the job has used the run folder before and resumes its run. `began`: start of the job on this
+    machine's monotonic clock, if known.
+    """
 
     restarted: bool = False
     launchers: Mapping[str, Launched] = field(default_factory=dict)
@@ -34,51 +40,50 @@ FIRST = Attempt()
 
 
 def attempt_in(folder: Path, launchers: Mapping[str, Launched]) -> Attempt:
-    """What this start is to the folder of a run. A launcher counts restarts of a job; the folder says whether that job used it."""
+    """Compares the job ID and restart count of the launchers with those recorded in the run folder."""
     return Attempt(any(_is_restart(folder, name, now) for name, now in launchers.items()), launchers)
 
 
 def _is_restart(folder: Path, launcher: str, now: Launched) -> bool:
     if now.restarts == 0:
         return False
-    recorded = _read(folder)
+    recorded = _recorded_launchers(folder)
     before = None if recorded is None else recorded.get(launcher)
     if recorded is None or now.job is None:
-        # Nothing tells the folder's job from this one: a restart goes on.
+        # The jobs cannot be distinguished: it counts as a restart.
         return before is None or before.restarts < now.restarts
-    # Otherwise the folder holds an earlier run, which this job has not met yet, or one that this start itself began.
+    # With another job ID the folder holds an earlier run; with an equal count this start itself created it.
     return before is not None and before.job == now.job and before.restarts < now.restarts
 
 
 def write_job(folder: Path, attempt: Attempt | None, foreign: Sequence[str]) -> None:
-    """Records in the run's folder, which must be ours, which start of which job uses it (None: not told), and what no run made there."""
-    launchers = (
-        None if attempt is None else {n: asdict(launched) for n, launched in attempt.launchers.items()}
-    )
-    said = {**({} if launchers is None else {"launchers": launchers}), "foreign": list(foreign)}
-    write_file(folder / FILE_NAME, f"{json.dumps(said)}\n".encode())
+    """Records the attempt and the `foreign` files, which no run made, in the locked run folder."""
+    content: dict[str, Any] = {}
+    if attempt is not None:
+        content["launchers"] = {name: asdict(launched) for name, launched in attempt.launchers.items()}
+    content["foreign"] = list(foreign)
+    write_file(folder / FILE_NAME, f"{json.dumps(content)}\n".encode())
 
 
 def recorded_job(folder: Path) -> dict[str, Any] | None:
-    """What runs recorded in the folder; None: nothing, or a file of this name is not theirs."""
+    """Returns the content of job.json; None without one, or if it is not the file of a run."""
     path = folder / FILE_NAME
     try:
-        found = parse_json(path.read_text(encoding="utf-8")) if path.is_file() else None
+        content = parse_json(path.read_text(encoding="utf-8")) if path.is_file() else None
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) and isinstance(found.get("foreign"), list) else None
+    return content if isinstance(content, dict) and isinstance(content.get("foreign"), list) else None
 
 
 def recorded_foreign(folder: Path) -> list[str]:
-    """Paths below the folder that were there before a run first used it, or that no run made."""
-    recorded = recorded_job(folder)
-    return [] if recorded is None else [name for name in recorded["foreign"] if isinstance(name, str)]
+    """Returns the recorded relative paths of files that no run made."""
+    recorded = recorded_job(folder) or {"foreign": []}
+    return [name for name in recorded["foreign"] if isinstance(name, str)]
 
 
-def _read(folder: Path) -> dict[str, Launched] | None:
-    """None: no start was recorded, or not by a file that can be read."""
+def _recorded_launchers(folder: Path) -> dict[str, Launched] | None:
     try:
-        found = (recorded_job(folder) or {})["launchers"]
-        return {str(name): Launched(**launched) for name, launched in found.items()}
+        launchers = (recorded_job(folder) or {})["launchers"]
+        return {str(name): Launched(**launched) for name, launched in launchers.items()}
     except (KeyError, TypeError, AttributeError):
         return None

@@ -1,7 +1,8 @@
-"""Whether a job hangs, who is at fault, and the file that says so.
+"""Watchdog for hangs: detects them from the ranks' heartbeats, finds the culprit and writes a report.
 
-A rank that is stopped gives no sign of life; one that loops, or waits for a reader of data, gives signs of life from one place; the others stand
-in a collective and wait. Which of them waits for whom follows from the numbers of the collectives that each has begun.
+A frozen process sends no heartbeat. A rank in an endless loop, or waiting for a data loader, sends heartbeats
+without progress. All other ranks wait in a collective; the numbers of the collectives that each rank has
+started show which rank is missing.
 """
 
 import os
@@ -12,38 +13,41 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Protocol
 
 from pentatron.layout.ranks import ranks_in_words
+from pentatron.parallel.rank_status import Whereabouts
 from pentatron.supervise.heartbeat import Beat, beat_path, read_beat
 from pentatron.supervise.processes import Failure, Process
 
-# In which a rank computes, step by step; anything else (a start, a save, an evaluation) may take as long as collectives may wait.
+# Phases with step limits. Any other phase (start, save, evaluation) may take as long as the collective
+# timeout.
 _STEADY = ("step", "reading data")
-# A step may take so many times as long as the longest before it.
+# A step is a hang after this many times the longest step so far, and after at least _LEAST_SECONDS.
 _TIMES_THE_LONGEST_STEP = 10
 _LEAST_SECONDS = 60.0
+# Factor for a missing heartbeat outside of steps.
 _TIMES_OUTSIDE_STEPS = 5
-# Shapes that come late are compiled like those of the first step.
+# A step may take this many times the first one: new shapes are compiled again.
 _TIMES_THE_FIRST_STEP = 2
-# Between two looks of ours: longer than that, and we were held up ourselves.
-_HELD_UP = 5.0
+# After a longer pause between two checks the watchdog itself was suspended.
+_SUSPENDED_SECONDS = 5.0
+# Upon this signal a worker writes the stack traces of all its threads, even if it is blocked.
+STACKS = signal.SIGQUIT
+_CHECK_SECONDS = 0.5
+_STACKS_SECONDS = 1.5
 
 
-class Pace(Protocol):
-    """What limits depend on: of a rank itself (`Whereabouts`), or as it tells others (`Beat`)."""
-
-    @property
-    def phase(self) -> str: ...
-    @property
-    def first_step(self) -> float: ...
-    @property
-    def longest_step(self) -> float: ...
+# The limits of a rank depend on its own status or, seen from outside, on its heartbeat.
+Pace = Whereabouts | Beat
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds. `heartbeat`: as the user wants it, None for what the steps so far suggest, 0 for never; `collective`: how long a collective may wait."""
+    """Timeouts in seconds.
+
+    `heartbeat`: the user's limit; None derives it from the steps so far, 0 turns the watchdog off.
+    `collective`: timeout of collectives.
+    """
 
     heartbeat: float | None
     collective: float
@@ -53,12 +57,12 @@ class Limits:
         return _LEAST_SECONDS if self.heartbeat is None else self.heartbeat
 
     def silence(self, pace: Pace) -> float:
-        """How long a rank may give no sign: reading, writing or compiling much can hold the interpreter, further steps do not."""
+        """Limit for a missing heartbeat. Outside of steps, I/O or compilation may hold the GIL for long."""
         steady = _is_steady(pace) or self.heartbeat is not None
         return self.pulse if steady else _TIMES_OUTSIDE_STEPS * self.pulse
 
     def of(self, pace: Pace) -> float:
-        """How long a rank may stay where it is."""
+        """Limit for a rank without progress."""
         if not _is_steady(pace):
             return max(self.collective, self.pulse)
         if self.heartbeat is not None:
@@ -68,7 +72,7 @@ class Limits:
 
 
 def _is_steady(pace: Pace) -> bool:
-    """In a step, and not in the first one, which compiles."""
+    """Whether the rank is in a step other than the first, which compiles."""
     return pace.phase in _STEADY and pace.first_step > 0
 
 
@@ -81,7 +85,10 @@ class _Seen:
 
 @dataclass(frozen=True)
 class Standing:
-    """A rank as it was found: its last beat, for how long it has given no sign, and for how long it is where it is."""
+    """State of a rank: its last heartbeat, seconds since then, and seconds without progress.
+
+    `is_silent`: whether the heartbeat is overdue.
+    """
 
     beat: Beat
     silent: float
@@ -91,7 +98,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class Hang:
-    """`culprits`: the ranks that the others wait for; none where nothing tells them apart."""
+    """A detected hang. `culprits`: the ranks that the others wait for; empty if undetermined."""
 
     standing: Sequence[Standing]
     culprits: Sequence[int]
@@ -101,15 +108,15 @@ class Hang:
         return max(s.beat.step for s in self.standing)
 
     def sentence(self, states: Mapping[int, str], ranks: int) -> str:
-        """What the first culprit does, and what the others wait in. `states`: of processes, where they are known."""
+        """Describes the hang in one sentence. `states`: process states by rank, as far as known."""
         if not self.culprits:
             places = "; ".join(f"rank {s.beat.rank} {_where(s.beat)}" for s in self.standing[:4])
             return f"after step {self.step} the job hangs and no rank stands out: {places}"
-        return f"after step {self.step} rank {self.culprits[0]} of {ranks} {self._what_is_wrong(states)}"
+        return f"after step {self.step} rank {self.culprits[0]} of {ranks} {self._diagnosis(states)}"
 
-    def _what_is_wrong(self, states: Mapping[int, str]) -> str:
+    def _diagnosis(self, states: Mapping[int, str]) -> str:
         culprit = self.culprits[0]
-        own = next(s for s in self.standing if s.beat.rank == culprit)
+        standing = next(s for s in self.standing if s.beat.rank == culprit)
         others = [
             s for s in self.standing if s.beat.rank not in self.culprits and s.beat.waits_in is not None
         ]
@@ -123,12 +130,12 @@ class Hang:
             if len(self.culprits) > 1
             else ""
         )
-        if own.is_silent:
+        if standing.is_silent:
             state = states.get(culprit, "")
-            return f"is frozen{f' ({state})' if state else ''}: no sign of life for {own.silent:.0f} seconds{more}{waiting}"
-        if own.beat.waits_in is not None:
-            return f"is not where the others are, as if a collective had been left out{more}: it {_where(own.beat)}{waiting}"
-        return f"hangs{more}: for {own.still:.0f} seconds it {_where(own.beat)}{waiting}"
+            return f"is frozen{f' ({state})' if state else ''}: no sign of life for {standing.silent:.0f} seconds{more}{waiting}"
+        if standing.beat.waits_in is not None:
+            return f"is not where the others are, as if a collective had been left out{more}: it {_where(standing.beat)}{waiting}"
+        return f"hangs{more}: for {standing.still:.0f} seconds it {_where(standing.beat)}{waiting}"
 
 
 def _where(beat: Beat) -> str:
@@ -140,19 +147,19 @@ def _where(beat: Beat) -> str:
 
 
 class HangWatch:
-    """Looks at the beats of a job's ranks; the clock is that of whoever looks."""
+    """Detects hangs from heartbeats, with the clock of the observer only."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self._seen: dict[int, _Seen] = {}
-        self._looked = 0.0
+        self._last_check = 0.0
 
     def look(self, beats: Sequence[Beat], now: float, ranks: Sequence[int]) -> Hang | None:
-        """What hangs, by now, among these ranks; others have ended."""
-        if now - self._looked > _HELD_UP:
-            # A machine that was asleep, or a launcher that was stopped: nobody could give signs that were seen.
+        """Returns the hang of the running `ranks`, if there is one."""
+        if now - self._last_check > _SUSPENDED_SECONDS:
+            # The machine was asleep or the launcher was stopped: heartbeats were missed.
             self._seen.clear()
-        self._looked = now
+        self._last_check = now
         self._seen = {rank: seen for rank, seen in self._seen.items() if rank in ranks}
         for beat in beats:
             seen = self._seen.setdefault(beat.rank, _Seen(beat, now, now))
@@ -176,7 +183,11 @@ class HangWatch:
 
 
 def culprits_of(standing: Sequence[Standing]) -> list[int]:
-    """Whom the others wait for, by what all of them do."""
+    """Returns the ranks that the others wait for.
+
+    These are silent ranks, else ranks outside of collectives, else ranks that have started fewer collectives
+    of a group than its other members, else ranks in another collective than most.
+    """
     silent = [s.beat.rank for s in standing if s.is_silent]
     if silent:
         return silent
@@ -190,11 +201,11 @@ def culprits_of(standing: Sequence[Standing]) -> list[int]:
         behind.update(dict.fromkeys(s.beat.rank for s in members if s.beat.counts[group] < most))
     if 0 < len(behind) < len(standing):
         return sorted(behind)
-    return _others_than_most(standing)
+    return _minority(standing)
 
 
-def _others_than_most(standing: Sequence[Standing]) -> list[int]:
-    """Ranks that are in another collective than most while all count the same: they have left one out, and are ahead."""
+def _minority(standing: Sequence[Standing]) -> list[int]:
+    """Returns the ranks in another collective than most: with equal counts, they skipped one."""
     kinds: dict[tuple[int, str, int], list[int]] = {}
     for s in standing:
         call = s.beat.waits_in
@@ -202,13 +213,13 @@ def _others_than_most(standing: Sequence[Standing]) -> list[int]:
             kinds.setdefault((s.beat.step, call.what, call.size), []).append(s.beat.rank)
     if len(kinds) < 2:
         return []
-    # Few against many; of equally many, those that have come further.
+    # The smallest group; of equally large groups, the one in the latest step.
     ranked = sorted((len(ranks), -step, ranks) for (step, _, _), ranks in kinds.items())
     return ranked[0][2] if ranked[0][:2] != ranked[1][:2] else []
 
 
 def process_state(pid: int) -> str:
-    """Of a process of this machine, in words: from /proc, so that one that is stopped need not answer."""
+    """Describes the state of a local process. From /proc, as a stopped process does not respond."""
     try:
         text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -233,14 +244,14 @@ def _children(pid: int) -> list[int]:
 
 
 def describe(hang: Hang, sentence: str, stacks: Mapping[int, str]) -> str:
-    """The file of a hang: who is at fault, where every rank is, and what those that could answer were doing."""
+    """Formats the report of a hang: the culprit, the state of every rank, and stack traces."""
     lines = [f"{datetime.now().astimezone().isoformat(timespec='seconds')}: {sentence}", ""]
-    for found in hang.standing:
-        beat = found.beat
+    for rank_state in hang.standing:
+        beat = rank_state.beat
         mark = "  <- the others wait for this one" if beat.rank in hang.culprits else ""
         lines.append(f"rank {beat.rank} (process {beat.pid} on {beat.host}){mark}")
         lines.append(
-            f"  {beat.step} steps done, phase: {beat.phase}, at this place for {found.still:.1f} s, last sign of life {found.silent:.1f} s ago"
+            f"  {beat.step} steps done, phase: {beat.phase}, at this place for {rank_state.still:.1f} s, last sign of life {rank_state.silent:.1f} s ago"
         )
         lines.append(f"  {'in no collective' if beat.waits_in is None else f'waits in the {beat.waits_in}'}")
         counts = ", ".join(f"{name}: {count}" for name, count in beat.counts.items())
@@ -259,21 +270,11 @@ def describe(hang: Hang, sentence: str, stacks: Mapping[int, str]) -> str:
 
 
 def free_path(folder: Path, step: int, is_taken: Callable[[Path], bool] = Path.exists) -> Path:
-    """hang-STEP.txt, or with a number where the same step hung before."""
+    """Returns hang-STEP.txt, with a number if that step has hung before."""
     path, number = folder / f"hang-{step}.txt", 2
     while is_taken(path):
         path, number = folder / f"hang-{step}-{number}.txt", number + 1
     return path
-
-
-# The launcher's eye on its ranks: reads their beats, and when the job hangs asks them for their stacks and
-# writes the file.
-
-
-# On which a worker of ours writes the stacks of its threads, whatever it is doing.
-STACKS = signal.SIGQUIT
-_PAUSE = 0.5
-_FOR_AN_ANSWER = 1.5
 
 
 def stacks_path(job: Path, rank: int) -> Path:
@@ -285,7 +286,7 @@ def read_beats(job: Path, ranks: Sequence[int]) -> list[Beat]:
 
 
 class JobWatch:
-    """`folder`: of the run, where the file goes."""
+    """The launcher's watchdog over its workers. `folder`: the run folder, for the report."""
 
     def __init__(self, limits: Limits, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.limits, self.folder, self.clock = limits, folder, clock
@@ -293,11 +294,11 @@ class JobWatch:
         self._next = 0.0
 
     def __call__(self, processes: Sequence[Process], job: Path) -> Failure | None:
-        """The failure that a hang is, once it is one."""
+        """Returns the failure if the job hangs."""
         now = self.clock()
         if now < self._next:
             return None
-        self._next = now + _PAUSE
+        self._next = now + _CHECK_SECONDS
         running = [process for process in processes if process.code is None]
         beats = read_beats(job, [process.rank for process in running])
         hang = self._watch.look(beats, now, [process.rank for process in running])
@@ -306,12 +307,13 @@ class JobWatch:
     def _settle(self, hang: Hang, running: Sequence[Process], job: Path, ranks: int) -> Failure:
         states = {process.rank: process_state(process.pid) for process in running}
         sentence = hang.sentence(states, ranks)
-        # One that has not come so far as to beat would be killed by it.
+        # The signal would kill a worker that has not yet installed its handler, and sends no heartbeat
+        # either.
         listening = {standing.beat.rank for standing in hang.standing}
         for process in running:
             if process.rank in listening:
                 process.send(STACKS)
-        time.sleep(_FOR_AN_ANSWER)
+        time.sleep(_STACKS_SECONDS)
         stacks = {rank: _read(stacks_path(job, rank)) for rank in listening}
         path = free_path(self.folder, hang.step)
         with suppress(OSError):

@@ -1,7 +1,8 @@
-"""A sign of life of every rank, in a small file: that its process runs, and where in the run it is.
+"""Heartbeat of a rank: a small file with a counter and the rank's position in the run.
 
-A thread writes it now and then; a process that is stopped, or never lets go of the interpreter, writes no more, and one that hangs goes on
-writing the same place. Whoever reads takes the time by its own clock, so that clocks may jump and machines may disagree.
+A thread writes it periodically. A process that is stopped or never releases the GIL stops writing; one that
+hangs writes the same position. The file has no timestamps: readers use their own clock, as clocks of machines
+may differ.
 """
 
 import json
@@ -16,15 +17,15 @@ from typing import Any
 from pentatron.files import sync
 from pentatron.parallel.rank_status import Call, Whereabouts
 
-# The last step, the one it began from and whether the run's folder is ours: the training thread writes them itself, so that they are exact also for a rank
-# that is killed.
+# Header: step, first step and whether the run folder is locked. The training thread writes it at once, so
+# that it is exact even if the rank is killed.
 _EXACT_BYTES = 48
 _BYTES = 8192
 
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank's file says. `pulse` counts how often it was written."""
+    """Content of a heartbeat file. `pulse` counts the writes."""
 
     rank: int
     pid: int
@@ -43,7 +44,7 @@ class Beat:
 
     @property
     def place(self) -> tuple[int, str, int]:
-        """Changes as long as the rank gets on."""
+        """Position in the run; it changes as long as the rank makes progress."""
         return self.step, self.phase, self.calls
 
 
@@ -52,22 +53,23 @@ def beat_path(folder: Path, rank: int) -> Path:
 
 
 def read_beat(path: Path) -> Beat | None:
-    """None if there is none yet, or if it is being written."""
+    """Returns None without a file, or while it is being written."""
     try:
         text = path.read_bytes()
         step, began, opened = map(int, text[:_EXACT_BYTES].split())
-        found = json.loads(text[_EXACT_BYTES:].decode())
-        call = found.pop("waits_in")
-        found |= {"step": step, "began": began, "opened": bool(opened)}
-        return Beat(waits_in=None if call is None else Call(*call), **found)
+        content = json.loads(text[_EXACT_BYTES:].decode())
+        call = content.pop("waits_in")
+        content |= {"step": step, "began": began, "opened": bool(opened)}
+        return Beat(waits_in=None if call is None else Call(*call), **content)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 class Heart:
-    """Writes this rank's beats into `path`, every `pause` seconds.
+    """Writes this rank's heartbeat to `path` every `pause` seconds.
 
-    `synced`: for readers on other machines, who see only what is on the disk. `at_pulse` is called each time, by the same thread.
+    `synced`: calls fsync, for readers on other machines. `at_pulse` is called after each write, by the same
+    thread.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class Heart:
         self.path, self.where, self.pause, self.synced, self.at_pulse = path, where, pause, synced, at_pulse
         self._about: dict[str, Any] = {"rank": rank, "pid": os.getpid(), "host": host}
         self._pulse = 0
-        # Whether the last beat could be written.
+        # Whether the last heartbeat could be written.
         self.is_heard = True
         self._stop = threading.Event()
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -101,18 +103,18 @@ class Heart:
         return f"{self.where.step} {self.where.began} {int(self.where.opened)}".encode().ljust(_EXACT_BYTES)
 
     def _write_exact(self) -> None:
-        """Called by the thread that trains."""
+        # Runs in the training thread.
         with suppress(OSError):
             os.pwrite(self._file, self._exact(), 0)
 
     def beat(self) -> None:
         self._pulse += 1
-        told = {**self._about, **self.where.to_json(), "pulse": self._pulse}
-        text = json.dumps(told).encode().ljust(_BYTES - _EXACT_BYTES)
+        content = {**self._about, **self.where.to_json(), "pulse": self._pulse}
+        text = json.dumps(content).encode().ljust(_BYTES - _EXACT_BYTES)
         if self.synced:
             text = self._exact() + text
         self.is_heard = False
-        # A disk that is full or gone must not end a run.
+        # A full or unmounted disk must not end the run.
         with suppress(OSError):
             os.pwrite(self._file, text, 0 if self.synced else _EXACT_BYTES)
             if self.synced:
@@ -126,7 +128,7 @@ class Heart:
                 self.at_pulse()
 
     def close(self) -> None:
-        """A rank that ends in good order leaves no file."""
+        """Stops the thread and removes the file."""
         self._stop.set()
         self.where.when_step_is_done = self.where.when_opened = None
         self._thread.join(timeout=5)
@@ -137,7 +139,7 @@ class Heart:
 
 @contextmanager
 def beating(heart: Heart | None) -> Iterator[None]:
-    """A rank that fails leaves its last beat, for whoever looks for the reason."""
+    """Context manager that runs the heartbeat. After an error the file stays, for the failure report."""
     if heart is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""Workers on this machine, started and watched by ourselves."""
+"""Launcher: starts the workers of this machine, forwards signals, and determines how the job ended."""
 
 import contextlib
 import fcntl
@@ -34,123 +34,127 @@ from pentatron.supervise.processes import (
 )
 from pentatron.supervise.signals import WATCHED, watched_here
 
-# What workers find in their environment: the job's folder, its launcher, and how often the job was started again.
+# Environment of workers: the folder of the job, process ID of the launcher, and number of restarts.
 JOB, LAUNCHER, RESTART = "PENTATRON_JOB", "PENTATRON_LAUNCHER", "PENTATRON_RESTART"
-# All that `run_workers` puts into the environment of a worker; the first ones have no meaning to other programs.
+# All variables that `run_workers` sets; the first ones have no meaning to other programs.
 OF_OUR_LAUNCHER = (JOB, LAUNCHER, RESTART, SECRET, LISTENER)
 OF_A_WORKER = (
     *OF_OUR_LAUNCHER,
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
 )
-# The reader of the output has left, in the words of a shell.
+# Exit code after SIGPIPE, when the reader of the output has closed it, as a shell reports it.
 READER_LEFT = 128 + signal.SIGPIPE
-# Ends of which a rank has said why, and which another start would not change.
+# Exit codes with which a rank has printed the reason, and which a restart would not change.
 TOLD = (UserError.exit_code, BadNumbers.REPRODUCIBLE, BadNumbers.TRANSIENT, READER_LEFT)
 _HOST = "127.0.0.1"
 _PAUSE = 0.1
-# How long the others may take to end by themselves: after a crash, and after an end that all agree on.
+# How long the other ranks may take to exit: after a crash, and after an end that all ranks agree on.
 _AFTER_A_CRASH, _AFTER_AN_END = 3.0, 60.0
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How the workers ended; `failures` has the first one first. `stopped_by`: the launcher was told to stop."""
+    """How the workers ended.
+
+    `failures`: with the cause first. `stopped_by`: signal to the launcher. `step`: last step done by any
+    rank. `advanced`: whether that step is of this start. `opened`: whether the run folder was locked.
+    """
 
     exit_code: int
     failures: Sequence[Failure] = ()
     stopped_by: signal.Signals | None = None
-    # The last step that any rank had done, whether it was one of this attempt's, and whether the run's folder was ours by then.
     step: int = 0
     advanced: bool = False
     opened: bool = False
 
     @property
-    def failed_rank(self) -> int | None:
-        return self.failures[0].rank if self.failures else None
-
-    @property
     def is_crash(self) -> bool:
-        """Something failed of its own accord: no mistake of the user's, and nobody's wish."""
+        """Whether something failed, other than by a user error or a requested stop."""
         return bool(self.failures) and self.exit_code not in TOLD and self.wished_by is None
 
     @property
     def wished_by(self) -> signal.Signals | None:
-        """The signal by which somebody wanted the end: of the launcher, or of a rank."""
+        """The signal that stopped the launcher or a rank."""
         return self.stopped_by or next((n for n in WATCHED if self.exit_code in (128 + n, -n)), None)
 
     @property
     def has_told(self) -> bool:
-        """A rank has said why, itself: it met a mistake, or it ended in good order."""
+        """Whether a rank has printed the reason itself."""
         return _is_agreed(self.exit_code)
 
     @property
     def status(self) -> int:
-        """What the launcher itself ends with."""
+        """Exit code of the launcher."""
         if self.is_crash:
             return 1
         if self.exit_code >= 0:
             return self.exit_code
-        # Killed: by a signal that it was not yet listening to, or by something else while it was to stop.
+        # A worker was killed: by a signal before it had its handler, or otherwise while it was stopping.
         return 128 - self.exit_code if -self.exit_code in WATCHED else 1
 
     def story(self, ranks: int, when: str = "") -> str:
-        """What the first failure was, with its traceback."""
+        """Describes the first failure with its traceback."""
         first = self.failures[0]
         sentence = first.sentence(ranks, when)
         return f"{sentence}:\n{first.text.rstrip()}" if first.text else sentence
 
 
-_SCRATCH, _HELD = "pentatron-", "in-use"
-# A folder that is younger may be one that its owner is about to hold.
-_LEFT_AFTER = 60.0
+# --- temporary folders ---
+
+_PREFIX, _LOCK = "pentatron-", "in-use"
+# The owner of a younger folder may not have locked it yet.
+_STALE_SECONDS = 60.0
 
 
 @contextmanager
 def scratch_folder(purpose: str) -> Iterator[Path]:
-    """A temporary folder; those that killed commands of the same user have left are removed first."""
-    _remove_left_folders(Path(tempfile.gettempdir()))
-    with tempfile.TemporaryDirectory(prefix=f"{_SCRATCH}{purpose}-") as name:
-        held = hold_folder(Path(name))
+    """Creates a temporary folder, and removes those of killed commands of this user."""
+    _remove_stale_folders(Path(tempfile.gettempdir()))
+    with tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{purpose}-") as name:
+        lock = hold_folder(Path(name))
         try:
             yield Path(name)
         finally:
-            os.close(held)
+            os.close(lock)
 
 
 def hold_folder(folder: Path) -> int:
-    """Keeps a temporary folder from being removed while the descriptor is open, which it is until the process ends if nothing closes it."""
-    held = os.open(folder / _HELD, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    fcntl.flock(held, fcntl.LOCK_SH)
-    return held
+    """Locks a temporary folder against removal while the returned descriptor is open."""
+    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    return lock
 
 
-def _remove_left_folders(place: Path) -> None:
-    for folder in place.glob(f"{_SCRATCH}*-*"):
+def _remove_stale_folders(place: Path) -> None:
+    for folder in place.glob(f"{_PREFIX}*-*"):
         # Another process may remove it at the same time.
         with contextlib.suppress(OSError):
-            about = folder.lstat()
-            is_own = stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid()
-            if is_own and time.time() - about.st_mtime > _LEFT_AFTER and not _is_held(folder):
+            status = folder.lstat()
+            is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+            if is_own and time.time() - status.st_mtime > _STALE_SECONDS and not _is_locked(folder):
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _is_held(folder: Path) -> bool:
-    held = os.open(folder / _HELD, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+def _is_locked(folder: Path) -> bool:
+    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     finally:
-        os.close(held)
+        os.close(lock)
     return False
 
 
-# What a rank opens by itself (libraries, data, checkpoints, logs), for each other rank (sockets of the process groups), and how many are enough.
+# --- workers ---
+
+# File descriptors of a rank itself (libraries, data, checkpoints, logs) and per peer (sockets of process
+# groups), and the highest limit to set.
 _FILES, _FILES_PER_RANK, _ENOUGH_FILES = 64, 8, 2**16
 
 
 def require_descriptors(processes: int) -> None:
-    """Raises the limit of open files as far as this process may, and refuses one with which ranks would wait for each other without end."""
+    """Raises the limit of open files to the hard limit; raises an error if even that is too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _ENOUGH_FILES if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -165,14 +169,15 @@ def require_descriptors(processes: int) -> None:
         )
 
 
-# Looks at the running processes now and then; tells who is at fault where they hang.
+# Watchdog over the processes of a job: returns a failure if they hang.
 Watch = Callable[[Sequence[Process], Path], Failure | None]
 
 
 def listener_for_workers(port: int) -> socket.socket:
-    """A socket on a port of the loopback address, a free one for 0. Rank 0 inherits it, so that no other process gets the port.
+    """Returns a socket that listens on a port of the loopback address, a free one for 0.
 
-    Fails at once if another job has the port, instead of after the rendezvous timeout.
+    Rank 0 inherits it, so that no other process can take the port. If another job has the port, it fails at
+    once instead of after the rendezvous timeout.
     """
     return listening_at(MeetingPoint(_HOST, port))
 
@@ -183,16 +188,16 @@ def run_workers(
     port: int | None,
     environment: Mapping[str, str],
     launcher: int,
-    told: Signals | None = None,
+    received: Signals | None = None,
     watch: Watch | None = None,
     restart: int = 0,
 ) -> Ended:
-    """Runs `python WORDS...` once per process until all end; a failing one takes the others down with it.
+    """Runs `python WORDS...` once per rank until all exit; if one fails, the others are killed.
 
-    `environment` is what they inherit, `launcher` this process. `told` has the signals of a caller who listens already.
+    `launcher`: ID of this process. `received`: the signals of a caller that records them already.
     """
     with contextlib.ExitStack() as stack:
-        signals = told or stack.enter_context(listening(watched_here()))
+        signals = received or stack.enter_context(listening(watched_here()))
         listener = stack.enter_context(listener_for_workers(port or 0))
         require_descriptors(processes)
         job = stack.enter_context(scratch_folder("job"))
@@ -204,7 +209,7 @@ def run_workers(
             JOB: str(job),
             LAUNCHER: str(launcher),
             RESTART: str(restart),
-            # In the environment, which other users cannot read, unlike the words of a command.
+            # Other users can read the command line of a process, but not its environment.
             SECRET: secrets.token_hex(32),
         }
         of_each = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
@@ -213,7 +218,7 @@ def run_workers(
             started(python_words, environment, of_each, listener) as running,
             _stacks_on_request(running, job),
         ):
-            # From here on it is rank 0's alone: if that dies, connections are refused.
+            # Rank 0 alone holds it now: if it dies, connections are refused.
             listener.close()
             hang = _follow(running, signals, job, watch)
             end_all(running)
@@ -222,15 +227,15 @@ def run_workers(
 
 @contextmanager
 def _stacks_on_request(processes: Sequence[Process], job: Path) -> Iterator[None]:
-    """SIGQUIT (Ctrl-\\) asks every rank for its stacks, and the job continues."""
+    """Context manager in which SIGQUIT (Ctrl-\\) makes every rank write its stack traces and continue."""
 
     def ask(number: int, frame: FrameType | None) -> None:
-        # One that has not come so far as to have the file would be killed by the signal.
-        asked = [process for process in processes if stacks_path(job, process.rank).exists()]
-        for process in asked:
+        # The file shows that the worker has a handler: without one the signal would kill it.
+        ready = [process for process in processes if stacks_path(job, process.rank).exists()]
+        for process in ready:
             process.send(STACKS)
         with contextlib.suppress(OSError):
-            os.write(2, f"pentatron: {len(asked)} ranks write their stacks to {job}/rank-*.stacks\n".encode())
+            os.write(2, f"pentatron: {len(ready)} ranks write their stacks to {job}/rank-*.stacks\n".encode())
 
     before = signal.signal(STACKS, ask)
     try:
@@ -240,17 +245,17 @@ def _stacks_on_request(processes: Sequence[Process], job: Path) -> Iterator[None
 
 
 def _follow(processes: Sequence[Process], signals: Signals, job: Path, watch: Watch | None) -> Failure | None:
-    """Returns when all have ended, or when those that are left must be; with what is wrong, where they hang."""
-    passed_on, deadline = False, None
+    """Returns when all processes have exited or the rest is to be killed; returns the failure of a hang."""
+    forwarded, deadline = False, None
     while True:
         for process in processes:
             process.look()
         codes = [process.code for process in processes]
         if None not in codes or signals.is_impatient:
             return None
-        if signals.received and not passed_on:
-            # Once: whoever asks a second time means the first.
-            passed_on = True
+        if signals.received and not forwarded:
+            # The first signal only: schedulers repeat theirs.
+            forwarded = True
             for process in processes:
                 process.send(signals.received[0])
         if any(codes) and deadline is None:
@@ -270,10 +275,6 @@ def _is_agreed(code: int) -> bool:
     return code in TOLD or code - 128 in WATCHED
 
 
-def _is_wished(code: int) -> bool:
-    return code == 0 or -code in WATCHED or code - 128 in WATCHED
-
-
 def _ended(processes: Sequence[Process], signals: Signals, job: Path, hang: Failure | None) -> Ended:
     stopped_by = signals.first
     if signals.is_impatient:
@@ -288,12 +289,12 @@ def _ended(processes: Sequence[Process], signals: Signals, job: Path, hang: Fail
     else:
         failures = [*([hang] if hang else []), *failures_of(processes, job)]
     code = failures[0].code
-    if (
-        hang is None
-        and stopped_by is not None
-        and all(code is not None and _is_wished(code) for code in codes)
-    ):
-        # Also of ranks that had not yet begun to listen, or listened no more; a scheduler's harder signal may come then.
+    # A rank without its handler, at the start or the end, is killed by the signal or a later one of the
+    # scheduler.
+    stopped = all(
+        code is not None and (code == 0 or -code in WATCHED or code - 128 in WATCHED) for code in codes
+    )
+    if hang is None and stopped_by is not None and stopped:
         if all(code == -stopped_by for code in codes):
             sys.stderr.write(f"pentatron: stopped by {stopped_by.name} before training began\n")
         return Ended(128 + stopped_by, stopped_by=stopped_by)

@@ -1,7 +1,9 @@
-"""Watching oneself and the others, where the launcher is somebody else's (torchrun, Slurm) and knows nothing of hangs.
+"""Watchdog for hangs without our launcher, as under torchrun or Slurm: every rank watches itself and its
+peers.
 
-While a rank gets on it only writes its own beats. A rank that does not looks at those of the others in the run's folder; if none gets on, the first to
-notice writes the file of the hang, and every rank that can ends, so that the launcher sees a failure.
+A rank with progress only writes its heartbeat. A rank without progress reads those of its peers in the run
+folder. If no rank has progress, the first to notice writes the report, and every rank exits, so that the
+launcher sees a failure.
 """
 
 import contextlib
@@ -25,12 +27,15 @@ from pentatron.supervise.hang import (
 from pentatron.supervise.heartbeat import Beat, Heart, beat_path
 
 _SLOWEST_PULSE = 5.0
-# Pulses for which the others are looked at before anybody is blamed.
+# Heartbeats of the peers to compare before the job counts as hung.
 _LOOKS = 3
 
 
 class PeerWatch:
-    """`folder`: of the run, seen by all ranks. `tell` puts a line on the terminal."""
+    """A rank's watchdog over itself and its peers.
+
+    `folder`: the run folder, on a shared file system. `tell` prints a line to the terminal.
+    """
 
     def __init__(
         self,
@@ -48,8 +53,8 @@ class PeerWatch:
         self._since = time.monotonic()
         self._first: dict[int, Beat] = {}
         self._looks = 0
-        # Files of earlier hangs, which a rank of this attempt has not written.
-        self._earlier: frozenset[Path] = frozenset()
+        # Reports of earlier hangs, from before this start.
+        self._earlier_reports: frozenset[Path] = frozenset()
 
     @property
     def pause(self) -> float:
@@ -60,9 +65,9 @@ class PeerWatch:
         return self.folder / "ranks"
 
     def start(self) -> None:
-        """Once the run's folder is ours. A folder that cannot be written is somebody else's complaint."""
+        """Starts the heartbeat. Called once the run folder is locked; ignores an unwritable folder."""
         with contextlib.suppress(OSError):
-            self._earlier = frozenset(self.folder.glob("hang-*.txt"))
+            self._earlier_reports = frozenset(self.folder.glob("hang-*.txt"))
             self.beats.mkdir(exist_ok=True)
             path = beat_path(self.beats, self.rank)
             host = os.uname().nodename
@@ -83,49 +88,42 @@ class PeerWatch:
         if time.monotonic() - self._since <= self.limits.of(self.where):
             return
         if self.heart is not None and self.heart.is_heard:
-            # Whoever cannot write itself would take others that cannot for frozen.
-            self._look_at_the_others()
+            # If this rank cannot write, peers probably cannot either, and only seem frozen.
+            self._check_peers()
 
-    def _look_at_the_others(self) -> None:
+    def _check_peers(self) -> None:
         now = {beat.rank: beat for beat in read_beats(self.beats, range(self.ranks))}
         if not self._looks:
             self._first = now
         self._looks += 1
         before = {rank: self._first.get(rank, beat) for rank, beat in now.items()}
         if any(beat.place != before[rank].place for rank, beat in now.items()):
-            # Somebody gets on: whoever waits for that one waits rightly.
+            # A peer makes progress: this rank may be waiting for it.
             self._looks = 0
         elif self._looks > _LOOKS:
             still = time.monotonic() - self._since
-            self._end(
-                [
-                    Standing(
-                        beat,
-                        still if beat.pulse == before[rank].pulse else 0.0,
-                        still,
-                        beat.pulse == before[rank].pulse,
-                    )
-                    for rank, beat in now.items()
-                ]
-            )
+            standing = []
+            for rank, beat in now.items():
+                is_silent = beat.pulse == before[rank].pulse
+                standing.append(Standing(beat, still if is_silent else 0.0, still, is_silent))
+            self._report_and_exit(Hang(standing, culprits_of(standing)))
 
-    def _end(self, standing: list[Standing]) -> None:
-        hang = Hang(standing, culprits_of(standing))
+    def _report_and_exit(self, hang: Hang) -> None:
         host = os.uname().nodename
-        here = {s.beat.rank: process_state(s.beat.pid) for s in standing if s.beat.host == host}
+        states = {s.beat.rank: process_state(s.beat.pid) for s in hang.standing if s.beat.host == host}
         with contextlib.suppress(OSError), (self.beats / f"rank-{self.rank:05d}.log").open("a") as log:
             log.write(f"hangs after step {self.where.step}, the innermost call first:\n")
             log.flush()
             faulthandler.dump_traceback(log, all_threads=True)
-        sentence = hang.sentence(here, self.ranks)
-        path = free_path(self.folder, hang.step, self._earlier.__contains__)
+        sentence = hang.sentence(states, self.ranks)
+        path = free_path(self.folder, hang.step, self._earlier_reports.__contains__)
         try:
+            # Mode "x": of all ranks that notice the hang, one writes the report.
             with path.open("x", encoding="utf-8") as file:
                 file.write(describe(hang, sentence, {}))
                 file.write(f"The stacks of ranks that could tell are in {self.beats}.\n")
             self.tell(f"{sentence}; {path} says where every rank is, and {self.beats} has their stacks")
         except FileExistsError:
-            # Another rank was first, and has said it.
             pass
         except OSError as error:
             self.tell(f"{sentence}; {path} cannot be written ({error.strerror})")

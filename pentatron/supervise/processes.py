@@ -1,4 +1,4 @@
-"""The processes of one attempt: started together, signalled together, and none of them left behind."""
+"""Worker processes of one start of a job, the signals the launcher receives, and the failures of ranks."""
 
 import contextlib
 import json
@@ -19,19 +19,19 @@ from typing import Any
 
 from pentatron.files import rename
 
-# For processes that were killed with SIGKILL and are waited for; one that waits for a dead disk ends when that answers.
+# Limit for reaping killed processes: one in an uninterruptible I/O wait ends only when the device responds.
 _REAPING_SECONDS = 10.0
 
 
 @dataclass
 class Process:
-    """One rank. `code` is its exit code once it has ended (minus the number of the signal that killed it)."""
+    """The process of one rank. `code`: its exit code once it has ended, negative for a signal."""
 
     rank: int
     handle: "subprocess.Popen[bytes]"
     code: int | None = None
     ended_at: float = 0.0
-    # Ended by us, because of another rank.
+    # Whether the launcher killed it because of another rank.
     was_killed: bool = False
 
     @property
@@ -39,7 +39,7 @@ class Process:
         return self.handle.pid
 
     def look(self) -> None:
-        """Notices an end; whatever the rank had started (readers of data) ends with it."""
+        """Polls the process; at its end kills its process group, which has the data loader workers."""
         if self.code is None and (code := self.handle.poll()) is not None:
             self.code, self.ended_at = code, time.time()
             self._signal_group(signal.SIGKILL)
@@ -55,26 +55,26 @@ class Process:
             self._signal_group(signal.SIGKILL)
 
     def _signal_group(self, number: signal.Signals) -> None:
-        # Every rank leads a group of its own.
+        # Every rank leads a process group.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
 
+# With this variable Python adds neither the current folder nor that of the script to its path.
 SAFE_PATH = "PYTHONSAFEPATH"
 
 
 def environment_of(words: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """What `python WORDS...` inherits. The variable by which a command guards its other processes would hide a script's own folder."""
+    """Returns the environment of `python WORDS...`. A script may import from its folder."""
     is_script = not words[0].startswith("-")
     hidden = SAFE_PATH if is_script and not sys.flags.safe_path else None
     return {name: value for name, value in environment.items() if name != hidden}
 
 
 def python_command(words: Sequence[str]) -> list[str]:
-    """`python WORDS...`, for a process that imports nothing from the current folder.
+    """Returns the command for `python WORDS...` that imports nothing from the current folder.
 
-    `-m` and `-c` would put that folder first on the path. A script's own folder is there for what lies beside the script, in workers as in
-    one process.
+    `-m` and `-c` would put it first on the path. A script keeps its own folder on the path.
     """
     is_safe = words[0] in ("-m", "-c") or sys.flags.safe_path
     return [sys.executable, *(["-P"] if is_safe else []), *words]
@@ -87,9 +87,9 @@ def started(
     of_each: Sequence[Mapping[str, str]],
     listener: socket.socket,
 ) -> Iterator[list[Process]]:
-    """`python WORDS...` once for each rank; after the block none of them lives. The first one inherits the socket.
+    """Starts `python WORDS...` once per rank; kills them at the end of the block. Rank 0 inherits the socket.
 
-    They lead sessions of their own, so that Ctrl-C reaches the launcher alone, which passes it on once.
+    Each has its own session, so that Ctrl-C reaches only the launcher, which forwards it once.
     """
     processes: list[Process] = []
     inherited = environment_of(python_words, environment)
@@ -120,7 +120,7 @@ def end_all(processes: Sequence[Process]) -> None:
 
 @dataclass
 class Signals:
-    """What the launcher was told by signals, to be passed on."""
+    """Signals that the launcher has received, to be forwarded."""
 
     received: list[signal.Signals] = field(default_factory=list)
 
@@ -133,13 +133,13 @@ class Signals:
 
     @property
     def is_impatient(self) -> bool:
-        """A second Ctrl-C is a person who wants out; schedulers repeat their signals and mean the first."""
+        """Whether Ctrl-C was pressed again. Schedulers repeat other signals."""
         return signal.SIGINT in self.received[1:]
 
 
 @contextmanager
 def listening(numbers: Sequence[signal.Signals]) -> Iterator[Signals]:
-    """Signals are kept instead of ending this process."""
+    """Context manager that records signals instead of ending this process."""
     signals = Signals()
     before = {number: signal.signal(number, signals) for number in numbers}
     try:
@@ -149,10 +149,10 @@ def listening(numbers: Sequence[signal.Signals]) -> Iterator[Signals]:
             signal.signal(number, handler)
 
 
-# Which rank of a job failed first, and how: what the ranks wrote down, and how their processes ended.
+# --- failures ---
 
-
-# How a rank's account of its end is called in the job's folder, what faulthandler wrote when it crashed, and that it works or came to its end.
+# Files in the job's folder: failure record of a rank, stack trace by faulthandler, and markers for "working"
+# and "done".
 _RECORD, _CRASH = "rank-{rank}.failure", "rank-{rank}.crash"
 _WORKING, _DONE = "rank-{rank}.working", "rank-{rank}.done"
 _LONGEST_CRASH = 40
@@ -160,14 +160,17 @@ _LONGEST_CRASH = 40
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank that ended as it should not. `kind` is what it wrote down itself; `text` is its traceback, if there is one."""
+    """The failure of a rank.
+
+    `kind`: from the rank's own record, or set by the launcher. `text`: its traceback, if any. `story`: the
+    complete message about a hang.
+    """
 
     rank: int
     code: int
     at: float
     kind: str = ""
     text: str = ""
-    # Of a hang: all that is to be said of it.
     story: str = ""
 
     def sentence(self, ranks: int, when: str) -> str:
@@ -175,19 +178,13 @@ class Failure:
 
     @property
     def is_consequence(self) -> bool:
-        """It ended because another rank did, or because we ended it."""
+        """Whether another rank caused the failure."""
         return self.kind in ("lost", "killed")
 
     @property
     def how(self) -> str:
-        if self.kind == "hung":
-            return "hung"
-        if self.kind == "silent":
-            return "did not answer the others, and was ended"
-        if self.kind == "unfinished":
-            return "ended with exit code 0 and unfinished work"
-        if self.kind == "early":
-            return "ended before the others were done, without an error"
+        if self.kind in _DESCRIPTIONS:
+            return _DESCRIPTIONS[self.kind]
         if self.code >= 0:
             return f"failed with exit code {self.code}"
         try:
@@ -197,24 +194,23 @@ class Failure:
         return f"was killed by {name}{_HINTS.get(-self.code, '')}"
 
     @property
-    def _place(self) -> tuple[int, float]:
-        """A rank that vanishes makes others fail, in whatever order that is noticed."""
-        if self.kind in ("lost", "killed"):
-            return (4 if self.kind == "killed" else 3), self.at
-        if self.kind in ("early", "silent"):
-            return 2, self.at
-        if self.code == -signal.SIGABRT:
-            return 1, self.at
-        return (0 if self.code < 0 else 1), self.at
+    def _order(self) -> tuple[int, float]:
+        """Sort key: causes before consequences, then by time, as failures may be noticed in any order."""
+        ranking = {"early": 2, "silent": 2, "lost": 3, "killed": 4}
+        # A signal comes first, except SIGABRT, with which NCCL reports a timeout caused by another rank.
+        by_signal = self.code < 0 and self.code != -signal.SIGABRT
+        return ranking.get(self.kind, 0 if by_signal else 1), self.at
 
 
-_HINTS = {
-    int(
-        signal.SIGABRT
-    ): " (NCCL does that when a collective waits longer than --distributed-timeout-minutes)",
-    int(
-        signal.SIGKILL
-    ): " (the system does that when memory runs out; `pentatron plan` shows what a run needs)",
+_DESCRIPTIONS = {
+    "hung": "hung",
+    "silent": "did not answer the others, and was ended",
+    "unfinished": "ended with exit code 0 and unfinished work",
+    "early": "ended before the others were done, without an error",
+}
+_HINTS: dict[int, str] = {
+    signal.SIGABRT: " (NCCL does that when a collective waits longer than --distributed-timeout-minutes)",
+    signal.SIGKILL: " (the system does that when memory runs out; `pentatron plan` shows what a run needs)",
 }
 
 
@@ -227,25 +223,25 @@ def crash_path(job: Path, rank: int) -> Path:
 
 
 def write_record(job: Path, rank: int, kind: str, text: str, at: float) -> None:
-    """Of a rank that fails; a half-written one is never read."""
+    """Writes the failure record of a rank, with an atomic rename."""
     path = record_path(job, rank)
-    half = path.with_suffix(".part")
-    half.write_text(json.dumps({"kind": kind, "text": text, "at": at}), encoding="utf-8")
-    rename(half, path)
+    partial = path.with_suffix(".part")
+    partial.write_text(json.dumps({"kind": kind, "text": text, "at": at}), encoding="utf-8")
+    rename(partial, path)
 
 
 def begin_work(job: Path, rank: int) -> None:
-    """The file that `end_work` renames: a disk that is full by then has no room for a new one."""
+    """Creates the file that `end_work` renames: a new file might not fit on a full disk by then."""
     (job / _WORKING.format(rank=rank)).touch()
 
 
 def end_work(job: Path, rank: int) -> None:
-    """Records that a rank came to the end of its work."""
+    """Records that a rank has completed its work."""
     rename(job / _WORKING.format(rank=rank), job / _DONE.format(rank=rank))
 
 
 def unfinished(processes: Sequence[Process], job: Path) -> list[Failure]:
-    """Of ranks that ended without an error: those that have not recorded that they came to the end of their work."""
+    """Returns failures of ranks that exited with code 0 but did not record the end of their work."""
     return [
         Failure(process.rank, 1, process.ended_at, "unfinished")
         for process in processes
@@ -254,41 +250,43 @@ def unfinished(processes: Sequence[Process], job: Path) -> list[Failure]:
 
 
 def failures_of(processes: Sequence[Process], job: Path) -> list[Failure]:
-    """What failed, the first one first."""
-    found = [_failure(process, job) for process in processes if process.code]
-    if found and all(failure.is_consequence for failure in found):
-        # Everybody lost somebody: whoever left first, in silence.
-        quiet = [process for process in processes if process.code == 0]
-        if quiet:
-            left = min(quiet, key=lambda process: process.ended_at)
-            found.append(Failure(left.rank, 0, left.ended_at, "early"))
-        elif any(failure.kind == "lost" for failure in found):
-            # Or whoever stayed when the others gave up waiting.
-            found = [replace(f, kind="silent") if f.kind == "killed" else f for f in found]
-    return sorted(found, key=lambda failure: failure._place)
+    """Returns the failures of a job, with the cause first."""
+    failures = [_failure(process, job) for process in processes if process.code]
+    if failures and all(failure.is_consequence for failure in failures):
+        # All ranks lost the connection to another one: the cause is the first that exited without an error.
+        exited = [process for process in processes if process.code == 0]
+        if exited:
+            first = min(exited, key=lambda process: process.ended_at)
+            failures.append(Failure(first.rank, 0, first.ended_at, "early"))
+        elif any(failure.kind == "lost" for failure in failures):
+            # Without one, the cause is the rank that did not respond and had to be killed.
+            failures = [replace(f, kind="silent") if f.kind == "killed" else f for f in failures]
+    return sorted(failures, key=lambda failure: failure._order)
 
 
 def _failure(process: Process, job: Path) -> Failure:
     assert process.code is not None
-    record = _read(record_path(job, process.rank))
+    record = _read_record(record_path(job, process.rank))
     if record is not None:
         return Failure(process.rank, process.code, record["at"], record["kind"], record["text"])
-    # By us, unless it was faster to end in another way.
+    # Killed by the launcher, unless it ended in another way before.
     if process.was_killed and process.code == -signal.SIGKILL:
         return Failure(process.rank, process.code, process.ended_at, "killed")
-    return Failure(process.rank, process.code, process.ended_at, text=_crash(crash_path(job, process.rank)))
+    return Failure(
+        process.rank, process.code, process.ended_at, text=_crash_stack(crash_path(job, process.rank))
+    )
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read_record(path: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return record if isinstance(record, dict) else None
 
 
-def _crash(path: Path) -> str:
-    """The stacks that a crash left: of this thread, mostly, as the others only wait."""
+def _crash_stack(path: Path) -> str:
+    """Returns the stack trace that faulthandler wrote at a crash, of the current thread if that is marked."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -299,8 +297,8 @@ def _crash(path: Path) -> str:
 
 
 def keep_records(failures: Sequence[Failure], folder: Path, attempt: int) -> list[Path]:
-    """Adds what each rank said to its own file in the run's folder."""
-    kept = []
+    """Appends the traceback of each rank to its file in the run folder."""
+    paths = []
     for failure in failures:
         if not failure.text:
             continue
@@ -311,5 +309,5 @@ def keep_records(failures: Sequence[Failure], folder: Path, attempt: int) -> lis
             file.write(
                 f"{moment}, attempt {attempt + 1}: rank {failure.rank} {failure.how}\n{failure.text.rstrip()}\n\n"
             )
-        kept.append(path)
-    return kept
+        paths.append(path)
+    return paths

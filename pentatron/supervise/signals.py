@@ -1,4 +1,4 @@
-"""Ctrl-C and termination signals as a request, honoured at the next step boundary."""
+"""Signal handling of a worker: Ctrl-C and termination signals stop the run after the current step."""
 
 import contextlib
 import os
@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-# Besides the usual two: a closed terminal, the warnings that schedulers send before they take a machine away, and that of the kernel before the
-# limit of CPU time (RLIMIT_CPU) is reached.
+# SIGHUP: closed terminal. SIGUSR1, SIGUSR2: warnings of schedulers before preemption. SIGXCPU: limit of CPU
+# time (RLIMIT_CPU).
 WATCHED = (
     signal.SIGINT,
     signal.SIGTERM,
@@ -18,18 +18,18 @@ WATCHED = (
     signal.SIGUSR2,
     signal.SIGXCPU,
 )
-# A scheduler signals every process of a job, and the launcher passes on what it received: one request, told twice.
+# A scheduler signals every process of a job, and the launcher forwards its signal: the second one is an echo.
 _ECHO_SECONDS = 5.0
 
 
 def watched_here() -> list[signal.Signals]:
-    """All of them, but for a closed terminal that is to be survived: `nohup` makes its command ignore that signal."""
+    """Returns the watched signals, without SIGHUP if it is ignored, as under `nohup`."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [number for number in WATCHED if not (ignored and number == signal.SIGHUP)]
 
 
 class StoppedEarly(BaseException):
-    """A signal that came before the loop: nothing is trained that would have to be saved."""
+    """Raised by a signal before the training loop, when there is nothing to save."""
 
     def __init__(self, number: signal.Signals) -> None:
         super().__init__(f"stopped by {signal_name(number)} before the first step; nothing was trained yet")
@@ -37,12 +37,12 @@ class StoppedEarly(BaseException):
 
 
 class StopRequest:
-    """Set by the first signal. A second Ctrl-C ends the process at once; its last checkpoint is intact either way.
+    """Signal handler that records the first signal. A second Ctrl-C raises KeyboardInterrupt.
 
-    While a run `is_starting`, a signal raises `StoppedEarly` instead: a start may be blocked for long, in a file of a dead mount or while data is
-    tokenized, and Python resumes a blocked call after a handler that returns.
+    While a run `is_starting`, a signal raises `StoppedEarly` instead: a start may block for long, in a dead
+    mount or while data is tokenized, and Python resumes a blocked call after a handler that returns.
 
-    Schedulers repeat their signals, or send a harder one after a warning; that must not break off the save they ask for.
+    Further signals are ignored: schedulers repeat theirs, which must not interrupt the save.
     """
 
     def __init__(self, launcher: int | None = None, tells: bool = False) -> None:
@@ -54,12 +54,12 @@ class StopRequest:
 
     @property
     def signal(self) -> signal.Signals | None:
-        # Without a launcher to pass signals on to us: end in good order rather than train on unseen.
+        # Without its launcher a rank receives no signals: it stops after the step.
         return signal.SIGTERM if self.is_left_alone else self._received
 
     @property
     def is_left_alone(self) -> bool:
-        """The launcher is gone, which the kernel may have told us by SIGTERM, and nobody asked for anything else."""
+        """Whether the launcher has died. The kernel may have sent SIGTERM for that (PR_SET_PDEATHSIG)."""
         gone = self._launcher is not None and os.getppid() != self._launcher
         return gone and self._received in (None, signal.SIGTERM)
 
@@ -69,19 +69,18 @@ class StopRequest:
             if self.is_starting:
                 raise StoppedEarly(self._received)
             if self._tells and number == signal.SIGINT:
-                # For a person who waits; a step and its save may take minutes. Not by Python's streams, which may be busy.
+                # A step and its save may take minutes. Python's streams are not safe in a signal handler.
                 with contextlib.suppress(OSError):
                     os.write(2, b"Ctrl-C: the run ends after this step; once more ends it at once\n")
-        elif number == signal.SIGINT and not self._is_echo():
-            raise KeyboardInterrupt
-
-    def _is_echo(self) -> bool:
-        return self._launcher is not None and time.monotonic() - self._since <= _ECHO_SECONDS
+        elif number == signal.SIGINT:
+            is_echo = self._launcher is not None and time.monotonic() - self._since <= _ECHO_SECONDS
+            if not is_echo:
+                raise KeyboardInterrupt
 
 
 @contextmanager
 def stop_on_signals(launcher: int | None, tells: bool = False) -> Iterator[StopRequest]:
-    """Watches the signals, and, if a launcher's process id is given, that it lives. `tells`: that Ctrl-C came."""
+    """Installs the handler. `launcher`: process ID to watch. `tells`: whether Ctrl-C prints a line."""
     request = StopRequest(launcher, tells)
     before = {number: signal.signal(number, request) for number in watched_here()}
     try:

@@ -1,4 +1,4 @@
-"""A job that is started again when it crashes: how often, from where, and when that is in vain."""
+"""Restarts a crashed job from its last checkpoint, until restarts reach no new checkpoint."""
 
 import json
 import time
@@ -14,27 +14,30 @@ from pentatron.supervise.launcher import Ended
 from pentatron.supervise.processes import Failure, Signals, keep_records
 from pentatron.supervise.signals import signal_name
 
-# Starts the job; the number says how often it was started again before.
+# Starts the job and waits for its end. The argument is the number of restarts so far.
 Attempt = Callable[[int], Ended]
 
-# Seconds between two looks at what the launcher was told, while it waits.
-_LOOK = 0.1
+_POLL_SECONDS = 0.1
 _LONGEST_PAUSE = 30
 
 
 def pause_before(in_vain: int) -> int:
-    """Seconds to wait for a restart after so many in a row that reached no new checkpoint: the first comes at once. Whatever ended those
-    after it, a disk or a network that is away, may need time to come back."""
+    """Returns the seconds before a restart after `in_vain` restarts without a new checkpoint.
+
+    The first restart is immediate. Later ones back off exponentially, as a lost disk or network may come
+    back.
+    """
     return min(2 ** (in_vain - 1), _LONGEST_PAUSE) if in_vain else 0
 
 
 @dataclass
 class Supervisor:
-    """`limit`: so many restarts in a row may reach no new checkpoint; each that does is counted from 1 again, as a run of weeks meets many
-    crashes that have nothing to do with each other. `resumes`: also the first attempt goes on with what is there. `saved_step`: the last
-    step that can be gone on from. `way_on`: the command that does so.
+    """Runs a job with restarts.
 
-    `tell` puts a line on the terminal; the same lines go to the log of the run in `folder`.
+    Args: limit: number of restarts in a row that may reach no new checkpoint. A new checkpoint resets the
+    count, as a run of weeks has many unrelated crashes. folder: the run folder, whose log gets the lines that
+    `tell` prints to the terminal. resumes: whether the first start resumes the run in the folder, too.
+    saved_step: returns the last step to resume from. way_on: how the user resumes the run.
     """
 
     attempt: Attempt
@@ -47,45 +50,52 @@ class Supervisor:
     tell: Callable[[str], None]
     sleep: Callable[[float], None] = time.sleep
     way_on: str = "the same command goes on from there"
-    # By another job, which writes there.
+    # Whether another job holds the folder, which is then not written to.
     _in_use: bool = False
 
     def run(self) -> Ended:
-        # All of them, and those since the last new checkpoint.
-        restarts, in_vain, goes_on = 0, 0, 0
+        # `in_vain` counts the restarts since the last new checkpoint, `restarts` all of them. A start with 0
+        # known restarts follows the user's choice of resuming or not.
+        restarts, in_vain, known_restarts = 0, 0, 0
         furthest = -1
         while True:
-            ended = self.attempt(goes_on)
+            ended = self.attempt(known_restarts)
             if not ended.failures:
                 return ended
             self._in_use = not ended.opened and is_in_use(self.folder)
             if ended.has_told:
                 self._keep(ended.failures, restarts)
                 return ended
-            self._say_what_happened(ended, restarts)
-            # What lies there may be an earlier run's, which this one has not yet moved aside. To look takes seconds, as it imports torch.
-            is_own = self.resumes or ended.opened or goes_on > 0
+            self._report(ended, restarts)
+            # Before the job has opened the folder, its steps may be an earlier run's. Finding them imports
+            # torch.
+            is_own = self.resumes or ended.opened or known_restarts > 0
             saved = self.saved_step() if is_own else None
             if saved is not None and saved > furthest:
                 furthest, in_vain = saved, 0
-            reason = self._why_not_again(ended, restarts, in_vain)
+            reason = self._reason_to_end(ended, restarts, in_vain)
             if reason is None:
-                self._say(self._again(in_vain, saved, ended.step))
+                self._say(self._announcement(in_vain, saved, ended.step))
                 self._wait(pause_before(in_vain))
-                reason = self._wished(ended)
+                reason = self._requested_stop(ended)
             if reason is not None:
-                self._say(f"{reason}. {self._where_it_stands(saved)}")
+                outcome = (
+                    "No checkpoint had been saved yet"
+                    if saved is None
+                    else f"The last checkpoint, step {saved}, is intact: {self.way_on}"
+                )
+                self._say(f"{reason}. {outcome}")
                 return ended
             restarts, in_vain = restarts + 1, in_vain + 1
-            goes_on = restarts if is_own else 0
+            known_restarts = restarts if is_own else 0
             self._record(ended.failures[0], restarts, saved or 0, ended.step)
 
-    def _say_what_happened(self, ended: Ended, restarts: int) -> None:
-        """The traceback on the terminal; the log has the sentence, as the ranks' own files have all of them."""
+    def _report(self, ended: Ended, restarts: int) -> None:
+        """Prints the first traceback. The log gets one line, the folder `ranks` all tracebacks."""
         first = ended.failures[0]
-        kept = self._keep(ended.failures, restarts)
+        records = self._keep(ended.failures, restarts)
         when = f"after step {ended.step}" if ended.advanced else "before its first step was done"
-        others = f"; {self.folder / 'ranks'} has what the other ranks said" if len(kept) > 1 else ""
+        others = f"; {self.folder / 'ranks'} has what the other ranks said" if len(records) > 1 else ""
         story = ended.story(self.ranks, when)
         self.tell(f"{story}\n(rank {first.rank} failed first{others})" if first.text else f"{story}{others}")
         self._log(f"{FAILED}{first.sentence(self.ranks, when)}")
@@ -96,9 +106,9 @@ class Supervisor:
         except OSError:
             return []
 
-    def _why_not_again(self, ended: Ended, restarts: int, in_vain: int) -> str | None:
-        if (wished := self._wished(ended)) is not None:
-            return wished
+    def _reason_to_end(self, ended: Ended, restarts: int, in_vain: int) -> str | None:
+        if (requested := self._requested_stop(ended)) is not None:
+            return requested
         if self.limit == 0:
             return "not started again (--max-restarts 0)"
         if restarts == 0 and not ended.advanced and ended.exit_code >= 0:
@@ -108,25 +118,18 @@ class Supervisor:
             return f"not started again: {tried} reached no new checkpoint (--max-restarts {self.limit}), and it failed after step {ended.step}"
         return None
 
-    def _wished(self, ended: Ended) -> str | None:
-        wished_by = ended.wished_by or self.signals.first
-        return (
-            None if wished_by is None else f"not started again, as {signal_name(wished_by)} asked for an end"
-        )
+    def _requested_stop(self, ended: Ended) -> str | None:
+        number = ended.wished_by or self.signals.first
+        return None if number is None else f"not started again, as {signal_name(number)} asked for an end"
 
     def _wait(self, seconds: int) -> None:
-        """No longer than until somebody asks for an end."""
-        for _ in range(round(seconds / _LOOK)):
+        """Sleeps; returns early upon a signal."""
+        for _ in range(round(seconds / _POLL_SECONDS)):
             if self.signals.first is not None:
                 return
-            self.sleep(_LOOK)
+            self.sleep(_POLL_SECONDS)
 
-    def _where_it_stands(self, saved: int | None) -> str:
-        if saved is None:
-            return "No checkpoint had been saved yet"
-        return f"The last checkpoint, step {saved}, is intact: {self.way_on}"
-
-    def _again(self, in_vain: int, saved: int | None, step: int) -> str:
+    def _announcement(self, in_vain: int, saved: int | None, step: int) -> str:
         lost = max(0, step - (saved or 0))
         place = f"from step {saved}" if saved is not None else "from the beginning (nothing was saved yet)"
         again = {0: "no step is lost", 1: "1 step is lost"}.get(lost, f"{lost} steps are lost")
@@ -142,7 +145,7 @@ class Supervisor:
             append_line(self.folder / "train.log", text)
 
     def _record(self, failure: Failure, restarts: int, saved: int, step: int) -> None:
-        """For whoever looks at the run later."""
+        """Appends a row to restarts.jsonl."""
         if self._in_use:
             return
         row = {

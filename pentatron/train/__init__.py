@@ -1,1 +1,1 @@
-"""Building a run and going through its steps."""
+"""Builds a run and trains it step by step: session, trainer, step, evaluation, saves and run folder."""

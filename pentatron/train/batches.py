@@ -1,4 +1,4 @@
-"""What a rank reads for a step."""
+"""Micro-batches of a rank: prefetch, asynchronous copy to the GPU, and agreement on when to stop."""
 
 import contextlib
 import itertools
@@ -18,21 +18,14 @@ from pentatron.parallel.world import World
 from pentatron.settings.run import RunConfig
 from pentatron.supervise.signals import StopRequest
 
-# Micro-batches on their way to a GPU while it computes: a thread reads them, and a stream of its own copies
-# them.
-#
-# The order is that of the reader, and an error comes where the batch would have come that it is about:
-# whoever draws notices nothing but that batches are there already. What was read ahead and not drawn is read
-# again by a run that goes on, which counts what it has consumed.
-
-
-# How long the thread waits before it looks whether anybody still wants batches.
-_PATIENCE = 0.2
+# Seconds after which the blocked prefetch thread checks whether it was closed.
+_POLL_SECONDS = 0.2
+# The verdict about invalid data: larger than any signal number, so that `largest` prefers it.
+_BAD_DATA = 1000
 
 
 class Transport(Protocol):
-    """Brings a batch to where it is computed with: `start` beside everything else, `finish` for the one who computes. The thread that
-    reads calls `enter` first."""
+    """Moves a batch to the device. A thread calls `enter` and `start`, the consumer `finish`."""
 
     def enter(self) -> None: ...
     def start(self, batch: Batch) -> tuple[Batch, object]: ...
@@ -40,37 +33,36 @@ class Transport(Protocol):
 
 
 class ToGPU:
-    """Copies from page-locked memory on a stream beside the computation's, which waits for them; the host does not."""
+    """Copies batches asynchronously from page-locked memory on a separate CUDA stream."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.stream = stream
-        # With its number, also where the device was named without one.
+        # Unlike the configured device, the stream's always has an index.
         self.device = stream.device
 
     def enter(self) -> None:
-        # A thread begins with the first GPU, and would take memory of it to lock pages.
+        # The current device of a new thread is GPU 0: pinning memory would create a CUDA context there.
         torch.cuda.set_device(self.device)
 
     def start(self, batch: Batch) -> tuple[Batch, object]:
-        with torch.cuda.stream(self.stream):
-            there = batch.map(self._copied)
-            return there, self.stream.record_event()
+        def copy(tensor: torch.Tensor) -> torch.Tensor:
+            pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
+            return pinned.to(self.device, non_blocking=True)
 
-    def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
-        pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
-        return pinned.to(self.device, non_blocking=True)
+        with torch.cuda.stream(self.stream):
+            return batch.map(copy), self.stream.record_event()
 
     def finish(self, batch: Batch, started: object) -> Batch:
         assert isinstance(started, torch.cuda.Event)
-        computing = torch.cuda.current_stream(self.device)
-        computing.wait_event(started)
-        # The memory belongs to the copying stream: it must not have it back before the computation is done with it.
-        return batch.map(lambda tensor: _used_by(tensor, computing))
+        compute = torch.cuda.current_stream(self.device)
+        compute.wait_event(started)
 
+        def recorded(tensor: torch.Tensor) -> torch.Tensor:
+            # The allocator must not reuse memory of the copy stream while the compute stream still reads it.
+            tensor.record_stream(compute)
+            return tensor
 
-def _used_by(tensor: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:
-    tensor.record_stream(stream)
-    return tensor
+        return batch.map(recorded)
 
 
 @dataclass(frozen=True)
@@ -79,94 +71,88 @@ class _Failed:
 
 
 class _Ended:
-    """After the last batch."""
+    """Marks the end of the batches."""
 
 
 _Item = tuple[Batch, object] | _Failed | _Ended
-_Ready = queue.Queue[_Item]
-
-
-def read_ahead(batches: Iterator[Batch], depth: int, transport: Transport) -> "ReadAhead":
-    """The same batches, `depth` of them read and on their way before they are drawn. Reading begins at once."""
-    return ReadAhead(batches, depth, transport)
 
 
 class ReadAhead(Iterator[Batch]):
-    """Draws what a thread has read. The thread does not hold this: it ends when nobody does any more."""
+    """Iterates over batches, of which a thread prefetches `depth`. It starts at once and keeps their order.
+
+    An error of the reader is raised in place of its batch. Prefetched batches that were not consumed are read
+    again when the run resumes. The thread holds no reference to this object, so that it ends once this object
+    is garbage.
+    """
 
     def __init__(self, batches: Iterator[Batch], depth: int, transport: Transport) -> None:
         self._transport = transport
-        self._ready: _Ready = queue.Queue(max(1, depth))
-        self._unwanted = threading.Event()
-        read = (batches, transport, self._ready, self._unwanted)
-        self._reader = threading.Thread(target=_read, args=read, name="read-ahead", daemon=True)
-        self._reader.start()
+        self._queue: queue.Queue[_Item] = queue.Queue(max(1, depth))
+        self._closed = threading.Event()
+        arguments = (batches, transport, self._queue, self._closed)
+        self._thread = threading.Thread(target=_prefetch, args=arguments, name="read-ahead", daemon=True)
+        self._thread.start()
 
     def __next__(self) -> Batch:
-        if self._unwanted.is_set():
+        if self._closed.is_set():
             raise StopIteration
-        found = self._ready.get()
-        if isinstance(found, _Ended):
+        item = self._queue.get()
+        if isinstance(item, _Ended):
             self.close()
             raise StopIteration
-        if isinstance(found, _Failed):
+        if isinstance(item, _Failed):
             self.close()
-            raise found.error
-        return self._transport.finish(*found)
+            raise item.error
+        return self._transport.finish(*item)
 
     def close(self) -> None:
-        self._unwanted.set()
-        # It may wait for room, or be within a slow file system; nobody waits for that.
+        self._closed.set()
+        # Unblocks a thread that waits for room. One that is blocked in a file system is not waited for.
         with contextlib.suppress(queue.Empty):
-            self._ready.get_nowait()
-        self._reader.join(2 * _PATIENCE)
+            self._queue.get_nowait()
+        self._thread.join(2 * _POLL_SECONDS)
 
     def __del__(self) -> None:
         self.close()
 
 
-def _read(
+def _prefetch(
     batches: Iterator[Batch],
     transport: Transport,
-    ready: _Ready,
-    unwanted: threading.Event,
+    items: queue.Queue[_Item],
+    closed: threading.Event,
 ) -> None:
     try:
         transport.enter()
         for batch in batches:
-            if not _handed_over(transport.start(batch), ready, unwanted):
+            if not _put(transport.start(batch), items, closed):
                 return
-        _handed_over(_Ended(), ready, unwanted)
+        _put(_Ended(), items, closed)
     except Exception as error:
-        _handed_over(_Failed(error), ready, unwanted)
+        _put(_Failed(error), items, closed)
 
 
-def _handed_over(
-    item: _Item,
-    ready: _Ready,
-    unwanted: threading.Event,
-) -> bool:
-    """Waits for room; False if nobody draws any more."""
-    while not unwanted.is_set():
+def _put(item: _Item, items: queue.Queue[_Item], closed: threading.Event) -> bool:
+    """Blocks until the queue has room; returns False once it is closed."""
+    while not closed.is_set():
         try:
-            ready.put(item, timeout=_PATIENCE)
+            items.put(item, timeout=_POLL_SECONDS)
         except queue.Full:
             continue
         return True
     return False
 
 
-# Larger than any signal's number.
-_BAD_DATA = 1000
-
-
 def micro_batches(
     config: RunConfig, world: World, dataset: Any, consumed_samples: int, size: int | None = None
 ) -> Iterator[Batch]:
-    """This rank's micro-batches on its device, without end, after what was consumed; `size`: not those of training."""
+    """Returns an endless iterator over this rank's micro-batches on its device.
+
+    It starts after `consumed_samples`. `size` is the micro-batch size if it is not that of training.
+    """
     size = size or config.train.micro_batch_size
     assert size
-    # A step's worth: all of the next step is there when the last one ends.
+    # Prefetches a whole step: the largest global batch.
     ahead = max(samples for _, samples in config.batch_plan.changes) // (size * world.data.size)
     on_gpu = world.device.type == "cuda"
     loader = build_loader(
@@ -179,9 +165,9 @@ def micro_batches(
         pin_memory=on_gpu,
         prefetch_factor=config.data.prefetch_factor,
     )
-    # Made here, so that reader processes start before the thread that waits for them.
+    # Starts the worker processes of the loader before the prefetch thread.
     batches = iter(loader)
-    return read_ahead(batches, ahead, ToGPU(world.copies)) if on_gpu else batches
+    return ReadAhead(batches, ahead, ToGPU(world.copies)) if on_gpu else batches
 
 
 def agree_on_next_step(
@@ -191,18 +177,19 @@ def agree_on_next_step(
     world: World,
     guard: Callable[[bool], None] = lambda thorough: None,
 ) -> tuple[list[Batch], signal.Signals | None]:
-    """This rank's micro-batches; or, if any rank was told to stop or met bad data, the same end for all.
+    """Returns this rank's next `count` micro-batches, and the signal to stop by if any rank has received one.
 
-    `guard` raises an error where the run's folder is not its own any more; that ends all ranks too.
+    Invalid data on one rank raises an error on all ranks. So does `guard`, which raises if the run has lost
+    its folder. Collective: one all-reduce decides, so that no rank starts a step that others do not.
     """
-    drawn: list[Batch] = []
+    step_batches: list[Batch] = []
     problem, verdict = None, int(stop.signal or 0)
     try:
         guard(False)
-        drawn = list(itertools.islice(batches, count))
+        step_batches = list(itertools.islice(batches, count))
     except UserError as error:
         problem, verdict = str(error), _BAD_DATA
     verdict = largest(verdict, world.everyone)
     if verdict == _BAD_DATA:
         raise_together(problem, world.everyone)
-    return drawn, signal.Signals(verdict) if verdict else None
+    return step_batches, signal.Signals(verdict) if verdict else None

@@ -1,12 +1,11 @@
-"""Whether the layers of a run are compiled, what that took, and what a user should know of it."""
+"""Compilation of the layers with torch.compile: trial, compile time, and functions that run uncompiled."""
 
-import contextlib
 import logging
 import re
 import time
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,94 +20,99 @@ from pentatron.settings.decision_types import CompileDecision
 from pentatron.text import plural
 
 _NOTHING = Compiled(0, ())
-# Of torch's logger: a function has more versions than it allows, or cannot be compiled; it runs as it is then.
+# First words of torch's warnings: a function reached the recompile limit, or cannot be compiled.
 _GIVEN_UP = ("torch._dynamo hit config.", "WON'T CONVERT")
 
 
 class Compilation:
-    """What is compiled of a rank's model. `seconds` and `times` count what the compiler did so far, `notes` are for the beginning of a run."""
+    """The compiled part of a rank's model.
+
+    `seconds` and `times`: compile time and number of compilations so far. `notes`: logged at the start of a
+    run.
+    """
 
     def __init__(self, compiled: Compiled = _NOTHING, notes: tuple[str, ...] = ()) -> None:
         self.compiled, self.notes = compiled, notes
         self.seconds, self.times = 0.0, 0
         self._given_up: dict[str, None] = {}
-        self._told: set[str] = set()
-        self._took_told = False
+        self._reported: set[str] = set()
+        self._reported_time = False
 
     def watch(self, where: Whereabouts) -> None:
-        """From now on time is taken, and whoever looks for ranks that hang is told that this one compiles."""
+        """Registers callbacks that time the compiler and set the phase of the rank status to "compiling"."""
         from torch._dynamo.callback import callback_handler
 
-        own, began = weakref.ref(self), list[tuple[float, str]]()
+        # The compiler's global callbacks must not keep this object, and with it the model, alive.
+        reference, running = weakref.ref(self), list[tuple[float, str]]()
 
         def begin(*_: object) -> None:
-            began.append((time.perf_counter(), where.phase))
+            running.append((time.perf_counter(), where.phase))
             where.phase = "compiling"
 
         def end(*_: object) -> None:
-            if not began:
+            if not running:
                 return
-            started, where.phase = began.pop()
-            if (it := own()) is not None:
-                it.seconds += time.perf_counter() - started
-                it.times += 1
+            started, where.phase = running.pop()
+            if (this := reference()) is not None:
+                this.seconds += time.perf_counter() - started
+                this.times += 1
 
-        def give_up(record: logging.LogRecord) -> bool:
-            if not str(record.msg).startswith(_GIVEN_UP) or (it := own()) is None:
+        def collect_warning(record: logging.LogRecord) -> bool:
+            if not str(record.msg).startswith(_GIVEN_UP) or (this := reference()) is None:
                 return True
-            it.give_up(record.getMessage())
+            this.give_up(record.getMessage())
             return False
 
         log = logging.getLogger("torch._dynamo.convert_frame")
         callback_handler.register_start_callback(begin)
         callback_handler.register_end_callback(end)
-        log.addFilter(give_up)
+        log.addFilter(collect_warning)
 
-        def forget() -> None:
-            # A reset of the compiler forgets them too.
+        def unregister() -> None:
+            # A reset of the compiler has removed them already.
             with suppress(ValueError):
                 callback_handler.remove_start_callback(begin)
                 callback_handler.remove_end_callback(end)
-            log.removeFilter(give_up)
+            log.removeFilter(collect_warning)
 
-        weakref.finalize(self, forget)
+        weakref.finalize(self, unregister)
 
     def took(self, step_seconds: float) -> Iterator[str]:
-        """Once, after the first step."""
-        if self.compiled.layers and not self._took_told:
-            self._took_told = True
+        """Yields a line about the compile time, once, after the first step."""
+        if self.compiled.layers and not self._reported_time:
+            self._reported_time = True
             layers = f"{self.compiled.layers} {plural(self.compiled.layers, 'layer')}"
             yield f"compiled {layers} in {self.seconds:.1f} s; the first step took {step_seconds:.1f} s with it"
 
     def give_up(self, message: str) -> None:
-        """Torch says so again and again of the same part."""
-        if (line := _in_one_line(message)) not in self._told:
+        """Keeps a warning of torch, which repeats it for the same function, once."""
+        if (line := _in_one_line(message)) not in self._reported:
             self._given_up[line] = None
 
     def given_up(self) -> list[str]:
-        """Parts that torch no longer compiles, as far as nobody was told."""
+        """Returns unreported warnings about functions that run uncompiled."""
         return list(self._given_up)
 
     def told(self) -> None:
-        """All that was given up so far is known."""
-        self._told.update(self._given_up)
+        """Marks all warnings so far as reported."""
+        self._reported.update(self._given_up)
         self._given_up.clear()
 
     def off(self) -> AbstractContextManager[Any]:
-        """Runs everything as it is written, so that hooks inside layers are called."""
+        """Context manager that runs everything eagerly, so that hooks of modules inside layers are called."""
         return torch.compiler.set_stance("force_eager") if self.compiled.layers else nullcontext()
 
 
 @dataclass(frozen=True)
 class CheckedCompile:
-    """How layers are compiled on this machine, or None; `notes` say why not."""
+    """How layers are compiled on this machine. If None, `notes` has the reason."""
 
     compile: Compile | None = None
     notes: tuple[str, ...] = ()
 
 
 def checked_compilation(decided: CompileDecision, device: torch.device) -> CheckedCompile:
-    """What was decided, if the compiler works here."""
+    """Returns the decided compilation if the compiler works on this machine."""
     if not decided.on:
         return CheckedCompile(notes=(decided.held_back,) if decided.held_back else ())
     problem = _trial(device)
@@ -124,31 +128,27 @@ def checked_compilation(decided: CompileDecision, device: torch.device) -> Check
                 f"this line",
             )
         )
-    # What nobody asked for must not end a run: what turns out not to compile runs as it is, and is told.
+    # By default a function that does not compile runs eagerly with a warning; with --compile on it is an
+    # error.
     torch._dynamo.config.suppress_errors = not decided.required
-    return CheckedCompile(compile_of(decided))
-
-
-def compile_of(decided: CompileDecision) -> Compile:
-    """The compiler's options."""
-    # The compiler tries some kernels, and takes those that were fastest then: not the same in every run, and sums in another order.
+    # Autotuning may choose other kernels in each run, which sum in another order.
     options = {"deterministic": True} if decided.deterministic else None
-    return Compile(options=options, together=decided.together, documents=decided.documents)
+    return CheckedCompile(Compile(options=options, together=decided.together, documents=decided.documents))
 
 
 def compilation_of(checked: CheckedCompile, stages: Iterable[CausalLM], where: Whereabouts) -> Compilation:
-    """The compiled part of stages that were built with these options."""
+    """Returns the compiled part of the built stages, and starts to time the compiler."""
     if checked.compile is None:
         return Compilation(notes=checked.notes)
     compiled = compiled_of(layer for stage in stages for layer in stage.layers.values())
-    made = Compilation(compiled, tuple(f"not compiled: {what}" for what in compiled.left_out))
+    compilation = Compilation(compiled, tuple(f"not compiled: {what}" for what in compiled.left_out))
     if compiled.layers:
-        made.watch(where)
-    return made
+        compilation.watch(where)
+    return compilation
 
 
 def _in_one_line(message: str) -> str:
-    """What torch says in many, of a function that it does not compile."""
+    """Shortens a warning of torch to the function and the reason."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     if lines[0].startswith(_GIVEN_UP[1]):
         errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception)[:(]", line)]
@@ -162,23 +162,23 @@ def _in_one_line(message: str) -> str:
 
 
 def _trial(device: torch.device) -> str:
-    """Why a small function cannot be compiled and run here, in a few words; nothing if it can."""
-    with _quiet():
+    """Compiles and runs a small function; returns why that fails, or an empty string."""
+    with _quiet_compiler():
         try:
-            torch.compile(_twice)(torch.ones(8, device=device))
-        except Exception as error:  # a compiler that is missing, or breaks, tells so in many ways
+            torch.compile(_double)(torch.ones(8, device=device))
+        except Exception as error:  # a missing or broken compiler raises many types
             words = str(error).strip().splitlines() or [""]
             return f"{type(error).__name__}: {words[0][:200]}"
     return ""
 
 
-def _twice(x: Tensor) -> Tensor:
+def _double(x: Tensor) -> Tensor:
     return x + x
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """What a failing trial would log is in its exception."""
+@contextmanager
+def _quiet_compiler() -> Iterator[None]:
+    """Suppresses the log of a failing trial: its exception has the reason."""
     log = logging.getLogger("torch._inductor")
     before = log.level
     log.setLevel(logging.CRITICAL)

@@ -1,11 +1,12 @@
-"""Forward and backward of a micro-batch as CUDA graphs: what the host launches one by one in a step is recorded once, and replayed.
+"""CUDA graph capture and replay of forward and backward of a micro-batch.
 
-A graph is the same kernels on the same addresses. What changes from step to step is copied to where it reads: tokens, keys of
-dropout, the number a loss is divided by, the loss scale; the scales of weights in fp8 lie in one place all the time. Gradients come to lie where they lay when it was recorded: `Holder`s are
-told so after each replay. A micro-batch that finds no gradients, one that finds the first of a step, and one that finds sums of several
-launch different kernels, so each is a graph of its own; one belongs to the gradients it was recorded with.
+A graph launches the same kernels on the same addresses. Inputs that change are copied to static buffers
+before a replay: tokens, dropout keys, the divisor of the loss and the loss scale. Scales of fp8 weights have
+a fixed address. Gradients lie where they lay at capture, and the `Holder`s of the parameters are set to these
+tensors after a replay. The first micro-batch of a step (no gradients), the second (gradients as they came)
+and later ones (fp32 sums) launch different kernels, so each has its own graph.
 
-Everything runs as it is written once before it is recorded: compilers, kernels and libraries set themselves up then.
+Each variant runs once eagerly before capture, which compiles kernels and initializes libraries.
 """
 
 import time
@@ -29,12 +30,12 @@ from pentatron.settings.decision_types import GraphsDecision
 from pentatron.settings.run import RunConfig
 from pentatron.text import binary_size
 
-# Of the memory that is free, what a recording may take.
+# Share of the free memory that a capture may need.
 _ROOM = 0.8
 
 
 class Computation(StageProgram, Protocol):
-    """The micro-batches of a step, of one stage that is the whole model; `for_one` is the same with other inputs."""
+    """The micro-batches of a step, for a model of one stage. `for_one` returns a copy with another input."""
 
     @property
     def batches(self) -> Sequence[Batch]: ...
@@ -48,26 +49,28 @@ class Computation(StageProgram, Protocol):
 
 
 class Recorder(Protocol):
-    """Who records: `record` computes nothing, it gives what computes, and where its result will lie."""
+    """Captures graphs. `record` runs nothing; it returns a function that replays, and its output tensor."""
 
     def lacks(self) -> str:
-        """Why there is no room for a recording; nothing if there is."""
+        """Returns why the memory does not suffice for a capture, or an empty string."""
         ...
 
     def record(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]: ...
 
     @property
     def held(self) -> int:
-        """Bytes of memory that nothing but the recordings can use."""
+        """Bytes that are reserved for the graphs."""
         ...
 
 
 class CudaGraphs:
-    """Graphs in one memory of their own: what one has let go is used by those after it, so they are replayed in the order in which they
-    were recorded."""
+    """Captures CUDA graphs in one memory pool.
+
+    A graph reuses memory that earlier graphs have freed: they must be replayed in the order of their capture.
+    """
 
     def __init__(self, device: torch.device, beside: int = 0) -> None:
-        """`beside`: bytes that the run needs outside of its recordings, and may not have needed yet."""
+        """`beside`: bytes that the run needs outside the pool, and may not have allocated yet."""
         self.device, self.beside = device, beside
         self.held = 0
         self._pool: Any = None
@@ -89,22 +92,22 @@ class CudaGraphs:
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self.device)
         try:
-            # Other threads may go on: they copy batches and save checkpoints on streams of their own.
+            # Other threads copy batches and save checkpoints on other streams during the capture.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                made = work()
+                output = work()
         except Exception:
-            # A recording that broke is left half open: its stream is still the current one, and memory still comes from its pool.
+            # A failed capture leaves its stream current and the allocator in its pool.
             torch.cuda.set_stream(stream)
             with suppress(Exception):
                 torch._C._cuda_endAllocateToPool(stream.device_index, self._pool)
             raise
         self.held += max(0, torch.cuda.memory_reserved(self.device) - before)
-        return graph.replay, made
+        return graph.replay, output
 
 
 @dataclass(frozen=True)
 class _Inputs:
-    """Where graphs read what changes."""
+    """Static input buffers of the graphs."""
 
     batch: Batch
     keys: DropoutKeys | None
@@ -113,19 +116,19 @@ class _Inputs:
 
     @classmethod
     def like(cls, batch: Batch, keys: DropoutKeys | None, divisor: Tensor) -> "_Inputs":
-        own = None if keys is None else DropoutKeys(keys.rows.clone())
-        return cls(batch.map(torch.clone), own, divisor.clone(), torch.ones_like(divisor))
+        static_keys = None if keys is None else DropoutKeys(keys.rows.clone())
+        return cls(batch.map(torch.clone), static_keys, divisor.clone(), torch.ones_like(divisor))
 
     def fit(self, batch: Batch, keys: DropoutKeys | None) -> bool:
         return (
             batch.documents is None
             and (keys is None) is (self.keys is None)
-            and all(_alike(own, new) for own, new in self._pairs(batch, keys))
+            and all(a.shape == b.shape and a.dtype == b.dtype for a, b in self._pairs(batch, keys))
         )
 
     def take(self, batch: Batch, keys: DropoutKeys | None, divisor: Tensor, scale: float) -> None:
-        for own, new in self._pairs(batch, keys):
-            own.copy_(new)
+        for static, new in self._pairs(batch, keys):
+            static.copy_(new)
         self.divisor.copy_(divisor)
         self.seed.fill_(scale)
 
@@ -135,16 +138,12 @@ class _Inputs:
             yield self.keys.rows, keys.rows
 
 
-def _alike(first: Tensor, second: Tensor) -> bool:
-    return first.shape == second.shape and first.dtype == second.dtype
-
-
 Values = list[Tensor | None]
 
 
 @dataclass(frozen=True)
-class _Recorded:
-    """One graph: the gradients it finds, those it leaves, and where the loss lies."""
+class _Graph:
+    """One graph: its output, and the gradient tensors before and after it."""
 
     replay: Callable[[], None]
     loss: Tensor
@@ -153,7 +152,7 @@ class _Recorded:
 
 
 class Recording:
-    """What is recorded of a run, if anything. `notes` are for the beginning of a run."""
+    """The graphs of a run, if any. `notes` are logged at its start."""
 
     def __init__(
         self,
@@ -162,67 +161,70 @@ class Recording:
         notes: tuple[str, ...] = (),
         draws: bool = False,
     ) -> None:
-        """`required`: a run that cannot be recorded ends. `draws`: from torch's generator, which a recording that breaks leaves unusable."""
+        """`required`: a failed capture ends the run.
+
+        `draws`: the model uses torch's generator, which a failed capture leaves unusable.
+        """
         self.notes = notes
         self._recorder, self._required, self._draws = recorder, required, draws
         self._inputs: _Inputs | None = None
+        # Variants that have run eagerly once.
         self._warm: set[int] = set()
-        self._graphs: dict[int, _Recorded] = {}
+        self._graphs: dict[int, _Graph] = {}
         self._seconds = 0.0
         self._news: list[str] = []
 
     def around(self, program: Computation, optimizer: object, scale: float) -> StageProgram:
-        """The same micro-batches, replayed where they are recorded."""
+        """Wraps a program so that captured micro-batches are replayed."""
         if self._recorder is None or not isinstance(optimizer, Optimizer):
             return program
         return _Replayed(self, program, optimizer, scale)
 
     def news(self) -> Iterator[str]:
-        """What the user does not know yet, after a step."""
+        """Yields unreported log lines. Called after a step."""
         while self._news:
             yield self._news.pop(0)
 
     def forward(
         self, program: Computation, optimizer: Optimizer, micro_batch: int, scale: float
     ) -> Tensor | None:
-        """Forward and backward of a micro-batch; its loss, or None where it is to be computed as it is written."""
+        """Runs forward and backward of a micro-batch; returns its loss, or None if it is to run eagerly."""
         batch, keys = program.batches[micro_batch], program.keys[micro_batch]
         holders = optimizer.holders
         values = [holder.values for holder in holders]
-        if self._recorder is None or not self._fits(program, batch, keys):
+        if self._recorder is None:
             return None
-        assert self._inputs is not None
-        state = _state(values)
-        found = self._graphs.get(state)
-        if found is None:
+        # The first micro-batch without packed documents determines the static shapes.
+        if self._inputs is None and batch.documents is None:
+            self._inputs = _Inputs.like(batch, keys, program.divisor())
+        if self._inputs is None or not self._inputs.fit(batch, keys):
+            return None
+        state = _gradient_state(values)
+        graph = self._graphs.get(state)
+        if graph is None:
             if state not in self._warm:
                 self._warm.add(state)
                 return None
-            found = self._record(program, optimizer, holders, values)
-            if found is None:
+            graph = self._record(program, optimizer, holders, values)
+            if graph is None:
                 return None
-            self._graphs[state] = found
-        elif not _are(values, found.before):
+            self._graphs[state] = graph
+        elif not all(now is then for now, then in zip(values, graph.before, strict=True)):
+            # The graph would add to gradients at other addresses.
             return None
         self._inputs.take(batch, keys, program.divisor(), scale)
-        found.replay()
-        _put(holders, found.after)
-        return found.loss
-
-    def _fits(self, program: Computation, batch: Batch, keys: DropoutKeys | None) -> bool:
-        """The first micro-batch that could be recorded says how large one is."""
-        if self._inputs is None and batch.documents is None:
-            self._inputs = _Inputs.like(batch, keys, program.divisor())
-        return self._inputs is not None and self._inputs.fit(batch, keys)
+        graph.replay()
+        _set_gradients(holders, graph.after)
+        return graph.loss
 
     def _record(
         self, program: Computation, optimizer: Optimizer, holders: Sequence[Holder], before: Values
-    ) -> _Recorded | None:
+    ) -> _Graph | None:
         inputs, recorder = self._inputs, self._recorder
         assert inputs is not None and recorder is not None
-        lasting = {id(t) for graph in self._graphs.values() for t in graph.after}
-        if not all(t is None or id(t) in lasting for t in before):
-            # Gradients that lie there in this step alone.
+        static = {id(t) for graph in self._graphs.values() for t in graph.after}
+        if not all(t is None or id(t) in static for t in before):
+            # These gradients have this address in this step only.
             return None
         one = program.for_one(inputs.batch, inputs.keys, lambda: inputs.divisor)
 
@@ -238,25 +240,23 @@ class Recording:
         if not problem:
             try:
                 replay, loss = recorder.record(work)
-            except Exception as error:  # a graph that cannot be made is told of in many ways
+            except Exception as error:  # capture fails with many types
                 words = str(error).strip().splitlines() or [""]
                 problem, ends = f"{type(error).__name__}: {words[0][:200]}", ends or self._draws
         if problem:
-            _put(holders, before)
+            _set_gradients(holders, before)
             self._give_up(problem, ends)
             return None
-        found = _Recorded(replay, loss, before, [holder.values for holder in holders])
-        _put(holders, before)
+        graph = _Graph(replay, loss, before, [holder.values for holder in holders])
+        _set_gradients(holders, before)
         self._seconds += time.perf_counter() - began
-        self._tell(len(self._graphs) + 1, recorder.held)
-        return found
-
-    def _tell(self, graphs: int, held: int) -> None:
-        many = "a CUDA graph" if graphs == 1 else f"{graphs} CUDA graphs"
+        count = len(self._graphs) + 1
+        graphs = "a CUDA graph" if count == 1 else f"{count} CUDA graphs"
         self._news = [
-            f"forward and backward of a micro-batch are replayed from now on, recorded as {many} in {self._seconds:.1f} s "
-            f"with {binary_size(held)} of their own"
+            f"forward and backward of a micro-batch are replayed from now on, recorded as {graphs} in {self._seconds:.1f} s "
+            f"with {binary_size(recorder.held)} of their own"
         ]
+        return graph
 
     def _give_up(self, problem: str, ends: bool) -> None:
         if ends:
@@ -272,26 +272,22 @@ class Recording:
         ]
 
 
-def _state(values: Values) -> int:
-    """Which kernels take the next gradients: 0 if there are none to add to, 1 if there are some as they came, 2 if there are sums."""
-    found = [t for t in values if t is not None]
-    if not found:
+def _gradient_state(values: Values) -> int:
+    """Returns 0 without gradients, 1 with gradients of one micro-batch, 2 with fp32 sums."""
+    gradients = [t for t in values if t is not None]
+    if not gradients:
         return 0
-    return 2 if all(t.dtype == torch.float32 for t in found) else 1
+    return 2 if all(t.dtype == torch.float32 for t in gradients) else 1
 
 
-def _are(values: Values, others: Values) -> bool:
-    return all(one is other for one, other in zip(values, others, strict=True))
-
-
-def _put(holders: Sequence[Holder], values: Values) -> None:
+def _set_gradients(holders: Sequence[Holder], values: Values) -> None:
     for holder, value in zip(holders, values, strict=True):
         holder.values = value
 
 
 @dataclass(frozen=True)
 class _Replayed:
-    """A loss that has no graph of autograd any more: whoever asks for its backward finds it done."""
+    """Wraps a program. The loss of a replayed micro-batch has no autograd graph: its backward is done."""
 
     recording: Recording
     program: Computation
@@ -299,15 +295,15 @@ class _Replayed:
     scale: float
 
     def forward(self, stage: int, micro_batch: int, received: Tensor | None) -> Tensor:
-        made = self.recording.forward(self.program, self.optimizer, micro_batch, self.scale)
-        return self.program.forward(stage, micro_batch, received) if made is None else made
+        loss = self.recording.forward(self.program, self.optimizer, micro_batch, self.scale)
+        return self.program.forward(stage, micro_batch, received) if loss is None else loss
 
     def message_shape(self, stage: int, micro_batch: int) -> Shape:
         return self.program.message_shape(stage, micro_batch)
 
 
 def record_steps(config: RunConfig, decided: GraphsDecision, device: torch.device) -> Recording:
-    """Records what was decided, or says why not. Whether there is room is seen when something is to be recorded."""
+    """Returns the decided recording; its notes say why there is none. Memory is checked at capture."""
     draws = config.model.attention_dropout > 0
     if decided.required:
         if decided.problem:

@@ -1,4 +1,4 @@
-"""The model as it is spread over ranks: the stages this rank holds, and how a step runs through them."""
+"""The pipeline stages of this rank, the program that runs micro-batches through them, and the loss."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -37,37 +37,28 @@ from pentatron.settings.run import RunConfig
 from pentatron.train.compilation import Compilation, checked_compilation, compilation_of
 from pentatron.train.graphs import Recording, record_steps
 
-# What a run computes and reads: by default the configured model, its loss and the configured data.
-#
-# Whoever has a model, a forward step or datasets of their own derives from `Program` and hands it to the
-# session; the loop, the schedules, the optimizer and the checkpoints are the same for every program.
+# --- the objective: normalization of the loss over the micro-batches and ranks of a step ---
 
-
-# The objective of a step: how the losses of its micro-batches become one number, and what is reported beside
-# it.
-#
-# A loss is a sum over tokens, divided by how many count in the whole step, or a mean, averaged over all
-# micro-batches and replicas. The number of tokens that a user's loss function counts is known only when its
-# last micro-batch has been computed. Until then sums are divided by the valid tokens of the data, and
-# `Total.ratio` mends that at the end of the step; it is 1 where the two agree.
-
-
-# Of a loss function's tally: tokens that it counted, calls that gave sums and means, calls with a name that is not agreed on.
+# Entries of a tally: tokens counted by the loss function, calls that returned sums, calls that returned
+# means, and whether a name is unknown.
 _COUNTS = 4
-# Of a value that is reported: numerator and denominator.
+# Entries of a reported value: numerator and denominator.
 _PAIR = 2
 
 
 @dataclass(frozen=True)
 class Total:
-    """What the loss functions of all ranks counted in a step. Every gradient and the loss are to be multiplied by `ratio`."""
+    """Totals of a step over all ranks. The loss and every gradient are to be multiplied by `ratio`."""
 
     ratio: float = 1.0
     reported: Mapping[str, float] = field(default_factory=dict)
 
 
 class ReportedNames:
-    """Names that loss functions report, in an order all ranks agree on: then a step exchanges their values as plain numbers."""
+    """Names of the values that loss functions report.
+
+    All ranks have them in the same order, so that one all-reduce of a tensor exchanges the values of a step.
+    """
 
     def __init__(self) -> None:
         self.names: tuple[str, ...] = ()
@@ -77,30 +68,39 @@ class ReportedNames:
         return _COUNTS + _PAIR * len(self.names)
 
     def learn(self, own: Mapping[str, Tensor], world: World) -> dict[str, tuple[float, float]]:
-        """The values of a step that has a new name, and its names for the steps after it. Every rank must call it."""
-        said = {name: (float(pair[0]), float(pair[1])) for name, pair in own.items()}
-        found: dict[str, tuple[float, float]] = {}
-        for values in gather_objects(said, world.everyone):
+        """Exchanges the values of a step that has a new name, and adds its names. Collective."""
+        local = {name: (float(pair[0]), float(pair[1])) for name, pair in own.items()}
+        sums: dict[str, tuple[float, float]] = {}
+        for values in gather_objects(local, world.everyone):
             for name, (above, below) in values.items():
-                so_far = found.get(name, (0.0, 0.0))
-                found[name] = (so_far[0] + above, so_far[1] + below)
-        self.names = tuple(dict.fromkeys((*self.names, *found)))
-        return found
+                so_far = sums.get(name, (0.0, 0.0))
+                sums[name] = (so_far[0] + above, so_far[1] + below)
+        self.names = tuple(dict.fromkeys((*self.names, *sums)))
+        return sums
 
 
 class Objective:
-    """Turns the losses of a step's micro-batches into shares of its objective, and keeps what is reported beside them."""
+    """Scales losses of micro-batches to shares of the objective of the step; collects reported values.
+
+    A loss is either a sum over tokens, divided by the tokens that count in the whole step, or a mean,
+    averaged over all micro-batches and replicas. The number of tokens that a user's loss function counts is
+    known only after the last micro-batch. Until then sums are divided by the valid tokens of the data, and
+    `Total.ratio` corrects the result at the end of the step; it is 1 if both numbers are equal.
+    """
 
     def __init__(self, tokens: Callable[[], Tensor], calls: int) -> None:
-        """`tokens`: valid tokens of the data in the whole step, on all ranks; asked for by the first sum. `calls`: of the loss, in the
-        whole step, by all replicas."""
+        """`tokens` returns the valid tokens of the data in the whole step, on all ranks; the first sum calls
+        it.
+
+        `calls`: number of calls of the loss function in the whole step, by all replicas.
+        """
         self.tokens, self.calls = tokens, calls
         self.counted: list[Tensor] = []
         self.means = 0
         self.reported: dict[str, Tensor] = {}
 
     def share_of_sum(self, total: Tensor, count: Tensor | None = None) -> Tensor:
-        """`total` is a sum over `count` tokens; without `count`, over those that are valid in the data."""
+        """`total` is a sum over `count` tokens, by default over the valid tokens of the data."""
         if count is not None:
             self.counted.append(count.detach().double())
         return total / self.tokens()
@@ -110,12 +110,15 @@ class Objective:
         return loss / self.calls
 
     def report(self, name: str, above: Tensor, below: Tensor) -> None:
-        """The value of `name` is the sum of all `above` over that of all `below`."""
+        """The value of `name` is the sum of all `above` divided by the sum of all `below`."""
         pair = torch.stack((above.detach().double().sum(), below.detach().double().sum()))
         self.reported[name] = self.reported[name] + pair if name in self.reported else pair
 
     def numbers(self, names: ReportedNames, world: World) -> Tensor:
-        """This rank's tally, to be summed over all ranks. Tensor ranks compute the same loss, and one of them counts."""
+        """Returns the tally of this rank, to be summed over all ranks.
+
+        Tensor-parallel ranks compute the same loss: all but the first contribute zeros.
+        """
         numbers = torch.zeros(names.width, dtype=torch.float64, device=world.device)
         if not world.is_first_of(("tensor",)):
             self.reported = {}
@@ -130,7 +133,7 @@ class Objective:
         return numbers
 
     def total(self, summed: Tensor, tokens: float, names: ReportedNames, world: World) -> Total:
-        """`summed`: the numbers of all ranks, on the host. Every rank must call it."""
+        """Returns the totals of a step. `summed`: the tallies of all ranks, on the host. Collective."""
         counted, sums, means, unknown = summed[:_COUNTS].tolist()
         if sums and means:
             raise AgreedError(
@@ -146,20 +149,23 @@ class Objective:
         else:
             pairs = summed[_COUNTS:].view(-1, _PAIR).tolist()
             values = dict(zip(names.names, map(tuple, pairs), strict=True))
-        # A name that no micro-batch of this step reported has no denominator.
+        # A name that no micro-batch of this step reported has the denominator 0.
         reported = {name: above / below for name, (above, below) in values.items() if below}
         return Total(tokens / (counted or 1.0) if sums else 1.0, reported)
 
 
 def ratio_on_device(numbers: Tensor, tokens: Tensor) -> Tensor:
-    """`Total.ratio`, of summed numbers that are still on the device."""
+    """Computes `Total.ratio` from summed tallies on the device, without a host synchronization."""
     counted = torch.where(numbers[0] == 0, 1.0, numbers[0])
     return torch.where(numbers[1] > 0, tokens.double() / counted, 1.0)
 
 
+# --- the program: model, data and forward step ---
+
+
 @dataclass(frozen=True)
 class StageCall:
-    """A micro-batch in one stage: the tokens this rank has, what the stage before made of them, and dropout's keys."""
+    """Inputs of one stage for one micro-batch. `received`: hidden states from the previous stage."""
 
     stage: int
     is_last: bool
@@ -170,20 +176,26 @@ class StageCall:
 
 
 class Program:
-    # Whether --data-path and its kin name files that must be there.
+    """The configured model, its loss and the configured data.
+
+    A subclass replaces the model, the forward step or the datasets; loop, schedules, optimizer and
+    checkpoints stay the same.
+    """
+
+    # Whether the files that --data-path and the like name must exist.
     reads_named_data = True
-    # Whether loss functions count their own tokens or report values, in `StageCall.objective`; the names of these values.
+    # Set if loss functions count their own tokens or report values in `StageCall.objective`.
     reported_names: ReportedNames | None = None
 
     def running(self, resolved: Resolved, world: World, display: Display) -> AbstractContextManager[None]:
-        """Around all of a run on this rank, from before its data is opened."""
+        """Context manager around the whole run on this rank, entered before its data is opened."""
         return nullcontext()
 
     def begins(self, state: TrainState) -> None:
-        """The run starts, or goes on, from here; the state is kept up to date."""
+        """Called when the run starts or resumes; `state` is updated by every step."""
 
     def timed_by(self, timers: Timers) -> None:
-        """The timers of the loop, which shows them every --log-interval steps."""
+        """Called with the timers of the loop, which are logged every --log-interval steps."""
 
     def open_data(self, config: RunConfig, world: World, folder: Path, display: Display) -> OpenedData:
         return open_data(config, world, folder, display)
@@ -196,13 +208,13 @@ class Program:
         device: torch.device,
         options: ModelOptions,
     ) -> dict[int, CausalLM]:
-        """The stages of a rank in fp32, with their initial weights. They compute as the options say."""
+        """Builds the stages of this rank in fp32 with their initial weights."""
         return build_stages(config.model, config.moe, parts, axes, config.run.seed, device, options)
 
     def forward(self, module: CausalLM, call: StageCall) -> Tensor:
-        """The stream for the next stage; of the last one, the micro-batch's share of the step's objective."""
+        """Returns the hidden states for the next stage; in the last stage, the share of the objective."""
         batch = call.batch
-        made: Tensor = module(
+        output: Tensor = module(
             batch.tokens,
             batch.position_ids,
             batch.labels,
@@ -210,73 +222,19 @@ class Program:
             call.keys,
             documents=batch.documents,
         )
-        return call.objective.share_of_sum((made * batch.loss_mask).sum()) if call.is_last else made
+        return call.objective.share_of_sum((output * batch.loss_mask).sum()) if call.is_last else output
 
 
 CONFIGURED = Program()
 
 
-# What decisions need to know of the device of a process.
-
-
-def device_facts(config: RunConfig, device: torch.device) -> DeviceFacts:
-    if device.type != "cuda":
-        return DeviceFacts(device.type)
-    name, is_nvidia = torch.cuda.get_device_name(device), not torch.version.hip
-    chip = chip_of(name)
-    return DeviceFacts(
-        device.type,
-        name,
-        torch.cuda.get_device_capability(device) if is_nvidia else None,
-        None if chip is None else chip.teraflops(config.precision.name != "fp32"),
-        is_nvidia,
-    )
-
-
-# The options that a model is built with, from the decisions of its run.
-
-
-def model_options(
-    config: RunConfig,
-    decisions: Decisions,
-    compile: Compile | None,
-    deferred: DeferredGradients,
-    scales: WeightScales,
-    world: World,
-) -> ModelOptions:
-    """`deferred` and `scales` are those of the run: the executor and the step use them too."""
-    return ModelOptions(
-        attention_backend=config.kernels.attention_backend,
-        recompute=recompute_of(config.memory),
-        cross_entropy=cross_entropy_of(decisions.loss),
-        fuses_gates=decisions.gate.on,
-        fp8=fp8_of(decisions.fp8, scales if keeps_scales(config, decisions.fp8, world) else None),
-        deferred=deferred if config.defers_weight_gradients else None,
-        compile=compile,
-    )
-
-
-def fp8_of(decided: Fp8Decision, scales: WeightScales | None) -> Fp8Options | None:
-    """The format of fp8 matmuls, and the layers that have them."""
-    if decided.format is None:
-        return None
-    return Fp8Options(
-        format=replace(FORMATS[decided.format], by_rows=decided.by_rows),
-        layers=decided.layers,
-        head=decided.head,
-        scales=scales,
-    )
-
-
-def keeps_scales(config: RunConfig, decided: Fp8Decision, world: World) -> bool:
-    """Whether the scales of fp8 weights are computed once a step: weights are whole between steps, with one
-    scale each."""
-    whole = world.replicas.size == 1 or config.parallel.zero_stage == 0
-    return whole and not decided.by_rows
+# --- the stages of this rank ---
 
 
 @dataclass(frozen=True)
 class ParallelModel:
+    """The stages of this rank with the executor, compilation and CUDA graphs that run them."""
+
     config: RunConfig
     world: World
     axes: Axes
@@ -298,21 +256,21 @@ class ParallelModel:
             stage.train(mode)
 
     def count_parameters(self) -> int:
-        """Elements of the whole model, each counted once. Every rank must ask."""
-        own = sum(
+        """Returns the number of parameters of the whole model, without replicas. Collective."""
+        elements = sum(
             piece.elements
             for held in held_parameters(*self.stages.values())
             for piece in held.declared.pieces
             if self.world.is_first_of({held.declared.copies, *piece.replicated_over})
         )
-        return int(all_reduce_(torch.tensor(own, device=self.world.device), self.world.everyone))
+        return int(all_reduce_(torch.tensor(elements, device=self.world.device), self.world.everyone))
 
     def own_tokens(self, batches: Sequence[Batch]) -> list[Batch]:
-        """Of micro-batches of whole sequences, the tokens this rank computes, with their labels and positions."""
+        """Returns the part of each micro-batch's sequences that this context-parallel rank computes."""
         return [batch.map(self.axes.context.own_sequence) for batch in batches]
 
     def dropout_keys(self, batches: Sequence[Batch], step: int) -> list[DropoutKeys | None]:
-        """For every micro-batch what its dropout is drawn from, or None where there is no dropout."""
+        """Returns the dropout keys of every micro-batch, or None without dropout."""
         if self.config.model.hidden_dropout == 0:
             return [None] * len(batches)
         keys: list[DropoutKeys | None] = []
@@ -323,6 +281,7 @@ class ParallelModel:
                 dropout_keys(
                     self.config.run.seed,
                     step,
+                    # Keys depend on the sample within the step, not on the rank that computes it.
                     first_sample=(number * self.world.data.size + self.world.data.rank) * samples,
                     batch=samples,
                     positions=self.axes.tensor.own_sequence(positions)[0],
@@ -332,46 +291,9 @@ class ParallelModel:
         return keys
 
 
-def build_parallel_model(config: RunConfig, world: World, program: Program = CONFIGURED) -> ParallelModel:
-    decisions = decide(config, device_facts(config, world.device), own_program=type(program) is not Program)
-    axes = axes_of(world, config.parallel)
-    own = config.placement.stages_of(world.at.pipeline)
-    parts = {number: config.stages[number] for number in own}
-    # What is to be cut into shards may be too large for a device: it goes there unit by unit.
-    device = torch.device("cpu") if config.parallel.zero_stage == 3 else world.device
-    checked = checked_compilation(decisions.compilation, world.device)
-    deferred, scales = DeferredGradients(), WeightScales(world.device)
-    options = model_options(config, decisions, checked.compile, deferred, scales, world)
-    stages = program.build_stages(config, parts, axes, device, options)
-    compilation = compilation_of(checked, stages.values(), world.whereabouts)
-    timers = Timers(config.loop.timing_log_level, config.loop.timing_log_option, world.device)
-    executor = Executor(
-        open_messages(world, config.placement),
-        world.at.pipeline,
-        model_dtype(config),
-        world.device,
-        deferred,
-        timers,
-    )
-    routers = RouterLoads(config, world, stages)
-    recording = record_steps(config, decisions.graphs, world.device)
-    return ParallelModel(
-        config, world, axes, stages, executor, routers, scales, decisions, program, compilation, recording
-    )
-
-
-def model_dtype(config: RunConfig) -> torch.dtype:
-    if config.precision.fp16:
-        return torch.float16
-    return torch.bfloat16 if config.precision.bf16 else torch.float32
-
-
 @dataclass(frozen=True)
 class MicroBatches:
-    """What the executor runs: this rank's stages over the micro-batches of one step.
-
-    The last stage gives each micro-batch's share of the objective.
-    """
+    """The micro-batches of one step as the executor runs them through this rank's stages."""
 
     model: ParallelModel
     batches: Sequence[Batch]
@@ -392,9 +314,94 @@ class MicroBatches:
     def for_one(
         self, batch: Batch, keys: DropoutKeys | None, divisor: Callable[[], Tensor]
     ) -> "MicroBatches":
-        """The same of one micro-batch, with other inputs."""
+        """Returns a copy with this one micro-batch and divisor."""
         return replace(self, batches=[batch], keys=[keys], objective=Objective(divisor, self.objective.calls))
 
     def message_shape(self, stage: int, micro_batch: int) -> tuple[int, ...]:
         samples, length = self.batches[micro_batch].tokens.shape
         return samples, self.model.axes.tensor.sequence_in_stream(length), self.model.config.model.hidden_size
+
+
+# --- building ---
+
+
+def device_facts(config: RunConfig, device: torch.device) -> DeviceFacts:
+    """Returns the properties of the device that `decide` needs."""
+    if device.type != "cuda":
+        return DeviceFacts(device.type)
+    name, is_nvidia = torch.cuda.get_device_name(device), not torch.version.hip
+    chip = chip_of(name)
+    return DeviceFacts(
+        device.type,
+        name,
+        torch.cuda.get_device_capability(device) if is_nvidia else None,
+        None if chip is None else chip.teraflops(config.precision.name != "fp32"),
+        is_nvidia,
+    )
+
+
+def model_dtype(config: RunConfig) -> torch.dtype:
+    if config.precision.fp16:
+        return torch.float16
+    return torch.bfloat16 if config.precision.bf16 else torch.float32
+
+
+def model_options(
+    config: RunConfig,
+    decisions: Decisions,
+    compile: Compile | None,
+    deferred: DeferredGradients,
+    scales: WeightScales,
+    world: World,
+) -> ModelOptions:
+    """Returns the options of the model's layers. The executor and the step share `deferred` and `scales`."""
+    fp8, options = decisions.fp8, None
+    if fp8.format is not None:
+        options = Fp8Options(
+            format=replace(FORMATS[fp8.format], by_rows=fp8.by_rows),
+            layers=fp8.layers,
+            head=fp8.head,
+            scales=scales if keeps_scales(config, fp8, world) else None,
+        )
+    return ModelOptions(
+        attention_backend=config.kernels.attention_backend,
+        recompute=recompute_of(config.memory),
+        cross_entropy=cross_entropy_of(decisions.loss),
+        fuses_gates=decisions.gate.on,
+        fp8=options,
+        deferred=deferred if config.defers_weight_gradients else None,
+        compile=compile,
+    )
+
+
+def keeps_scales(config: RunConfig, decided: Fp8Decision, world: World) -> bool:
+    """Whether fp8 scales are computed once per step: weights are unsharded, with one scale each."""
+    unsharded = world.replicas.size == 1 or config.parallel.zero_stage == 0
+    return unsharded and not decided.by_rows
+
+
+def build_parallel_model(config: RunConfig, world: World, program: Program = CONFIGURED) -> ParallelModel:
+    decisions = decide(config, device_facts(config, world.device), own_program=type(program) is not Program)
+    axes = axes_of(world, config.parallel)
+    parts = {number: config.stages[number] for number in config.placement.stages_of(world.at.pipeline)}
+    # An unsharded ZeRO-3 model may exceed the device's memory: `fully_shard` moves it there unit by unit.
+    device = torch.device("cpu") if config.parallel.zero_stage == 3 else world.device
+    checked = checked_compilation(decisions.compilation, world.device)
+    deferred, scales = DeferredGradients(), WeightScales(world.device)
+    options = model_options(config, decisions, checked.compile, deferred, scales, world)
+    stages = program.build_stages(config, parts, axes, device, options)
+    compilation = compilation_of(checked, stages.values(), world.whereabouts)
+    timers = Timers(config.loop.timing_log_level, config.loop.timing_log_option, world.device)
+    executor = Executor(
+        open_messages(world, config.placement),
+        world.at.pipeline,
+        model_dtype(config),
+        world.device,
+        deferred,
+        timers,
+    )
+    routers = RouterLoads(config, world, stages)
+    recording = record_steps(config, decisions.graphs, world.device)
+    return ParallelModel(
+        config, world, axes, stages, executor, routers, scales, decisions, program, compilation, recording
+    )

@@ -1,7 +1,8 @@
-"""The folders of a run as it starts: checked, locked, and cleared of an earlier run if this one starts at step 0.
+"""Opens the folders of a run: checks and locks them, moves an earlier run aside, and checks the disk space.
 
-Only what a run made is ever moved. `job.json` records what lay in the folder before a run first used it; that, and whatever has no
-name of a run's files, stays. The folder itself is never renamed, so that its lock holds from before the move to the end of the run.
+Only files of runs are moved. `job.json` records which files were there before a run first used the folder;
+these, and files without a name that runs use, stay. The folder itself is never renamed, so that its lock is
+held from before the move to the end of the run.
 """
 
 import contextlib
@@ -10,6 +11,7 @@ import re
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from pentatron.checkpoint.format import own_fragments
@@ -22,7 +24,6 @@ from pentatron.files import numbered, rename, sync_folder
 from pentatron.monitor.display import Display
 from pentatron.optim.build import AnyOptimizer
 from pentatron.parallel.collectives import gather_objects, on_some_ranks
-from pentatron.parallel.world import World
 from pentatron.settings.files import places_in_run, saved_values
 from pentatron.settings.run import RunConfig
 from pentatron.settings.settings import Settings, Start, is_inside
@@ -34,23 +35,23 @@ from pentatron.train.model import ParallelModel
 from pentatron.train.run_folder import RunFolder, damaged_config, is_config_of_a_run
 
 _STEP = r"(?:step-\d{8,}|iter_\d{7,})"
-# A run overwrites these; one that no run made would be lost.
+# Files that a run overwrites.
 _REPLACED = re.compile(
     r"metrics\.jsonl|app_metrics\.json|loss\.svg|sample\.txt|performance_summary\.json|job\.json|config\.yaml"
 )
-# To these it adds lines, as a launcher does before a run has opened its folder.
+# Files that a run appends to, and a launcher too, before the run has opened its folder.
 _APPENDED = re.compile(r"train\.log|restarts\.jsonl|progress\.txt|hang-\d+(?:-\d+)?\.txt")
 _OTHER_FILES = re.compile(
     r"metrics\.\d+\.jsonl|(?:config\.yaml|metrics\.jsonl)\.damaged-\d+|latest|latest_checkpointed_iteration\.txt|began-from\.json|"
     r"\.lock(?:\.\w+)?|\.latest\.\w+|\.writable"
 )
-# What a process left that was killed while it wrote.
-_HALF = re.compile(r"(?:config\.yaml|metrics\.jsonl|job\.json|began-from\.json)\.\d+\.tmp")
+# Partial files of a process that was killed while it wrote.
+_PARTIAL = re.compile(r"(?:config\.yaml|metrics\.jsonl|job\.json|began-from\.json)\.\d+\.tmp")
 _STEPS = re.compile(rf"(?:\.|\.replaced-)?{_STEP}.*")
 _UNFINISHED = re.compile(rf"\.(?:replaced-)?{_STEP}.*|\.huggingface\.[0-9a-f]{{8}}")
-# A file that only this package puts into a step.
+# Files that only this package writes into a step.
 _OF_OUR_STEPS = ("manifest.json", "rank-*.safetensors", "weights-*.safetensors")
-# What lies in the folders that a run makes beside its steps.
+# Entries of the folders that a run creates beside its steps.
 _INSIDE = {
     "ranks": re.compile(r"rank-\d+.*|hang-.*"),
     "memory": re.compile(r"rank-\d+\.csv"),
@@ -67,17 +68,17 @@ _CHECKPOINTS = "checkpoints"
 
 @dataclass
 class OpenFolders:
-    """The folders that a run holds. Only the first rank has any."""
+    """Locks of the folders of a run. Only the first rank holds any."""
 
     locks: list[FolderLock] = field(default_factory=list)
 
     def require(self, thorough: bool = True) -> None:
-        """Raises `FolderLost` if one of them is not the run's any more; to be called before anything is written."""
+        """Raises `FolderLost` if a lock was lost. Called before anything is written."""
         for lock in self.locks:
             lock.require(thorough)
 
     def are_ours(self) -> bool:
-        """The same as an answer, for what the first rank writes by itself: all ranks stop together, a little later."""
+        """Whether all locks are held, without an error: `require` stops all ranks a little later."""
         try:
             self.require(thorough=False)
         except FolderLost:
@@ -93,77 +94,83 @@ def open_folders(
     display: Display,
     cleanup: contextlib.ExitStack,
 ) -> OpenFolders:
-    """Makes the run's folder, and the one of its checkpoints, this run's until the end of the run."""
+    """Creates and locks the run folder and the checkpoint folder until the end of the run."""
     run, save = folder.path.resolve(), Path(config.checkpoint.save).resolve()
     if save != run and start is not Start.ANEW and CheckpointStore(folder.path, keep=None).steps():
-        # Of a run that was given --save alone: its log is here, and so are its checkpoints.
+        # A run with --save alone has its log and its checkpoints in that folder.
         raise UserError(
-            f"{folder.path} holds checkpoints itself, of a run with --save {folder.path}; name it like that to go on, or choose "
-            f"another --run-dir"
+            f"{folder.path} holds checkpoints itself, of a run with --save {folder.path}; give --save instead of --run-dir to resume it, "
+            f"or choose another --run-dir"
         )
     if start is Start.ANEW:
         _require_harmless(run, save)
-    _look(run, save, start, _inputs(config))
+    inputs = _inputs(config)
+    _inspect(run, save, start, inputs)
     writes_steps = config.checkpoint.save_checkpoints or save.exists()
     folder.create()
     if writes_steps and save != run:
         RunFolder(Path(config.checkpoint.save)).create()
-    held = OpenFolders()
+    opened = OpenFolders()
     places = [run, *([save] if writes_steps and save != run else [])]
-    beside = run / _CHECKPOINTS
-    if start is Start.ANEW and beside.is_dir() and beside.resolve() not in places:
-        # Another job may save there, though this one does not.
-        places.append(beside.resolve())
+    checkpoints = run / _CHECKPOINTS
+    if start is Start.ANEW and checkpoints.is_dir() and checkpoints.resolve() not in places:
+        # Locked because it is moved aside: another job may be saving there.
+        places.append(checkpoints.resolve())
     try:
         for place in places:
             flag = "--run-dir" if place == run else "--save"
             lock = folder_lock(place, display.say, f"stop it, or choose another {flag}")
-            held.locks.append(cleanup.enter_context(lock))
-        # Once more, as another job may have used the folders until now.
-        found = _look(run, save, start, _inputs(config))
+            opened.locks.append(cleanup.enter_context(lock))
+        # Again under the locks: another job may have changed the folders since.
+        inspected = _inspect(run, save, start, inputs)
     except UserError:
-        for taken in held.locks:
+        for taken in opened.locks:
             taken.withdraw()
         raise
-    theirs = recorded_foreign(run)
-    for entry in [entry for entry in found[0].others if _HALF.fullmatch(entry.name)]:
-        if found[0].holds_run and entry.name not in theirs and entry.parent == run:
-            entry.unlink()
+    contents, foreign = inspected[0], recorded_foreign(run)
+    if contents.holds_run:
+        for entry in contents.others:
+            if _PARTIAL.fullmatch(entry.name) and entry.name not in foreign and entry.parent == run:
+                entry.unlink()
     if start is Start.ANEW:
-        for line in _move_aside(found):
+        for line in _move_aside(inspected):
             display.say(line)
     if (damage := damaged_config(folder.config)) is not None:
-        kept = numbered(folder.config, ".damaged-")
-        rename(folder.config, kept)
+        renamed = numbered(folder.config, ".damaged-")
+        rename(folder.config, renamed)
         display.say(
-            f"note: {folder.config} is damaged ({damage}); it was renamed to {kept.name}, and is written again"
+            f"note: {folder.config} is damaged ({damage}); it was renamed to {renamed.name}, and is written again"
         )
     if not config.train.skip_train or not (run / JOB).exists():
-        foreign = [str(path.relative_to(run)) for path in found[0].others if path.exists()]
+        foreign = [str(path.relative_to(run)) for path in contents.others if path.exists()]
         write_job(run, None if config.train.skip_train else attempt, foreign)
-    return held
+    return opened
 
 
 def leave_to_earlier_runs(config: RunConfig) -> None:
-    """From the first moment on: a restart before the first save must not take an earlier run's steps for this one's."""
+    """Records existing steps as an earlier run's, so that an early restart does not resume them."""
     store = CheckpointStore(Path(config.checkpoint.save), keep=None)
     if store.steps():
         store.begin_again()
 
 
 def _inputs(config: RunConfig) -> list[str]:
-    """What the run reads, as far as it is named."""
+    """Returns the configured data and tokenizer files."""
     data = config.data
-    named = (*data.data_path, *data.train_data_path, *data.valid_data_path, *data.test_data_path)
-    return [path for path in (*named, data.tokenizer_model, data.vocab_file, data.merge_file) if path]
+    paths = (*data.data_path, *data.train_data_path, *data.valid_data_path, *data.test_data_path)
+    return [path for path in (*paths, data.tokenizer_model, data.vocab_file, data.merge_file) if path]
 
 
-# --- what lies in a folder ---
+# --- contents of a folder ---
 
 
 @dataclass(frozen=True)
 class Contents:
-    """`holds_run`: a run used the folder. `made`: what it made, steps first, also in folders below; `others`: entries that no run made."""
+    """Entries of a folder.
+
+    `holds_run`: whether a run has used it. `made`: files of runs, also in subfolders, with steps first.
+    `others`: entries that no run made.
+    """
 
     folder: Path
     holds_run: bool
@@ -172,47 +179,46 @@ class Contents:
 
 
 def contents_of(folder: Path, save: Path | None = None) -> Contents:
-    """`save`: a folder of checkpoints, which counts where it lies inside."""
+    """Lists a folder. `save`: the checkpoint folder, which is listed too if it lies inside."""
     entries = sorted(folder.iterdir()) if folder.is_dir() else []
     below = [folder / _CHECKPOINTS, *([save] if save is not None and save.is_relative_to(folder) else [])]
     inner = {place: _entries_below(place, folder) for place in below if place != folder}
-    every = [*(path for paths in inner.values() for path in paths), *entries]
-    if not _holds_run(folder, every):
+    paths = [*(path for inner_paths in inner.values() for path in inner_paths), *entries]
+    # A name such as `data` or `train.log` alone does not show that a run used the folder.
+    holds_run = (
+        is_config_of_a_run(folder / "config.yaml")
+        or recorded_job(folder) is not None
+        or any(_is_our_step(path) or path.name == "began-from.json" for path in paths)
+    )
+    if not holds_run:
         return Contents(folder, False, (), tuple(entry for entry in entries if entry.name != LOCK))
     foreign = {folder / name for name in recorded_foreign(folder)}
-    made = [path for path in every if path not in foreign and _is_of_a_run(path)]
-    made += [path for path in _written_to(folder) if not foreign.intersection((path, *path.parents))]
+    made = [path for path in paths if path not in foreign and _is_of_a_run(path)]
+    made += [path for path in _output_folders(folder) if not foreign.intersection((path, *path.parents))]
     made = [path for path in dict.fromkeys(made) if path.name != LOCK]
-    # Folders whose contents were looked at one by one.
+    # Files of runs, and folders whose entries were listed one by one.
     seen = {*made, *(parent for path in (*made, *inner) for parent in (path, *path.parents))}
-    others = [path for path in dict.fromkeys(every) if path not in seen and path.name != LOCK]
+    others = [path for path in dict.fromkeys(paths) if path not in seen and path.name != LOCK]
     steps_first = sorted(made, key=lambda path: not _STEPS.fullmatch(path.name))
     return Contents(folder, True, tuple(steps_first), tuple(others))
 
 
 def _entries_below(place: Path, folder: Path) -> list[Path]:
-    """What is in a folder of checkpoints inside that of its run. What a link leads to lies elsewhere."""
+    """Lists a checkpoint folder inside the run folder. Symbolic links out of it are not followed."""
     if place.is_symlink() or not place.is_dir() or not place.resolve().is_relative_to(folder):
         return []
     return sorted(place.iterdir())
 
 
-def _holds_run(folder: Path, entries: Iterable[Path]) -> bool:
-    """Whether a run used the folder: a name alone, such as `data` or `train.log`, does not say so."""
-    if is_config_of_a_run(folder / "config.yaml") or recorded_job(folder) is not None:
-        return True
-    return any(_is_our_step(entry) or entry.name == "began-from.json" for entry in entries)
-
-
 def _is_our_step(entry: Path) -> bool:
-    """Others have steps called iter_0000100 as well. One that is being saved or removed may be empty."""
+    """Whether a folder is a checkpoint of this package: Megatron-LM also names steps iter_0000100."""
     if not _STEPS.fullmatch(entry.name) or entry.is_symlink() or not entry.is_dir():
         return False
     return any(next(entry.glob(name), None) for name in _OF_OUR_STEPS)
 
 
 def _is_of_a_run(entry: Path) -> bool:
-    """By its name and by what is in it. Links are not followed, nor does a run make any."""
+    """Whether a run made the entry, by its name and content. Runs create no symbolic links."""
     name = entry.name
     if entry.is_symlink():
         return False
@@ -223,12 +229,12 @@ def _is_of_a_run(entry: Path) -> bool:
     if name in _INSIDE:
         inner = list(entry.iterdir())
         return bool(inner) and all(_INSIDE[name].fullmatch(path.name) for path in inner)
-    # Those that begin with a point were being written, or removed.
+    # Names with a leading dot are of steps that were being written or removed, and may be empty.
     return _is_our_step(entry) or (name.startswith(".") and bool(_UNFINISHED.fullmatch(name)))
 
 
-def _written_to(folder: Path) -> list[Path]:
-    """Further folders, such as that of TensorBoard, which the run of this configuration kept in its own."""
+def _output_folders(folder: Path) -> list[Path]:
+    """Returns further folders inside the run folder that the saved configuration names, as TensorBoard's."""
     config = folder / "config.yaml"
     if not is_config_of_a_run(config):
         return []
@@ -238,11 +244,11 @@ def _written_to(folder: Path) -> list[Path]:
     return [place for place in places if place.exists() and not place.is_symlink()]
 
 
-# --- what may be done with it ---
+# --- checks and moves ---
 
 
 def _require_harmless(*places: Path) -> None:
-    """Folders that hold everything of a user, or of a machine, are not the folders of runs."""
+    """Raises an error for the home folder and folders around it."""
     for place in places:
         with contextlib.suppress(RuntimeError):
             if Path.home().resolve().is_relative_to(place):
@@ -252,20 +258,20 @@ def _require_harmless(*places: Path) -> None:
                 )
 
 
-def _look(run: Path, save: Path, start: Start, inputs: Iterable[str]) -> list[Contents]:
-    """What the folders hold; refuses where a new run would overwrite, move or mix with what no run made."""
-    found = [contents_of(run, save)]
+def _inspect(run: Path, save: Path, start: Start, inputs: Iterable[str]) -> list[Contents]:
+    """Lists the folders; raises an error if a new run would overwrite, move or mix with other files."""
+    inspected = [contents_of(run, save)]
     if not save.is_relative_to(run):
-        found.append(contents_of(save))
-    mine = found[0]
-    lost = [entry for entry in mine.others if _REPLACED.fullmatch(entry.name) and not entry.is_dir()]
-    if lost and not mine.holds_run:
+        inspected.append(contents_of(save))
+    others = inspected[0].others
+    overwritten = [entry for entry in others if _REPLACED.fullmatch(entry.name) and not entry.is_dir()]
+    if overwritten and not inspected[0].holds_run:
         raise UserError(
-            f"{lost[0]} is not the file of a run, and a run would overwrite it; choose another folder with --run-dir"
+            f"{overwritten[0]} is not the file of a run, and a run would overwrite it; choose another folder with --run-dir"
         )
     if start is not Start.ANEW:
-        return found
-    for contents in found:
+        return inspected
+    for contents in inspected:
         names = [entry.name for entry in contents.others if _would_mix(entry)]
         if names and not contents.holds_run:
             raise UserError(
@@ -281,15 +287,15 @@ def _look(run: Path, save: Path, start: Start, inputs: Iterable[str]) -> list[Co
                 f"{contents.folder} is {'the current folder' if Path.cwd() == contents.folder else 'around the current folder'}, and the run in it "
                 f"would have to be moved aside; choose another --save or --run-dir, or move it yourself"
             )
-    return found
+    return inspected
 
 
 def _would_mix(entry: Path) -> bool:
-    """Whether a new run would write into it."""
+    """Whether a new run would write into the entry."""
     if entry.name == _CHECKPOINTS:
         return not entry.is_dir() or any(inner.name != LOCK for inner in entry.iterdir())
     if entry.name in _INSIDE:
-        # A launcher makes this one before a run has opened its folder.
+        # The launcher creates `ranks` before the run opens its folder.
         return entry.name != "ranks"
     return bool(_OTHER_FILES.fullmatch(entry.name) or _STEPS.fullmatch(entry.name))
 
@@ -298,9 +304,9 @@ def _few(names: list[str]) -> str:
     return ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
 
 
-def _move_aside(found: Iterable[Contents]) -> Iterable[str]:
-    """Keeps an earlier run under a new name: nothing is ever overwritten, and what no run made stays where it is."""
-    for contents in found:
+def _move_aside(inspected: Iterable[Contents]) -> Iterable[str]:
+    """Moves the files of earlier runs to new folders, and yields a line about each."""
+    for contents in inspected:
         if not contents.made:
             continue
         aside = numbered(contents.folder, ".")
@@ -315,6 +321,7 @@ def _move_aside(found: Iterable[Contents]) -> Iterable[str]:
             for place in {aside.parent, *(side.parent for pair in moved for side in pair)}:
                 sync_folder(place)
         except OSError as error:
+            # Either all files are moved or none.
             for path, target in reversed(moved):
                 rename(target, path)
             with contextlib.suppress(OSError):
@@ -328,56 +335,48 @@ def _move_aside(found: Iterable[Contents]) -> Iterable[str]:
         yield f"the earlier run was moved to {aside}{rest}"
 
 
-# Whether the disk has room for the checkpoints of a run: said before its first step, rather than by a save
-# that fails at night.
+# --- disk space for checkpoints ---
 
 
 def disk_notes(
-    config: RunConfig,
-    world: World,
-    model: ParallelModel,
-    optimizer: AnyOptimizer,
-    store: CheckpointStore,
-    state: TrainState,
+    model: ParallelModel, optimizer: AnyOptimizer, store: CheckpointStore, state: TrainState
 ) -> list[str]:
-    """Refuses a run of which not even one checkpoint fits, and tells if those it keeps will not. Every rank must ask."""
+    """Raises an error if no checkpoint fits; returns a note if those to be kept do not. Collective."""
+    config, world = model.config, model.world
     left = saves_left(config, state.step)
     if left == 0:
         if world.is_first and config.checkpoint.save_checkpoints and not config.train.skip_train:
-            # A run that was killed after its last step: no save follows that would remove what it left.
+            # No further save will remove the partial files of a run that was killed after its last step.
             with contextlib.suppress(OSError):
                 store.remove_leftovers()
         return []
-    size = checkpoint_bytes(world, model, optimizer, store)
-
-    def judge() -> list[str]:
-        return _judge(config, store, size, left, state.step)
-
-    return on_some_ranks(world.is_first, judge, world.everyone) or []
+    size = checkpoint_bytes(model, optimizer, store)
+    check = partial(_check_free_space, config, store, size, left, state.step)
+    return on_some_ranks(world.is_first, check, world.everyone) or []
 
 
-def checkpoint_bytes(
-    world: World, model: ParallelModel, optimizer: AnyOptimizer, store: CheckpointStore
-) -> int:
-    """What one takes, all files of all ranks together; the manifest is not worth counting."""
+def checkpoint_bytes(model: ParallelModel, optimizer: AnyOptimizer, store: CheckpointStore) -> int:
+    """Returns the size of a checkpoint over all ranks, without the small manifest. Collective."""
     parts = itertools.chain(
         optimizer.fragments(owned_only=True),
         model.routers.fragments(owned_only=True),
-        own_fragments(random_state(world)),
+        own_fragments(random_state(model.world)),
     )
-    return sum(gather_objects(sum(map(store.bytes_of, parts)), world.everyone))
+    return sum(gather_objects(sum(map(store.bytes_of, parts)), model.world.everyone))
 
 
 def saves_left(config: RunConfig, step: int) -> int:
-    """How many checkpoints a run that stands at this step will still save."""
+    """Returns how many checkpoints the run will save after this step."""
     last, interval = config.train.train_iters, config.checkpoint.save_interval
     if config.train.skip_train or not config.checkpoint.save_checkpoints or (step >= last > 0):
         return 0
     return last // interval - step // interval + (last % interval > 0 or last == 0)
 
 
-def _judge(config: RunConfig, store: CheckpointStore, size: int, left: int, step: int) -> list[str]:
-    # A save begins with that too: a run that was killed while it saved must not be refused for what it left.
+def _check_free_space(
+    config: RunConfig, store: CheckpointStore, size: int, left: int, step: int
+) -> list[str]:
+    # Partial files of a killed run do not count: a save removes them first.
     store.remove_leftovers()
     free = free_bytes(store.folder)
     if free < size:
@@ -385,26 +384,22 @@ def _judge(config: RunConfig, store: CheckpointStore, size: int, left: int, step
             f"a checkpoint takes {binary_size(size)} and {store.folder} has {binary_size(free)} free, so nothing could be saved; make room, "
             f"choose another folder with --save, or train without checkpoints (--no-save-checkpoints)"
         )
-    keep, retained = config.checkpoint.keep_checkpoints, _retained(config, step)
-    # A new one is whole before the oldest goes.
+    keep, interval = config.checkpoint.keep_checkpoints, config.checkpoint.save_retain_interval
+    last = config.train.train_iters
+    retained = 0 if interval is None or last is None else last // interval - step // interval
+    # The oldest checkpoint is removed only after a new one is complete.
     at_once = left if keep is None else min(left, max(1, keep + 1 - len(store.steps())) + retained)
     if free >= at_once * size:
         return []
-    kept = "all are kept" if keep is None else f"--keep-checkpoints {keep}"
-    kept += f", and {retained} for good" if retained else ""
+    retention = "all are kept" if keep is None else f"--keep-checkpoints {keep}"
+    retention += f", and {retained} for good" if retained else ""
     return [
-        f"a checkpoint takes {binary_size(size)}, and {at_once} more will lie in {store.folder} at a time ({kept}): {binary_size(at_once * size)}, of "
+        f"a checkpoint takes {binary_size(size)}, and {at_once} more will lie in {store.folder} at a time ({retention}): {binary_size(at_once * size)}, of "
         f"which {binary_size(free)} are free; keep fewer with --keep-checkpoints, or make room before a save fails"
     ]
 
 
-def _retained(config: RunConfig, step: int) -> int:
-    """How many will be kept for good from here on."""
-    every, last = config.checkpoint.save_retain_interval, config.train.train_iters
-    return 0 if every is None or last is None else last // every - step // every
-
-
 def free_bytes(folder: Path) -> int:
-    """For this user, on the disk where the folder is, or will be."""
+    """Returns the space free to this user on the disk of a folder, which need not exist yet."""
     existing = next(p for p in (folder, *folder.resolve().parents) if p.exists())
     return shutil.disk_usage(existing).free

@@ -1,4 +1,4 @@
-"""Where a rank tells what happens in a run."""
+"""Output of a run: terminal, log file and recorders (metrics, TensorBoard, Weights & Biases)."""
 
 import contextlib
 import functools
@@ -27,7 +27,7 @@ _TERMINAL = "the terminal"
 
 
 def refuse_pipes(*files: Path) -> None:
-    """A run that opens a FIFO to write its log waits for a reader, for ever."""
+    """Raises an error for FIFOs: opening one for writing blocks until a reader opens it."""
     for file in files:
         if file.is_fifo():
             raise UserError(f"{file} is a FIFO, which a run cannot keep its records in; remove it")
@@ -35,10 +35,10 @@ def refuse_pipes(*files: Path) -> None:
 
 @dataclass(frozen=True)
 class Output:
-    """The terminal, the log and the recorders; only the first rank has any.
+    """Writes to the terminal, the log and the recorders. On other ranks than the first it writes nothing.
 
-    `echoes`: the terminal shows the lines of the log, instead of lines for people. `may_write`: whether the run's folder is still its
-    own; if not, files are left as they are.
+    `echoes`: the terminal shows the lines of the log instead of a short form. `may_write`: whether the run
+    still holds the lock of its folder; if not, no file is written.
     """
 
     display: Display
@@ -46,7 +46,7 @@ class Output:
     recorders: Sequence[Recorder] = ()
     lines: LogLines | None = None
     echoes: bool = False
-    # What could not be written, once each.
+    # Names of outputs that could not be written, to warn once of each.
     missing: list[str] = field(default_factory=list)
     may_write: Callable[[], bool] = lambda: True
 
@@ -55,15 +55,15 @@ class Output:
         self._write(text)
 
     def note(self, text: str) -> None:
-        """A line for the log, which the terminal shows only if it shows the log."""
+        """Writes a line to the log, and to the terminal if that shows the log."""
         if self.echoes:
             self.display.say(text)
         self._write(text)
 
     def _write(self, text: str) -> None:
-        if self.log is None:
-            return
         log = self.log
+        if log is None:
+            return
         if _TERMINAL not in self.missing and (lost := output_error()) is not None:
             self.missing.append(_TERMINAL)
             text = f"warning: standard output cannot be written any more ({lost.strerror}); this log has every line\n{text}"
@@ -75,7 +75,7 @@ class Output:
         write: Callable[[], object],
         else_: str = "training goes on, and it will lack lines",
     ) -> None:
-        """A disk that is full ends no training: it is told once, with what becomes of it. Lines are missing until there is room."""
+        """Writes a file; warns once instead of failing, as on a full disk. `else_`: the consequence."""
         if not self.may_write():
             return
         try:
@@ -110,7 +110,7 @@ class Output:
         self._recorded(lambda recorder: recorder.saved(step))
 
     def close(self) -> None:
-        """What is still unwritten then stays so."""
+        """Closes log and recorders, ignoring errors."""
         if not self.may_write():
             return
         for close in (
@@ -121,9 +121,6 @@ class Output:
                 close()
 
 
-# Which recorders a configuration asks for.
-
-
 def open_recorders(
     config: RunConfig,
     world: World,
@@ -132,9 +129,9 @@ def open_recorders(
     parameters: int,
     tell: Callable[[str], None],
 ) -> Iterator[Recorder]:
-    """One after the other, so that the caller can close those that are open when one fails.
+    """Yields the configured recorders one by one, so that the caller can close the open ones if one fails.
 
-    What others keep, a viewer's folder or a service, may fail: that is told, and training goes on.
+    A failure of TensorBoard or Weights & Biases is a warning.
     """
     log = config.log
     yield MetricsFile(folder.metrics, state.step, tell)
@@ -169,10 +166,12 @@ def open_recorders(
             path, config.launch.job_id or "", world.everyone.size, state.flops, state.consumed_tokens
         )
     if log.save_performance_summary:
-        yield PerformanceSummary(folder.path / "performance_summary.json", _about(config, world, parameters))
+        yield PerformanceSummary(
+            folder.path / "performance_summary.json", _run_properties(config, world, parameters)
+        )
 
 
-def _about(config: RunConfig, world: World, parameters: int) -> dict[str, Any]:
+def _run_properties(config: RunConfig, world: World, parameters: int) -> dict[str, Any]:
     grid = config.grid
     on_gpu = world.device.type == "cuda"
     return {

@@ -1,4 +1,4 @@
-"""What a run computes with, kept in its checkpoints: with other threads or libraries the same steps give other last bits."""
+"""Checks before the first step: fp8 support, batch sizes that fit the layout, software environment."""
 
 import platform
 import socket
@@ -26,11 +26,9 @@ from pentatron.settings.run import RunConfig, sizes_problem
 from pentatron.text import plural
 from pentatron.train.model import device_facts
 
-# Which matmuls of a run are in fp8, and whether the device has such.
-
 
 def require_fp8(decided: Fp8Decision) -> None:
-    """Refuses to train on a device without matmuls in fp8."""
+    """Raises an error if fp8 is on and the device has no fp8 matmuls."""
     if decided.lacking:
         raise AgreedError(
             f"--fp8 {decided.format} needs a GPU with fp8 matmuls (NVIDIA's from compute capability 8.9 on: Ada, Hopper, Blackwell), and "
@@ -39,29 +37,30 @@ def require_fp8(decided: Fp8Decision) -> None:
 
 
 def left_in_bf16(decided: Fp8Decision, stages: Iterable[CausalLM]) -> list[str]:
-    """Notices about matrices that stay in bf16 although fp8 is on. They are named as in their layer."""
+    """Returns notices about weights that stay in bf16 although fp8 is on, with their names in the layer."""
+    # Names of weights with a side that is no multiple of FP8_MULTIPLE, and of those without fp8 options.
     small, without = set[str](), set[str]()
     for stage in stages:
         for number, layer in stage.layers.items():
             for name, module in _in_bf16(layer) if int(number) in decided.layers else ():
                 (without if module.options.fp8 is None else small).add(name)
         small |= {"head" for _, module in _in_bf16(_head(stage)) if module.options.fp8 is not None}
-    found = []
+    notices = []
     if small:
-        found.append(
+        notices.append(
             f"--fp8: matrices stay in bf16 where a side is no multiple of {FP8_MULTIPLE}: {', '.join(sorted(small))}"
         )
     if without:
-        found.append(
+        notices.append(
             f"--fp8: matrices of layers of your own stay in bf16 where they are built without axes: {', '.join(sorted(without))}"
         )
     if decided.experts_left:
-        found.append("--fp8: the matmuls of experts stay in bf16")
-    return found
+        notices.append("--fp8: the matmuls of experts stay in bf16")
+    return notices
 
 
 def _in_bf16(whole: nn.Module | None) -> Iterator[tuple[str, WeightedModule]]:
-    """The matrices of a module that are not in fp8. Those of experts are not among them."""
+    """Yields the two-dimensional weights of a module that are not in fp8, without those of experts."""
     for name, module in [] if whole is None else whole.named_modules():
         if isinstance(module, WeightedModule) and module.weight.dim() == 2 and module.fp8 is None:
             yield name, module
@@ -73,12 +72,8 @@ def _head(stage: CausalLM) -> VocabularyTable | None:
     return None if stage.embedding is None else stage.embedding.word
 
 
-# Whether the layout can take every batch of the run: said before its first step, so that no run ends where
-# its batch grows.
-
-
 def require_fitting_start(resolved: Resolved, world: World) -> None:
-    """Before anything is built: that the device can do it, and the batches of a run that certainly begins at its first step."""
+    """Checks, before the model is built, fp8 support and, if the run starts at step 0, its batch sizes."""
     require_fp8(decide(resolved.config, device_facts(resolved.config, world.device)).fp8)
     save, load = resolved.config.checkpoint.save, resolved.config.checkpoint.load
     loads_another = (
@@ -93,19 +88,19 @@ def require_fitting_start(resolved: Resolved, world: World) -> None:
 
 
 def require_fitting_batches(config: RunConfig, state: TrainState) -> None:
-    """From where a run stands: what is behind it may have had another layout."""
+    """Checks that the layout can run every batch size from here on, so that no ramp-up ends the run."""
     problem = sizes_problem(config, state.consumed_samples, state.step)
     if problem is not None:
         raise AgreedError(problem)
 
 
 def _listed(value: Any, separator: str) -> str:
-    """Entries of a list; whatever else a checkpoint has in its place, as text. Either is shown no longer than a line."""
+    """Joins a list, at most a line long. A damaged or foreign checkpoint may have any other value instead."""
     entries = value if isinstance(value, list) else [value]
     return f"{separator.join(map(str, entries[:64])):.200}"
 
 
-# In which words a difference is told. They say something of any value, as a checkpoint may hold any.
+# Descriptions of the values. They accept any value, as a checkpoint may contain any.
 _WORDS: dict[str, Callable[[Any], str]] = {
     "pentatron": lambda v: f"Pentatron {_listed(v, ' ')}",
     "torch": lambda v: f"torch {_listed(v, ' ')}",
@@ -122,9 +117,9 @@ _WORDS: dict[str, Callable[[Any], str]] = {
 
 
 def environment_here(world: World) -> dict[str, Any]:
-    """Of all ranks together; every rank must ask."""
-    own = (_device(world.device), torch.get_num_threads(), socket.gethostname())
-    devices, threads, hosts = (sorted(set(found)) for found in zip(*gather_objects(own, world.everyone)))
+    """Returns what may change the last bits of results: versions, devices, threads, ... Collective."""
+    local = (_device(world.device), torch.get_num_threads(), socket.gethostname())
+    devices, threads, hosts = (sorted(set(values)) for values in zip(*gather_objects(local, world.everyone)))
     return {
         "pentatron": __version__,
         "torch": str(torch.__version__),
@@ -141,7 +136,7 @@ def environment_here(world: World) -> dict[str, Any]:
 def _device(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    # Which instructions are used is what sums depend on, rather than the name of the processor.
+    # The order of sums depends on the instruction set, not on the model of the CPU.
     return f"CPU ({torch.backends.cpu.get_cpu_capability()})"
 
 
@@ -154,23 +149,26 @@ def _backend(world: World) -> str | None:
 
 
 def settle_environment(world: World, state: TrainState) -> list[str]:
-    """Writes into the state what the run computes with from here on; returns what to tell of differences."""
+    """Stores the environment in `state`; returns a note if it differs from the checkpoint's. Collective."""
     before, now = state.environment, environment_here(world)
     state.environment = now
     different = [name for name in _WORDS if name in before and before[name] != now[name]]
-    # Another number of processes is another layout, which is told as that; and where GPUs compute, threads do not.
+    # A change between one and several processes is reported as a change of the layout. Threads matter on CPUs
+    # only.
     if None in (before.get("backend"), now["backend"]):
         different = [name for name in different if name not in ("backend", "machines")]
     if world.device.type == "cuda" and before.get("cuda"):
         different = [name for name in different if name != "threads"]
     if not different:
         return []
-    then, here = (", ".join(_WORDS[name](kept[name]) for name in different) for kept in (before, now))
+    then, here = (
+        ", ".join(_WORDS[name](environment[name]) for name in different) for environment in (before, now)
+    )
     return [
         f"the checkpoint was made with {then}, and this run has {here}: numbers may differ in the last bits"
     ]
 
 
 def told(environment: Mapping[str, Any]) -> str:
-    """All of it in one line, for whoever looks into a checkpoint."""
+    """Describes an environment in one line."""
     return ", ".join(words(environment[name]) for name, words in _WORDS.items() if name in environment)

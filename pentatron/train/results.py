@@ -1,4 +1,4 @@
-"""What a run shows for itself: a line at the start, a picture, and what the user came for at the end."""
+"""Summary of a run: its description at the start, the loss curve, and the result with a sample at the end."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,12 +18,12 @@ from pentatron.train.output import Output
 from pentatron.train.run_folder import RunFolder
 
 _LAST_STEPS = 10
-# Of a file beside the checkpoints.
+# The consequence if a file beside the checkpoints cannot be written.
 WITHOUT_IT = "the run is complete without it"
 
 
 def describe(config: RunConfig, world: World, parameters: int) -> str:
-    """One line on what is about to run, and where."""
+    """Describes model, layout, device and batch in one line."""
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     size = world.everyone.size
     return (
@@ -34,7 +34,7 @@ def describe(config: RunConfig, world: World, parameters: int) -> str:
 
 
 def _axes(config: RunConfig) -> str:
-    """`2 tensor + sequence × 2 pipeline`: the axes that have more than one rank, and what is switched on there."""
+    """Formats the axes with more than one rank, as `2 tensor + sequence × 2 pipeline`."""
     grid, parallel = config.grid, config.parallel
     shown = []
     if grid.tensor > 1:
@@ -52,7 +52,7 @@ def _axes(config: RunConfig) -> str:
 
 
 def describe_pipeline(config: RunConfig) -> str | None:
-    """One line on how the layers are divided, where they are."""
+    """Describes the pipeline schedule and its layers in one line, if there is a pipeline."""
     ranks = config.grid.pipeline
     if ranks == 1:
         return None
@@ -66,16 +66,16 @@ def describe_pipeline(config: RunConfig) -> str | None:
 
 
 def _sizes(config: RunConfig, number_of: Callable[[int], int]) -> str:
-    """`16`, or `16 to 1536` where the batch changes its size."""
-    every = (stretch.size for stretch in config.batch_plan.sizes(config.train.train_iters))
-    # A run that has grown may have had sizes that this layout could not take.
-    sizes = [size for size in every if size_problem(config, size) is None]
+    """Formats a number per batch size: `16`, or `16 to 1536` with a ramp-up."""
+    planned = (stretch.size for stretch in config.batch_plan.sizes(config.train.train_iters))
+    # A resumed run may have passed sizes that do not fit this layout.
+    sizes = [size for size in planned if size_problem(config, size) is None]
     smallest, largest = number_of(min(sizes)), number_of(max(sizes))
     return str(largest) if smallest == largest else f"{smallest} to {largest}"
 
 
 def draw_curve(folder: RunFolder) -> None:
-    # A loss that is no number is not there.
+    # Rows of steps with NaN have no loss.
     rows = read_metrics(folder.metrics)
     training = [(float(r["step"]), float(r["loss"])) for r in rows if "loss" in r]
     if training:
@@ -85,45 +85,44 @@ def draw_curve(folder: RunFolder) -> None:
 
 
 def finish(config: RunConfig, folder: RunFolder, datasets: Datasets, output: Output) -> None:
-    """How far the loss fell, a taste of the model, and where everything lies."""
-    known = read_metrics(folder.metrics)
-    if known.damaged:
-        output.say(f"note: {damaged_lines(known.damaged)}")
-    every = [row for row in known if not row.get("left_out")]
-    if known and not every:
+    """Prints how far the loss fell, a sample of the model, and where the files are."""
+    metrics = read_metrics(folder.metrics)
+    if metrics.damaged:
+        output.say(f"note: {damaged_lines(metrics.damaged)}")
+    tried = [row for row in metrics if not row.get("left_out")]
+    if metrics and not tried:
         output.say("finished, but every step was left out (--iterations-to-skip), so nothing was trained")
-    rows = [row for row in every if not row.get("skipped") and "loss" in row]
-    if every and not rows:
+    updates = [row for row in tried if not row.get("skipped") and "loss" in row]
+    if tried and not updates:
         output.say(
             "finished, but no update was made: every step was skipped, because fp16 overflows with the loss scale it had. Train for "
             "more steps, in which it becomes smaller, or begin with a smaller one (--initial-loss-scale)"
             if config.precision.fp16 and not config.precision.loss_scale
-            else "finished, but no update was made: every step was skipped, because its loss or its gradients were no numbers. Lower --lr, or "
+            else "finished, but no update was made: every step was skipped, because its loss or a gradient was NaN or inf. Lower --lr, or "
             "check the data"
         )
-    if rows:
-        output.say(f"finished: {_fall([row['loss'] for row in rows])}")
-    saves = config.checkpoint.save_checkpoints
+    if updates:
+        output.say(f"finished: {_fall([row['loss'] for row in updates])}")
     _show_sample(config, folder, datasets, output)
     log = config.log
     files = (folder.config, folder.log, folder.metrics, folder.curve)
-    kept = [path.name for path in files if path.exists()]
-    # Written when everything else is closed.
-    kept += ["performance_summary.json"] * log.save_performance_summary
-    kept += ["memory/"] * log.monitor_memory_continuously
+    names = [path.name for path in files if path.exists()]
+    # These are written when the output is closed, after this line.
+    names += ["performance_summary.json"] * log.save_performance_summary
+    names += ["memory/"] * log.monitor_memory_continuously
     output.say(
-        f"run folder: {folder.path} ({', '.join(kept)}), "
-        f"checkpoints: {config.checkpoint.save if saves else 'none'}"
+        f"run folder: {folder.path} ({', '.join(names)}), "
+        f"checkpoints: {config.checkpoint.save if config.checkpoint.save_checkpoints else 'none'}"
     )
 
 
 def _show_sample(config: RunConfig, folder: RunFolder, datasets: Datasets, output: Output) -> None:
-    """What was trained is saved by now: whatever is wrong with a prompt or a disk is told, and no reason to fail."""
+    """Prints a continuation of --sample-prompt. An error is a note, as the training itself has succeeded."""
     saves, prompt = config.checkpoint.save_checkpoints, config.run.sample_prompt
     if not saves or datasets.tokenizer is None or prompt is None or config.run.sample_tokens == 0:
         return
     try:
-        # The ranks hold parts of the model; its last checkpoint has it whole.
+        # The ranks hold parts of the model only; the last checkpoint has all of it.
         pieces = open_continuation(
             Path(config.checkpoint.save),
             prompt,
@@ -146,7 +145,7 @@ def _show_sample(config: RunConfig, folder: RunFolder, datasets: Datasets, outpu
 
 
 def _fall(losses: Sequence[float]) -> str:
-    """From the first step to the mean of the last ones: ten, but no more than a quarter of a short run."""
+    """Compares the first loss with the mean of the last ones: at most ten, and a quarter of the run."""
     count = max(1, min(_LAST_STEPS, len(losses) // 4))
     first, last = losses[0], sum(losses[-count:]) / count
     if len(losses) == 1 or not first:
@@ -155,5 +154,5 @@ def _fall(losses: Sequence[float]) -> str:
 
 
 def _printable(line: str) -> str:
-    """A young model writes control characters, which a terminal would obey."""
+    """Replaces control characters, which an untrained model emits and the terminal would interpret."""
     return "".join(c if c.isprintable() or c == "\t" else "·" for c in line)

@@ -1,10 +1,9 @@
-"""The folder of a run: what lies where, and what happens to an earlier run in the same place."""
+"""The run folder: paths of its files, the saved configuration, timestamps, and the log of a failure."""
 
 import json
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,56 +20,37 @@ from pentatron.text import one_line, redacted_value
 if TYPE_CHECKING:
     from pentatron.parallel.world import World
 
-# When a run came to which point, in milliseconds since the epoch.
-
 
 class Moments:
+    """Timestamps of the phases of a run in milliseconds since the epoch, as in Megatron's app metrics."""
+
     def __init__(self, started: float) -> None:
-        self.taken = {"app_start_time": round(started * 1000)}
+        self.times = {"app_start_time": round(started * 1000)}
 
     def mark(self, name: str) -> None:
-        """`model_init_start` → `app_model_init_start_time`, now."""
-        self.taken[f"app_{name}_time"] = round(time.time() * 1000)
+        """Records the current time: `model_init_start` as `app_model_init_start_time`."""
+        self.times[f"app_{name}_time"] = round(time.time() * 1000)
 
     def write(self, path: Path) -> None:
-        write_file(path, f"{json.dumps(self.taken, indent=2)}\n".encode())
+        write_file(path, f"{json.dumps(self.times, indent=2)}\n".encode())
 
 
-# A later run that reads the saved configuration must not end up in this run's folder.
+# Written as comments: a run that reads this configuration must not use this run's folder.
 _OF_THIS_RUN_ALONE = frozenset({"config", "preset", "fresh", "local_rank", "run_dir", "save"})
 
 
-@dataclass(frozen=True)
 class RunFolder:
-    path: Path
+    """Paths of the files of a run."""
 
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def log(self) -> Path:
-        return self.path / "train.log"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def app_metrics(self) -> Path:
-        return self.path / "app_metrics.json"
-
-    @property
-    def curve(self) -> Path:
-        return self.path / "loss.svg"
-
-    @property
-    def sample(self) -> Path:
-        return self.path / "sample.txt"
-
-    @property
-    def data(self) -> Path:
-        return self.path / "data"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"
+        self.log = path / "train.log"
+        self.metrics = path / "metrics.jsonl"
+        self.app_metrics = path / "app_metrics.json"
+        self.curve = path / "loss.svg"
+        self.sample = path / "sample.txt"
+        self.data = path / "data"
 
     def create(self) -> None:
         try:
@@ -91,21 +71,21 @@ class RunFolder:
             raise UserError(f"{self.config} is not the file of a run; choose another folder with --run-dir")
 
     def set_metrics_aside(self) -> Path:
-        """Those of other training in this folder: its steps have the numbers that now come again."""
+        """Renames the metrics of earlier training, whose step numbers would occur twice."""
         aside = numbered(self.metrics.with_suffix(""), ".", self.metrics.suffix)
         if self.metrics.exists():
             rename(self.metrics, aside)
         return aside
 
     def holds_metrics_of_another(self, resolved: Resolved) -> bool:
-        """Whether other settings than these wrote the metrics: a run that is started again as it was computes its steps once more."""
+        """Whether the metrics were written with other settings. An identical restart repeats its steps."""
         if not self.metrics.exists() or not self.config.exists():
             return False
         text = self.config.read_text(encoding="utf-8", errors="replace")
         return _chosen(text) != _chosen(config_text(resolved))
 
     def write_config(self, resolved: Resolved) -> None:
-        # Names of files that are not UTF-8 are written as escapes, as JSON has them.
+        # Paths that are not UTF-8 are escaped.
         write_file(self.config, config_text(resolved).encode(errors="backslashreplace"))
 
 
@@ -114,32 +94,38 @@ def is_config_of_a_run(file: Path) -> bool:
 
 
 def damaged_config(file: Path) -> str | None:
-    """What is wrong with a `config.yaml` that a run wrote and a disk lost, or half of it; None: nothing, or it is another file."""
+    """Returns how the `config.yaml` of a run is damaged, as after a power loss.
+
+    None if it is intact, missing, or not the file of a run.
+    """
     if not file.is_file():
         return None
-    found, header = file.read_bytes(), HEADER.encode()
-    if not found.strip(b"\0"):
-        return "it holds nothing but NULs" if found else "it is empty"
-    if found[: len(header)] != header[: len(found)]:
+    content, header = file.read_bytes(), HEADER.encode()
+    if not content.strip(b"\0"):
+        return "it holds nothing but NULs" if content else "it is empty"
+    if content[: len(header)] != header[: len(content)]:
         return None
-    if b"\0" in found:
+    if b"\0" in content:
         return "it holds NULs"
     try:
-        found.decode()
+        content.decode()
     except UnicodeDecodeError:
         return "it is not UTF-8"
-    return None if found.endswith(b"\n") else "its end is missing"
+    return None if content.endswith(b"\n") else "its end is missing"
 
 
 def _chosen(text: str) -> list[str]:
-    """The lines of values that follow from nothing else, without their origins."""
+    """Returns the lines of chosen values, without comments: derived values are comments."""
     lines = [line.partition("  # ")[0] for line in text.splitlines()]
     return [line for line in lines if line.strip()]
 
 
 def config_text(resolved: Resolved) -> str:
-    """The configuration as YAML with the origin of every value; derived values are comments, so that the file can
-    be given to --config on another machine or with other sizes. So are values that name code, which no file may choose."""
+    """Formats the configuration as YAML with the origin of every value.
+
+    Derived values are comments, so that --config accepts the file on another machine or with other sizes. So
+    are values that name code, which no file may choose.
+    """
     lines = [HEADER]
     section = ""
     values: Mapping[str, object] = resolved.config.flat()
@@ -149,41 +135,37 @@ def config_text(resolved: Resolved) -> str:
             section = item.section
             lines.append(f"\n{section}:")
         source = resolved.sources[name]
-        inherited = source.startswith("derived") or name in left_out or item.names_code
+        is_comment = source.startswith("derived") or name in left_out or item.names_code
         value = redacted_value(values[name])
         text = json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)
-        lines.append(f"  {'# ' if inherited else ''}{name}: {text}  # {one_line(source)}")
+        lines.append(f"  {'# ' if is_comment else ''}{name}: {text}  # {one_line(source)}")
     return "\n".join(lines) + "\n"
 
 
 def _loads_itself(config: RunConfig) -> bool:
-    """Whether --load names this run. Anything else is what its weights came from, and a later run is to begin there too."""
+    """Whether --load names this run itself, rather than the origin of its weights."""
     load, save, run = config.checkpoint.load, config.checkpoint.save, config.run.run_dir
     if load is None:
         return True
-    # A launcher makes the folder without torch, which these bring in.
+    # Imported here, as they import torch: the launcher creates the folder without it.
     from pentatron.checkpoint.find import checkpoints_of
     from pentatron.checkpoint.retention import STEP_NAME
 
-    named = Path(load).resolve()
-    own = {Path(save).resolve()} if save is not None else set()
+    target = Path(load).resolve()
+    own_folders = {Path(save).resolve()} if save is not None else set()
     if run is not None:
-        own |= {Path(run).resolve(), checkpoints_of(Path(run)).resolve()}
-    # One of its steps; other folders beside them are not the run.
-    steps = {named.parent} if STEP_NAME.fullmatch(named.name) else set()
-    return not own.isdisjoint({named} | steps)
+        own_folders |= {Path(run).resolve(), checkpoints_of(Path(run)).resolve()}
+    # A step of the run. Other folders beside the steps are not the run.
+    steps = {target.parent} if STEP_NAME.fullmatch(target.name) else set()
+    return not own_folders.isdisjoint({target} | steps)
 
 
-# What a run failed with, as the last line of its log: who looks back at it finds the reason there, not only
-# on a terminal.
-
-
-# The sentence for an error, or None where this rank has nothing to say of it.
+# Returns the message for an error, or None if this rank does not log it.
 Sentence = Callable[[BaseException], str | None]
 
 
 def sentence_of(error: BaseException) -> str | None:
-    """An error of the user's as it is, another by its name; an end that somebody asked for is none."""
+    """Returns the message of a user error, or type and first line of another; None for a requested end."""
     if isinstance(error, UserError):
         return str(error)
     if not isinstance(error, Exception):
@@ -193,7 +175,10 @@ def sentence_of(error: BaseException) -> str | None:
 
 
 def write_last_words(folder: RunFolder, world: "World", error: BaseException, sentence: Sentence) -> None:
-    """Into the log of the run's folder, which must be ours. What all ranks say alike, the first writes."""
+    """Appends the error that ends the run to its log, whose folder this run must hold.
+
+    The first rank alone writes an error that all ranks have in common.
+    """
     if isinstance(error, StoppedEarly):
         if world.is_first:
             append_line(folder.log, str(error))
@@ -202,6 +187,6 @@ def write_last_words(folder: RunFolder, world: "World", error: BaseException, se
     text = sentence(error) if world.is_first or not agreed else None
     if text is None:
         return
-    of_rank = "" if agreed or world.everyone.size == 1 else f"rank {world.everyone.rank}: "
-    # A full disk may be what the run failed with.
-    append_line(folder.log, f"{FAILED}{of_rank}{' '.join(text.split())}")
+    prefix = "" if agreed or world.everyone.size == 1 else f"rank {world.everyone.rank}: "
+    # Ignores errors: a full disk may be the failure itself.
+    append_line(folder.log, f"{FAILED}{prefix}{' '.join(text.split())}")

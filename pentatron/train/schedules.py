@@ -1,4 +1,4 @@
-"""Which schedule of learning rate and weight decay a run follows: that of the command, or that of the checkpoint."""
+"""Chooses between the learning-rate and weight-decay schedule of the command and that of the checkpoint."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -7,12 +7,11 @@ from typing import Any
 from pentatron.checkpoint.state import TrainState, is_number
 from pentatron.errors import UserError
 from pentatron.optim.schedule import LearningRate, WeightDecay, learning_rate, weight_decay
-from pentatron.settings.output import CheckpointConfig
 from pentatron.settings.run import RunConfig, table
 from pentatron.settings.settings import Settings
 
 _USE, _OVERRIDE = "--use-checkpoint-opt-param-scheduler", "--override-opt-param-scheduler"
-# How a message calls what a schedule is made of.
+# Names of the fields of a schedule in messages.
 _WORDS = {
     "learning_rate": {
         "style": "--lr-decay-style",
@@ -31,19 +30,16 @@ _WORDS = {
         "samples": "samples of the weight-decay schedule",
     },
 }
-# Of both parts, as far as they are no numbers.
+# Valid values of the fields that are not numbers.
 _STYLES = {
-    name: tuple(choice for setting in settings for choice in table()[setting].choices)
-    for name, settings in (
-        ("style", ("lr_decay_style", "weight_decay_incr_style")),
-        ("wsd_style", ("lr_wsd_decay_style",)),
-    )
+    "style": (*table()["lr_decay_style"].choices, *table()["weight_decay_incr_style"].choices),
+    "wsd_style": tuple(table()["lr_wsd_decay_style"].choices),
 }
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Both as functions of samples. A checkpoint keeps it in samples, which no change of the batch size can move."""
+    """The schedules in samples, so that a change of the batch size does not shift them."""
 
     learning_rate: LearningRate
     weight_decay: WeightDecay
@@ -59,15 +55,15 @@ class Schedule:
                 for name, value in values.items():
                     if not (value in _STYLES[name] if name in _STYLES else is_number(value) and value >= 0):
                         raise ValueError(f"{name} is {value!r:.60}")
-            found = cls(LearningRate(**schedule["learning_rate"]), WeightDecay(**schedule["weight_decay"]))
-            rate, decay = found.learning_rate, found.weight_decay
+            rate = LearningRate(**schedule["learning_rate"])
+            decay = WeightDecay(**schedule["weight_decay"])
             for style, length in ((rate.style, rate.decay_samples), (decay.style, decay.samples)):
                 if style != "constant" and length == 0:
                     raise ValueError(f"{style} over 0 samples")
-            return found
+            return cls(rate, decay)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise UserError(
-                f"the checkpoint's schedule cannot be read ({type(error).__name__}: {error}); go on from another step, or take the weights "
+                f"the checkpoint's schedule cannot be read ({type(error).__name__}: {error}); resume from another step, or load the weights "
                 f"alone with --finetune"
             ) from None
 
@@ -75,15 +71,15 @@ class Schedule:
         return asdict(self)
 
     def differences(self, other: "Schedule") -> Iterator[str]:
-        """What is not the same in the other one, which a message calls this command's."""
-        mine, others = self.to_json(), other.to_json()
+        """Yields the differences to `other`, the schedule of this command."""
+        saved, now = self.to_json(), other.to_json()
         for part, words in _WORDS.items():
             for name, word in words.items():
-                if mine[part][name] != others[part][name] and self._acts(part, name, other):
-                    yield f"{word}: {_plain(mine[part][name])} (this command: {_plain(others[part][name])})"
+                if saved[part][name] != now[part][name] and self._has_effect(part, name, other):
+                    yield f"{word}: {_plain(saved[part][name])} (this command: {_plain(now[part][name])})"
 
-    def _acts(self, part: str, name: str, other: "Schedule") -> bool:
-        """What is constant has no length and no other end, and only WSD has a decay of its own."""
+    def _has_effect(self, part: str, name: str, other: "Schedule") -> bool:
+        """Whether a field has an effect: a constant has no length or end, only WSD has its own decay."""
         if part == "weight_decay":
             constant = self.weight_decay.style == other.weight_decay.style == "constant"
             return not constant or name not in ("samples", "start")
@@ -94,22 +90,26 @@ class Schedule:
 
 
 def _plain(value: Any) -> str:
-    """Samples in full, rates as they are written."""
+    """Formats a number of samples as an integer, and rates as they are."""
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
 def saved_schedule(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The schedule that the settings of a checkpoint describe; settings it does not name have their defaults."""
+    """Builds the schedule from the settings of a checkpoint, with defaults for missing ones."""
     values = {name: settings.get(name, item.default) for name, item in table().items()}
     return Schedule.of(RunConfig.of(Settings(values))).to_json()
 
 
 def settle(config: RunConfig, state: TrainState) -> list[str]:
-    """Writes into the state which schedule the run follows from here on; returns what to tell about it."""
+    """Stores the schedule of the run in `state`; returns notes about a changed schedule."""
     chosen, now = config.checkpoint, Schedule.of(config)
     if not state.schedule:
         state.schedule = now.to_json()
-        return [f"{flag}: no schedule is loaded, so this changes nothing" for flag in _asked(chosen)]
+        given = {
+            _USE: chosen.use_checkpoint_opt_param_scheduler,
+            _OVERRIDE: chosen.override_opt_param_scheduler,
+        }
+        return [f"{flag}: no schedule is loaded, so this changes nothing" for flag in given if given[flag]]
     before = Schedule.from_json(state.schedule)
     different = list(before.differences(now))
     if chosen.use_checkpoint_opt_param_scheduler:
@@ -118,16 +118,11 @@ def settle(config: RunConfig, state: TrainState) -> list[str]:
     if not different or chosen.override_opt_param_scheduler:
         return []
     rate, rate_before = (f"{s.learning_rate(state.scheduled_samples):.3e}" for s in (now, before))
-    # Where they are the same for now, what will be different is the news.
+    # If the current rates are equal, the note names the fields that differ later.
     effect = (
         f"not {rate_before}" if rate != rate_before else f"as before; different are {'; '.join(different)}"
     )
     return [
-        f"the schedule of this command is not the checkpoint's: the learning rate goes on at {rate}, {effect} "
-        f"({_USE} keeps the checkpoint's; {_OVERRIDE} takes this one without this remark)"
+        f"the schedule of this command is not the checkpoint's: the learning rate continues at {rate}, {effect} "
+        f"({_USE} keeps the checkpoint's; {_OVERRIDE} takes this one without this note)"
     ]
-
-
-def _asked(chosen: CheckpointConfig) -> list[str]:
-    asked = {_USE: chosen.use_checkpoint_opt_param_scheduler, _OVERRIDE: chosen.override_opt_param_scheduler}
-    return [flag for flag, given in asked.items() if given]

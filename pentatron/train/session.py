@@ -1,4 +1,4 @@
-"""A run from its first line to its last: folder, data, model, loop, results."""
+"""Lifecycle of a run on this rank: run folder, data, model and optimizer, training loop, results."""
 
 import contextlib
 import dataclasses
@@ -32,7 +32,7 @@ from pentatron.train.open_folders import OpenFolders, disk_notes, leave_to_earli
 from pentatron.train.output import Output, open_recorders, refuse_pipes
 from pentatron.train.preflight import require_fitting_batches, require_fitting_start, settle_environment
 from pentatron.train.results import WITHOUT_IT, describe, describe_pipeline, draw_curve, finish
-from pentatron.train.resume import Beginning, first_data, starting_point, take_data
+from pentatron.train.resume import Beginning, StartPointLoader, first_data, take_data
 from pentatron.train.run_folder import Moments, RunFolder, Sentence, sentence_of, write_last_words
 from pentatron.train.schedules import settle
 from pentatron.train.step_hooks import BesideTheSteps
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: `ending` is what ended it early, the same on every rank."""
+    """How a run ended. `ending`: why it stopped before its last step, if it did; equal on all ranks."""
 
     folder: RunFolder
     ending: Ending | None
@@ -64,16 +64,20 @@ def run_training(
     sentence: Sentence = sentence_of,
     attempt: Attempt = FIRST,
 ) -> Outcome:
-    """Trains as configured on this rank of the world; `launcher` is the process that must live while we do.
+    """Runs the configured training on this rank.
 
-    `resumes`: the program goes on by itself from what the run's folder holds. `started`: when this process began, in seconds since
-    the epoch. `sentence`: what the log says of an error that ends the run. `attempt`: which start of its job this is.
+    Args:
+        resumes: whether the command resumes the run in its folder by default.
+        launcher: process ID of the launcher; the run stops if it dies.
+        started: start time of this process, in seconds since the epoch.
+        sentence: returns the log message for an error that ends the run.
+        attempt: which start of its job this is.
     """
     with open_session(resolved, world, resumes, launcher, program, started, sentence, attempt) as session:
         session.open_data()
         session.build()
         session.prepare()
-        return session.train()
+        return session.conclude(session.trainer.run())
 
 
 @contextlib.contextmanager
@@ -87,46 +91,48 @@ def open_session(
     sentence: Sentence = sentence_of,
     attempt: Attempt = FIRST,
 ) -> "Iterator[Session]":
-    """A run whose folders are ours until the end of the block."""
+    """Opens a run and holds the locks of its folders until the end of the block. See `run_training`."""
     config = resolved.config
     folder = RunFolder(Path(config.run.run_dir))
-    # The first rank decides, as a launcher may tell each machine something else.
+    # Broadcast from the first rank: launchers on other machines may count restarts differently.
     start = start_of(config.settings, resolved.given("load"), resumes or attempt.restarted)
     start = Start(broadcast_object(start.value, world.everyone))
-    own_lines = config.log.console_lines == "short"
-    display = open_display(config.log.progress_bar, shows_steps=own_lines) if world.is_first else Silent()
+    shows_steps = config.log.console_lines == "short"
+    display = open_display(config.log.progress_bar, shows_steps=shows_steps) if world.is_first else Silent()
     with contextlib.ExitStack() as cleanup:
         cleanup.callback(display.close)
         stop = cleanup.enter_context(stop_on_signals(launcher, tells=world.is_first))
         stop.is_starting = True
 
-        def open_ours() -> OpenFolders:
+        def open_and_lock() -> OpenFolders:
             opened = open_folders(config, folder, start, attempt, display, cleanup)
             if start is Start.IN_PLACE and not config.train.skip_train:
                 leave_to_earlier_runs(config)
             return opened
 
-        held = on_some_ranks(world.is_first, open_ours, world.everyone) or OpenFolders()
+        folders = on_some_ranks(world.is_first, open_and_lock, world.everyone) or OpenFolders()
         world.whereabouts.folder_is_ours()
-        first = earliest(time.time() if started is None else started, world.everyone)
+        first_started = earliest(time.time() if started is None else started, world.everyone)
         try:
             resolved = settle_epochs(resolved, world, folder.data, display, not program.reads_named_data)
             cleanup.enter_context(program.running(resolved, world, display))
-            session = Session(resolved, world, folder, display, stop, first, cleanup, program, start, held)
+            session = Session(
+                resolved, world, folder, display, stop, first_started, cleanup, program, start, folders
+            )
             if attempt.began is not None:
-                session.job_began = attempt.began
-            session.typed_again = start_of(config.settings, resolved.given("load"), resumes)
+                session.job_started = attempt.began
+            session.repeated_start = start_of(config.settings, resolved.given("load"), resumes)
             yield session
-            session.leave()
+            session.on_exit()
         except BaseException as error:
             stop.is_starting = False
-            if held.are_ours():
+            if folders.are_ours():
                 write_last_words(folder, world, error, sentence)
             raise
 
 
 class Session:
-    """A run in its parts, one after the other: what it reads, what it computes with, what it tells, and the loop."""
+    """A run on this rank. Call `open_data`, `build`, `prepare`, run the trainer, then `conclude`."""
 
     model: ParallelModel
     optimizer: AnyOptimizer
@@ -143,19 +149,20 @@ class Session:
         cleanup: contextlib.ExitStack,
         program: Program,
         start: Start,
-        held: OpenFolders,
+        folders: OpenFolders,
     ) -> None:
-        self.held = held
         self.resolved, self.config, self.world = resolved, resolved.config, world
-        self.start = self.typed_again = start
         self.folder, self.display, self.stop, self.started = folder, display, stop, started
-        self.cleanup, self.program = cleanup, program
+        self.cleanup, self.program, self.start, self.folders = cleanup, program, start, folders
+        # How the same command starts if it is repeated after this run.
+        self.repeated_start = start
         self.data: OpenedData | None = None
-        self.began: Beginning | None = None
-        self.leave: Callable[[], None] = lambda: None
-        self.initialized, self.moments = time.time(), Moments(started)
-        self.job_began = time.monotonic() - (self.initialized - started)
-        # Of the start; the loop has its own.
+        self.start_point: Beginning | None = None
+        # Called at the end of the `open_session` block.
+        self.on_exit: Callable[[], None] = lambda: None
+        self.initialized, self.app_metrics = time.time(), Moments(started)
+        self.job_started = time.monotonic() - (self.initialized - started)
+        # Timers of the setup. The loop has its own.
         self.timers = Timers(0, self.config.loop.timing_log_option, world.device)
         for notice in resolved.notices:
             display.say(f"note: {notice}")
@@ -163,86 +170,80 @@ class Session:
         seed_generators(self.config.run.seed + world.everyone.rank)
 
     def open_data(self) -> None:
-        """Before the model is built; or after it, where the program names its data only then."""
+        """Opens the data: before the model is built, or after it if the program names its data only then."""
         self.world.whereabouts.phase = "opening the data"
-        self.data = data = self._on_every_rank(
+        self.data = data = self._on_all_ranks(
             lambda: self.program.open_data(self.config, self.world, self.folder.data, self.display)
         )
-        began, chosen = self.began, self.config.checkpoint
-        if began is None:
+        start_point = self.start_point
+        if start_point is None:
             return
-        origin = began.goes_on_from
+        origin = start_point.resumed_from
         if origin is None:
-            first_data(began.state, data)
+            first_data(start_point.state, data)
         else:
-            notes = self._on_every_rank(lambda: take_data(began.state, data, origin, chosen))
-            self.began = dataclasses.replace(began, notes=[*began.notes, *notes])
+            notes = self._on_all_ranks(
+                lambda: take_data(start_point.state, data, origin, self.config.checkpoint)
+            )
+            self.start_point = dataclasses.replace(start_point, notes=[*start_point.notes, *notes])
 
     def build(self) -> None:
-        """The model and the optimizer, with the state that the run goes on from."""
-        self.world.whereabouts.phase = "building the model"
-        with self.timers("model-and-optimizer-setup", 0):
-            self._build()
-
-    def _build(self) -> None:
+        """Builds model and optimizer, and loads the state that the run starts from."""
         config, world = self.config, self.world
-        self.moments.mark("model_init_start")
-        self.model = build_parallel_model(config, world, self.program)
-        self.program.timed_by(self.model.timers)
-        self.moments.mark("model_init_finish")
-        self.moments.mark("build_optimizer_start")
-        self.optimizer = build_optimizer(
-            self.model.stages, world, config.optim, self.model.decisions.optimizer, model_dtype(config)
-        )
-        self.moments.mark("build_optimizer_finish")
-        self.store = store_for(config)
-        self.store.guard = self.held.require
-        began = starting_point(
-            self.resolved, world, self.model, self.optimizer, self.store, self.data, self.start
-        )
-        require_fitting_batches(config, began.state)
-        notes = [
-            *began.notes,
-            *settle(config, began.state),
-            *settle_environment(world, began.state),
-            *disk_notes(config, world, self.model, self.optimizer, self.store, began.state),
-        ]
-        self.began = dataclasses.replace(began, notes=notes)
-        self.state = self.began.state
-        self.program.begins(self.state)
+        world.whereabouts.phase = "building the model"
+        with self.timers("model-and-optimizer-setup", 0):
+            self.app_metrics.mark("model_init_start")
+            self.model = build_parallel_model(config, world, self.program)
+            self.program.timed_by(self.model.timers)
+            self.app_metrics.mark("model_init_finish")
+            self.app_metrics.mark("build_optimizer_start")
+            self.optimizer = build_optimizer(
+                self.model.stages, world, config.optim, self.model.decisions.optimizer, model_dtype(config)
+            )
+            self.app_metrics.mark("build_optimizer_finish")
+            self.store = store_for(config)
+            self.store.guard = self.folders.require
+            loader = StartPointLoader(
+                self.resolved, world, self.model, self.optimizer, self.store, self.data, self.start
+            )
+            start_point = loader.load()
+            self.state = start_point.state
+            require_fitting_batches(config, self.state)
+            notes = [
+                *start_point.notes,
+                *settle(config, self.state),
+                *settle_environment(world, self.state),
+                *disk_notes(self.model, self.optimizer, self.store, self.state),
+            ]
+            self.start_point = dataclasses.replace(start_point, notes=notes)
+            self.program.begins(self.state)
 
     def prepare(self) -> None:
-        """The samples in their order, the files that are written, and the loop, ready to go."""
-        config, world, data, began = self.config, self.world, self.data, self.began
-        assert data is not None and began is not None, "opened and built before"
+        """Builds the datasets, opens the output, logs the head of the run, and creates the trainer."""
+        config, world, data, start_point = self.config, self.world, self.data, self.start_point
+        assert data is not None and start_point is not None, "opened and built before"
         parameters = self.model.count_parameters()
-        self.moments.mark("build_dataiters_start")
+        self.app_metrics.mark("build_dataiters_start")
         with self.timers("train/valid/test-data-iterators-setup", 0):
-            datasets = self._on_every_rank(
+            datasets = self._on_all_ranks(
                 lambda: arrange(data, config, world, self.state, self.folder.data, self.display)
             )
-        self.moments.mark("build_dataiters_finish")
-        self.output = output = self._on_every_rank(lambda: self._open_output(parameters, began))
+        self.app_metrics.mark("build_dataiters_finish")
+        self.output = output = self._on_all_ranks(lambda: self._open_output(parameters, start_point))
         output.note(f"time to initialize (seconds): {self.initialized - self.started:.3f}")
-        introduce(config, world, self.model, output)
+        introduce(self.model, output)
         output.say(describe(config, world, parameters))
         if pipeline := describe_pipeline(config):
             output.say(pipeline)
-        notes = [
-            *notices_of_device(self.resolved, self.model.decisions),
-            *_behind(config, self.state),
-            *began.notes,
-        ]
-        for note in notes:
+        notes = [*notices_of_device(self.resolved, self.model.decisions), *_profile_notes(config, self.state)]
+        for note in (*notes, *start_point.notes):
             output.say(f"note: {note}")
-        for remark in began.remarks:
+        for remark in start_point.remarks:
             output.note(remark)
-        _say_where_it_stands(config, began, output)
-        beside = BesideTheSteps(config, self.model.decisions, world, self.optimizer, self.folder.path, output)
-        self.cleanup.callback(beside.close)
+        _log_position(config, start_point, output)
+        hooks = BesideTheSteps(config, self.model.decisions, world, self.optimizer, self.folder.path, output)
+        self.cleanup.callback(hooks.close)
         self.trainer = Trainer(
-            config,
-            world,
             self.model,
             self.optimizer,
             datasets,
@@ -250,23 +251,19 @@ class Session:
             self.state,
             output,
             self.stop,
-            began.is_saved,
-            self.job_began,
-            beside,
+            start_point.is_saved,
+            self.job_started,
+            hooks,
         )
-        self.leave = self.trainer.checkpoints.leave
+        self.on_exit = self.trainer.checkpoints.leave
         self.stop.is_starting = False
         output.note("done with setup ...")
         output.note(self.timers.block(world.everyone) or "")
 
-    def train(self) -> Outcome:
-        """The loop to its end, with what is evaluated after it."""
-        return self.conclude(self.trainer.run())
-
     def conclude(self, ending: Ending | None) -> Outcome:
-        """What is made of the results, after the last step of this process."""
+        """Writes loss curve, summary and sample after the last step of this process."""
         self.world.whereabouts.phase = "ending"
-        self.moments.mark("train_loop_finish")
+        self.app_metrics.mark("train_loop_finish")
         datasets, output = self.trainer.datasets, self.output
         if len(datasets.names) > 1:
             drawn = ", ".join(f"{count} from {name}" for name, count in self.state.drawn.items())
@@ -276,83 +273,69 @@ class Session:
                 output.attempt("loss.svg", lambda: draw_curve(self.folder), WITHOUT_IT)
             if ending is not None:
                 output.note(ending.line)
-                output.say(_farewell(ending, self.state, self.config, self.typed_again))
+                output.say(_farewell(ending, self.state, self.config, self.repeated_start))
             elif not self.config.train.skip_train:
                 finish(self.config, self.folder, datasets, output)
-            self.moments.mark("finish")
+            self.app_metrics.mark("finish")
             if not self.config.train.skip_train:
                 output.attempt(
-                    "app_metrics.json", lambda: self.moments.write(self.folder.app_metrics), WITHOUT_IT
+                    "app_metrics.json", lambda: self.app_metrics.write(self.folder.app_metrics), WITHOUT_IT
                 )
         return Outcome(self.folder, ending)
 
-    def _on_every_rank(self, action: Callable[[], T]) -> T:
-        made = on_some_ranks(True, action, self.world.everyone)
-        assert made is not None
-        return made
+    def _on_all_ranks(self, action: Callable[[], T]) -> T:
+        """Runs an action on every rank; an error on one of them is raised on all."""
+        result = on_some_ranks(True, action, self.world.everyone)
+        assert result is not None
+        return result
 
-    def _open_output(self, parameters: int, began: Beginning) -> Output:
-        return _open_output(
-            self.resolved, self.world, self.folder, self.display, began, self.cleanup, parameters, self.held
-        )
+    def _open_output(self, parameters: int, start_point: Beginning) -> Output:
+        config, world, folder, display = self.config, self.world, self.folder, self.display
+        if config.log.monitor_memory_continuously:
+            samples = folder.path / "memory" / f"rank-{world.everyone.rank:05d}.csv"
+            interval = config.log.memory_monitor_interval
+            self.cleanup.callback(MemorySampler(samples, world.device, interval, display.say).close)
+        if not world.is_first:
+            return Output(display)
+        refuse_pipes(folder.log, folder.metrics)
+        # If the log is deleted during the run, the warning goes to the terminal and to the new log.
+        log = AppendedFile(folder.log, lambda text: output.say(text))
+        echoes = config.log.console_lines == "megatron"
+        if config.train.skip_train:
+            # An evaluation does not change the configuration and the metrics of the run.
+            output = Output(display, log, echoes=echoes, may_write=self.folders.are_ours)
+            self.cleanup.callback(output.close)
+            return output
+        if start_point.replaces_training:
+            folder.set_metrics_aside()
+        elif start_point.state.step == 0 and folder.holds_metrics_of_another(self.resolved):
+            display.say(
+                f"note: another run was in {folder.path} and left no checkpoint to resume from; its metrics are {folder.set_metrics_aside()} "
+                f"now, and its log continues with this run's; a --run-dir of its own keeps a run apart"
+            )
+        folder.write_config(self.resolved)
+        recorders: list[Recorder] = []
+        lines = LogLines(config.log.log_interval, config.log.log_throughput)
+        output = Output(display, log, recorders, lines, echoes, may_write=self.folders.are_ours)
+        self.cleanup.callback(output.close)
+        # One by one, so that the open ones are closed if a later one fails.
+        for recorder in open_recorders(config, world, folder, self.state, parameters, output.say):
+            recorders.append(recorder)
+        return output
 
 
-def _behind(config: RunConfig, state: TrainState) -> list[str]:
-    """What should have begun before the step that the run goes on from."""
+def _profile_notes(config: RunConfig, state: TrainState) -> list[str]:
     if not config.log.profile or state.step <= config.log.profile_step_start:
         return []
     return [
-        f"--profile: the run goes on after step {state.step}, beyond --profile-step-start {config.log.profile_step_start}, so nothing is "
+        f"--profile: the run resumes after step {state.step}, beyond --profile-step-start {config.log.profile_step_start}, so nothing is "
         f"profiled"
     ]
 
 
-def _open_output(
-    resolved: Resolved,
-    world: World,
-    folder: RunFolder,
-    display: Display,
-    began: Beginning,
-    cleanup: contextlib.ExitStack,
-    parameters: int,
-    held: OpenFolders,
-) -> Output:
-    config = resolved.config
-    if config.log.monitor_memory_continuously:
-        samples = folder.path / "memory" / f"rank-{world.everyone.rank:05d}.csv"
-        interval = config.log.memory_monitor_interval
-        sampler = MemorySampler(samples, world.device, interval, display.say)
-        cleanup.callback(sampler.close)
-    if not world.is_first:
-        return Output(display)
-    refuse_pipes(folder.log, folder.metrics)
-    # The line on a log that was deleted goes into the new one too.
-    log = AppendedFile(folder.log, lambda text: output.say(text))
-    echoes = config.log.console_lines == "megatron"
-    if config.train.skip_train:
-        # Who only looks changes nothing of what a run has left.
-        output = Output(display, log, echoes=echoes, may_write=held.are_ours)
-        cleanup.callback(output.close)
-        return output
-    if began.replaces_training:
-        folder.set_metrics_aside()
-    elif began.state.step == 0 and folder.holds_metrics_of_another(resolved):
-        display.say(
-            f"note: another run was in {folder.path} and left no checkpoint to go on from; its metrics are {folder.set_metrics_aside()} "
-            f"now, and its log goes on with this run's; a --run-dir of its own keeps a run apart"
-        )
-    folder.write_config(resolved)
-    recorders: list[Recorder] = []
-    lines = LogLines(config.log.log_interval, config.log.log_throughput)
-    output = Output(display, log, recorders, lines, echoes, may_write=held.are_ours)
-    cleanup.callback(output.close)
-    for recorder in open_recorders(config, world, folder, began.state, parameters, output.say):
-        recorders.append(recorder)
-    return output
-
-
-def _say_where_it_stands(config: RunConfig, began: Beginning, output: Output) -> None:
-    state = began.state
+def _log_position(config: RunConfig, start_point: Beginning, output: Output) -> None:
+    """Logs from which step the run resumes, or that no steps are left."""
+    state = start_point.state
     if config.train.skip_train:
         return
     if config.train.train_iters == 0:
@@ -364,21 +347,21 @@ def _say_where_it_stands(config: RunConfig, began: Beginning, output: Output) ->
             else "--epochs or --train-iters, whichever ended it,"
         )
         output.say(
-            f"this run has finished its {state.step} steps: nothing is left to train. Raise {limit} to go on, "
-            f"give --fresh to start anew, or --run-dir for another run"
-            if began.is_saved
+            f"this run has finished its {state.step} steps: nothing is left to train. Raise {limit} to continue, "
+            f"give --fresh to start over, or --run-dir for another run"
+            if start_point.is_saved
             else f"{config.checkpoint.load} is at step {state.step} and --train-iters is {config.train.train_iters}: nothing is "
-            f"left to train. Raise {limit} to go on, or take the weights alone and begin at step 0 with --finetune"
+            f"left to train. Raise {limit} to continue, or load the weights alone and begin at step 0 with --finetune"
         )
     elif state.step:
         output.say(f"resuming at step {state.step} of {config.train.train_iters}")
 
 
-def _farewell(ending: Ending, state: TrainState, config: RunConfig, typed_again: Start) -> str:
+def _farewell(ending: Ending, state: TrainState, config: RunConfig, repeated_start: Start) -> str:
     if config.train.skip_train:
         return f"{ending.reason} before the evaluation was done"
     if state.step == 0:
         return f"{ending.reason} before the first step; nothing was trained yet"
-    saved = f"its checkpoint is saved, {how_to_go_on(typed_again, config.checkpoint.save)}"
-    kept = saved if config.checkpoint.save_checkpoints else "nothing is saved"
-    return f"{ending.reason} after step {state.step}; {kept}"
+    saved = f"its checkpoint is saved, {how_to_go_on(repeated_start, config.checkpoint.save)}"
+    outcome = saved if config.checkpoint.save_checkpoints else "nothing is saved"
+    return f"{ending.reason} after step {state.step}; {outcome}"

@@ -1,4 +1,4 @@
-"""What is done beside the steps, at chosen ones: profiler traces, memory snapshots, collecting garbage, comparing replicas."""
+"""Hooks around training steps: profiler, memory snapshots, garbage collection, comparison of replicas."""
 
 import errno
 import gc
@@ -21,51 +21,14 @@ from pentatron.settings.decision_types import Decisions
 from pentatron.settings.run import RunConfig
 from pentatron.train.output import Output
 
-# Whether ranks that must hold the same weights do.
-
-
-# A rectangle of a logical tensor.
-_Held = tuple[str, Shape, Shape]
-
-
-def require_equal_weights(optimizer: AnyOptimizer, world: World, step: int) -> int:
-    """Compares the weights that ranks compute with, wherever two hold the same ones. Every rank must ask.
-
-    Returns how many comparisons there were. Whoever holds the same rectangle of a tensor is compared: copies for other data, and norms
-    that tensor ranks share.
-    """
-    own = {
-        (f.tensor, tuple(f.start), tuple(f.values.shape)): digest(f.values) for f in optimizer.model_weights()
-    }
-    first: dict[_Held, tuple[int, str]] = {}
-    compared, different = 0, []
-    for rank, held in enumerate(gather_objects(own, world.everyone)):
-        for key, value in held.items():
-            holder, expected = first.setdefault(key, (rank, value))
-            compared += holder != rank
-            if value != expected:
-                different.append((key[0], holder, rank))
-    if different:
-        name, holder, rank = different[0]
-        more = f" (and {len(different) - 1} more differ)" if len(different) > 1 else ""
-        raise AgreedError(
-            f"after step {step} the weights of ranks {holder} and {rank} are not the same: {name} differs{more}; one of them computes or "
-            f"communicates wrongly. Check the machine of rank {rank}, and go on from a checkpoint before the last step at which this was checked"
-        )
-    return compared
-
-
-def digest(values: Tensor) -> str:
-    flat = values.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return hashlib.blake2b(flat.numpy().tobytes(), digest_size=16).hexdigest()
-
-
 T = TypeVar("T")
 _MEMORY_EVENTS = 100_000
+# Name, start and shape of a rank's part of a logical tensor.
+_Part = tuple[str, Shape, Shape]
 
 
 class BesideTheSteps:
-    """To be told when each step begins and ends, and of the end of the loop."""
+    """Called before and after each step, around evaluations, and at the end of the loop."""
 
     def __init__(
         self,
@@ -92,28 +55,27 @@ class BesideTheSteps:
     def before(self, step: int) -> None:
         """`step` counts from 1."""
         log = self.config.log
-        if log.profile and step == log.profile_step_start + 1 and self._is_profiled:
+        if (
+            log.profile
+            and step == log.profile_step_start + 1
+            and self.world.everyone.rank in log.profile_ranks
+        ):
             self._start_profile()
 
-    @property
-    def _is_profiled(self) -> bool:
-        return self.world.everyone.rank in self.config.log.profile_ranks
-
     def _start_profile(self) -> None:
-        on_gpu = self.world.device.type == "cuda"
         if not self.decisions.torch_profiler.on:
-            # For `nsys profile --capture-range=cudaProfilerApi`.
+            # Starts `nsys profile --capture-range=cudaProfilerApi`.
             torch.cuda.cudart().cudaProfilerStart()
             self._in_cuda_range = True
             return
         kinds = [torch.profiler.ProfilerActivity.CPU]
-        if on_gpu:
+        if self.world.device.type == "cuda":
             kinds.append(torch.profiler.ProfilerActivity.CUDA)
         self._trace = torch.profiler.profile(activities=kinds, record_shapes=True)
         self._trace.start()
 
     def after(self, step: int) -> None:
-        """Every rank must tell, at the same step."""
+        """Collective: every rank calls it for the same step."""
         loop = self.config.loop
         if self.config.log.profile and step == self.config.log.profile_step_end:
             self._end_profile()
@@ -127,14 +89,14 @@ class BesideTheSteps:
             gc.collect()
 
     def around_evaluation(self, evaluate: Callable[[], T]) -> T:
-        """Evaluation makes other objects than training: their garbage is not left to a step."""
+        """Collects garbage before and after an evaluation, so that the objects it creates delay no step."""
         collects = self.config.loop.manual_gc and self.config.loop.manual_gc_eval
         if collects:
             gc.collect()
-        found = evaluate()
+        result = evaluate()
         if collects:
             gc.collect(0)
-        return found
+        return result
 
     def _end_profile(self) -> None:
         if self._in_cuda_range:
@@ -150,7 +112,7 @@ class BesideTheSteps:
         )
 
     def _write(self, what: str, path: Path, write: Callable[[str], object], hint: str) -> None:
-        """What a disk has no room for ends no training."""
+        """Warns instead of failing if the file cannot be written: a full disk must not end the training."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write(str(path))
@@ -165,24 +127,52 @@ class BesideTheSteps:
             self.output.say(f"{what}: {path} ({hint})")
 
     def close(self) -> None:
-        """Also after an error: what was recorded up to it is what one wants to see."""
+        """Writes the profile and the memory history, also after an error such as OOM."""
         self._end_profile()
         if self.config.loop.manual_gc:
             gc.enable()
         if self.decisions.allocations_recorded.on:
-            path, dump = self._snapshot_path(), torch.cuda.memory._dump_snapshot
+            # Joining with an absolute path yields that path.
+            path = self.folder / self.config.memory.memory_snapshot_path
+            path = path.with_name(f"{path.stem}-rank-{self.world.everyone.rank:05d}{path.suffix}")
+            dump = torch.cuda.memory._dump_snapshot
             self._write("memory history", path, dump, "open it at pytorch.org/memory_viz")
             torch.cuda.memory._record_memory_history(enabled=None)
 
-    def _snapshot_path(self) -> Path:
-        """One for each rank, beside each other."""
-        named = Path(self.config.memory.memory_snapshot_path)
-        path = named if named.is_absolute() else self.folder / named
-        return path.with_name(f"{path.stem}-rank-{self.world.everyone.rank:05d}{path.suffix}")
+
+def require_equal_weights(optimizer: AnyOptimizer, world: World, step: int) -> int:
+    """Compares the weights of ranks that hold the same part of a tensor. Collective.
+
+    These are data-parallel replicas, and tensor-parallel ranks for norms. Returns the number of comparisons.
+    """
+    local = {
+        (f.tensor, tuple(f.start), tuple(f.values.shape)): digest(f.values) for f in optimizer.model_weights()
+    }
+    first: dict[_Part, tuple[int, str]] = {}
+    compared, different = 0, []
+    for rank, digests in enumerate(gather_objects(local, world.everyone)):
+        for part, value in digests.items():
+            holder, expected = first.setdefault(part, (rank, value))
+            compared += holder != rank
+            if value != expected:
+                different.append((part[0], holder, rank))
+    if different:
+        name, holder, rank = different[0]
+        more = f" (and {len(different) - 1} more differ)" if len(different) > 1 else ""
+        raise AgreedError(
+            f"after step {step} the weights of ranks {holder} and {rank} are not the same: {name} differs{more}; one of them computes or "
+            f"communicates wrongly. Check the machine of rank {rank}, and resume from a checkpoint before the last step at which this was checked"
+        )
+    return compared
+
+
+def digest(values: Tensor) -> str:
+    flat = values.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return hashlib.blake2b(flat.numpy().tobytes(), digest_size=16).hexdigest()
 
 
 def _export(trace: Any, path: str) -> None:
-    """The profiler is silent about a file that it could not write, or not to its end."""
+    """Exports a trace and checks that it is complete: the profiler reports no failed or partial write."""
     trace.export_chrome_trace(path)
     with Path(path).open("rb") as written:
         size = written.seek(0, os.SEEK_END)

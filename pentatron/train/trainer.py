@@ -16,12 +16,10 @@ from pentatron.devices import chip_of
 from pentatron.errors import AgreedError, BadNumbers
 from pentatron.models.router_load import ExpertLoad
 from pentatron.monitor.memory import memory_bytes, memory_scalars
-from pentatron.monitor.report import ExpertReport, RankReport, StepReport
+from pentatron.monitor.report import ExpertReport, StepReport
 from pentatron.optim.build import AnyOptimizer
 from pentatron.optim.loss_scale import LossScaler
-from pentatron.parallel.world import World
 from pentatron.settings.parameters import step_flops
-from pentatron.settings.run import RunConfig
 from pentatron.supervise.signals import StopRequest
 from pentatron.train.batches import agree_on_next_step, micro_batches
 from pentatron.train.checkpoints import Checkpoints
@@ -36,16 +34,16 @@ from pentatron.train.step_hooks import BesideTheSteps
 from pentatron.train.stop import Ending, Endings
 from pentatron.train.stragglers import RankWatch, Stragglers
 
+# Steps over which the remaining time is estimated.
 _SPEED_WINDOW = 20
-# A timer of what is not a part of every step.
-_EVALUATING = "evaluate"
+_EVALUATE_TIMER = "evaluate"
 
 
 class Trainer:
+    """Runs the steps, evaluations and saves of a run until its last step or a stop condition."""
+
     def __init__(
         self,
-        config: RunConfig,
-        world: World,
         model: ParallelModel,
         optimizer: AnyOptimizer,
         datasets: Datasets,
@@ -55,66 +53,64 @@ class Trainer:
         stop: StopRequest,
         is_saved: bool,
         began: float,
-        beside: BesideTheSteps,
+        hooks: BesideTheSteps,
     ) -> None:
-        """`is_saved`: the run's own folder holds the state it begins with."""
+        """`is_saved`: whether the run's own folder already holds a checkpoint of `state`."""
+        config, world = model.config, model.world
         self.config, self.world, self.model, self.optimizer = config, world, model, optimizer
         self.datasets, self.store, self.state, self.output, self.stop = datasets, store, state, output, stop
         self.where = world.whereabouts
         self.endings = Endings(config, world, stop, began)
-        self.beside, self.timers = beside, model.timers
-        self.health = Health(config, world, model, optimizer, state, output)
-        self.evaluation = Evaluation(config, world, model, datasets, state, output, self.endings)
+        self.hooks, self.timers = hooks, model.timers
+        self.health = Health(model, optimizer, state, output)
+        self.evaluation = Evaluation(model, datasets, state, output, self.endings)
         self.total_steps = config.train.train_iters
         self.plan = config.batch_plan
-        # Of the step under way.
+        # Global batch size of the current step.
         self.batch_size = self.plan.size_at(state.consumed_samples)
-        self.save_interval = config.checkpoint.save_interval
         self.schedule = Schedule.from_json(state.schedule) if state.schedule else Schedule.of(config)
         self.scaler = LossScaler(config.precision, state.loss_scaling)
         self.ranks = RankWatch(config, world, self.total_steps)
         self.stragglers = Stragglers(world.grid)
-        # Of the last steps, their samples and seconds.
+        # Samples and seconds of the last steps.
         self._recent: list[tuple[int, float]] = []
-        self._peak = _peak_teraflops(world, config.precision.name)
-        # Steps since the last block of times.
+        chip = chip_of(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
+        self._peak_teraflops = chip.teraflops(config.precision.name != "fp32") if chip else None
+        # Steps since times were logged.
         self._timed_steps = 0
         self._first_step = state.step
         self.checkpoints = Checkpoints(
-            config, world, model, optimizer, store, state, output, state.step if is_saved else None
+            model, optimizer, store, state, output, state.step if is_saved else None
         )
 
     def run(self) -> Ending | None:
-        """Trains to the end, or to what ends the run before, which is returned; all ranks return the same."""
-        with self._settling():
-            return self._run()
+        """Trains to the last step, saves and evaluates. Returns why it stopped early, if it did."""
+        with self._finishing_save():
+            if self.config.train.skip_train:
+                self.output.say("skipping training (--skip-train is on) ...")
+                return self._evaluate_at_the_end()
+            is_done = self.state.step >= self.total_steps
+            ending = self._train()
+            if ending is None:
+                self.save()
+                ending = None if is_done else self._evaluate_at_the_end()
+            return ending
+
+    def train(self) -> Ending | None:
+        """Runs the loop without a final evaluation or save."""
+        with self._finishing_save():
+            return self._train()
 
     @contextlib.contextmanager
-    def _settling(self) -> Iterator[None]:
-        """Whatever ends a run for all ranks, its last save is waited for. What they have to say since they last told it is told."""
+    def _finishing_save(self) -> Iterator[None]:
+        """Waits for a background save at the end, also if all ranks end with the same error."""
         try:
             yield
         except AgreedError as error:
             self.checkpoints.settle_after(error)
             raise
-        self._tell_given_up()
+        self._report_compile_fallbacks()
         self.checkpoints.settle(wait=True)
-
-    def _run(self) -> Ending | None:
-        if self.config.train.skip_train:
-            self.output.say("skipping training (--skip-train is on) ...")
-            return self._evaluate_at_the_end()
-        is_done = self.state.step >= self.total_steps
-        ending = self._train()
-        if ending is None:
-            self.save()
-            ending = None if is_done else self._evaluate_at_the_end()
-        return ending
-
-    def train(self) -> Ending | None:
-        """The loop alone: nothing is evaluated or saved after its last step."""
-        with self._settling():
-            return self._train()
 
     def _train(self) -> Ending | None:
         batches = micro_batches(self.config, self.world, self.datasets.train, self.state.consumed_samples)
@@ -123,11 +119,11 @@ class Trainer:
         while self.state.step < self.total_steps:
             self.ranks.begin(self.state.step + 1)
             started = time.perf_counter()
-            self.beside.before(self.state.step + 1)
+            self.hooks.before(self.state.step + 1)
             self.settle_batch_size()
             count = self.config.accumulation_of(self.batch_size)
             with self.timers("batch-generator", 2), self.where.doing("reading data"):
-                drawn, stopped_by = agree_on_next_step(
+                step_batches, stopped_by = agree_on_next_step(
                     batches, count, self.stop, self.world, self.store.guard
                 )
             if stopped_by is not None:
@@ -135,12 +131,12 @@ class Trainer:
                     self.save()
                 return self.endings.by_signal(stopped_by)
             if self.state.step + 1 in self.config.loop.iterations_to_skip:
-                self._leave_out()
+                self._skip_step()
             else:
-                self._step(drawn, started)
-            self.beside.after(self.state.step)
+                self._step(step_batches, started)
+            self.hooks.after(self.state.step)
             self.checkpoints.settle()
-            if self.state.step % self.save_interval == 0:
+            if self.state.step % self.config.checkpoint.save_interval == 0:
                 with self.where.doing("saving"):
                     self.checkpoints.save_if_possible()
             ending = self.endings.after_step(self.state.step) if self.state.step < self.total_steps else None
@@ -149,8 +145,9 @@ class Trainer:
                 return ending
         return None
 
-    def _step(self, drawn: Sequence[Batch], started: float) -> None:
-        result, rate = self.advance(drawn)
+    def _step(self, batches: Sequence[Batch], started: float) -> None:
+        """Runs one step, then reports it to the terminal, the log and the recorders."""
+        result, rate = self.advance(batches)
         report = self._report(result, rate, time.perf_counter() - started)
         self.state.flops += report.flops
         self.where.step_done(self.state.step, report.seconds)
@@ -158,59 +155,49 @@ class Trainer:
         if report.ranks is not None and len(self._recent) > 1:
             for line in self.stragglers.look(self.state.step, report.ranks):
                 self.output.say(line)
-        self._tell_times()
+        self._timed_steps += 1
+        if self.state.step % self.config.log.log_interval == 0:
+            self._log_times(self.timers.block(self.world.everyone, self._timed_steps))
+            self._timed_steps = 0
         if len(self._recent) == 1:
             tell_memory(self.world, self.state.step, self.output)
-            self._shorten_waits()
+            # The first step may compile and connect for minutes; later steps have a shorter timeout.
+            timeout = self.config.launch.distributed_timeout_seconds_after_init
+            if timeout is not None:
+                self.world.wait_at_most(timeout, self.model.executor.messages.channels.values())
         for line in (*self.model.compilation.took(report.seconds), *self.model.recording.news()):
             self.output.say(line)
-        if self._has_given_up(report.ranks):
-            self._tell_given_up()
+        # All ranks decide alike: the gathered report has the number of unreported messages of each rank.
+        if self.world.everyone.size == 1 or (report.ranks is not None and any(report.ranks.unheard)):
+            self._report_compile_fallbacks()
         self.output.record(report, self._validate_if_due())
 
-    def _has_given_up(self, ranks: RankReport | None) -> bool:
-        """Whether any rank has something to say of it; ranks tell that with their numbers."""
-        alone = self.world.everyone.size == 1
-        return alone or (ranks is not None and any(ranks.unheard))
-
-    def _tell_given_up(self) -> None:
-        """What torch does not compile on any rank; every rank must ask."""
+    def _report_compile_fallbacks(self) -> None:
+        """Logs which functions torch runs uncompiled, on any rank. Collective."""
         for line in of_all_ranks(self.model.compilation.given_up(), self.world):
             self.output.say(line)
         self.model.compilation.told()
 
-    def _shorten_waits(self) -> None:
-        """A start may compile and connect for minutes; after it, the user may know how long a step can take at most."""
-        if (seconds := self.config.launch.distributed_timeout_seconds_after_init) is not None:
-            self.world.wait_at_most(seconds, self.model.executor.messages.channels.values())
-
-    def advance(self, drawn: Sequence[Batch]) -> tuple[StepResult, float]:
-        """One step with this rank's micro-batches: what it found, and the learning rate it had."""
+    def advance(self, batches: Sequence[Batch]) -> tuple[StepResult, float]:
+        """Runs one step with this rank's micro-batches. Returns its result and its learning rate."""
         rate = self.schedule.learning_rate(self.state.scheduled_samples)
         decay = self.schedule.weight_decay(self.state.scheduled_samples)
         self.health.before_step()
         result = train_step(
-            self.model, self.optimizer, drawn, rate, self.state.step, self.scaler.scale, decay
+            self.model, self.optimizer, batches, rate, self.state.step, self.scaler.scale, decay
         )
-        self._settle(result, drawn)
+        self._finish_update(result, batches)
         self.state.step += 1
         self._count_samples()
         self.state.consumed_tokens += result.tokens
         return result, rate
 
-    def _tell_times(self) -> None:
-        """The mean of the steps since the last time. What is not a part of every step is told when it is done."""
-        self._timed_steps += 1
-        if self.state.step % self.config.log.log_interval == 0:
-            self._note(self.timers.block(self.world.everyone, self._timed_steps))
-            self._timed_steps = 0
-
-    def _note(self, times: str | None) -> None:
+    def _log_times(self, times: str | None) -> None:
         if times is not None:
             self.output.note(times)
 
-    def _leave_out(self) -> None:
-        """A step that the user does not want: its samples are consumed all the same."""
+    def _skip_step(self) -> None:
+        """Skips a step of --iterations-to-skip. Its samples count as consumed."""
         self.state.step += 1
         self._count_samples()
         self.state.count_skipped(is_nan=False)
@@ -223,7 +210,7 @@ class Trainer:
         )
 
     def settle_batch_size(self) -> None:
-        """Of the next step."""
+        """Sets the global batch size of the next step."""
         before, self.batch_size = self.batch_size, self.plan.size_at(self.state.consumed_samples)
         if before != self.batch_size:
             self.output.note(
@@ -237,12 +224,15 @@ class Trainer:
             self.state.drawn[name] = self.state.drawn.get(name, 0) + count
 
     def save(self) -> None:
-        """Saves this step, or begins to, unless it is saved already."""
+        """Saves this step, or starts a background save, unless it is saved already."""
         with self.where.doing("saving"):
             self.checkpoints.save()
 
-    def _settle(self, result: StepResult, drawn: Sequence[Batch]) -> None:
-        """Counts the update. Where the loss scale is looked for, an overflow is how it is found."""
+    def _finish_update(self, result: StepResult, batches: Sequence[Batch]) -> None:
+        """Updates the loss scale and counts the update or the skipped step; NaN/inf may end the run.
+
+        With a dynamic loss scale overflows are expected: they lower the scale.
+        """
         scale = self.scaler.scale
         self.scaler.settle(result.updated)
         self.state.loss_scaling = self.scaler.state()
@@ -257,11 +247,15 @@ class Trainer:
         elif self.scaler.is_dynamic or not self.health.stops:
             self.state.count_skipped(not math.isfinite(result.loss))
         else:
-            self._end_with_bad_numbers(result, drawn, scale)
+            self._stop_for_nan(result, batches, scale)
 
-    def _end_with_bad_numbers(self, result: StepResult, drawn: Sequence[Batch], scale: float) -> NoReturn:
-        """What repeats is worth trying on other machines: everything before it is saved. A machine that errs saves nothing."""
-        problem = self.health.diagnose(result, drawn, scale, self.checkpoints.last)
+    def _stop_for_nan(self, result: StepResult, batches: Sequence[Batch], scale: float) -> NoReturn:
+        """Raises the diagnosis of NaN/inf.
+
+        If repeating the step gives NaN/inf again, the state before it is sound and is saved first. A machine
+        with transient faults saves nothing.
+        """
+        problem = self.health.diagnose(result, batches, scale, self.checkpoints.last)
         if problem.exit_code == BadNumbers.REPRODUCIBLE and self.state.step:
             self.health.as_before_step()
             self.save()
@@ -271,13 +265,15 @@ class Trainer:
         interval = self.config.train.eval_interval
         if not interval or self.state.step % interval:
             return None
-        with self.timers(_EVALUATING, 0), self.where.doing("evaluating"):
-            loss = self.beside.around_evaluation(self.evaluation.during_training)
-        self._note(self.timers.block(self.world.everyone, only=_EVALUATING))
+        with self.timers(_EVALUATE_TIMER, 0), self.where.doing("evaluating"):
+            loss = self.hooks.around_evaluation(
+                lambda: self.evaluation.validate(f"iteration {self.state.step}")
+            )
+        self._log_times(self.timers.block(self.world.everyone, only=_EVALUATE_TIMER))
         return loss
 
     def _evaluate_at_the_end(self) -> Ending | None:
-        """On the validation and the test set."""
+        """Evaluates on the validation and the test set."""
         with self.where.doing("evaluating"):
             losses = self.evaluation.after_training()
         if not self.config.train.skip_train:
@@ -308,8 +304,8 @@ class Trainer:
             devices=self.world.everyone.size,
             consumed_tokens=self.state.consumed_tokens,
             skipped_samples=self.state.skipped_samples,
-            peak_teraflops=self._peak,
-            memory=self._memory(),
+            peak_teraflops=self._peak_teraflops,
+            memory=memory_scalars(self.world.device) if self.config.log.log_memory_to_tensorboard else {},
             reported=result.reported,
             experts=self._expert_report(result.experts),
             ranks=self.ranks.report(self.state.step, seconds, len(self.model.compilation.given_up())),
@@ -327,16 +323,7 @@ class Trainer:
         return ExpertReport(load.losses, load.imbalance, load.idle, by_layer)
 
     def _seconds_left(self) -> float:
-        """By samples, as steps may grow."""
+        """Estimates the remaining time by samples, as a batch size ramp-up makes steps longer."""
         samples, seconds = (sum(numbers) for numbers in zip(*self._recent))
         end = self.plan.advance(self.state.consumed_samples, self.total_steps - self.state.step)
         return (end - self.state.consumed_samples) * seconds / samples
-
-    def _memory(self) -> dict[str, float]:
-        return memory_scalars(self.world.device) if self.config.log.log_memory_to_tensorboard else {}
-
-
-def _peak_teraflops(world: World, precision: str) -> float | None:
-    """What this device does at best in that precision, if it is known."""
-    chip = chip_of(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
-    return chip.teraflops(precision != "fp32") if chip else None

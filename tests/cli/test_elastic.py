@@ -54,7 +54,7 @@ def test_the_batch_of_a_run_is_kept_on_any_number_of_processes(
     kept = "the run keeps its 4 samples a step, which it had on 2 data-parallel ranks; on 1, the batch settings of a rank would make 2"
     assert kept in shown
     assert (
-        "the checkpoint was made on 1 tensor × 1 pipeline × 1 context × 2 data ranks; it goes on on" in shown
+        "the checkpoint was made on 1 tensor × 1 pipeline × 1 context × 2 data ranks; it resumes on" in shown
     )
     assert losses(cut) == [(step, pytest.approx(loss, rel=1e-5)) for step, loss in losses(whole)]
     # Also where its last start had another number; and so on.

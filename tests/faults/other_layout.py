@@ -22,7 +22,7 @@ def goes_on(before: str, after: str) -> Callable[[Lab], Outcome]:
         lab.interrupted(before, AFTER)
         ran, outcome = lab.fork(after, faults=recorders(after, lab.folder)), Outcome()
         outcome.told(
-            ran, "note: (the checkpoint was made on .*; it goes on on |the layout is not the checkpoint's: )"
+            ran, "note: (the checkpoint was made on .*; it resumes on |the layout is not the checkpoint's: )"
         )
         outcome.ended(ran, 0)
         outcome.lost(AFTER - ran.resumed_at[-1], 0)

@@ -264,12 +264,12 @@ def key_gradients_left_on_the_way() -> None:
 
 
 def loss_of_one_context_rank() -> None:
-    said_once = step_module._said_once
+    count_once = step_module._count_once
 
     def first_alone(loss: Tensor, world: World) -> Tensor:
-        return said_once(loss, world) * world.is_first_of(("context",))
+        return count_once(loss, world) * world.is_first_of(("context",))
 
-    step_module._said_once = first_alone
+    step_module._count_once = first_alone
 
 
 def deferred_weight_gradient_lost() -> None:

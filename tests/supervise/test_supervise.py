@@ -51,7 +51,7 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 time.sleep(1000)
 """
     ended = run(script, 3, monkeypatch)
-    assert ended.failed_rank == 1 and ended.exit_code == -signal.SIGKILL and ended.is_crash
+    assert ended.failures[0].rank == 1 and ended.exit_code == -signal.SIGKILL and ended.is_crash
     assert [failure.rank for failure in ended.failures] == [1, 0, 2]
     child = tmp_path / "child"
     if child.exists():
@@ -71,14 +71,14 @@ def test_who_leaves_in_silence_is_named_where_all_others_lost_somebody(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ended = run('if rank == 0: tell("lost"); sys.exit(1)', 2, monkeypatch)
-    assert ended.failed_rank == 1 and "ended before the others were done" in ended.failures[0].how
+    assert ended.failures[0].rank == 1 and "ended before the others were done" in ended.failures[0].how
     ended = run('if rank == 0: tell("exception"); sys.exit(1)', 2, monkeypatch)
-    assert ended.failed_rank == 0 and ended.failures[0].text == "exception of rank 0"
+    assert ended.failures[0].rank == 0 and ended.failures[0].text == "exception of rank 0"
 
 
 def test_who_stays_when_the_others_give_up_waiting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = run('if rank == 0: tell("lost"); sys.exit(1)\ntime.sleep(1000)', 2, monkeypatch)
-    assert ended.failed_rank == 1 and "did not answer the others" in ended.failures[0].how
+    assert ended.failures[0].rank == 1 and "did not answer the others" in ended.failures[0].how
 
 
 def test_an_end_with_0_is_a_success_only_of_ranks_that_finished_their_work(
@@ -87,7 +87,7 @@ def test_an_end_with_0_is_a_success_only_of_ranks_that_finished_their_work(
     ended = run("begin_work(job, rank); end_work(job, rank)", 2, monkeypatch)
     assert (ended.exit_code, ended.status, list(ended.failures)) == (0, 0, [])
     ended = run("begin_work(job, rank)\nif rank == 0: end_work(job, rank)", 2, monkeypatch)
-    assert (ended.exit_code, ended.status, ended.failed_rank, ended.is_crash) == (1, 1, 1, True)
+    assert (ended.exit_code, ended.status, ended.failures[0].rank, ended.is_crash) == (1, 1, 1, True)
     assert ended.story(2) == "rank 1 of 2 ended with exit code 0 and unfinished work"
 
 

@@ -205,7 +205,9 @@ def test_a_changed_schedule_is_said_and_the_checkpoints_can_be_kept(
         run_alone(tmp_path / name, f"--lr 3e-3 {words}")
         return capsys.readouterr().out
 
-    note = "the learning rate goes on at 3.000e-03, not 1.000e-02 (--use-checkpoint-opt-param-scheduler keeps"
+    note = (
+        "the learning rate continues at 3.000e-03, not 1.000e-02 (--use-checkpoint-opt-param-scheduler keeps"
+    )
     assert note in said("noted", "")
     kept = said("kept", "--use-checkpoint-opt-param-scheduler --save-interval 7")
     assert "the checkpoint's schedule is kept; --lr: 0.01 (this command: 0.003)" in kept
@@ -232,7 +234,7 @@ def test_a_rate_that_is_the_same_for_now_is_not_called_another(tmp_path: Path) -
     for rate in ("1e-2", "2e-2"):
         words = f"{TINY} {RAMP} --lr-warmup-iters 5 --lr {rate} --run-dir {tmp_path}".split()
         (*_, note) = ["", *settle(resolve(gather(words, PRETRAIN_GPT), Facts(1, 1, 1)).config, state)]
-    assert "goes on at 0.000e+00, as before; different are --lr: 0.01 (this command: 0.02) (" in note
+    assert "continues at 0.000e+00, as before; different are --lr: 0.01 (this command: 0.02) (" in note
 
 
 @pytest.mark.parametrize(("style", "notes"), [("constant", 0), ("cosine", 1)])

@@ -142,7 +142,7 @@ def test_a_load_that_contradicts_the_run_is_refused_with_both_names(
         train(f"--load {tmp_path / 'y'} --finetune {place} 4", entry=TRAIN)
     capsys.readouterr()
     train(f"--load {tmp_path / 'x'} --finetune {place} 4", entry=TRAIN)
-    assert "chose what this run began with; it goes on from its own step 2" in capsys.readouterr().out
+    assert "chose what this run began with; it resumes from its own step 2" in capsys.readouterr().out
     train(f"--run-dir {tmp_path / 'b'} --train-iters 2", entry=TRAIN)
     with pytest.raises(UserError, match="began with new weights, and --load names"):
         train(f"--load {tmp_path / 'x'} --run-dir {tmp_path / 'b'} --train-iters 4", entry=TRAIN)

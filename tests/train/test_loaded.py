@@ -287,7 +287,7 @@ def test_finetuning_takes_the_weights_alone_and_a_restart_goes_on(
     capsys.readouterr()
     train(tmp_path / "cut", f"{words} --train-iters 4 --lr-decay-iters 4")
     shown = capsys.readouterr().out
-    assert "resuming at step 2 of 4" in shown and "it goes on from its own step 2" in shown
+    assert "resuming at step 2 of 4" in shown and "it resumes from its own step 2" in shown
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
     earlier = base / "checkpoints" / "step-00000002"
     train(tmp_path / "earlier", f"--load {earlier} --train-iters 4 --lr-decay-iters 4")

@@ -220,7 +220,7 @@ def test_a_job_that_is_refused_leaves_no_lock(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"another job is using .*checkpoints"), opened(tmp_path / "R"):
             pass
         assert not (tmp_path / "R" / ".lock").exists()
-        session.held.require()
+        session.folders.require()
     assert json.loads((tmp_path / "R" / ".lock").read_text())["released"]
 
 

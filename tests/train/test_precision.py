@@ -195,4 +195,4 @@ def test_another_first_scale_is_not_taken_for_the_current_one(
     run(tmp_path / "a", f"{FP16} --train-iters 3 --lr-decay-iters 6")
     before = newest(tmp_path / "a").manifest.run_state["loss_scaling"]["scale"]
     run(tmp_path / "a", f"{FP16} --initial-loss-scale 16")
-    assert f"the loss scale goes on at {before:g}" in capsys.readouterr().out
+    assert f"the loss scale continues at {before:g}" in capsys.readouterr().out

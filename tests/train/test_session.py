@@ -201,7 +201,9 @@ def test_changed_settings_are_told(tmp_path: Path, capsys: pytest.CaptureFixture
     shown, log = capsys.readouterr().out, (tmp_path / "a" / "train.log").read_text()
     line = "note: settings that are not the checkpoint's: --train-iters 6 (was 2), --lr 0.5 (was 0.01), --lr-decay-iters 6 (was 2), --clip-grad 2.0 (was 0.5)\n"
     assert line in shown and line in log
-    assert "\nchanged since the checkpoint, without a part in its numbers: --log-interval 3 (was 2)\n" in log
+    assert (
+        "\nchanged since the checkpoint, without an effect on its numbers: --log-interval 3 (was 2)\n" in log
+    )
 
 
 def test_a_guide_script_starts_afresh_also_with_checkpoints_elsewhere(tmp_path: Path) -> None:
@@ -220,9 +222,7 @@ def test_checkpoints_beside_the_log_are_gone_on_from_by_the_name_they_were_saved
     tmp_path: Path,
 ) -> None:
     run(tmp_path / "a", f"--save {tmp_path / 'a'} --train-iters 2")
-    with pytest.raises(
-        UserError, match=r"a holds checkpoints itself, of a run with --save .*name it like that"
-    ):
+    with pytest.raises(UserError, match=r"a holds checkpoints itself, of a run with --save .*to resume it"):
         run(tmp_path / "a", "--train-iters 4")
     run(tmp_path / "a", f"--save {tmp_path / 'a'} --train-iters 4")
     assert [step for step, _ in losses(tmp_path / "a")] == [1, 2, 3, 4]
