@@ -1,4 +1,4 @@
-"""`import pentatron.megatron.install`: `megatron.…` is found here, unless the real package is installed."""
+"""`import pentatron.megatron.install` makes `megatron...` resolve to this package, unless megatron-core is installed."""
 
 import warnings
 

@@ -278,7 +278,7 @@ def plant(bug: str) -> None:
 
     def weights_alone(loss_function: Any, output: Tensor, context: Any) -> Returned:
         leaf = output.detach().requires_grad_()
-        loss = losses._parts(loss_function(leaf.view_as(leaf))).loss
+        loss = losses._parsed(loss_function(leaf.view_as(leaf))).loss
         (found,) = torch.autograd.grad(loss.sum(), leaf)
         return Returned((output * found * (output.numel() / found.sum())).sum(), None, {})
 

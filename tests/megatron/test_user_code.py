@@ -17,6 +17,7 @@ from gpt_builders import gpt_builder
 from model_provider import model_provider
 from pentatron.errors import UserError
 from pentatron.layout.ranks import Axis
+from pentatron.megatron.arguments import take_extra_arguments
 from pentatron.megatron.core import mpu
 from pentatron.megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from pentatron.megatron.core.datasets.gpt_dataset import GPTDataset
@@ -30,7 +31,6 @@ from pentatron.megatron.training import get_args, get_timers, pretrain
 from pentatron.megatron.training.arguments import (
     core_gpt_dataset_config_from_args,
     core_transformer_config_from_args,
-    take_extra_arguments,
 )
 from pentatron.megatron.training.checkpointing import BasicLocalCheckpointManager
 from pentatron.megatron.training.yaml_arguments import core_transformer_config_from_yaml
