@@ -112,9 +112,7 @@ class RouterLoad(nn.Module):
                 added = value.detach().double() * self.share
                 self.losses[name] = self.losses[name] + added if name in self.losses else added
 
-        result = _WithLoss.apply(weights_TK, total, count, self.scale)
-        assert isinstance(result, Tensor)
-        return result
+        return _WithLoss.apply(weights_TK, total, count, self.scale)
 
 
 def _of_micro_batch(load: RouterLoad, routed: Routed, counts_BE: Tensor, axis: ExpertAxis) -> Tensor:

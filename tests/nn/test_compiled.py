@@ -216,7 +216,7 @@ def test_attention_of_users_is_told_of_documents() -> None:
     own = replace(spec, submodules=replace(spec.submodules, self_attention=attention))
     compile = Compile(Counting("eager"), documents=True)
     model = build_model(config.model, 1, CPU, options=ModelOptions(compile=compile), spec=own)
-    assert left_out(model) == ("OwnAttention, which is told of documents",)
+    assert left_out(model) == ("OwnAttention, which reads documents",)
     torch.testing.assert_close(computed(model, config, DOCUMENTS[0])[0], expected, rtol=1e-4, atol=1e-5)
 
 
@@ -224,7 +224,7 @@ def test_experts_stay_as_they_are() -> None:
     words = f"{GROUPED} {EXPERTS} --moe-layer-freq 2"
     eager, _ = computed(*build(words))
     model, config = build(words, compile=Compile(Counting()))
-    assert left_out(model) == ("experts, whose sizes follow from their tokens",)
+    assert left_out(model) == ("experts, whose sizes depend on the routing",)
     torch.testing.assert_close(computed(model, config)[0], eager, rtol=1e-4, atol=1e-5)
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from pentatron.nn import experts
 from pentatron.nn.experts import sorted_by_expert
-from pentatron.nn.moe import MoE, _by_own_expert
+from pentatron.nn.moe import MoE, _by_local_expert
 from pentatron.nn.recompute import Recompute
 from pentatron.ops.activation import weighted_activation, weighted_activation_backward
 from pentatron.ops.linear import DeferredGradients
@@ -121,7 +121,7 @@ def test_pairs_are_sorted_by_expert_and_then_by_token() -> None:
 def test_rows_that_arrive_by_rank_are_sorted_by_expert() -> None:
     received = torch.tensor([[2, 0, 1], [1, 2, 0]])
     # Rank 0 sent rows 0 and 1 for expert 0 and row 2 for expert 2, rank 1 row 3 for expert 0, rows 4 and 5 for expert 1.
-    assert _by_own_expert(received, 6).tolist() == [0, 1, 3, 4, 5, 2]
+    assert _by_local_expert(received, 6).tolist() == [0, 1, 3, 4, 5, 2]
 
 
 @pytest.mark.parametrize("gated", [True, False])

@@ -201,7 +201,7 @@ def test_logits_of_others_stay() -> None:
 
 
 def test_without_gradients_few_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_module, "_EVALUATED", 4)
+    monkeypatch.setattr(loss_module, "_EVALUATION_CHUNK", 4)
     layer, x, sizes = head(), stream(1, BATCH, LENGTH, WIDTH), []
     multiplied = layer.multiplied
     monkeypatch.setattr(layer, "multiplied", lambda x: sizes.append(len(x)) or multiplied(x))
