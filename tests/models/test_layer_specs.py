@@ -257,7 +257,7 @@ def test_masks_may_be_causal_or_of_documents() -> None:
         ):
             model(tokens, positions, other)
     model.split_sequences = True
-    with pytest.raises(UserError, match="tells the documents of a part of each sequence"):
+    with pytest.raises(UserError, match="covers only a part of each sequence"):
         model(tokens, positions, documents)
 
 
@@ -298,7 +298,7 @@ def wrong(**changes: Any) -> Any:
         ),
         (
             wrong(transformer_layer_spec=ModuleSpec(TransformerLayer)),
-            r"ModuleSpec\(TransformerLayer\): TransformerLayer cannot be made of .*'submodules'",
+            r"ModuleSpec\(TransformerLayer\): TransformerLayer cannot be built from .*'submodules'",
         ),
         (wrong(config=dataclasses.replace(core(), num_attention_heads=None)), "how many heads"),
     ],

@@ -69,10 +69,10 @@ def test_a_class_may_be_named_by_its_path(tmp_path: Path, monkeypatch: pytest.Mo
         ),
         (("pentatron.nn.spec", "Thing"), r"ModuleSpec\(pentatron.nn.spec.Thing\): .* has no Thing"),
         (("pentatron.nn.spec",), r"ModuleSpec\(pentatron.nn.spec\): an import path has two words"),
-        (ModuleSpec(Part, params={"wide": 1}), r"ModuleSpec\(Part\): Part cannot be made of .*'wide'"),
+        (ModuleSpec(Part, params={"wide": 1}), r"ModuleSpec\(Part\): Part cannot be built from .*'wide'"),
         (
             ModuleSpec(Part, params={"width": 1}),
-            r"ModuleSpec\(Part\): Part cannot be made of .*multiple values",
+            r"ModuleSpec\(Part\): Part cannot be built from .*multiple values",
         ),
         (IdentityOp(), r"a slot wants a class, a function or a ModuleSpec, not IdentityOp"),
     ],

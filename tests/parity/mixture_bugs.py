@@ -62,7 +62,7 @@ def balance_averaged_over_own_micro_batches() -> None:
     """Data-parallel ranks each take the mean over their own micro-batches, and all of them are added up."""
 
     def own(self: RouterLoads, micro_batches: int, scale: float = 1.0) -> None:
-        for load in self.own.values():
+        for load in self.local.values():
             load.begin_step(micro_batches, scale)
 
     RouterLoads.begin_step = own  # type: ignore[method-assign]
