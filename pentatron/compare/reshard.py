@@ -61,7 +61,7 @@ def fragments_of_rank(config: RunConfig, rank: int) -> Iterator[Fragment]:
 
 
 def _world(grid: Grid, rank: int) -> World:
-    """The world of a rank without process groups: it knows its place in every group but cannot communicate."""
+    """The world of a rank without process groups: it knows its place in every group but cannot send."""
     groups: dict[Axis, Group] = {}
     for axis in typing.get_args(Axis):
         members = next(group for group in grid.groups(axis) if rank in group)

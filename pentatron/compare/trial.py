@@ -45,7 +45,8 @@ class Trajectory:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    # "gradients 1", "gradients 5" or of whatever step is the last, "weights": fragments that cover each logical tensor once over the world.
+    # "gradients 1", "gradients 5" or of whatever step is the last, "weights": fragments that cover each
+    # logical tensor once over the world.
     fragments: dict[str, list[Sent]] = field(default_factory=dict)
     validation: float = 0.0
     # Digest of the bytes of every region of weights this rank holds, by name, start and shape.

@@ -132,7 +132,7 @@ def texts_of(
     stop: frozenset[int],
     at_once: int,
 ) -> Iterator[tuple[int, Text]]:
-    """Continues the prompts, `at_once` of them as a batch; yields the index and the text after every token."""
+    """Continues the prompts in batches of `at_once`; yields the index and the text after every token."""
     texts = [Text(prompt) for prompt in prompts]
     for first in range(0, len(prompts), at_once):
         group = prompts[first : first + at_once]

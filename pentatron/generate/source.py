@@ -46,7 +46,7 @@ from pentatron.text import parse_json
 @sendable
 @dataclass(frozen=True)
 class Source:
-    """A folder with checkpoint steps, one of which may be named, or with a Hugging Face or Megatron-LM model."""
+    """A folder with checkpoint steps, one of them possibly named, or a Hugging Face or Megatron-LM model."""
 
     folder: Path
     is_huggingface: bool
@@ -259,7 +259,7 @@ def _tuples(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tokenizer_place(folder: Path, config: Mapping[str, Any]) -> Path | None:
-    """Returns the tokenizer file that a step was trained with; None if it is missing or no file was needed."""
+    """Returns the tokenizer file of a step; None if it is missing or no file was needed."""
     named = Settings.of_sections(config).tokenizer_model
     places = [*_kept_tokenizers(folder, config), *([Path(named)] if named else [])]
     return next((place for place in places if place.exists()), None)

@@ -1,4 +1,6 @@
-"""Megatron's `TransformerConfig`, and conversions between it, the arguments of a run and Pentatron's configuration."""
+"""Megatron's `TransformerConfig`, and conversions between it, the arguments of a run and Pentatron's
+configuration.
+"""
 
 import dataclasses
 import warnings
@@ -42,7 +44,9 @@ _LAYOUT = {f.name for f in dataclasses.fields(ModelParallelConfig)} | {"fp8"}
 
 @dataclass
 class TransformerConfig(ModelParallelConfig):
-    """The architecture, with Megatron's names and defaults. Vocabulary and positions are arguments of GPTModel."""
+    """The architecture, with Megatron's names and defaults. Vocabulary and positions are arguments of
+    GPTModel.
+    """
 
     num_layers: int = 0
     hidden_size: int = 0
@@ -72,7 +76,8 @@ class TransformerConfig(ModelParallelConfig):
     moe_grouped_gemm: bool = False
     moe_shared_expert_intermediate_size: int | None = None
     fp8: str | None = None
-    # The configuration of the run, for settings that Megatron's class has no field for; None if written by hand.
+    # The configuration of the run, for settings that Megatron's class has no field for; None if written by
+    # hand.
     of_run: CoreTransformerConfig | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -170,7 +175,9 @@ def core_transformer_config_from_args(
 def core_transformer_config_from_yaml(
     args: SimpleNamespace, transfomer_key: str = "language_model"
 ) -> TransformerConfig:
-    """Builds the model's configuration; `args` contains the values of the file. (The misspelled name is Megatron's.)"""
+    """Builds the model's configuration; `args` contains the values of the file. (The misspelled name is
+    Megatron's.)
+    """
     if transfomer_key != "language_model":
         raise UserError(f"a file of settings describes one model, language_model, not {transfomer_key}")
     return core_transformer_config_from_args(args)

@@ -1,8 +1,9 @@
-"""Datasets of user programs: Megatron's dataset builder and configuration, and the data of a run from a dataset provider.
+"""Datasets of user programs: Megatron's dataset builder and configuration, and the data of a run from a
+dataset provider.
 
-The provider is called once, before the start step is known. The builder therefore returns `PlannedDataset`s: their samples are
-ordered at the first access, or when the session knows how the run's previous segments were ordered. Datasets of other classes are
-used unchanged.
+The provider is called once, before the start step is known. The builder therefore returns `PlannedDataset`s:
+their samples are ordered at the first access, or when the session knows how the run's previous segments were
+ordered. Datasets of other classes are used unchanged.
 """
 
 import dataclasses
@@ -84,9 +85,11 @@ def core_gpt_dataset_config_from_args(args: SimpleNamespace) -> GPTDatasetConfig
 
 
 class BlendedMegatronDatasetBuilder:
-    """Builds the train, validation and test datasets; `cls` is GPTDataset or MockGPTDataset, `sizes` are numbers of samples.
+    """Builds the train, validation and test datasets; `cls` is GPTDataset or MockGPTDataset, `sizes` are
+    numbers of samples.
 
-    Every rank reads the samples it computes, so datasets are built on all ranks and `is_built_on_rank` is ignored.
+    Every rank reads the samples it computes, so datasets are built on all ranks and `is_built_on_rank` is
+    ignored.
     """
 
     def __init__(
@@ -174,7 +177,9 @@ class DataPlan:
 
 
 class UserSamples:
-    """A dataset of another class: dictionaries with tokens, labels, loss_mask and position_ids, as tensors or arrays."""
+    """A dataset of another class: dictionaries with tokens, labels, loss_mask and position_ids, as tensors or
+    arrays.
+    """
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset

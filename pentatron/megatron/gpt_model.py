@@ -1,4 +1,6 @@
-"""`GPTModel` and module specs inside a run, from which they take the process groups, the stage and the dropout keys."""
+"""`GPTModel` and module specs inside a run, from which they take the process groups, the stage and the
+dropout keys.
+"""
 
 import dataclasses
 from typing import Any
@@ -19,7 +21,7 @@ from pentatron.train.model import StageCall
 
 
 class GPTModel(gpt_model.GPTModel):
-    """A model, or the stage of it that the run builds. Arguments that are None come from the configuration."""
+    """A model, or the stage of it that the run builds. None takes a value from the configuration."""
 
     def __init__(
         self,
@@ -106,7 +108,8 @@ class GPTModel(gpt_model.GPTModel):
         loss_mask: Tensor | None = None,
         **others: Any,
     ) -> Tensor:
-        """Returns the loss of every token with labels and logits without; a stage without head returns hidden states.
+        """Returns the loss of every token with labels and logits without; a stage without head returns hidden
+        states.
 
         Inside a run, arguments that are None come from the micro-batch.
         """
@@ -193,7 +196,9 @@ def get_gpt_decoder_block_spec(
     vp_stage: int | None = None,
     pp_rank: int | None = None,
 ) -> TransformerBlockSubmodules:
-    """Returns the specs of all layers of the model, dense and with experts; each stage builds the layers it holds."""
+    """Returns the specs of all layers of the model, dense and with experts; each stage builds the layers it
+    holds.
+    """
     return layer_specs.get_gpt_decoder_block_spec(
         core_of(config), use_transformer_engine, normalization, qk_l2_norm, vp_stage
     )

@@ -1,4 +1,6 @@
-"""`initialize_megatron()`: opens a run whose steps the program calls itself, and the objects that these calls share."""
+"""`initialize_megatron()`: opens a run whose steps the program calls itself, and the objects that these calls
+share.
+"""
 
 import atexit
 import sys
@@ -112,9 +114,11 @@ def initialize_megatron(
     get_position_embedding_ranks: Any = None,
     **others: Any,
 ) -> None:
-    """Reads the command line, joins the other processes and opens the run folder. The run ends at process exit.
+    """Reads the command line, joins the other processes and opens the run folder. The run ends at process
+    exit.
 
-    If the layout needs several processes and no launcher started this one, starts the workers and exits with their exit code.
+    If the layout needs several processes and no launcher started this one, starts the workers and exits with
+    their exit code.
     """
     if others:
         raise UserError(f"initialize_megatron: {next(iter(others))} is not available; leave it out")
@@ -180,7 +184,7 @@ def _missing(name: str) -> Callable[..., Any]:
 
 
 def _excepthook(previous: Callable[..., Any], config: RunConfig, worker: Worker) -> Callable[..., Any]:
-    """Returns an excepthook that reports uncaught exceptions as `pretrain()` does, with the same exit codes."""
+    """Returns an excepthook that reports exceptions as `pretrain()` does, with the same exit codes."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if is_running() and (stepwise := current().stepwise) is not None:

@@ -1,4 +1,6 @@
-"""`import pentatron.megatron.install` makes `megatron...` resolve to this package, unless megatron-core is installed."""
+"""`import pentatron.megatron.install` makes `megatron...` resolve to this package, unless megatron-core is
+installed.
+"""
 
 import warnings
 

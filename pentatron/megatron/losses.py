@@ -1,7 +1,8 @@
 """Converts the return value of a loss function written for Megatron into the objective of a step.
 
-`(sum, number of tokens)` and `(sum, number of tokens, report)`: Σ sum / Σ tokens over all micro-batches and replicas of the step.
-`(loss, report)`: the mean over all micro-batches and replicas. Gradients are those of the returned scalar.
+`(sum, number of tokens)` and `(sum, number of tokens, report)`: Σ sum / Σ tokens over all micro-batches and
+replicas of the step. `(loss, report)`: the mean over all micro-batches and replicas. Gradients are those of
+the returned scalar.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -32,7 +33,7 @@ class Returned:
 
 
 def share_of(returned: Returned, objective: Objective) -> Tensor:
-    """Returns the micro-batch's share of the step's objective, and adds the reported values to the objective."""
+    """Returns the micro-batch's share of the step's objective, and reports the other values to it."""
     for name, value in returned.report.items():
         objective.report(str(name), *_pair(name, value, returned.loss.device))
     loss = returned.loss.float().sum()
@@ -60,10 +61,12 @@ def returned_by(loss_function: LossFunction, output: Tensor, context: Group) -> 
 def counting_terms_once(
     loss_function: LossFunction, output: Tensor, module: nn.Module, world: World
 ) -> Returned:
-    """`returned_by` for sequence parallelism, where the ranks of the tensor axis have parts of the hidden states.
+    """`returned_by` for sequence parallelism, where the ranks of the tensor axis have parts of the hidden
+    states.
 
-    Gradients of weights that act on these parts are summed over the tensor axis. A loss term that depends on such a weight without
-    passing through `output`, such as a regularizer, is complete on every rank, so its gradient is divided by the number of ranks.
+    Gradients of weights that act on these parts are summed over the tensor axis. A loss term that depends on
+    such a weight without passing through `output`, such as a regularizer, is complete on every rank, so its
+    gradient is divided by the number of ranks.
     """
     leaf = output.detach().requires_grad_(output.requires_grad)
     returned = returned_by(loss_function, leaf.view_as(leaf), world.group("context"))
@@ -89,12 +92,14 @@ def _summed_over(held: Held, world: World) -> int:
 
 @contextmanager
 def _differentiable_all_reduce(context: Group) -> Iterator[list[Tensor]]:
-    """Corrects the gradient of losses that are all-reduced in place; yields the tensors summed over context-parallel ranks.
+    """Corrects the gradient of losses that are all-reduced in place; yields the tensors summed over
+    context-parallel ranks.
 
-    Guide 004 all-reduces the loss and the number of tokens over data-parallel ranks in place and returns both. Every rank then
-    returns the sum over all ranks, so the objective contains this rank's part once per rank, but autograd does not see the
-    all-reduce: its gradient is multiplied by the number of ranks. Sums over context-parallel ranks are not corrected, because
-    Megatron's loss functions multiply by the number of these ranks themselves.
+    Guide 004 all-reduces the loss and the number of tokens over data-parallel ranks in place and returns
+    both. Every rank then returns the sum over all ranks, so the objective contains this rank's part once per
+    rank, but autograd does not see the all-reduce: its gradient is multiplied by the number of ranks. Sums
+    over context-parallel ranks are not corrected, because Megatron's loss functions multiply by the number of
+    these ranks themselves.
     """
     torch_all_reduce = dist.all_reduce
     over_context: list[Tensor] = []
@@ -121,7 +126,9 @@ def _differentiable_all_reduce(context: Group) -> Iterator[list[Tensor]]:
 
 
 def _pair(name: Any, value: Any, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Numerator and denominator of a reported value: (sum, count), or (number, 1) for a mean over micro-batches and ranks."""
+    """Numerator and denominator of a reported value: (sum, count), or (number, 1) for a mean over
+    micro-batches and ranks.
+    """
     tensor = value if isinstance(value, Tensor) else None
     if tensor is None:
         try:

@@ -1,7 +1,8 @@
 """The table of Megatron-LM's modules: module path, docstring, and where its names are imported from.
 
-`import pentatron.megatron.core.transformer.mlp` makes a module from the row "megatron.core.transformer.mlp". To add a name,
-write it behind the module that defines it, as in an import statement. Every package needs a row, even without names.
+`import pentatron.megatron.core.transformer.mlp` makes a module from the row "megatron.core.transformer.mlp".
+To add a name, write it behind the module that defines it, as in an import statement. Every package needs a
+row, even without names.
 """
 
 from collections.abc import Mapping
@@ -12,8 +13,8 @@ from dataclasses import dataclass, field
 class Module:
     """One module of Megatron-LM.
 
-    `imports` maps a module to the names taken from it: "name, name as other", or "*" for all public names it defines.
-    `unavailable` maps names to the sentence of the ImportError they raise.
+    `imports` maps a module to the names taken from it: "name, name as other", or "*" for all public names it
+    defines. `unavailable` maps names to the sentence of the ImportError they raise.
     """
 
     doc: str

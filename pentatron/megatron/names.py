@@ -1,4 +1,6 @@
-"""Import finders for `pentatron.megatron...` modules made from the table, and for `megatron...` as another name of them."""
+"""Import finders for `pentatron.megatron...` modules made from the table, and for `megatron...` as another
+name of them.
+"""
 
 import importlib
 import importlib.abc
@@ -62,7 +64,8 @@ class _TableLoader(importlib.abc.Loader):
         def module_getattr(name: str) -> Any:
             if name in self.row.unavailable:
                 raise ImportError(f"{self.name}.{name} is not available: {self.row.unavailable[name]}")
-            # As Megatron's packages import their submodules, programs use these without an import of their own.
+            # As Megatron's packages import their submodules, programs use these without an import of their
+            # own.
             if f"{self.name}.{name}" in MODULES:
                 return importlib.import_module(f"{module.__name__}.{name}")
             raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
@@ -120,7 +123,8 @@ def register_modules() -> None:
 
 
 def as_megatron(replace: bool = True) -> bool:
-    """Makes `import megatron...` resolve to `pentatron.megatron...` in this process, and returns whether it does.
+    """Makes `import megatron...` resolve to `pentatron.megatron...` in this process, and returns whether it
+    does.
 
     An installed Megatron is hidden, unless `replace` is False: then it is kept and False is returned.
     """

@@ -61,7 +61,7 @@ def get_pipeline_model_parallel_rank() -> int:
 
 
 def get_data_parallel_group(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> Any:
-    """Returns the data-parallel group; `with_context_parallel` adds the ranks that hold other parts of the sequences."""
+    """Returns the data-parallel group, optionally with the context-parallel ranks."""
     return current().process_group("replicas" if with_context_parallel else "data")
 
 
@@ -141,7 +141,7 @@ def get_virtual_pipeline_model_parallel_rank() -> int | None:
 
 
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
-    """Selects the stage for functions such as `is_pipeline_last_stage`, until the run builds or computes one."""
+    """Selects the stage for `is_pipeline_last_stage` and the like, until the run builds or computes one."""
     run = current()
     if rank is None:
         run.stage = None
@@ -152,17 +152,18 @@ def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = False, vp_stage: int | None = None) -> bool:
-    """Whether the active stage has the embedding; with `ignore_virtual`, whether any stage of this rank has it."""
+    """Whether the embedding is in the active stage, or with `ignore_virtual` on this rank."""
     return 0 in _selected(ignore_virtual, vp_stage)
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = False, vp_stage: int | None = None) -> bool:
-    """Whether the active stage computes the loss; with `ignore_virtual`, whether any stage of this rank does."""
+    """Whether the loss is computed in the active stage, or with `ignore_virtual` on this rank."""
     return current().config.placement.stages - 1 in _selected(ignore_virtual, vp_stage)
 
 
 def _selected(ignore_virtual: bool, vp_stage: int | None) -> tuple[int, ...]:
-    """The stage of `vp_stage` or the active one; all stages of this rank if none is active or `ignore_virtual` is set."""
+    """The stage of `vp_stage` or the active one; without, or with `ignore_virtual`, all stages of this rank.
+    """
     run = current()
     if vp_stage is not None and not ignore_virtual:
         return (run.local_stages[vp_stage],)

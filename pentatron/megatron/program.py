@@ -1,4 +1,6 @@
-"""`UserProgram`: runs a user's dataset provider, model provider and forward step in Pentatron's training session."""
+"""`UserProgram`: runs a user's dataset provider, model provider and forward step in Pentatron's training
+session.
+"""
 
 import inspect
 import warnings
@@ -31,7 +33,8 @@ from pentatron.settings.resolve import Resolved
 from pentatron.settings.run import RunConfig
 from pentatron.train.model import Program, ReportedNames, StageCall
 
-# Micro-batches whose numbers of tokens are compared. Few, because each comparison synchronizes host and device.
+# Micro-batches whose numbers of tokens are compared. Few, because each comparison synchronizes host and
+# device.
 _COMPARED = 8
 ForwardStep = Callable[[Iterator[dict[str, Tensor]], Any], tuple[Tensor, Callable[[Tensor], Any]]]
 
@@ -132,7 +135,9 @@ class UserProgram(Program):
             run.stage = None
 
     def _compare_counts(self, tokens: Tensor) -> None:
-        """Prints one notice if micro-batches have different numbers of tokens, which Megatron weighs equally by default."""
+        """Prints one notice if micro-batches have different numbers of tokens, which Megatron weighs equally
+        by default.
+        """
         run = state.current()
         at = run.world.at
         if self._counts_left == 0 or not at.data == at.context == at.tensor == 0:

@@ -1,7 +1,7 @@
 """The run of this process, for functions without arguments: `get_args()`, `get_timers()`, `mpu.*`.
 
-This is the only module of Pentatron with a global variable, because Megatron's interface needs one. Nothing outside
-`pentatron.megatron` reads it; a user's program sets it for the duration of its run.
+This is the only module of Pentatron with a global variable, because Megatron's interface needs one. Nothing
+outside `pentatron.megatron` reads it; a user's program sets it for the duration of its run.
 """
 
 from collections.abc import Iterator
@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 class Running:
     """The state of a run.
 
-    `stage` is the index of the pipeline stage that is built or computed, or None in between. `data` is set while the dataset provider
-    is called, `stepwise` if the program calls the steps itself. `alone` is the process group of this rank only, made at first use.
+    `stage` is the index of the pipeline stage that is built or computed, or None in between. `data` is set
+    while the dataset provider is called, `stepwise` if the program calls the steps itself. `alone` is the
+    process group of this rank only, made at first use.
     """
 
     resolved: Resolved
@@ -78,7 +79,7 @@ class Running:
             self.groups = previous
 
     def process_group(self, axis: Axis) -> Any:
-        """Returns the `torch.distributed` group of an axis; for an axis of size 1, a group of this rank only."""
+        """Returns the `torch.distributed` group of an axis; a group of this rank only if its size is 1."""
         group = self.world.group(axis)
         if group.process_group is not None:
             return group.process_group
@@ -126,7 +127,9 @@ def running(resolved: Resolved, world: World, display: Display, args: Arguments)
 
 
 def started_as(words: tuple[str, ...] | None = None) -> tuple[str, ...]:
-    """Returns the arguments of `python` that start the script if that is more than its path; sets them if given."""
+    """Returns the arguments of `python` that start the script if that is more than its path; sets them if
+    given.
+    """
     global _started_as
     if words is not None:
         _started_as = words

@@ -26,8 +26,8 @@ class _SingleShard(TensorAxis):
 class ColumnParallelLinear(linear.ColumnParallelLinear):
     """A linear layer split by rows of its weight, in the slot of a spec or by itself.
 
-    By itself, `ColumnParallelLinear(in_features, out_features, tp_size)` is one shard: this rank's if the run has `tp_size` tensor
-    ranks, otherwise the first one.
+    By itself, `ColumnParallelLinear(in_features, out_features, tp_size)` is one shard: this rank's if the run
+    has `tp_size` tensor ranks, otherwise the first one.
     """
 
     def __init__(
@@ -80,6 +80,6 @@ def vocab_parallel_cross_entropy(
 def broadcast_data(
     keys: Sequence[str], data: Mapping[str, Tensor], datatype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Copies the tensors to this rank's device. Nothing is sent, because every rank reads its batches itself."""
+    """Copies the tensors to this rank's device without a broadcast: every rank reads its own batches."""
     device = current().world.device
     return {key: data[key].to(device=device, dtype=datatype) for key in keys}

@@ -18,7 +18,8 @@ BATCHES = "batch-generator"
 class Timer:
     """Accumulates the time between `start` and `stop`.
 
-    An `idle` timer measures nothing and does not synchronize the device. `on_stop` is called with the seconds of each interval.
+    An `idle` timer measures nothing and does not synchronize the device. `on_stop` is called with the seconds
+    of each interval.
     """
 
     def __init__(

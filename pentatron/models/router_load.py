@@ -73,7 +73,7 @@ class RouterLoads:
             load.begin_step(micro_batches * self.world.data.size, scale)
 
     def numbers(self) -> Tensor:
-        """This rank's counts and losses for all layers of the model, flattened, to be summed over all ranks."""
+        """This rank's counts and losses for all layers of the model, to be summed over all ranks."""
         rows = torch.zeros(
             len(self.layers), self.experts + len(self.names), dtype=torch.float64, device=self.world.device
         )

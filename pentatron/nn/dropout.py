@@ -29,7 +29,7 @@ _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _signed(number: int) -> int:
-    """Converts to the signed 64-bit integer with the same bits, because torch computes with signed integers."""
+    """Converts to the signed 64-bit integer with the same bits: torch computes with signed integers."""
     return (number + _WORD // 2) % _WORD - _WORD // 2
 
 

@@ -118,7 +118,7 @@ class RotaryEmbedding(nn.Module):
         return cos * self.attention_factor, sin * self.attention_factor
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotates heads; the dimensions before the last may have any order if the angles broadcast to them."""
+        """Rotates heads. The dimensions before the last may have any order if the angles broadcast."""
         # Most models rotate whole heads: without the slice, its copy in backward is saved.
         whole = self.rotated == x.shape[-1]
         turned = (x if whole else x[..., : self.rotated]).float()
