@@ -45,8 +45,9 @@ def require_transformers() -> Any:
 
 
 def compare_logits(found: Found, folder: Path, rounded: torch.dtype | None = None) -> Comparison:
-    """Raises if the models differ. `rounded`: the dtype that the weights of one were rounded to, applied to
-    both.
+    """Raises if the models differ.
+
+    `rounded`: the dtype that the weights of one were rounded to, applied to both.
     """
     model, _ = architecture_of(found)
     length = min(_TOKENS, model.max_position_embeddings)

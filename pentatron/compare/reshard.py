@@ -159,9 +159,7 @@ def _facts(draft: Draft) -> Facts:
 
 
 def reshard(found: Found, out: Path, config: RunConfig, display: Display) -> Resharded:
-    """Writes the step into the new folder `out`; compares it with the source before the folder gets its final
-    name.
-    """
+    """Writes the step into the new folder `out`, and compares it with the source before the final rename."""
     manifest = found.manifest
     outlines = outlines_of(manifest)
     total = sum(outline.bytes for outline in outlines.values())
@@ -226,9 +224,7 @@ def _sharded_alike(tensor: str, kinds: Sequence[str], manifest: Manifest) -> lis
 
 
 def _writer(name: str, world: int) -> int | None:
-    """The rank that writes a tensor that is not sharded, such as the state of a random generator; None if it
-    is sharded.
-    """
+    """The rank that writes an unsharded tensor, such as a random generator's state; None if it is sharded."""
     match = _OF_RANK.fullmatch(name)
     if match is None:
         return None

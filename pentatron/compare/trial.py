@@ -45,8 +45,8 @@ class Trajectory:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    # "gradients 1", "gradients 5" or of whatever step is the last, "weights": fragments that cover each
-    # logical tensor once over the world.
+    # By kind: "gradients N" of the first and the last step, and "weights". Each kind covers every logical
+    # tensor once over all ranks.
     fragments: dict[str, list[Sent]] = field(default_factory=dict)
     validation: float = 0.0
     # Digest of the bytes of every region of weights this rank holds, by name, start and shape.
@@ -55,8 +55,9 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Gap:
-    """One comparison. `ratio` is the difference divided by the tolerance; `tensor` and `kind` are set if a
-    tensor was compared.
+    """One comparison.
+
+    `ratio` is the difference divided by the tolerance; `tensor` and `kind` are set if a tensor was compared.
     """
 
     what: str
@@ -90,26 +91,26 @@ def gathered(ranks: Sequence[Trajectory], kind: str) -> dict[str, Tensor]:
 
 def gaps(ranks: Sequence[Trajectory], reference: Trajectory) -> list[Gap]:
     """Compares a run on several ranks with the run on one."""
-    gaps = []
+    result: list[Gap] = []
     for rank, trajectory in enumerate(ranks):
         if trajectory.tokens != reference.tokens:
-            gaps.append(Gap(f"tokens on rank {rank}", math.inf))
-        gaps += _numbers(f"loss on rank {rank}", trajectory.losses, reference.losses)
-        gaps += _numbers(f"gradient norm on rank {rank}", trajectory.norms, reference.norms)
-        gaps += _numbers(f"validation on rank {rank}", [trajectory.validation], [reference.validation])
+            result.append(Gap(f"tokens on rank {rank}", math.inf))
+        result += _numbers(f"loss on rank {rank}", trajectory.losses, reference.losses)
+        result += _numbers(f"gradient norm on rank {rank}", trajectory.norms, reference.norms)
+        result += _numbers(f"validation on rank {rank}", [trajectory.validation], [reference.validation])
     last = len(reference.losses)
     for step, tolerance in ((1, GRADIENTS[1]), (last, GRADIENTS[STEPS])):
         kind = f"gradients {step}"
-        gaps += _tensors(kind, gathered(ranks, kind), gathered([reference], kind), tolerance)
+        result += _tensors(kind, gathered(ranks, kind), gathered([reference], kind), tolerance)
     weights, expected = gathered(ranks, "weights"), gathered([reference], "weights")
     if weights.keys() != expected.keys():
-        gaps.append(Gap("the set of tensors", math.inf))
-    gaps += [
+        result.append(Gap("the set of tensors", math.inf))
+    result += [
         Gap(name, float((weights[name] - values).abs().max()) / WEIGHTS, _bare(name), "weights")
         for name, values in expected.items()
         if name in weights
     ]
-    return gaps
+    return result
 
 
 def _numbers(what: str, values: Sequence[float], expected: Sequence[float]) -> list[Gap]:
@@ -257,9 +258,7 @@ def micro_batches(config: RunConfig, world: World, consumed: int) -> Iterator[An
 
 
 def keep_gradients(optimizer: AnyOptimizer, trajectory: Trajectory, name: str) -> None:
-    """Records the gradients of the next step after their reduction and before clipping, when their norm is
-    computed.
-    """
+    """Records the gradients of the next step when their norm is computed: reduced, not yet clipped."""
     take_norm = optimizer.squared_norm
 
     def also_keep() -> Tensor:

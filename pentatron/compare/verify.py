@@ -73,9 +73,7 @@ _DEFAULT_IF_ALONE = (
 
 
 def small_twin(config: RunConfig, replicas: int | None = None) -> RunConfig:
-    """Returns the layout and structure of a run with small sizes; `replicas` changes the number of
-    data-parallel ranks.
-    """
+    """Returns the layout and structure of a run in small sizes; `replicas` are its data-parallel ranks."""
     values = {**config.flat(), **_REVEALING, **_LEFT_OUT, **_CHANGING_SIZES}
     values |= dict.fromkeys((*_BATCH_SIZE_ALIASES, *_IN_SAMPLES))
     tensor, context = config.grid.tensor, config.grid.context

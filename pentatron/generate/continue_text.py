@@ -117,8 +117,8 @@ class Text:
         self.end = made.end
 
     def decoded(self, tokenizer: Tokenizer) -> str:
-        """Decodes the continuation together with the prompt, because a token may decode differently at the
-        beginning of a text.
+        """Decodes the continuation after the prompt, because a token may decode differently at the start of a
+        text.
         """
         before, whole = tokenizer.decode(self.prompt), tokenizer.decode([*self.prompt, *self.tokens])
         return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(self.tokens)

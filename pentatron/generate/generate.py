@@ -39,8 +39,9 @@ class Sampling:
         return self.temperature == 0
 
     def generator(self, number: int) -> torch.Generator:
-        """Generator of the `number`-th prompt. Each prompt has its own, so its text does not depend on the
-        rest of the batch.
+        """Generator of the `number`-th prompt.
+
+        Each prompt has its own, so its text does not depend on the rest of the batch.
         """
         return torch.Generator().manual_seed(self.seed + number)
 
@@ -72,9 +73,7 @@ def choices(
 
 
 def _likeliest(logits_BV: Tensor, greatest_B: Tensor, finite_B: Tensor) -> list[Choice | None]:
-    """Greedy choice for all rows at once in the precision of the logits; fp64 would take longer than the
-    forward of a small model.
-    """
+    """Greedy choice for all rows in the precision of the logits; fp64 would be slower than a small model."""
     # The log probability of the largest logit needs only the sum of exponentials.
     sums_B = (logits_BV - greatest_B[:, None]).exp_().sum(1).double()
     # One copy to the host; fp64 represents any token id exactly.
@@ -118,9 +117,7 @@ READ_AT_ONCE = 1024
 
 @dataclass(frozen=True)
 class GenerationModel:
-    """A model that can generate: this rank's stages, and the schedule that runs a forward through all ranks'
-    stages.
-    """
+    """A model that can generate: this rank's stages, and the schedule of a forward through all ranks."""
 
     stages: Mapping[int, CausalLM]
     world: World
@@ -139,8 +136,9 @@ class GenerationModel:
 def generation_model(
     stages: Mapping[int, CausalLM], world: World, hidden_size: int, vocab_size: int, positions: int
 ) -> GenerationModel:
-    """Builds the model with one stage per pipeline rank. Every rank must call it, because it may create
-    process groups.
+    """Builds the model with one stage per pipeline rank.
+
+    Every rank must call it: it may create process groups.
     """
     weight = next(next(iter(stages.values())).parameters())
     schedule = forward_schedule(looped_placement(world.grid.pipeline, 1), 1)
@@ -233,9 +231,7 @@ def require_room(prompts: Sequence[Sequence[int]], vocab_size: int, positions: i
 def _read(
     model: GenerationModel, texts: Sequence[Sequence[int]], at_once: int, cache: KVCache | None
 ) -> Tensor | None:
-    """Returns this rank's logits of the token after each text, read from the start in parts; shorter texts
-    are padded.
-    """
+    """Returns this rank's logits of the token after each text, read in chunks; shorter texts are padded."""
     longest = max(map(len, texts))
     tokens = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])
     result: Tensor | None = None
@@ -256,9 +252,7 @@ def _read(
 def _forward(
     model: GenerationModel, now: Pass, tokens_BS: Tensor, wanted: Sequence[int], cache: KVCache | None
 ) -> Tensor | None:
-    """Runs one forward through all stages; on the last stage returns this rank's logits of each sequence's
-    wanted token.
-    """
+    """Runs one forward through all stages; the last stage returns logits of each sequence's wanted token."""
     device = model.world.device
     program = _OnePass(
         model, tokens_BS.to(device), now.positions(device), torch.tensor(wanted, device=device), cache

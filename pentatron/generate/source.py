@@ -1,6 +1,4 @@
-"""Finds and opens models to start from or to generate with: a run, its checkpoints, one step, or a Hugging
-Face folder.
-"""
+"""Finds and opens models to load: a run, its checkpoints, one step, or a Hugging Face folder."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -64,8 +62,9 @@ class Source:
         return self.folder if self.is_huggingface else self.folder / FOLDER_NAME
 
     def architecture(self, is_own: bool = False) -> Mapping[str, Any]:
-        """Returns the settings of the model by name. `is_own`: the steps belong to the run itself, which may
-        start from scratch.
+        """Returns the settings of the model by name.
+
+        `is_own`: the steps belong to the run itself, which may start from scratch.
         """
         if self.is_huggingface:
             with open_folder(self.folder) as folder:
@@ -155,9 +154,7 @@ class ModelSource:
 
 
 def find_weights(name: str, verify: bool) -> tuple[Path, list[str]]:
-    """Returns the step or Hugging Face folder that `name` means, and a sentence about each newer damaged
-    step.
-    """
+    """Returns the step or Hugging Face folder of `name`, and a sentence about each newer damaged step."""
     path = resolve_folder(name) if is_hub_id(name) else Path(name)
     source = find_source(path)
     if source is not None and source.is_huggingface:
@@ -254,10 +251,6 @@ def _fill_from_step(
     held.parameter.data = values.to(device, dtype)
 
 
-def _tuples(section: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in section.items()}
-
-
 def tokenizer_place(folder: Path, config: Mapping[str, Any]) -> Path | None:
     """Returns the tokenizer file of a step; None if it is missing or no file was needed."""
     named = Settings.of_sections(config).tokenizer_model
@@ -269,7 +262,10 @@ def _tokenizer_of_step(folder: Path, config: Mapping[str, Any]) -> Tokenizer | N
     for path in _kept_tokenizers(folder, config):
         if path.exists():
             return FileTokenizer(path)
-    data = _section(DataConfig, _tuples(config.get("data", {})))
+    section = config.get("data", {})
+    # JSON has lists where settings have tuples.
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in section.items()}
+    data = _section(DataConfig, values)
     return configured_tokenizer(data, Settings.of_sections(config).vocab_size)
 
 

@@ -1,6 +1,4 @@
-"""Megatron's `TransformerConfig`, and conversions between it, the arguments of a run and Pentatron's
-configuration.
-"""
+"""Megatron's `TransformerConfig`, and conversions to and from Pentatron's configuration."""
 
 import dataclasses
 import warnings
@@ -44,8 +42,9 @@ _LAYOUT = {f.name for f in dataclasses.fields(ModelParallelConfig)} | {"fp8"}
 
 @dataclass
 class TransformerConfig(ModelParallelConfig):
-    """The architecture, with Megatron's names and defaults. Vocabulary and positions are arguments of
-    GPTModel.
+    """The architecture, with Megatron's names and defaults.
+
+    Vocabulary and positions are arguments of GPTModel.
     """
 
     num_layers: int = 0
@@ -175,8 +174,9 @@ def core_transformer_config_from_args(
 def core_transformer_config_from_yaml(
     args: SimpleNamespace, transfomer_key: str = "language_model"
 ) -> TransformerConfig:
-    """Builds the model's configuration; `args` contains the values of the file. (The misspelled name is
-    Megatron's.)
+    """Builds the model's configuration; `args` contains the values of the file.
+
+    (The misspelled name is Megatron's.)
     """
     if transfomer_key != "language_model":
         raise UserError(f"a file of settings describes one model, language_model, not {transfomer_key}")

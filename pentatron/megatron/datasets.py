@@ -177,9 +177,7 @@ class DataPlan:
 
 
 class UserSamples:
-    """A dataset of another class: dictionaries with tokens, labels, loss_mask and position_ids, as tensors or
-    arrays.
-    """
+    """A user's dataset of dictionaries with tokens, labels, loss_mask and position_ids."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -225,8 +223,11 @@ def provided_data(
     else:
         names = (type(datasets.train).__name__,)
         # The length of a dataset around the builder's depends on the length of the run, which may change.
-        wrapped = _length(datasets.train) if source is None else source.fingerprint
-        fingerprint = f"{names[0]} {wrapped}"
+        if source is not None:
+            data = source.fingerprint
+        else:
+            data = str(len(datasets.train)) if isinstance(datasets.train, FiniteDataset) else "without end"
+        fingerprint = f"{names[0]} {data}"
 
     def order(numbers: Numbers, cache: IndexCache) -> Parts:
         for planned in plan.planned:
@@ -259,10 +260,6 @@ def _samples(dataset: Any) -> Any:
     if dataset is None:
         return None
     return dataset.samples if isinstance(dataset, PlannedDataset) else UserSamples(dataset)
-
-
-def _length(dataset: Any) -> str:
-    return str(len(dataset)) if isinstance(dataset, FiniteDataset) else "without end"
 
 
 def _array(values: Any, dtype: type[np.generic]) -> npt.NDArray[Any]:

@@ -1,6 +1,4 @@
-"""`GPTModel` and module specs inside a run, from which they take the process groups, the stage and the
-dropout keys.
-"""
+"""`GPTModel` and module specs, which take process groups, stage and dropout keys from the run."""
 
 import dataclasses
 from typing import Any
@@ -196,9 +194,7 @@ def get_gpt_decoder_block_spec(
     vp_stage: int | None = None,
     pp_rank: int | None = None,
 ) -> TransformerBlockSubmodules:
-    """Returns the specs of all layers of the model, dense and with experts; each stage builds the layers it
-    holds.
-    """
+    """Returns the specs of all layers, dense and with experts; each stage builds the layers it holds."""
     return layer_specs.get_gpt_decoder_block_spec(
         core_of(config), use_transformer_engine, normalization, qk_l2_norm, vp_stage
     )

@@ -1,6 +1,4 @@
-"""`initialize_megatron()`: opens a run whose steps the program calls itself, and the objects that these calls
-share.
-"""
+"""`initialize_megatron()`, and the state of a run whose steps the program calls itself."""
 
 import atexit
 import sys

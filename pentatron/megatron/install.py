@@ -1,6 +1,4 @@
-"""`import pentatron.megatron.install` makes `megatron...` resolve to this package, unless megatron-core is
-installed.
-"""
+"""Makes `megatron...` resolve to this package on import, unless megatron-core is installed."""
 
 import warnings
 

@@ -74,7 +74,7 @@ def counting_terms_once(
         return returned
     held = [h for h in held_parameters(module) if h.parameter.requires_grad]
     sources = [*([output] if leaf.requires_grad else []), *(h.parameter for h in held)]
-    ranks = [*([1] if leaf.requires_grad else []), *(_summed_over(h, world) for h in held)]
+    ranks = [*([1] if leaf.requires_grad else []), *(world.tensor.size if _is_summed(h) else 1 for h in held)]
     gradients = torch.autograd.grad(
         returned.loss.sum(), [leaf if s is output else s for s in sources], allow_unused=True
     )
@@ -85,9 +85,9 @@ def counting_terms_once(
     return replace(returned, loss=loss)
 
 
-def _summed_over(held: Held, world: World) -> int:
-    partial = any("tensor" in piece.partial_over for piece in held.declared.pieces)
-    return world.tensor.size if partial else 1
+def _is_summed(held: Held) -> bool:
+    """Whether the gradient of a parameter is summed over the tensor axis."""
+    return any("tensor" in piece.partial_over for piece in held.declared.pieces)
 
 
 @contextmanager
@@ -126,9 +126,7 @@ def _differentiable_all_reduce(context: Group) -> Iterator[list[Tensor]]:
 
 
 def _pair(name: Any, value: Any, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Numerator and denominator of a reported value: (sum, count), or (number, 1) for a mean over
-    micro-batches and ranks.
-    """
+    """Numerator and denominator of a reported value: (sum, count), or (number, 1) for a mean."""
     tensor = value if isinstance(value, Tensor) else None
     if tensor is None:
         try:

@@ -1,6 +1,4 @@
-"""Import finders for `pentatron.megatron...` modules made from the table, and for `megatron...` as another
-name of them.
-"""
+"""Import finders for the modules of the table, and for `megatron...` as another name of them."""
 
 import importlib
 import importlib.abc

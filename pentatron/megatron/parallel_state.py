@@ -162,8 +162,7 @@ def is_pipeline_last_stage(ignore_virtual: bool = False, vp_stage: int | None = 
 
 
 def _selected(ignore_virtual: bool, vp_stage: int | None) -> tuple[int, ...]:
-    """The stage of `vp_stage` or the active one; without, or with `ignore_virtual`, all stages of this rank.
-    """
+    """The stage of `vp_stage` or the active one; otherwise, or with `ignore_virtual`, all local stages."""
     run = current()
     if vp_stage is not None and not ignore_virtual:
         return (run.local_stages[vp_stage],)

@@ -1,6 +1,4 @@
-"""`pretrain()`, its steps one by one, and checkpoints: a user's model, data and forward step in Pentatron's
-session.
-"""
+"""`pretrain()`, its steps one by one, and checkpoints, over Pentatron's session."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -77,8 +75,8 @@ def setup_model_and_optimizer(
     checkpointing_context: Mapping[str, Any] | None = None,
     **others: Any,
 ) -> tuple[list[Any], AnyOptimizer, RateSchedule]:
-    """Builds this rank's stages of the model, the optimizer and the learning-rate schedule; loads a
-    checkpoint if resuming.
+    """Builds this rank's stages, the optimizer and the learning-rate schedule; loads a checkpoint if
+    resuming.
     """
     _require_decoder(model_type)
     if others:
@@ -93,8 +91,9 @@ def setup_model_and_optimizer(
 def build_train_valid_test_data_iterators(
     train_valid_test_dataset_provider: DatasetProvider | None,
 ) -> tuple[DataIterator, DataIterator | None, DataIterator | None]:
-    """Returns an iterator for each set, None for an empty one. Repeated calls, one per virtual stage, share
-    the data.
+    """Returns an iterator for each set, None for an empty one.
+
+    Repeated calls, one per virtual stage, share the data.
     """
     stepwise = current_stepwise()
     stepwise.require(model=True)
@@ -125,8 +124,9 @@ def train(
     checkpointing_context: Mapping[str, Any] | None = None,
     non_loss_data_func: Any = None,
 ) -> tuple[int, float]:
-    """Trains to --train-iters and returns the last step and the FLOPs of all steps. Exits the process after a
-    signal.
+    """Trains to --train-iters and returns the last step and the FLOPs of all steps.
+
+    Exits the process after a signal.
     """
     stepwise = current_stepwise()
     stepwise.require(model=True, data=True)
@@ -151,9 +151,7 @@ def train_step(
     opt_param_scheduler: RateSchedule,
     config: Any = None,
 ) -> tuple[dict[str, Tensor], int, float, None]:
-    """Trains one step; returns the losses by name, 1 if the update was skipped, the gradient norm, and no
-    zero count.
-    """
+    """Trains one step; returns losses by name, 1 if the update was skipped, the gradient norm, and None."""
     stepwise = current_stepwise()
     stepwise.require(model=True, data=True)
     iterator = checked_iterator(data_iterator, stepwise)
@@ -178,9 +176,7 @@ def evaluate_and_print_results(
     write_to_tensorboard: bool = True,
     non_loss_data_func: Any = None,
 ) -> None:
-    """Computes the loss of --eval-iters steps, prints `validation loss at PREFIX` and records it if
-    `write_to_tensorboard`.
-    """
+    """Prints the loss of --eval-iters steps, and records it if `write_to_tensorboard`."""
     stepwise = current_stepwise()
     stepwise.require(model=True, data=True)
     iterator = checked_iterator(data_iterator, stepwise)

@@ -1,6 +1,4 @@
-"""`UserProgram`: runs a user's dataset provider, model provider and forward step in Pentatron's training
-session.
-"""
+"""`UserProgram`: a user's dataset provider, model provider and forward step in a training session."""
 
 import inspect
 import warnings
@@ -135,8 +133,8 @@ class UserProgram(Program):
             run.stage = None
 
     def _compare_counts(self, tokens: Tensor) -> None:
-        """Prints one notice if micro-batches have different numbers of tokens, which Megatron weighs equally
-        by default.
+        """Prints one notice if micro-batches, which Megatron weighs equally, differ in their number of
+        tokens.
         """
         run = state.current()
         at = run.world.at

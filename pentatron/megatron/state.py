@@ -127,7 +127,7 @@ def running(resolved: Resolved, world: World, display: Display, args: Arguments)
 
 
 def started_as(words: tuple[str, ...] | None = None) -> tuple[str, ...]:
-    """Returns the arguments of `python` that start the script if that is more than its path; sets them if
+    """Returns the arguments of `python` that start the script if they are not just its path; sets them if
     given.
     """
     global _started_as

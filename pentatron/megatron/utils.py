@@ -90,8 +90,9 @@ def get_batch_on_this_tp_rank(data_iterator: Iterator[dict[str, Tensor]]) -> dic
 
 
 def get_batch_on_this_cp_rank(batch: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """Returns this rank's part of each sequence. Tensors of a data iterator are that part already and are not
-    changed.
+    """Returns this rank's part of each sequence.
+
+    Tensors of a data iterator are that part already and are not changed.
     """
     run = current()
     context, length = run.groups.axes.context, run.config.model.seq_length

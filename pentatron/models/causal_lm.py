@@ -51,8 +51,8 @@ class Embedding(nn.Module):
 
 
 class FoldedEnds:
-    """Passes the embedding table of the first stage of a folded pipeline to the last stage, which is on the
-    same rank and built after it.
+    """Passes the embedding table of a folded pipeline's first stage to the last one, built later on this
+    rank.
     """
 
     def __init__(self) -> None:

@@ -158,9 +158,7 @@ def _part(
 
 
 def _documents_of(mask: Tensor, batch: int, length: int) -> DocumentStarts | None:
-    """Returns the document starts of a causal mask that also hides other documents; None for one document per
-    sequence.
-    """
+    """Returns the document starts of a causal mask; None for one document per sequence."""
     if mask.shape[-2:] != (length, length) or mask.numel() not in (length**2, batch * length**2):
         raise _other_mask()
     hidden = mask.bool().reshape(-1, length, length)

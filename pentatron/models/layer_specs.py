@@ -37,7 +37,9 @@ from pentatron.settings.model import MoEConfig, TransformerConfig, moe_layers
 
 def user_spec(config: CoreTransformerConfig) -> ModuleSpec | TransformerBlockSubmodules | None:
     """Returns the spec of `--spec MODULE FUNCTION`; the function gets the configuration if it takes an
-    argument. None without --spec.
+    argument.
+
+    None without --spec.
     """
     if not config.spec:
         return None
@@ -153,8 +155,9 @@ def spec_of(
 def block_spec(
     config: CoreTransformerConfig, chosen: ModuleSpec | TransformerBlockSubmodules | None = None
 ) -> TransformerBlockSubmodules:
-    """Returns a spec for every layer: `chosen`, that of --spec, or the configured one. A single spec is used
-    for all layers.
+    """Returns a spec for every layer: `chosen`, that of --spec, or the configured one.
+
+    A single spec is used for all layers.
     """
     chosen = chosen or user_spec(config)
     if chosen is None:

@@ -47,9 +47,7 @@ def loads_of(stage: CausalLM) -> dict[int, RouterLoad]:
 
 
 def kept_by_routers(loads: Mapping[int, RouterLoad]) -> Iterator[Fragment]:
-    """Yields the router tensors that checkpoints save besides the weights, with their names in the
-    checkpoint.
-    """
+    """Yields the router state that checkpoints save besides weights, with its names in the checkpoint."""
     for layer, load in loads.items():
         for name, values in load.kept().items():
             yield Fragment(f"{ROUTERS}layers.{layer}.mlp.router.{name}", tuple(values.shape), (0,), values)
@@ -66,8 +64,9 @@ class RouterLoads:
         self.local = {number: load for stage in stages.values() for number, load in loads_of(stage).items()}
 
     def begin_step(self, micro_batches: int, scale: float = 1.0) -> None:
-        """Starts a step. `micro_batches`: of this rank. `scale`: the factor of the step's loss before
-        backward.
+        """Starts a step.
+
+        `micro_batches`: of this rank. `scale`: the factor of the step's loss before backward.
         """
         for load in self.local.values():
             load.begin_step(micro_batches * self.world.data.size, scale)

@@ -164,9 +164,7 @@ class SelfAttention(nn.Module):
 
 
 def can_keep(layer: nn.Module) -> bool:
-    """Whether the layer supports a KV cache: its attention is `SelfAttention` with `DotProductAttention`, or
-    it has none.
-    """
+    """Whether the layer supports a KV cache: it has plain `SelfAttention`, or no attention."""
     attention = getattr(layer, "attention", None)
     if isinstance(attention, SelfAttention):
         return type(attention.core_attention) is DotProductAttention

@@ -58,8 +58,9 @@ def hidden(block: Block, device: torch.device) -> Tensor | None:
 
 
 def flash_is_chosen(q_BNSH: Tensor) -> bool:
-    """Whether blocks run in torch's flash kernel. Call it in forward: the user's context manager is not
-    active in backward.
+    """Whether blocks run in torch's flash kernel.
+
+    Call it in forward: the user's context manager is not active in backward.
     """
     if not torch.backends.cuda.flash_sdp_enabled():
         return False
@@ -370,9 +371,7 @@ def _attend_causal(
 
 
 class _FlashWindow(torch.autograd.Function):
-    """Sliding-window attention in CUDA's flash kernel, which `scaled_dot_product_attention` does not offer
-    without a mask.
-    """
+    """Sliding-window attention in CUDA's flash kernel; `scaled_dot_product_attention` would need a mask."""
 
     @staticmethod
     def forward(ctx: Any, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, block: Block) -> Tensor:

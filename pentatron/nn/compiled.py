@@ -77,8 +77,9 @@ class Together:
     def __call__(
         self, x_BSD: Tensor, layers: Sequence[nn.Module], *inputs: Any
     ) -> tuple[Tensor, Sequence[nn.Module]]:
-        """Runs the layers group by group; returns the hidden states and the layers left over: too few for a
-        group, or with hooks.
+        """Runs the layers in groups; returns the hidden states and the layers left over.
+
+        Layers are left over if they are too few for a group or have hooks.
         """
         while len(group := tuple(layers[: self.count])) == self.count and not any(map(_has_hooks, group)):
             x_BSD, layers = self._compiled(group, x_BSD, *inputs), layers[self.count :]
@@ -149,8 +150,9 @@ def compiled_of(layers: Iterable[nn.Module]) -> Compiled:
 
 
 def _reasons(module: nn.Module) -> Iterator[str]:
-    """Yields why parts of a module are not compiled, outermost parts first. A part states its reason itself,
-    or the module that calls it does.
+    """Yields why parts of a module are not compiled, outermost parts first.
+
+    A part states its reason itself, or the module that calls it does.
     """
     called_apart: dict[str, str] = getattr(module, "called_apart", {})
     yield from called_apart.values()

@@ -71,9 +71,7 @@ def attend(
 
 
 def visible_of(source: int, rank: int, length: int) -> Block:
-    """The block of keys of rank `source` that queries of `rank` attend to; both have `length` tokens in two
-    chunks.
-    """
+    """The keys of rank `source` that queries of `rank` attend to; both have `length` tokens in two chunks."""
     whole, early, late = slice(0, length), slice(0, length // 2), slice(length // 2, length)
     if source == rank:
         return Block(whole, whole, causal=True)
@@ -84,9 +82,7 @@ def visible_of(source: int, rank: int, length: int) -> Block:
 def visible_of_all(
     context: ContextAxis, length: int, window: int | None = None, documents: DocumentStarts | None = None
 ) -> list[Block]:
-    """Blocks of this rank's queries over all keys in sequence order: for each chunk the keys before it, and
-    itself.
-    """
+    """Blocks of this rank's queries over all keys in order: for each chunk the keys before it, and itself."""
     size = length // 2
     if documents is not None:
         return in_documents(documents, context.chunks, range(2 * context.size), size, window)
@@ -102,8 +98,9 @@ def visible_of_all(
 
 
 def in_window(queries: Sequence[int], keys: Sequence[int], size: int, window: int) -> list[Block]:
-    """Blocks of chunks of queries and keys within a window. Chunks are given by their index in the sequence,
-    in memory order.
+    """Blocks of chunks of queries and keys within a window.
+
+    Chunks are given by their index in the sequence, in memory order.
     """
     blocks = []
     for (place, number), (key_place, key_number) in itertools.product(enumerate(queries), enumerate(keys)):

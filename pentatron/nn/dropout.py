@@ -122,16 +122,12 @@ def _scramble_(z: Tensor) -> Tensor:
 
 
 def _limit(probability: float) -> int:
-    """Threshold below which a hashed number is dropped, shifted by half the range because the numbers are
-    signed.
-    """
+    """Threshold below which a hashed number is dropped, in the range of signed 32-bit integers."""
     return min(round(probability * 2**32), 2**32 - 1) - 2**31
 
 
 class _DropoutByKernel(torch.autograd.Function):
-    """`_Dropout` in a Triton kernel that computes the keys of the site, so that all sites save the same row
-    keys.
-    """
+    """`_Dropout` in a Triton kernel that derives the site's keys, so all sites save the same row keys."""
 
     @staticmethod
     def forward(

@@ -59,8 +59,9 @@ class Sorted:
 
 
 def sorted_by_expert(chosen_TK: Tensor, kept_TK: Tensor | None, count: int) -> Sorted:
-    """Sorts the pairs by expert. Dropped pairs come last, among the rows of the last expert, with a weight of
-    0.
+    """Sorts the pairs by expert.
+
+    Dropped pairs come last, among the rows of the last expert, with a weight of 0.
     """
     chosen = chosen_TK.flatten()
     if kept_TK is not None:
@@ -100,6 +101,7 @@ class _Mixed(torch.autograd.Function):
         saved = rows_ND if matrices.keeps_rows else x_TD
         ctx.save_for_backward(saved, inner_NI, weights_N, fc1, fc2, sort.places_TK, groups.ends)
         ctx.matrices = matrices
+        # Freed before the next tensors of this size are allocated.
         del rows_ND, saved
         between_NI = weighted_activation(inner_NI, weights_N, matrices.gated)
         return sum_rows(groups.times(between_NI, fc2.transpose(1, 2)), sort.places_TK)
@@ -150,7 +152,7 @@ class ExpertLinear(WeightedModule):
 class Experts(nn.Module):
     """Some of the experts; if several ranks share them, a shard of their intermediate size."""
 
-    # FSDP hooks are on this module: `mixed_on_device` uses the weights of both matrices without calling their
+    # hooks that gather the weights are on this module: `mixed_on_device` uses the weights of both matrices without calling their
     # forward.
     runs_whole = True
 

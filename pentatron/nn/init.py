@@ -75,7 +75,5 @@ def draw_weights(parameters: Iterable[Held], seed: int, std: float) -> None:
 
 
 def residual_scale(num_layers: int) -> float:
-    """Scale of weights that write to the residual stream, twice a layer: keeps its variance independent of
-    the depth.
-    """
+    """Scale of weights that write to the residual stream; keeps its variance independent of the depth."""
     return (2 * num_layers) ** -0.5

@@ -17,9 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Pass:
-    """The tokens of one forward: `length` tokens of every sequence, starting at position `starts[i]` of
-    sequence i.
-    """
+    """The tokens of one forward: `length` tokens of each sequence i, starting at position `starts[i]`."""
 
     starts: tuple[int, ...]
     length: int
@@ -76,8 +74,8 @@ class KVCache:
         return self._slots
 
     def mask(self, first: int, window: int | None, shared: int, like: Tensor) -> Tensor | None:
-        """Additive mask over the slots from `first` on, for `shared` queries per token; None if nothing is
-        masked.
+        """Additive mask over the slots from `first` on, for `shared` queries per token; None if all are
+        visible.
         """
         if self.now.is_even and self.now.length == 1:
             return None
@@ -130,9 +128,7 @@ class CacheInUse:
 def attend_to_kept(
     q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, cache: KVCache, window: int | None = None
 ) -> Tensor:
-    """Attention of the current tokens to all stored ones up to their own position, or within a window before
-    it.
-    """
+    """Attention of the current tokens to all stored ones up to their own position, or within a window."""
     now, (batch, heads, length, width) = cache.now, q_BNSH.shape
     first = 0 if window is None else max(0, min(now.starts) - window)
     k_BKTH, v_BKTH = (t[:, :, first : now.end] for t in (k_BKTH, v_BKTH))
@@ -146,9 +142,7 @@ def attend_to_kept(
 
 
 def _visible(now: Pass, first: int, window: int | None, device: torch.device) -> Tensor:
-    """Which slots from `first` on each token attends to: [B, 1, S, T], or [1, 1, S, T] if equal for all
-    sequences.
-    """
+    """Which slots from `first` on are visible: [B, 1, S, T], or [1, 1, S, T] if equal for all sequences."""
     slots = torch.arange(first, now.end, device=device)
     rows = now.positions(device)[:1] if now.is_even else now.positions(device)
     positions = rows[:, None, :, None]

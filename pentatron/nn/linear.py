@@ -30,9 +30,7 @@ def activated(inner: Tensor, has_gate: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class Rows:
-    """A range of rows of a logical matrix on this rank; with `copies`, neighbours on the kv axis hold them
-    too.
-    """
+    """A range of rows of a logical matrix on this rank; with `copies`, its kv neighbours hold them too."""
 
     start: int
     count: int
@@ -71,8 +69,9 @@ class WeightedModule(DeclaringModule):
     def declare_weight(
         self, local_shape: Shape, declared: Declared, shared: nn.Parameter | None = None
     ) -> nn.Parameter:
-        """Declares the weight, or registers another layer's. A 2-D weight uses fp8 if both sides are
-        multiples of FP8_MULTIPLE.
+        """Declares the weight, or registers another layer's.
+
+        A 2-D weight uses fp8 if both sides are multiples of FP8_MULTIPLE.
         """
         if shared is None:
             weight = self.declare("weight", local_shape, declared)
@@ -150,8 +149,9 @@ class RowParallelLinear(WeightedModule):
         )
 
     def forward(self, x: Tensor, gates: bool = False) -> Tensor:
-        """With `gates`, multiplies `silu(gate) * up` of `x` without saving it. Fused here, because FSDP hooks
-        are on this module.
+        """With `gates`, multiplies `silu(gate) * up` of `x` without saving it.
+
+        Fused here, because hooks that gather the weights are on this module.
         """
         y = self.axis.leave(gated_linear(x, self.weight) if gates else self.multiplied(x))
         return y if self.bias is None else y + self.bias
@@ -210,8 +210,9 @@ class VocabularyHead(VocabularyTable):
     def forward(
         self, x_BSD: Tensor, function: Callable[[VocabularyTable, Tensor], Tensor] | None = None
     ) -> Tensor:
-        """Returns logits, or `function(self, x_BSD)`. The function is called in here, because FSDP hooks are
-        on this module.
+        """Returns logits, or `function(self, x_BSD)`.
+
+        The function is called in here, because hooks that gather the weights are on this module.
         """
         return self.logits(x_BSD) if function is None else function(self, x_BSD)
 

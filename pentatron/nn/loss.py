@@ -102,8 +102,9 @@ def token_losses(
 def _in_chunks(
     losses: Callable[[Tensor, Tensor], Tensor], x_TD: Tensor, labels_T: Tensor, chunk: int
 ) -> Tensor:
-    """Computes losses in chunks. Saves the logits of the last chunk, where backward begins, and recomputes
-    the others.
+    """Computes losses in chunks.
+
+    Saves the logits of the last chunk, where backward begins, and recomputes the others.
     """
     chunks = list(zip(x_TD.split(chunk), labels_T.split(chunk)))
     outputs: list[Tensor] = []

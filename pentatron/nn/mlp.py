@@ -19,9 +19,7 @@ PLAIN_MLP = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParalle
 
 
 class MLP(nn.Module):
-    """Gated SiLU (`linear_fc1` has the gate's rows, then those of the up projection) or GELU; the
-    intermediate size is split.
-    """
+    """Gated SiLU or GELU, split by the intermediate size. A gated `linear_fc1` has the gate's rows first."""
 
     def __init__(
         self,

@@ -81,9 +81,7 @@ DISPATCHERS = {"alltoall": all_to_all, "allgather": all_gather}
 
 
 def _by_expert(chosen_TK: Tensor, kept_TK: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
-    """Sorts the pairs of token and expert by expert, then by token, dropped pairs last; also counts the pairs
-    of each expert.
-    """
+    """Sorts the pairs of token and expert by expert, then token, dropped ones last; counts per expert."""
     chosen = chosen_TK.flatten()
     if kept_TK is not None:
         chosen = chosen.where(kept_TK.flatten(), count)

@@ -60,9 +60,7 @@ def _scaled(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
 
 
 class _FusedRMSNorm(torch.autograd.Function):
-    """RMSNorm with the same bits whose backward needs fewer passes over memory than autograd's, which
-    dominate on a CPU.
-    """
+    """RMSNorm with the same bits and fewer passes over memory in backward, which matters on a CPU."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

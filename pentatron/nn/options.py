@@ -54,9 +54,7 @@ _FASTEST_FIRST = [
 
 
 def chosen_kernels(backend: str, device: torch.device, dropout: float = 0.0) -> list[SDPBackend] | None:
-    """Returns the allowed attention kernels in order of preference; None leaves the choice to torch, as
-    `auto` does on most devices.
-    """
+    """Returns the allowed attention kernels in order of preference; None leaves the choice to torch."""
     if backend != "auto":
         return _BACKENDS[backend]
     # Query the GPU only from a process that computes on it: the query creates a CUDA context.
@@ -81,9 +79,7 @@ class AttentionKernels:
         self._depth = 0
 
     def choose(self, backend: str, device: torch.device, dropout: float) -> None:
-        """Chooses the kernels for the device the model runs on, which may differ from the one it was built
-        on.
-        """
+        """Chooses the kernels for the device of the input, which may differ from that of construction."""
         if device != self._device:
             self._device, self.chosen = device, chosen_kernels(backend, device, dropout)
 
@@ -102,8 +98,9 @@ class AttentionKernels:
             entered.__exit__(kind, error, trace)
 
     def around(self) -> AbstractContextManager[None]:
-        """Returns itself. While compiling, returns torch's context manager, because the compiler cannot trace
-        the counter.
+        """Returns itself.
+
+        While compiling, returns torch's context manager, because the compiler cannot trace the counter.
         """
         if not torch.compiler.is_compiling():
             return self
@@ -167,8 +164,9 @@ DEFAULT_OPTIONS = ModelOptions()
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """Options shared by the layers of one model. `recompute`, `kernels` and `cache` can change between two
-    forwards.
+    """Options shared by the layers of one model.
+
+    `recompute`, `kernels` and `cache` can change between two forwards.
     """
 
     recompute: RecomputeSwitch = field(default_factory=RecomputeSwitch)
@@ -180,8 +178,9 @@ class LayerOptions:
 
 @dataclass(frozen=True)
 class Axes:
-    """The parallel axes and options that a layer is built with; by default those of one process. `tensor` has
-    the options of linear layers.
+    """The parallel axes and options that a layer is built with; by default those of one process.
+
+    `tensor` has the options of linear layers.
     """
 
     tensor: TensorAxis = WHOLE_LAYERS

@@ -76,8 +76,9 @@ class RecomputeSwitch:
 
     @contextmanager
     def recomputing_output(self, part: str, output: Tensor, again: Callable[[], Tensor]) -> Iterator[None]:
-        """Operations inside the block do not save `output` for their backward if the part is recomputed;
-        `again` computes it there.
+        """Context in which operations do not save `output` for backward if the part is recomputed.
+
+        `again` computes it in backward.
         """
         if part not in self.wanted.parts or not torch.is_grad_enabled():
             yield
@@ -95,8 +96,8 @@ class RecomputeSwitch:
             yield
 
     def chunks(self, layers: Sequence[Item]) -> Iterator[tuple[str, Sequence[Item]]]:
-        """Yields the layers of a stage in recomputed chunks, then the other layers, each with the name of
-        their part.
+        """Yields the layers of a stage in recomputed chunks, then the others, each with the name of their
+        part.
         """
         wanted = self.wanted
         chunks, rest = recomputed_runs(layers, wanted.chunk, wanted.first if LAYERS in wanted.parts else 0)

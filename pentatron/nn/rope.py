@@ -52,8 +52,8 @@ def _wave_lengths(channels: int, base: float) -> Tensor:
 
 
 def _llama3(inverse: Tensor, factor: float, original_length: int, low: float, high: float) -> Tensor:
-    """Keeps wavelengths that fit `high` times or more into the original length, scales those that fit at most
-    `low` times.
+    """Keeps wavelengths that fit `high` times into the original length, scales those that fit `low` times or
+    less.
     """
     lengths = 2 * math.pi / inverse
     kept = (original_length / lengths - low) / (high - low)

@@ -99,8 +99,9 @@ class RouterLoad(nn.Module):
         return {"previous": self.previous, **({"bias": self.bias} if self.has_bias else {})}
 
     def with_losses(self, weights_TK: Tensor, routed: Routed, axis: ExpertAxis) -> Tensor:
-        """Returns the weights unchanged. Their backward adds the gradients of the losses and counts the
-        tokens.
+        """Returns the weights unchanged.
+
+        Their backward adds the gradients of the losses and counts the tokens.
         """
         counts_BE = routed.counts()
         values = {name: _LOSSES[name](self, routed, counts_BE, axis) for name in self.weights}
@@ -177,8 +178,9 @@ _STEPS = 4096
 
 @dataclass(frozen=True)
 class Routing:
-    """The experts of every token and their weights. Pairs that are not `kept_TK` are dropped (None: all are
-    kept).
+    """The experts of every token and their weights.
+
+    Pairs that are not `kept_TK` are dropped (None: all are kept).
     """
 
     chosen_TK: Tensor

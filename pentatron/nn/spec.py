@@ -161,8 +161,9 @@ def _takes_documents(forward: Callable[..., Any]) -> bool:
 
 
 def import_named(module: str, name: str, what: str) -> Any:
-    """Imports `name` from a module, which may be in the current folder. `what` is the option that asks for
-    it, for errors.
+    """Imports `name` from a module, which may be in the current folder.
+
+    `what` is the option that asks for it, for errors.
     """
     try:
         with importing_from_here():

@@ -20,8 +20,9 @@ from pentatron.settings.model import TransformerConfig
 def dropout_add(
     output_BSD: Tensor, residual_BSD: Tensor, keys: DropoutKeys | None, site: int | Tensor, probability: float
 ) -> Tensor:
-    """Adds a block's output to the residual after dropout; without keys dropout is off. Biases were added
-    before.
+    """Adds a block's output to the residual after dropout; without keys dropout is off.
+
+    Biases were added before.
     """
     if keys is None:
         return residual_BSD + output_BSD
@@ -29,8 +30,9 @@ def dropout_add(
 
 
 class TransformerLayer(nn.Module):
-    """`layer_number` counts from 1, as in Megatron. `runs_whole`: the layer is compiled, so hooks of its
-    submodules do not run.
+    """`layer_number` counts from 1, as in Megatron.
+
+    `runs_whole`: the layer is compiled, so hooks of its submodules do not run.
     """
 
     sites: Tensor
@@ -64,9 +66,7 @@ class TransformerLayer(nn.Module):
             self._compile(compile)
 
     def _compile(self, compile: Compile) -> None:
-        """Compiles the forward rather than the call, so that hooks such as those that gather shards stay
-        outside the graph.
-        """
+        """Compiles the forward, not the call, so that hooks such as FSDP's stay outside the graph."""
         if compile.documents and type(self.attention) is not SelfAttention:
             documents_for(self.attention, ())
             self.called_apart["attention"] = f"{type(self.attention).__name__}, which reads documents"
@@ -91,8 +91,9 @@ class TransformerLayer(nn.Module):
         return self.add_mlp(output, x_BSD, keys, self._site(1), self.dropout)
 
     def _site(self, which: int) -> int | Tensor:
-        """Number of a dropout site. As a tensor in compiled graphs, where an int would be a constant and need
-        one graph per layer.
+        """Number of a dropout site.
+
+        As a tensor in compiled graphs, where an int would be a constant and need one graph per layer.
         """
         return self.sites[which] if torch.compiler.is_compiling() else self.first_site + which
 
