@@ -136,10 +136,7 @@ def _long_range(config: RunConfig, length: int) -> dict[str, Any]:
     model = config.model
     window = (length // 3, 0) if model.window_size and model.window_size[0] >= 0 else model.window_size
     first = model.rope_scaling_original_max_position_embeddings
-    return {
-        "window_size": window,
-        "rope_scaling_original_max_position_embeddings": first and length // 2,
-    }
+    return {"window_size": window, "rope_scaling_original_max_position_embeddings": first and length // 2}
 
 
 def _layers(config: RunConfig) -> int:

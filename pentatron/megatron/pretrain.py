@@ -11,13 +11,7 @@ from pentatron.cli.main import train_by
 from pentatron.errors import UserError
 from pentatron.megatron.arguments import ExtraArguments, entry_of, notes_of, take_extra_arguments
 from pentatron.megatron.datasets import DatasetProvider
-from pentatron.megatron.initialize import (
-    SETS,
-    DataIterator,
-    RateSchedule,
-    checked_iterator,
-    current_stepwise,
-)
+from pentatron.megatron.initialize import SETS, DataIterator, RateSchedule, checked_iterator, current_stepwise
 from pentatron.megatron.program import ForwardStep, UserProgram
 from pentatron.megatron.state import current, started_as
 from pentatron.megatron.utils import ModelType

@@ -258,12 +258,7 @@ def in_documents(
 
 
 def _inside(
-    starts: Sequence[int],
-    samples: slice,
-    begin: int,
-    size: int,
-    shifts: tuple[int, int],
-    window: int | None,
+    starts: Sequence[int], samples: slice, begin: int, size: int, shifts: tuple[int, int], window: int | None
 ) -> Iterator[Block]:
     """Yields the blocks of the documents in one chunk."""
     for piece in pieces(starts, begin, begin + size):

@@ -260,32 +260,24 @@ def _by_heads(
         k_BKSH, v_BKSH = (t.repeat_interleave(copies, dim=1) for t in (k_BKSH, v_BKSH))
     for_each = [t.unflatten(1, (ranks, -1)) for t in (q_BNSH, k_BKSH, v_BKSH)]
     packed = torch.cat(for_each, dim=2).flatten(1, 2)
-    exchanged: Tensor = _HeadsOfAllTokens.apply(packed, group)
+    exchanged: Tensor = _Exchange.apply(packed, group, True)
     q_BNSH, k_BKSH, v_BKSH = exchanged.split([t.shape[2] for t in for_each], dim=1)
     attended = attend_whole(q_BNSH, k_BKSH, v_BKSH, window=window, documents=documents)
-    return _TokensOfAllHeads.apply(attended, group)
+    return _Exchange.apply(attended, group, False)
 
 
-class _HeadsOfAllTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_BNSH: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _to_heads(x_BNSH, group)
+class _Exchange(torch.autograd.Function):
+    """All-to-all between the tokens of all heads and the heads of all tokens; backward is the inverse."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _to_tokens(gradients[0], ctx.group), None
-
-
-class _TokensOfAllHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_BNSH: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _to_tokens(x_BNSH, group)
+    def forward(ctx: Any, x_BNSH: Tensor, group: Group, to_heads: bool) -> Tensor:
+        ctx.group, ctx.to_heads = group, to_heads
+        return _to_heads(x_BNSH, group) if to_heads else _to_tokens(x_BNSH, group)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _to_heads(gradients[0], ctx.group), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        inverse = _to_tokens if ctx.to_heads else _to_heads
+        return inverse(gradients[0], ctx.group), None, None
 
 
 def _to_heads(x_BNSH: Tensor, group: Group) -> Tensor:

@@ -152,8 +152,8 @@ class ExpertLinear(WeightedModule):
 class Experts(nn.Module):
     """Some of the experts; if several ranks share them, a shard of their intermediate size."""
 
-    # hooks that gather the weights are on this module: `mixed_on_device` uses the weights of both matrices without calling their
-    # forward.
+    # Hooks that gather the weights are on this module: `mixed_on_device` uses the weights of both matrices
+    # without calling their forward.
     runs_whole = True
 
     def __init__(self, config: TransformerConfig, moe: MoEConfig, axes: Axes) -> None:
@@ -175,13 +175,7 @@ class Experts(nn.Module):
             for half in range(halves_of(config))
         )
         columns = Piece((first, 0, axis.part * share), (0, 0, 0), shard.linear_fc2)
-        self.linear_fc1 = ExpertLinear(
-            whole.linear_fc1,
-            shard.linear_fc1,
-            rows,
-            1.0,
-            axes.tensor.linear,
-        )
+        self.linear_fc1 = ExpertLinear(whole.linear_fc1, shard.linear_fc1, rows, 1.0, axes.tensor.linear)
         self.linear_fc2 = ExpertLinear(
             whole.linear_fc2,
             shard.linear_fc2,

@@ -163,11 +163,7 @@ class SharedExpert(nn.Module):
     """An expert that every token uses, optionally scaled by a gate."""
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        moe: MoEConfig,
-        axes: Axes,
-        submodules: MLPSubmodules = PLAIN_MLP,
+        self, config: TransformerConfig, moe: MoEConfig, axes: Axes, submodules: MLPSubmodules = PLAIN_MLP
     ) -> None:
         super().__init__()
         self.mlp = MLP(config, axes=axes, submodules=submodules, inner=moe.shared_width)

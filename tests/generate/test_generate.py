@@ -162,7 +162,7 @@ def test_numbers_that_are_none_are_no_text() -> None:
     model = built("")
     with torch.no_grad():
         whole_model(model).layers["1"].mlp_norm.weight[3] = torch.nan
-    with pytest.raises(UserError, match="logits are not finite"):
+    with pytest.raises(UserError, match="logits are NaN or inf"):
         list(generate(model, [(1, 2)], 3, GREEDY))
 
 
