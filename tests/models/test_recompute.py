@@ -1,5 +1,6 @@
 """Recompute: the same bits, exactly the forwards it must run, and less that is kept for backward."""
 
+import traceback
 from collections import Counter
 from typing import Any
 
@@ -66,6 +67,19 @@ def loss_and_gradients(model: CausalLM, config: TransformerConfig) -> dict[str, 
 def differing(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
     assert ours.keys() == theirs.keys()
     return [name for name in ours if not torch.equal(ours[name], theirs[name])]
+
+
+@pytest.mark.parametrize(("kind", "is_between"), [(None, False), ("core_attn", False), ("uniform 1", True)])
+def test_layers_are_called_directly_unless_they_are_recomputed(kind: str | None, is_between: bool) -> None:
+    model, config = build(kind=kind)
+    files: set[str] = set()
+
+    def note(*inputs: object) -> None:
+        files.update(frame.filename.rpartition("/")[2] for frame in traceback.extract_stack())
+
+    model.layers["1"].register_forward_pre_hook(note)
+    model(*batch(config))
+    assert "causal_lm.py" in files and ("recompute.py" in files) == is_between
 
 
 @pytest.mark.parametrize(
