@@ -44,20 +44,20 @@ def require_transformers() -> Any:
     return transformers
 
 
-def compare_logits(found: Found, folder: Path, rounded: torch.dtype | None = None) -> Comparison:
+def compare_logits(checkpoint: Found, folder: Path, rounded: torch.dtype | None = None) -> Comparison:
     """Raises if the models differ.
 
     `rounded`: the dtype that the weights of one were rounded to, applied to both.
     """
-    model, _ = architecture_of(found)
+    model, _ = architecture_of(checkpoint)
     length = min(_TOKENS, model.max_position_embeddings)
     generator = torch.Generator().manual_seed(1)
     tokens_BS = torch.randint(0, model.vocab_size, (_SEQUENCES, length), generator=generator)
     with torch.no_grad():
         # One after the other, so that only one model is in memory.
-        expected = _theirs(folder, rounded)(tokens_BS).logits
+        expected = _reference_model(folder, rounded)(tokens_BS).logits
         positions_BS = torch.arange(length).expand(_SEQUENCES, length)
-        logits = _ours(found, rounded)(tokens_BS, positions_BS)[..., : model.vocab_size]
+        logits = _checkpoint_model(checkpoint, rounded)(tokens_BS, positions_BS)[..., : model.vocab_size]
     result = Comparison(float((logits - expected).abs().max()), float(expected.abs().max()))
     if not result.difference <= _TOLERANCE * result.largest:
         raise UserError(
@@ -66,7 +66,7 @@ def compare_logits(found: Found, folder: Path, rounded: torch.dtype | None = Non
     return result
 
 
-def _theirs(folder: Path, rounded: torch.dtype | None) -> Any:
+def _reference_model(folder: Path, rounded: torch.dtype | None) -> Any:
     model = require_transformers().AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     for parameter in model.parameters():
         # Not the buffers: they are computed, not stored, in both models.
@@ -74,10 +74,10 @@ def _theirs(folder: Path, rounded: torch.dtype | None) -> Any:
     return model.float().eval()
 
 
-def _ours(found: Found, rounded: torch.dtype | None) -> CausalLM:
-    config, moe = architecture_of(found)
+def _checkpoint_model(checkpoint: Found, rounded: torch.dtype | None) -> CausalLM:
+    config, moe = architecture_of(checkpoint)
     model = build_model(config, seed=0, device=_CPU, moe=moe).eval()
-    with StepReader(found.folder, found.manifest) as step:
+    with StepReader(checkpoint.folder, checkpoint.manifest) as step:
         for held in held_parameters(model):
             for _, fragment in fragments_of(held, held.parameter.data.view(-1)):
                 size = tuple(fragment.values.shape)

@@ -117,7 +117,7 @@ class Resharded:
     seconds: float
 
 
-def layout_for(found: Found, words: Sequence[str]) -> RunConfig:
+def layout_for(source: Found, words: Sequence[str]) -> RunConfig:
     """Returns the configuration of a step in the layout of the flags; sizes that are not given are 1."""
     draft = gather(words, ENTRY)
     other_flags = [
@@ -129,20 +129,20 @@ def layout_for(found: Found, words: Sequence[str]) -> RunConfig:
         raise UserError(
             f"{other_flags[0]} does not change the files; reshard takes the flags of the layout (pentatron checkpoint reshard --help)"
         )
-    saved = saved_settings(found)
+    saved = saved_settings(source)
     settings = Settings.defaults(**saved)
     if settings.spec:
         # A checkpoint must not name code to run.
         raise UserError(
-            f"{found.folder} has layers of its own (--spec {' '.join(settings.spec)}), which only the run itself can shard; it can be loaded "
+            f"{source.folder} has layers of its own (--spec {' '.join(settings.spec)}), which only the run itself can shard; it can be loaded "
             f"in any layout without resharding"
         )
     for name, item in table().items():
         # Padding depends on the layout and is not stored in a step.
         if item.section in _MODEL_SECTIONS and name in saved and name != "padded_vocab_size":
-            draft.assign(f"{found.folder}", **{name: saved[name]})
+            draft.assign(f"{source.folder}", **{name: saved[name]})
     length = settings.seq_length if "seq_length" in saved else settings.max_position_embeddings
-    draft.assign(f"{found.folder}", seq_length=length)
+    draft.assign(f"{source.folder}", seq_length=length)
     stages = max(1, draft.pipeline_model_parallel_size)
     draft.assign(f"default of {ENTRY.name}", gradient_accumulation_steps=4 * stages)
     return resolve(draft, _facts(draft)).config
@@ -158,19 +158,19 @@ def _facts(draft: Draft) -> Facts:
     return Facts(max(1, world), max(1, world))
 
 
-def reshard(found: Found, out: Path, config: RunConfig, display: Display) -> Resharded:
+def reshard(source: Found, out: Path, config: RunConfig, display: Display) -> Resharded:
     """Writes the step into the new folder `out`, and compares it with the source before the final rename."""
-    manifest = found.manifest
+    manifest = source.manifest
     outlines = outlines_of(manifest)
     total = sum(outline.bytes for outline in outlines.values())
     settings = {**manifest.config, "parallel": config.nested()["parallel"]}
     progress = Progress(display, "writing", total)
-    with new_folder(out, total) as made, StepReader(found.folder, manifest) as reader:
-        store = CheckpointStore(made, keep=None)
-        contents = _contents(found, config)
+    with new_folder(out, total) as folder, StepReader(source.folder, manifest) as reader:
+        store = CheckpointStore(folder, keep=None)
+        contents = _contents(source, config)
         step = save_rectangles(store, manifest, progress.counting(reader.read), contents, settings)
-        copy_files(small_files(found.folder.parent / FOLDER_NAME), made / FOLDER_NAME)
-        _require_equal(Side(str(found.folder), outlines, reader.read), step, display)
+        copy_files(small_files(source.folder.parent / FOLDER_NAME), folder / FOLDER_NAME)
+        _require_equal(Side(str(source.folder), outlines, reader.read), step, display)
         files = len(list(step.glob("*.safetensors")))
         name = step.name
     return Resharded(out / name, files, len(outlines), total, progress.seconds)
@@ -180,9 +180,9 @@ def outlines_of(manifest: Manifest) -> dict[str, Outline]:
     return {name: Outline(DTYPES[record.dtype], record.shape) for name, record in manifest.tensors.items()}
 
 
-def _contents(found: Found, config: RunConfig) -> Iterator[tuple[str, list[Rectangle]]]:
+def _contents(source: Found, config: RunConfig) -> Iterator[tuple[str, list[Rectangle]]]:
     """Yields the contents of each file, rank after rank. A rank without contents has no file."""
-    manifest = found.manifest
+    manifest = source.manifest
     kinds = sorted({name.partition("/")[0] for name in manifest.tensors})
     placed: set[str] = set()
     world = config.grid.world_size
@@ -193,7 +193,7 @@ def _contents(found: Found, config: RunConfig) -> Iterator[tuple[str, list[Recta
             for name in _sharded_alike(fragment.tensor, kinds, manifest):
                 if manifest.tensors[name].shape != tuple(fragment.shape):
                     raise UserError(
-                        f"{found.folder} holds {name} as {list(manifest.tensors[name].shape)}, and its settings say "
+                        f"{source.folder} holds {name} as {list(manifest.tensors[name].shape)}, and its settings say "
                         f"{list(fragment.shape)}; is it a model of a program of your own? Such a step is loaded as it is, in any layout"
                     )
                 rectangles.append((name, start, size))
@@ -208,7 +208,7 @@ def _contents(found: Found, config: RunConfig) -> Iterator[tuple[str, list[Recta
     missing = [n for n in manifest.tensors if n not in placed and _writer(n, world) is None]
     if missing:
         raise UserError(
-            f"{found.folder} holds {missing[0]}, which the model of its settings does not have; is it a model of a program of your own? "
+            f"{source.folder} holds {missing[0]}, which the model of its settings does not have; is it a model of a program of your own? "
             f"Such a step is loaded as it is, in any layout"
         )
 

@@ -120,16 +120,18 @@ def _numbers(what: str, values: Sequence[float], expected: Sequence[float]) -> l
     ]
 
 
-def _tensors(kind: str, found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> list[Gap]:
+def _tensors(
+    kind: str, tensors: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float
+) -> list[Gap]:
     total_norm = math.sqrt(sum(float(g.square().sum()) for g in expected.values()))
     return [
         Gap(
             f"{kind} of {_bare(name)}",
-            float((found[name] - g).norm()) / (tolerance * max(float(g.norm()), SMALL * total_norm)),
+            float((tensors[name] - g).norm()) / (tolerance * max(float(g.norm()), SMALL * total_norm)),
             _bare(name),
             kind,
         )
-        if name in found
+        if name in tensors
         else Gap(f"{kind}: {_bare(name)} is missing", math.inf, _bare(name), kind)
         for name, g in expected.items()
     ]
@@ -186,8 +188,8 @@ class UnevenMasks:
         sample["loss_mask"] = mask
         if self.boundaries is None:
             return sample
-        places = np.arange(len(mask))
-        ends = (places * places + 3 * index) % 7 == 1
+        positions = np.arange(len(mask))
+        ends = (positions * positions + 3 * index) % 7 == 1
         sample["tokens"] = np.where(ends, self.boundaries.eod, sample["tokens"])
         return self.boundaries.mark(sample)
 

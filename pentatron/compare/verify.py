@@ -302,5 +302,5 @@ class Verdict:
         return sorted(by_tensor.items(), key=lambda item: -max(item[1].values()))
 
 
-def judge(found: Sequence[Trajectory], reference: Trajectory) -> Verdict:
-    return Verdict(gaps(found, reference))
+def judge(ranks: Sequence[Trajectory], reference: Trajectory) -> Verdict:
+    return Verdict(gaps(ranks, reference))

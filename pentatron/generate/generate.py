@@ -241,7 +241,7 @@ def _read(
         if cache is not None:
             cache.begin(now)
         last = [len(text) - 1 - start for text in texts]
-        wanted = [place if 0 <= place < chunk.shape[1] else 0 for place in last]
+        wanted = [index if 0 <= index < chunk.shape[1] else 0 for index in last]
         logits = _forward(model, now, chunk, wanted, cache)
         if logits is not None:
             ends_here = torch.tensor([p == i for p, i in zip(last, wanted)], device=logits.device)
@@ -311,9 +311,9 @@ def _choices(
             of_all_BV = of_all_BV if sampling.greedy else of_all_BV.cpu()
             wanted_BV = of_all_BV if len(rows) == len(of_all_BV) else of_all_BV[list(rows)]
             by_row = choices(wanted_BV, sampling, [generators[row] for row in rows])
-            for place, choice in enumerate(by_row):
+            for index, choice in enumerate(by_row):
                 if choice is not None:
-                    chosen[place, 0], chosen[place, 1] = choice.token, choice.logprob
+                    chosen[index, 0], chosen[index, 1] = choice.token, choice.logprob
     broadcast_(chosen, world.everyone, model.chooser)
     if chosen[:, 0].min() < 0:
         raise AgreedError(

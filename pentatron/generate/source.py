@@ -69,9 +69,9 @@ class Source:
         if self.is_huggingface:
             with open_folder(self.folder) as folder:
                 return settings_in(folder)
-        found, _ = self.newest_step(verify=False, set_aside=False, is_own=is_own)
-        assert found is not None, "a source has steps"
-        return saved_settings(found)
+        step, _ = self.newest_step(verify=False, set_aside=False, is_own=is_own)
+        assert step is not None, "a source has steps"
+        return saved_settings(step)
 
     def newest_step(
         self, verify: bool, set_aside: bool, check: Check = verify_files, is_own: bool = False
@@ -85,8 +85,8 @@ class Source:
         if self.step is not None:
             return read_step(self.step, verify, check), []
         store = CheckpointStore(self.folder, keep=None)
-        found, complaints = store.newest_valid(verify, set_aside, check)
-        if found is None and (complaints or store.damaged()):
+        step, complaints = store.newest_valid(verify, set_aside, check)
+        if step is None and (complaints or store.damaged()):
             reason = complaints[0] if complaints else f"{store.damaged()[0]} and others were set aside"
             # A run may start over without its own damaged steps, but not without a model that it was told to
             # load.
@@ -98,7 +98,7 @@ class Source:
             raise UserError(
                 f"no checkpoint in {self.folder} is usable ({reason}); put a good one back, or {instead}"
             )
-        return found, complaints
+        return step, complaints
 
 
 def find_source(path: Path, megatron: bool = False) -> Source | None:
@@ -113,8 +113,8 @@ def find_source(path: Path, megatron: bool = False) -> Source | None:
         return Source(steps, is_huggingface=False)
     if (path / CONFIG).is_file():
         return Source(path, is_huggingface=True)
-    found = megatron_step(path) if megatron else None
-    return None if found is None else Source(path, is_huggingface=False, megatron=found[0])
+    step = megatron_step(path) if megatron else None
+    return None if step is None else Source(path, is_huggingface=False, megatron=step[0])
 
 
 def named_source(name: str, megatron: bool = False) -> Source:
@@ -208,9 +208,9 @@ def _section(kind: type[T], settings: Mapping[str, Any]) -> T:
 
 
 def _open_step(folder: Path, trusted: tuple[str, ...]) -> ModelSource:
-    found = read_step(folder, verify=False)
-    manifest, config = found.manifest, found.manifest.config
-    model, moe = architecture_of(found)
+    step = read_step(folder, verify=False)
+    manifest, config = step.manifest, step.manifest.config
+    model, moe = architecture_of(step)
     if model.spec not in ((), trusted):
         # Loading a checkpoint must not run code that the checkpoint names.
         raise UserError(
@@ -253,9 +253,9 @@ def _fill_from_step(
 
 def tokenizer_place(folder: Path, config: Mapping[str, Any]) -> Path | None:
     """Returns the tokenizer file of a step; None if it is missing or no file was needed."""
-    named = Settings.of_sections(config).tokenizer_model
-    places = [*_kept_tokenizers(folder, config), *([Path(named)] if named else [])]
-    return next((place for place in places if place.exists()), None)
+    configured = Settings.of_sections(config).tokenizer_model
+    paths = [*_kept_tokenizers(folder, config), *([Path(configured)] if configured else [])]
+    return next((path for path in paths if path.exists()), None)
 
 
 def _tokenizer_of_step(folder: Path, config: Mapping[str, Any]) -> Tokenizer | None:

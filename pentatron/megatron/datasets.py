@@ -266,41 +266,43 @@ def _array(values: Any, dtype: type[np.generic]) -> npt.NDArray[Any]:
     return np.asarray(values.cpu().numpy() if isinstance(values, torch.Tensor) else values, dtype=dtype)
 
 
-def _merged(config: RunConfig, asked: GPTDatasetConfig, mock: bool) -> RunConfig:
+def _merged(config: RunConfig, dataset_config: GPTDatasetConfig, mock: bool) -> RunConfig:
     """Returns the run's configuration with the values of the builder's."""
-    if asked.sequence_length != config.model.seq_length:
+    if dataset_config.sequence_length != config.model.seq_length:
         raise UserError(
-            f"the dataset's configuration has sequence_length={asked.sequence_length}, the run has --seq-length "
+            f"the dataset's configuration has sequence_length={dataset_config.sequence_length}, the run has --seq-length "
             f"{config.model.seq_length}; pass the latter"
         )
-    if asked.create_attention_mask:
+    if dataset_config.create_attention_mask:
         raise UserError(
             "create_attention_mask=True: masks are not part of the data here (attention is causal, and --reset-attention-mask keeps "
             "documents apart); leave it False"
         )
-    if asked.path_to_cache != config.data.data_cache_path:
+    if dataset_config.path_to_cache != config.data.data_cache_path:
         raise UserError(
-            f"the dataset's configuration has path_to_cache={asked.path_to_cache}, the run has --data-cache-path "
+            f"the dataset's configuration has path_to_cache={dataset_config.path_to_cache}, the run has --data-cache-path "
             f"{config.data.data_cache_path}; set the folder with the flag"
         )
     data = dataclasses.replace(
         config.data,
         mock_data=mock,
-        reset_position_ids=asked.reset_position_ids,
-        reset_attention_mask=asked.reset_attention_mask,
-        eod_mask_loss=asked.eod_mask_loss,
-        mid_level_dataset_surplus=asked.mid_level_dataset_surplus,
+        reset_position_ids=dataset_config.reset_position_ids,
+        reset_attention_mask=dataset_config.reset_attention_mask,
+        eod_mask_loss=dataset_config.eod_mask_loss,
+        mid_level_dataset_surplus=dataset_config.mid_level_dataset_surplus,
     )
     if mock:
         data = dataclasses.replace(data, data_path=(), train_data_path=(), corpus=None)
-    elif asked.blend is not None:
-        data = dataclasses.replace(data, data_path=_words(asked.blend), split=asked.split or data.split)
-    elif asked.blend_per_split is not None:
-        paths = [() if blend is None else _words(blend) for blend in asked.blend_per_split]
+    elif dataset_config.blend is not None:
+        data = dataclasses.replace(
+            data, data_path=_words(dataset_config.blend), split=dataset_config.split or data.split
+        )
+    elif dataset_config.blend_per_split is not None:
+        paths = [() if blend is None else _words(blend) for blend in dataset_config.blend_per_split]
         data = dataclasses.replace(
             data, train_data_path=paths[0], valid_data_path=paths[1], test_data_path=paths[2]
         )
-    run = dataclasses.replace(config.run, seed=asked.random_seed)
+    run = dataclasses.replace(config.run, seed=dataset_config.random_seed)
     return dataclasses.replace(config, data=data, run=run)
 
 

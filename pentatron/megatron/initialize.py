@@ -170,8 +170,8 @@ def _begin(provider: ExtraArguments | None, args_defaults: Mapping[str, Any], no
 def _end(opened: ExitStack) -> None:
     """Closes the run at process exit. The exit code tells the launcher whether it failed."""
     opened.close()
-    if (place := this_worker()) is not None:
-        place.finished()
+    if (launched := this_worker()) is not None:
+        launched.finished()
 
 
 def _missing(name: str) -> Callable[..., Any]:
@@ -193,8 +193,8 @@ def _excepthook(previous: Callable[..., Any], config: RunConfig, worker: Worker)
         if worker.world_size > 1:
             leave(failed=True)
         code = explain(error, config, worker)
-        if code is None and (place := this_worker()) is not None:
-            place.failed(error)
+        if code is None and (launched := this_worker()) is not None:
+            launched.failed(error)
         elif code is None:
             previous(kind, error, trace)
         else:

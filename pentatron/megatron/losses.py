@@ -72,9 +72,12 @@ def counting_terms_once(
     returned = returned_by(loss_function, leaf.view_as(leaf), world.group("context"))
     if not returned.loss.requires_grad:
         return returned
-    held = [h for h in held_parameters(module) if h.parameter.requires_grad]
-    sources = [*([output] if leaf.requires_grad else []), *(h.parameter for h in held)]
-    ranks = [*([1] if leaf.requires_grad else []), *(world.tensor.size if _is_summed(h) else 1 for h in held)]
+    parameters = [h for h in held_parameters(module) if h.parameter.requires_grad]
+    sources = [*([output] if leaf.requires_grad else []), *(h.parameter for h in parameters)]
+    ranks = [
+        *([1] if leaf.requires_grad else []),
+        *(world.tensor.size if _is_summed(h) else 1 for h in parameters),
+    ]
     gradients = torch.autograd.grad(
         returned.loss.sum(), [leaf if s is output else s for s in sources], allow_unused=True
     )

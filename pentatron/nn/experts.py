@@ -71,8 +71,8 @@ def sorted_by_expert(chosen_TK: Tensor, kept_TK: Tensor | None, count: int) -> S
     ends = torch.searchsorted(keys, experts, right=True, out_int32=True)
     ends[-1:].fill_(len(pairs))
     rows = torch.arange(len(pairs), device=pairs.device)
-    places = torch.empty_like(pairs).scatter_(0, pairs, rows)
-    return Sorted(pairs, places.view_as(chosen_TK), GroupsOnDevice(ends))
+    positions = torch.empty_like(pairs).scatter_(0, pairs, rows)
+    return Sorted(pairs, positions.view_as(chosen_TK), GroupsOnDevice(ends))
 
 
 def mixed_on_device(x_TD: Tensor, routing: Routing, count: int, matrices: Matrices) -> Tensor:

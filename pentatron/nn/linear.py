@@ -187,8 +187,8 @@ class VocabularyTable(WeightedModule):
         # way.
         piece = Piece((min(self.first, vocabulary), 0), (0, 0), (valid, width), both_ends, both_ends)
         declared = Declared((vocabulary, width), (piece,), Initial(), tied_to)
-        given = None if shared is None else shared.weight
-        self.weight = self.declare_weight((share, width), declared, given)
+        weight = None if shared is None else shared.weight
+        self.weight = self.declare_weight((share, width), declared, weight)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         """Looks up the tokens among this rank's rows; the sum over the ranks is the hidden states."""

@@ -67,8 +67,8 @@ def _yarn(base: float, factor: float, inverse: Tensor, low: float, high: float) 
     pairs = inverse.numel()
     # Avoids a division by zero.
     width = high - low if high != low else 0.001
-    place = torch.arange(pairs, dtype=torch.float32, device=_CPU)
-    kept = 1 - ((place - low) / width).clamp(0, 1)
+    index = torch.arange(pairs, dtype=torch.float32, device=_CPU)
+    kept = 1 - ((index - low) / width).clamp(0, 1)
     stretched = 1.0 / (factor * _wave_lengths(2 * pairs, base))
     return stretched * (1 - kept) + inverse * kept
 

@@ -112,9 +112,9 @@ def build_module(slot: Slot, *args: Any, **kwargs: Any) -> Any:
     try:
         inspect.signature(factory).bind(*args, **named)
     except TypeError as error:
-        given = ", ".join([type(value).__name__ for value in args] + [f"{name}=" for name in named])
+        arguments = ", ".join([type(value).__name__ for value in args] + [f"{name}=" for name in named])
         raise UserError(
-            f"{spec}: {factory.__name__} cannot be built from ({given}), {error}; "
+            f"{spec}: {factory.__name__} cannot be built from ({arguments}), {error}; "
             "give its constructor these parameters, or **kwargs"
         ) from None
     return factory(*args, **named)
@@ -181,15 +181,15 @@ def import_named(module: str, name: str, what: str) -> Any:
 @contextmanager
 def importing_from_here() -> Iterator[None]:
     """Adds the current folder to `sys.path`, where users of an installed command expect it."""
-    here = str(Path.cwd())
-    if here in sys.path:
+    folder = str(Path.cwd())
+    if folder in sys.path:
         yield
         return
-    sys.path.append(here)
+    sys.path.append(folder)
     try:
         yield
     finally:
-        sys.path.remove(here)
+        sys.path.remove(folder)
 
 
 def _name(thing: Any) -> str:
