@@ -1,4 +1,4 @@
-"""What one process finds out about the files of a layout is what the ranks of that layout write."""
+"""The files of a layout that one process computes are those that the ranks of that layout write."""
 
 import dataclasses
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""Every name that guides and documents promise, found under Megatron's name and under ours; signatures against the real ones."""
+"""Every documented name can be imported under Megatron's path and under Pentatron's; the table of modules is
+complete.
+"""
 
 import dataclasses
 import importlib
@@ -45,7 +47,7 @@ assert ours.GPTModel is GPTModel, "one class under two names"
 
 
 def import_everything() -> None:
-    """In a process of its own, in which `megatron` is ours."""
+    """For a process of its own, because `megatron` is replaced in it."""
     for known in [known for known in sys.modules if known.split(".")[0] == "megatron"]:
         del sys.modules[known]
     as_megatron()

@@ -1,4 +1,4 @@
-"""Experts that a device mixes by itself, against those whose tokens the host counts: outputs and every gradient."""
+"""Experts computed without the host against experts whose tokens the host counts: outputs and all gradients."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from tests.nn.mixtures import HIDDEN, axes_with, layer, stream
 
 
 def found_by(model: MoE, on_device: bool) -> dict[str, Tensor]:
-    """What it makes of a stream, and gradients. On a CPU the device would not be asked; here it is told to."""
+    """Output and gradients. Forces the device path, which is not used on a CPU."""
     x = stream(2, 3, 16, HIDDEN).requires_grad_()
     model.experts.all_on = lambda x_TD: on_device  # type: ignore[method-assign, assignment]
     made = model(x)
@@ -83,7 +83,7 @@ def kept_bytes(model: MoE) -> int:
 
 
 def test_little_is_kept() -> None:
-    """Beside what the host's way keeps no second copy of the widest rows, nor what lies between the matrices."""
+    """Saves neither a second copy of the widest rows nor the activation."""
     pairs = 3 * 16 * 2
     models = [layer(), layer(), layer(axes=axes_with(Recompute(frozenset({"moe_act"}))))]
     for model, on_device in zip(models, (False, True, True)):
@@ -152,7 +152,7 @@ def test_only_a_gpu_in_bf16_is_left_to_itself(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("on_device", [True, False])
 def test_weights_on_their_way_are_waited_for_at_the_door(on_device: bool) -> None:
-    """A gathering hangs its hooks where `_runs` says. Those of single matrices would not run where a device mixes all experts."""
+    """All-gather hooks are on the modules that `_runs` names; hooks of single matrices would not run."""
     model = layer("")
     expert_weights = {id(p) for p in model.experts.parameters()}
     doors = [m for _, m, held in _runs(model) if expert_weights & {id(p) for p in held}]

@@ -1,4 +1,4 @@
-"""Specs: what is built of them, and what is said about wrong ones."""
+"""Module specs: what they build, and the errors of wrong ones."""
 
 import dataclasses
 import sys
@@ -93,7 +93,7 @@ def test_a_mistake_inside_a_constructor_keeps_its_traceback() -> None:
 
 
 def test_attention_of_a_table() -> None:
-    """As the guide writes it: the table, and a configuration by hand."""
+    """As in the guide: the spec, and a configuration written by hand."""
     spec = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
