@@ -1,4 +1,4 @@
-"""Users' loss functions, a step with them on the ranks of a layout, and the same step as a plain torch loop."""
+"""Users' loss functions, a step with them in a layout, and the same step as a plain torch loop."""
 
 import functools
 import itertools
@@ -36,8 +36,8 @@ BATCH = 8
 WEIGHTS = torch.tensor([0.0, 1.0, 100.0, -1.0])
 WORDS = f"{LLAMA} --num-layers 2 --global-batch-size {BATCH} --clip-grad 0 --train-iters 1 --vocab-size 60 --make-vocab-size-divisible-by 64 --compile off"
 
-# What a function makes of the losses (or logits) of a micro-batch, its mask, labels, the model, and the weights of its samples:
-# a sum, and what it is divided by in the sum form.
+# The sum that a loss function computes from losses or logits, mask, labels, model and sample weights, and its
+# divisor in the sum form.
 Made = tuple[Tensor, Tensor]
 # The name of a loss, and the form in which it is returned.
 Case = tuple[str, str]

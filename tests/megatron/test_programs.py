@@ -33,7 +33,7 @@ from tests.harness import run_distributed
 from tests.support import LLAMA, resolved
 
 GUIDE_CODE = Path(__file__).parent / "guide_code"
-# What follows the end of a document does not count in the loss: micro-batches have other numbers of valid tokens.
+# --eod-mask-loss: micro-batches have different numbers of valid tokens.
 DATA = "--split 8,1,1 --tokenizer-type ByteTokenizer --vocab-size 257 --eod-mask-loss --global-batch-size 4"
 RUN = (
     f"{LLAMA} {DATA} --train-iters 2 --eval-interval 2 --eval-iters 1 --micro-batch-size 1 --progress-bar off"

@@ -1,4 +1,4 @@
-"""A program that calls the steps itself gets the errors, exit codes, notes and data checks of `pretrain()`."""
+"""A program that calls the steps itself gets the errors, exit codes and notes of `pretrain()`."""
 
 import contextlib
 import io

@@ -314,9 +314,7 @@ STAGES = f"{QWEN3} --tensor-model-parallel-size 2 --pipeline-model-parallel-size
 
 
 def stage_on_a_rank() -> torch.Tensor | None:
-    """Forward through the stages of the user's builder; the ranks of the last one return their shard of the
-    logits.
-    """
+    """Forward through the stages of the user's builder; the last one's ranks return their logits."""
     config = resolved(STAGES, 4).config
     world = here(config)
     groups = process_groups(config, world)

@@ -46,9 +46,7 @@ def channels_apart(x_BNSH: Tensor) -> Tensor:
 def distances(
     exchange: str, heads: int, groups: int, dtype: torch.dtype = torch.float32, apart: bool = False
 ) -> dict[str, float]:
-    """Difference of this rank's part from attention over whole sequences in fp32, relative to the largest
-    element.
-    """
+    """Difference from attention over whole sequences in fp32, relative to the largest element."""
     context = axis(exchange)
     inputs = [drawn(heads, 1, dtype), drawn(groups, 2, dtype), drawn(groups, 3, dtype)]
     gradient = drawn(heads, 4, dtype)

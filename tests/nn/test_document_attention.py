@@ -64,9 +64,7 @@ def own(x_BNSH: Tensor, context: ContextAxis) -> Tensor:
 
 
 def distance(context: ContextAxis, window: int | None, documents: DocumentStarts = DOCUMENTS) -> float:
-    """Largest difference of output and gradients from the explicit formula, relative to the largest element
-    (or 8).
-    """
+    """Largest difference from the explicit formula, relative to the largest element (or 8)."""
     inputs = [drawn(heads, seed) for seed, heads in enumerate((HEADS, GROUPS, GROUPS))]
     gradient = drawn(HEADS, 4)
     whole = [t.clone().requires_grad_() for t in inputs]

@@ -1,4 +1,4 @@
-"""Experts computed without the host against experts whose tokens the host counts: outputs and all gradients."""
+"""Experts without synchronization of host and device against the other way: outputs and gradients."""
 
 import pytest
 import torch
@@ -120,7 +120,8 @@ def test_pairs_are_sorted_by_expert_and_then_by_token() -> None:
 
 def test_rows_that_arrive_by_rank_are_sorted_by_expert() -> None:
     received = torch.tensor([[2, 0, 1], [1, 2, 0]])
-    # Rank 0 sent rows 0 and 1 for expert 0 and row 2 for expert 2, rank 1 row 3 for expert 0, rows 4 and 5 for expert 1.
+    # Rank 0 sent rows 0 and 1 for expert 0 and row 2 for expert 2, rank 1 row 3 for expert 0 and rows 4 and 5
+    # for expert 1.
     assert _by_local_expert(received, 6).tolist() == [0, 1, 3, 4, 5, 2]
 
 
