@@ -52,9 +52,9 @@ def all_to_all(
     sorting = _by_local_expert(received_GE, sum(received))
     counts = [sum(column) for column in zip(*sizes[1])]
     output_ND = experts(_gathered_rows(arrived_ND, sorting, 1), counts, received_GE.sum(0))
-    returned_ND = axis.exchanged(_put_back(output_ND, sorting, len(sorting)), received, sent)
+    returned_ND = axis.exchanged(_scatter_rows(output_ND, sorting, len(sorting)), received, sent)
     summed_ND = _sum_of_parts(returned_ND, sent, axis.cut)
-    output_TKD = _put_back(summed_ND, order[: len(summed_ND)], tokens * topk).unflatten(0, (tokens, topk))
+    output_TKD = _scatter_rows(summed_ND, order[: len(summed_ND)], tokens * topk).unflatten(0, (tokens, topk))
     return _weighted(output_TKD, routing.weights_TK)
 
 
@@ -73,7 +73,7 @@ def all_gather(
     counts = counts_E.tolist()
     order = order[: sum(counts)]
     output_ND = experts(_gathered_rows(x_AD, order, topk), counts, counts_E)
-    output_AKD = _put_back(output_ND, order, chosen_AK.numel()).unflatten(0, (-1, topk))
+    output_AKD = _scatter_rows(output_ND, order, chosen_AK.numel()).unflatten(0, (-1, topk))
     return axis.summed(_weighted(output_AKD, weights_AK))
 
 
@@ -118,12 +118,12 @@ def _weighted(output_TKD: Tensor, weights_TK: Tensor) -> Tensor:
     return (output_TKD * weights_TK[..., None]).sum(1)
 
 
-def _put_back(rows_ND: Tensor, order: Tensor, count: int) -> Tensor:
+def _scatter_rows(rows_ND: Tensor, order: Tensor, count: int) -> Tensor:
     """Scatters row i to row `order[i]` of `count` rows; other rows are zero."""
-    return _PutBack.apply(rows_ND, order, count)
+    return _ScatterRows.apply(rows_ND, order, count)
 
 
-class _PutBack(torch.autograd.Function):
+class _ScatterRows(torch.autograd.Function):
     """Autograd's own backward of this operation would save the rows for their shape."""
 
     @staticmethod
@@ -155,7 +155,7 @@ class _GatherRows(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (order,) = ctx.saved_tensors
         tokens, topk = ctx.shape
-        rows = _put_back(gradients[0], order, tokens * topk)
+        rows = _scatter_rows(gradients[0], order, tokens * topk)
         return (rows.unflatten(0, (tokens, topk)).sum(1) if topk > 1 else rows), None, None
 
 
@@ -241,8 +241,6 @@ class MoE(nn.Module):
         else:
             output_TD = self.dispatch(x_TD, routing, self.count, self.axis, self.experts)
         output_BSD = output_TD.view_as(x_BSD)
-        return (
-            output_BSD
-            if self.shared is None
-            else output_BSD + self.recompute("shared_experts", self.shared, x_BSD)
-        )
+        if self.shared is None:
+            return output_BSD
+        return output_BSD + self.recompute("shared_experts", self.shared, x_BSD)

@@ -128,7 +128,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def same_model(model: CausalLM, words: str) -> None:
-    """Names, initial weights, losses and gradients equal those of the model that training builds, to the bit."""
+    """Names, initial weights, losses and gradients equal those of training's model, to the bit."""
     config = resolved(words).config
     expected = build_model(config.model, config.run.seed, CPU, moe=config.moe)
     tokens, positions, labels = batch()

@@ -97,7 +97,7 @@ def test_in_bf16(exchange: str) -> None:
 @distributed(world=2)
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_without_the_flash_kernel(exchange: str) -> None:
-    """Kernels chosen by a context manager in forward must also be used in backward, which runs outside of it."""
+    """Kernels chosen in forward by a context manager must also run in backward, outside of it."""
     with sdpa_kernel([SDPBackend.MATH]):
         found = distances(exchange, 8, 2)
     assert max(found.values()) < 1e-5, found

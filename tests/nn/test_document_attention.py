@@ -22,7 +22,7 @@ from tests.harness import distributed
 
 LENGTH, WIDTH, HEADS, GROUPS = 32, 8, 8, 4
 EXCHANGES = ("p2p", "all_gather", "a2a")
-# One document; ends at, before and after the ends of chunks of 4 and 8; documents of one token; the same twice.
+# One document; ends at, before and after chunk ends of 4 and 8; documents of one token; the same twice.
 DOCUMENTS: DocumentStarts = (
     (0,),
     (0, 8, 24),

@@ -46,12 +46,12 @@ def token_combined_with_the_wrong_weight() -> None:
 
 def tokens_returned_in_the_order_of_experts() -> None:
     """What comes back is not put where its token is."""
-    put_back = dispatch_module._put_back
+    put_back = dispatch_module._scatter_rows
 
     def as_it_came(rows: Tensor, order: Tensor, count: int) -> Tensor:
         return put_back(rows, order.sort().values, count)
 
-    dispatch_module._put_back = as_it_came
+    dispatch_module._scatter_rows = as_it_came
 
 
 def balance_judged_by_local_counts() -> None:
