@@ -63,7 +63,7 @@ def attend(
     assert dropout == 0, "the rules refuse attention dropout over split sequences"
     if context.exchange == "a2a":
         return _by_heads(q_BNSH, k_BKSH, v_BKSH, context.group, window, documents)
-    function = {"p2p": _Ring, "all_gather": _Gathered}[context.exchange]
+    function = {"p2p": _RingAttention, "all_gather": _AllGatherAttention}[context.exchange]
     # The kernels assume without a check that the channels of a head are contiguous, which rotation may
     # change.
     rows = [t if t.stride(-1) == 1 else t.contiguous() for t in (q_BNSH, k_BKSH, v_BKSH)]
@@ -118,7 +118,7 @@ def in_window(queries: Sequence[int], keys: Sequence[int], size: int, window: in
     return blocks
 
 
-class _Ring(torch.autograd.Function):
+class _RingAttention(torch.autograd.Function):
     """Ring attention: overlaps sending keys and values with computing their blocks."""
 
     @staticmethod
@@ -180,7 +180,7 @@ def _send_unless_last(keys_values: Tensor, step: int, context: ContextAxis) -> P
     return None if last else start_passing_on(keys_values, context.group, _KEYS)
 
 
-class _Gathered(torch.autograd.Function):
+class _AllGatherAttention(torch.autograd.Function):
     """Attention to gathered keys and values; backward gathers again and reduce-scatters their gradients."""
 
     @staticmethod
@@ -194,8 +194,8 @@ class _Gathered(torch.autograd.Function):
         documents: DocumentStarts | None,
     ) -> Tensor:
         merged = MergedAttention(q_BNSH, flash_is_chosen(q_BNSH))
-        everything = _gather((k_BKSH, v_BKSH), context.group)
-        merged.add(everything, visible_of_all(context, q_BNSH.shape[2], window, documents))
+        all_keys_values = _gather((k_BKSH, v_BKSH), context.group)
+        merged.add(all_keys_values, visible_of_all(context, q_BNSH.shape[2], window, documents))
         return _save_for_backward(ctx, merged, k_BKSH, v_BKSH, context, (window, documents))
 
     @staticmethod
@@ -203,10 +203,10 @@ class _Gathered(torch.autograd.Function):
         attended, k_BKSH, v_BKSH = _saved(ctx, gradients[0])
         context: ContextAxis = ctx.context
         dq_BNSH = torch.zeros_like(attended.q_BNSH, dtype=torch.float32)
-        everything = _gather((k_BKSH, v_BKSH), context.group)
-        whole = torch.zeros_like(everything, dtype=torch.float32)
+        all_keys_values = _gather((k_BKSH, v_BKSH), context.group)
+        whole = torch.zeros_like(all_keys_values, dtype=torch.float32)
         blocks = visible_of_all(context, dq_BNSH.shape[2], *ctx.limits)
-        attended.add_gradients_(dq_BNSH, whole, everything, blocks)
+        attended.add_gradients_(dq_BNSH, whole, all_keys_values, blocks)
         parts = in_parts(whole, context.size)
         local = torch.empty_like(parts[0])
         reduce_scatter_into(local, parts.flatten(0, 1), context.group)
