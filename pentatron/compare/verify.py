@@ -77,24 +77,23 @@ def small_twin(config: RunConfig, replicas: int | None = None) -> RunConfig:
     values = {**config.flat(), **_REVEALING, **_LEFT_OUT, **_CHANGING_SIZES}
     values |= dict.fromkeys((*_BATCH_SIZE_ALIASES, *_IN_SAMPLES))
     tensor, context = config.grid.tensor, config.grid.context
-    length = math.lcm(2 * context, context * tensor)
-    multiple = 16 * tensor
+    copies, micro = replicas or config.grid.data, min(config.train.micro_batch_size, 2)
+    length = _rounded_up(_SEQUENCE, math.lcm(2 * context, context * tensor))
     vocabulary = max(_VOCABULARY, 8 * tensor - 3)
     values |= {
         "num_layers": _layers(config),
         "hidden_size": _HIDDEN,
         "kv_channels": _CHANNELS,
         "ffn_hidden_size": _rounded_up(_INNER, tensor),
-        "seq_length": _rounded_up(_SEQUENCE, length),
-        "max_position_embeddings": _rounded_up(_SEQUENCE, length),
+        "seq_length": length,
+        "max_position_embeddings": length,
         "vocab_size": vocabulary,
         "make_vocab_size_divisible_by": 16,
-        "padded_vocab_size": _rounded_up(vocabulary, multiple),
-        "data_parallel_size": replicas or config.grid.data,
+        "padded_vocab_size": _rounded_up(vocabulary, 16 * tensor),
+        "data_parallel_size": copies,
         **_experts(config),
-        **_long_range(config, _rounded_up(_SEQUENCE, length)),
+        **_long_range(config, length),
     }
-    copies, micro = replicas or config.grid.data, min(config.train.micro_batch_size, 2)
     twin = Settings(values).changed(
         # The number of replicas may not be divisible by the configured number of instances.
         num_distributed_optimizer_instances=math.gcd(config.grid.instances, copies * context),

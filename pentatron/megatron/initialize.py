@@ -86,12 +86,14 @@ class RateSchedule:
         return trainer.schedule.learning_rate(trainer.state.scheduled_samples)
 
 
-def current_stepwise() -> Stepwise:
+def current_stepwise(model: bool = False, data: bool = False) -> Stepwise:
+    """Returns the run that `initialize_megatron()` opened; raises if a required part is not set up."""
     stepwise = current().stepwise
     if stepwise is None:
         raise UserError(
             "pretrain() runs all steps itself; to call them one by one begin with initialize_megatron()"
         )
+    stepwise.require(model, data)
     return stepwise
 
 

@@ -89,8 +89,7 @@ def build_train_valid_test_data_iterators(
 
     Repeated calls, one per virtual stage, share the data.
     """
-    stepwise = current_stepwise()
-    stepwise.require(model=True)
+    stepwise = current_stepwise(model=True)
     session = stepwise.session
     if not stepwise.has_data:
         stepwise.program.dataset_provider = train_valid_test_dataset_provider
@@ -122,8 +121,7 @@ def train(
 
     Exits the process after a signal.
     """
-    stepwise = current_stepwise()
-    stepwise.require(model=True, data=True)
+    stepwise = current_stepwise(model=True, data=True)
     checked_iterator(train_data_iterator, stepwise)
     for note in notes_of(
         process_non_loss_data_func=process_non_loss_data_func, non_loss_data_func=non_loss_data_func
@@ -146,8 +144,7 @@ def train_step(
     config: Any = None,
 ) -> tuple[dict[str, Tensor], int, float, None]:
     """Trains one step; returns losses by name, 1 if the update was skipped, the gradient norm, and None."""
-    stepwise = current_stepwise()
-    stepwise.require(model=True, data=True)
+    stepwise = current_stepwise(model=True, data=True)
     iterator = checked_iterator(data_iterator, stepwise)
     stepwise.program.forward_step = forward_step_func
     trainer = stepwise.session.trainer
@@ -171,8 +168,7 @@ def evaluate_and_print_results(
     non_loss_data_func: Any = None,
 ) -> None:
     """Prints the loss of --eval-iters steps, and records it if `write_to_tensorboard`."""
-    stepwise = current_stepwise()
-    stepwise.require(model=True, data=True)
+    stepwise = current_stepwise(model=True, data=True)
     iterator = checked_iterator(data_iterator, stepwise)
     stepwise.program.forward_step = forward_step_func
     evaluation = stepwise.session.trainer.evaluation
@@ -196,8 +192,7 @@ def save_checkpoint(
     preprocess_common_state_dict_fn: Any = None,
 ) -> None:
     """Saves a checkpoint of the current step, unless it is saved already. It contains the data position."""
-    stepwise = current_stepwise()
-    stepwise.require(model=True, data=True)
+    stepwise = current_stepwise(model=True, data=True)
     step = stepwise.session.state.step
     if iteration != step:
         raise UserError(
@@ -213,8 +208,7 @@ def save_checkpoint(
 
 def maybe_finalize_async_save(blocking: bool = False) -> None:
     """Commits an asynchronous save if all ranks have written their part; `blocking` waits for them."""
-    stepwise = current_stepwise()
-    stepwise.require(model=True, data=True)
+    stepwise = current_stepwise(model=True, data=True)
     stepwise.session.trainer.checkpoints.settle(blocking)
 
 
