@@ -11,7 +11,7 @@ COMMANDS = sorted((PACKAGE / "cli").glob("*.py"))
 # It is copied beside results, and draws them where this package is not installed.
 STANDS_ALONE = PACKAGE / "bench" / "plot_results.py"
 # Megatron's own interface for further arguments, and a class that its files hold.
-THEIR_PARSER = {PACKAGE / "megatron" / "training" / "arguments.py"}
+THEIR_PARSER = {PACKAGE / "megatron" / "arguments.py"}
 # Words that every command has, and an option of sbatch.
 NO_OPTIONS = {"--help", "--version", "--exclusive"}
 _UNITS = {"KiB", "MiB", "GiB", "TiB"}

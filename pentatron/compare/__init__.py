@@ -1,1 +1,1 @@
-"""Layouts compared: with one process, and steps rewritten for another layout."""
+"""Comparison of a layout with one process, and conversion of checkpoint steps to other layouts."""

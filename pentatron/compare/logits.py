@@ -1,4 +1,4 @@
-"""Whether a Hugging Face folder and a checkpoint are the same model: the logits of both, side by side."""
+"""Compares the logits of a Hugging Face folder and a checkpoint, to verify that they are the same model."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +15,13 @@ from pentatron.parallel.shards import fragments_of, held_parameters
 
 _CPU = torch.device("cpu")
 _SEQUENCES, _TOKENS = 2, 32
-# Both compute in fp32, in another order.
+# Relative tolerance: both models compute in fp32, but in another order.
 _TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The largest difference of two logits, and the largest logit."""
+    """The largest absolute difference of the logits, and the largest absolute logit."""
 
     difference: float
     largest: float
@@ -34,6 +34,7 @@ class Comparison:
 
 
 def require_transformers() -> Any:
+    """Imports transformers; raises a UserError if it is not installed."""
     try:
         import transformers
     except ImportError:
@@ -43,17 +44,20 @@ def require_transformers() -> Any:
     return transformers
 
 
-def compare_logits(found: Found, folder: Path, rounded: torch.dtype | None = None) -> Comparison:
-    """Raises if they are not the same model. `rounded`: the type that one of them was rounded to, and so both must be."""
-    model, _ = architecture_of(found)
+def compare_logits(checkpoint: Found, folder: Path, rounded: torch.dtype | None = None) -> Comparison:
+    """Raises if the models differ.
+
+    `rounded`: the dtype that the weights of one were rounded to, applied to both.
+    """
+    model, _ = architecture_of(checkpoint)
     length = min(_TOKENS, model.max_position_embeddings)
     generator = torch.Generator().manual_seed(1)
     tokens_BS = torch.randint(0, model.vocab_size, (_SEQUENCES, length), generator=generator)
     with torch.no_grad():
-        # One after the other, so that one model at a time is in memory.
-        expected = _theirs(folder, rounded)(tokens_BS).logits
+        # One after the other, so that only one model is in memory.
+        expected = _reference_model(folder, rounded)(tokens_BS).logits
         positions_BS = torch.arange(length).expand(_SEQUENCES, length)
-        logits = _ours(found, rounded)(tokens_BS, positions_BS)[..., : model.vocab_size]
+        logits = _checkpoint_model(checkpoint, rounded)(tokens_BS, positions_BS)[..., : model.vocab_size]
     result = Comparison(float((logits - expected).abs().max()), float(expected.abs().max()))
     if not result.difference <= _TOLERANCE * result.largest:
         raise UserError(
@@ -62,18 +66,18 @@ def compare_logits(found: Found, folder: Path, rounded: torch.dtype | None = Non
     return result
 
 
-def _theirs(folder: Path, rounded: torch.dtype | None) -> Any:
+def _reference_model(folder: Path, rounded: torch.dtype | None) -> Any:
     model = require_transformers().AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     for parameter in model.parameters():
-        # Not the buffers: they are computed, as ours are.
+        # Not the buffers: they are computed, not stored, in both models.
         parameter.data = (parameter.data if rounded is None else parameter.data.to(rounded)).float()
     return model.float().eval()
 
 
-def _ours(found: Found, rounded: torch.dtype | None) -> CausalLM:
-    config, moe = architecture_of(found)
+def _checkpoint_model(checkpoint: Found, rounded: torch.dtype | None) -> CausalLM:
+    config, moe = architecture_of(checkpoint)
     model = build_model(config, seed=0, device=_CPU, moe=moe).eval()
-    with StepReader(found.folder, found.manifest) as step:
+    with StepReader(checkpoint.folder, checkpoint.manifest) as step:
         for held in held_parameters(model):
             for _, fragment in fragments_of(held, held.parameter.data.view(-1)):
                 size = tuple(fragment.values.shape)

@@ -1,6 +1,8 @@
-"""A step in other files: those that a run in another layout would have written.
+"""Rewrites a checkpoint step into the files that a run in another layout would have written.
 
-Any layout loads any step as it is, so nothing needs this to go on; it makes more files of few, for many readers, or few of many.
+Any layout loads any step, so training does not need this. It changes the number of files, for many readers or
+few. The fragments of each rank are computed by one process on the meta device, from the stages, bucket plans
+and shards of training.
 """
 
 import dataclasses
@@ -37,64 +39,59 @@ from pentatron.settings.resolve import gather, resolve
 from pentatron.settings.run import RunConfig, table
 from pentatron.settings.settings import Draft, Facts, Settings
 
-# What each rank of a layout would write into a checkpoint, found by one process without any of the values.
-#
-# The stages are those of training, made on a device that keeps shapes alone; what a rank owns of them follows
-# from the same plans of buckets and the same cuts into shards.
-
-
-_SHAPES_ALONE = torch.device("meta")
+_META = torch.device("meta")
 
 
 def fragments_of_rank(config: RunConfig, rank: int) -> Iterator[Fragment]:
-    """What this rank would save of weights and routers; the values have a shape and nothing else.
+    """Yields the weights and router tensors that this rank would save, with values on the meta device.
 
-    What an optimizer remembers of a weight is cut like it.
+    Optimizer states are sharded like their weights.
     """
     world = _world(config.grid, rank)
     parts = {number: config.stages[number] for number in config.placement.stages_of(world.at.pipeline)}
     axes = axes_of(world, config.parallel)
-    stages = build_stages(config.model, config.moe, parts, axes, None, _SHAPES_ALONE)
+    stages = build_stages(config.model, config.moe, parts, axes, None, _META)
     if config.parallel.zero_stage == 3 and has_copies(stages, world):
-        owned = _shards(stages, world)
+        fragments = _zero3_shards(stages, world)
     else:
-        owned = _shares(stages, world, config)
-    for fragment in owned:
+        fragments = _bucket_shares(stages, world, config)
+    for fragment in fragments:
         yield dataclasses.replace(fragment, tensor=f"{WEIGHTS}{fragment.tensor}")
     yield from RouterLoads(config, world, stages).fragments(owned_only=True)
 
 
 def _world(grid: Grid, rank: int) -> World:
-    """A rank that knows its place in every group, and cannot talk to anybody."""
+    """The world of a rank without process groups: it knows its place in every group but cannot send."""
     groups: dict[Axis, Group] = {}
     for axis in typing.get_args(Axis):
         members = next(group for group in grid.groups(axis) if rank in group)
         if len(members) > 1:
             groups[axis] = Group(members.index(rank), len(members))
-    everyone = Group(rank, grid.world_size)
-    return World(grid, grid.coordinates(rank), everyone, 0, _SHAPES_ALONE, groups)
+    whole_world = Group(rank, grid.world_size)
+    return World(grid, grid.coordinates(rank), whole_world, 0, _META, groups)
 
 
-def _shares(stages: Mapping[int, CausalLM], world: World, config: RunConfig) -> Iterator[Fragment]:
-    """Whatever is divided between the ranks with copies of a bucket, each of them saves its share."""
+def _bucket_shares(stages: Mapping[int, CausalLM], world: World, config: RunConfig) -> Iterator[Fragment]:
+    """Fragments of a rank's share of each bucket, which is split across the ranks with copies of it."""
     plans = plans_of(stages, world, config.parallel.ddp_bucket_size)
     for plan in itertools.chain.from_iterable(plans.values()):
         share = plan.own_share()
-        values = torch.empty(len(share), device=_SHAPES_ALONE)
+        values = torch.empty(len(share), device=_META)
         for piece, fragment in plan.pieces(share, values, share.first):
             if world.is_first_of(piece.replicated_over):
                 yield fragment
 
 
-def _shards(stages: Mapping[int, CausalLM], world: World) -> Iterator[Fragment]:
-    # Torch's sharding brings its compiler along, which other layouts need not wait for.
+def _zero3_shards(stages: Mapping[int, CausalLM], world: World) -> Iterator[Fragment]:
+    """Fragments of a rank's shards in ZeRO 3."""
+    # Imported late, because FSDP imports torch's compiler, which other layouts do not need.
     from pentatron.parallel.zero3 import SHARED_OVER, share_of
 
     for held in itertools.chain.from_iterable(held_parameters(stage) for stage in stages.values()):
         shared, instances = SHARED_OVER[held.declared.copies]
         group = world.group(shared)
         start, size = share_of(tuple(held.parameter.shape), group.rank, group.size)
-        for piece, fragment in fragments_in(held, torch.empty(size, device=_SHAPES_ALONE), start):
+        for piece, fragment in fragments_in(held, torch.empty(size, device=_META), start):
             if world.is_first_of({instances, *piece.replicated_over}):
                 yield fragment
 
@@ -104,10 +101,10 @@ ENTRY = EntryPoint(
     summary="",
     defaults={"dataset_size": 1000, "train_iters": 1, "micro_batch_size": 1},
 )
-# They say how many processes there are.
+# Flags of the number of processes.
 _COUNTS = ("world_size", "nproc_per_node")
-# Of a run, these decide what its ranks hold; all else of it is kept as it was saved.
-_DECIDE = ("model", "moe", "precision", "optim")
+# Sections that determine what the ranks hold. All others are copied as saved.
+_MODEL_SECTIONS = ("model", "moe", "precision", "optim")
 _OF_RANK = re.compile(r".*/rank-(\d+)")
 
 
@@ -120,39 +117,39 @@ class Resharded:
     seconds: float
 
 
-def layout_for(found: Found, words: Sequence[str]) -> RunConfig:
-    """The run of a step in the layout that the flags ask for; sizes that they do not name are 1."""
+def layout_for(source: Found, words: Sequence[str]) -> RunConfig:
+    """Returns the configuration of a step in the layout of the flags; sizes that are not given are 1."""
     draft = gather(words, ENTRY)
-    foreign = [
+    other_flags = [
         table()[name].flag
         for name, item in table().items()
         if draft.given(name) and item.section != "parallel" and name not in _COUNTS
     ]
-    if foreign:
+    if other_flags:
         raise UserError(
-            f"{foreign[0]} says nothing about files; reshard takes the flags of the layout (pentatron checkpoint reshard --help)"
+            f"{other_flags[0]} does not change the files; reshard takes the flags of the layout (pentatron checkpoint reshard --help)"
         )
-    saved = saved_settings(found)
-    made_with = Settings.defaults(**saved)
-    if made_with.spec:
-        # Code is not taken from files.
+    saved = saved_settings(source)
+    settings = Settings.defaults(**saved)
+    if settings.spec:
+        # A checkpoint must not name code to run.
         raise UserError(
-            f"{found.folder} has layers of its own (--spec {' '.join(made_with.spec)}), which only the run itself can cut; it is loaded as "
-            f"it is, in any layout"
+            f"{source.folder} has layers of its own (--spec {' '.join(settings.spec)}), which only the run itself can shard; it can be loaded "
+            f"in any layout without resharding"
         )
     for name, item in table().items():
-        # Padding follows from the layout; a step has none.
-        if item.section in _DECIDE and name in saved and name != "padded_vocab_size":
-            draft.assign(f"{found.folder}", **{name: saved[name]})
-    length = made_with.seq_length if "seq_length" in saved else made_with.max_position_embeddings
-    draft.assign(f"{found.folder}", seq_length=length)
+        # Padding depends on the layout and is not stored in a step.
+        if item.section in _MODEL_SECTIONS and name in saved and name != "padded_vocab_size":
+            draft.assign(f"{source.folder}", **{name: saved[name]})
+    length = settings.seq_length if "seq_length" in saved else settings.max_position_embeddings
+    draft.assign(f"{source.folder}", seq_length=length)
     stages = max(1, draft.pipeline_model_parallel_size)
     draft.assign(f"default of {ENTRY.name}", gradient_accumulation_steps=4 * stages)
     return resolve(draft, _facts(draft)).config
 
 
 def _facts(draft: Draft) -> Facts:
-    """As many processes as were said, or as the sizes make."""
+    """The world size that is given, or the product of the sizes."""
     world = draft.world_size or draft.nproc_per_node
     if world is None:
         world = draft.data_parallel_size or 1
@@ -161,19 +158,19 @@ def _facts(draft: Draft) -> Facts:
     return Facts(max(1, world), max(1, world))
 
 
-def reshard(found: Found, out: Path, config: RunConfig, display: Display) -> Resharded:
-    """Writes `out`, a folder with this one step, and compares it with the source before it gets its name."""
-    manifest = found.manifest
+def reshard(source: Found, out: Path, config: RunConfig, display: Display) -> Resharded:
+    """Writes the step into the new folder `out`, and compares it with the source before the final rename."""
+    manifest = source.manifest
     outlines = outlines_of(manifest)
     total = sum(outline.bytes for outline in outlines.values())
     settings = {**manifest.config, "parallel": config.nested()["parallel"]}
     progress = Progress(display, "writing", total)
-    with new_folder(out, total) as made, StepReader(found.folder, manifest) as reader:
-        store = CheckpointStore(made, keep=None)
-        contents = _contents(found, config)
+    with new_folder(out, total) as folder, StepReader(source.folder, manifest) as reader:
+        store = CheckpointStore(folder, keep=None)
+        contents = _contents(source, config)
         step = save_rectangles(store, manifest, progress.counting(reader.read), contents, settings)
-        copy_files(small_files(found.folder.parent / FOLDER_NAME), made / FOLDER_NAME)
-        _require_equal(Side(str(found.folder), outlines, reader.read), step, display)
+        copy_files(small_files(source.folder.parent / FOLDER_NAME), folder / FOLDER_NAME)
+        _require_equal(Side(str(source.folder), outlines, reader.read), step, display)
         files = len(list(step.glob("*.safetensors")))
         name = step.name
     return Resharded(out / name, files, len(outlines), total, progress.seconds)
@@ -183,41 +180,41 @@ def outlines_of(manifest: Manifest) -> dict[str, Outline]:
     return {name: Outline(DTYPES[record.dtype], record.shape) for name, record in manifest.tensors.items()}
 
 
-def _contents(found: Found, config: RunConfig) -> Iterator[tuple[str, list[Rectangle]]]:
-    """What lies in which file, rank after rank; a rank that would write nothing has none."""
-    manifest = found.manifest
+def _contents(source: Found, config: RunConfig) -> Iterator[tuple[str, list[Rectangle]]]:
+    """Yields the contents of each file, rank after rank. A rank without contents has no file."""
+    manifest = source.manifest
     kinds = sorted({name.partition("/")[0] for name in manifest.tensors})
     placed: set[str] = set()
     world = config.grid.world_size
     for rank in range(world):
-        here: list[Rectangle] = []
+        rectangles: list[Rectangle] = []
         for fragment in fragments_of_rank(config, rank):
             start, size = tuple(fragment.start), tuple(fragment.values.shape)
-            for name in _cut_alike(fragment.tensor, kinds, manifest):
+            for name in _sharded_alike(fragment.tensor, kinds, manifest):
                 if manifest.tensors[name].shape != tuple(fragment.shape):
                     raise UserError(
-                        f"{found.folder} holds {name} as {list(manifest.tensors[name].shape)}, and its settings say "
+                        f"{source.folder} holds {name} as {list(manifest.tensors[name].shape)}, and its settings say "
                         f"{list(fragment.shape)}; is it a model of a program of your own? Such a step is loaded as it is, in any layout"
                     )
-                here.append((name, start, size))
+                rectangles.append((name, start, size))
                 placed.add(name)
-        here += [
+        rectangles += [
             (name, (0,) * len(record.shape), record.shape)
             for name, record in manifest.tensors.items()
             if _writer(name, world) == rank
         ]
-        if here:
-            yield f"rank-{rank:05d}.safetensors", here
-    lost = [n for n in manifest.tensors if n not in placed and _writer(n, world) is None]
-    if lost:
+        if rectangles:
+            yield f"rank-{rank:05d}.safetensors", rectangles
+    missing = [n for n in manifest.tensors if n not in placed and _writer(n, world) is None]
+    if missing:
         raise UserError(
-            f"{found.folder} holds {lost[0]}, which the model of its settings does not have; is it a model of a program of your own? "
+            f"{source.folder} holds {missing[0]}, which the model of its settings does not have; is it a model of a program of your own? "
             f"Such a step is loaded as it is, in any layout"
         )
 
 
-def _cut_alike(tensor: str, kinds: Sequence[str], manifest: Manifest) -> list[str]:
-    """The tensors of a step that are cut as this one: with a weight, what the optimizer remembers of it."""
+def _sharded_alike(tensor: str, kinds: Sequence[str], manifest: Manifest) -> list[str]:
+    """Returns the tensors of a step that are sharded like this one: a weight and its optimizer states."""
     if tensor.startswith(ROUTERS):
         return [tensor] if tensor in manifest.tensors else []
     if not tensor.startswith(WEIGHTS):
@@ -227,7 +224,7 @@ def _cut_alike(tensor: str, kinds: Sequence[str], manifest: Manifest) -> list[st
 
 
 def _writer(name: str, world: int) -> int | None:
-    """The rank that would write what is not cut, such as the state of its random generator; None: the layout decides."""
+    """The rank that writes an unsharded tensor, such as a random generator's state; None if it is sharded."""
     match = _OF_RANK.fullmatch(name)
     if match is None:
         return None
@@ -235,14 +232,15 @@ def _writer(name: str, world: int) -> int | None:
 
 
 def _require_equal(source: Side, step: Path, display: Display) -> None:
-    made = read_step(step, verify=False)
+    """Reads the new step and raises unless every tensor equals the source."""
+    written = read_step(step, verify=False)
     total = sum(outline.bytes for outline in source.outlines.values())
     progress = Progress(display, "comparing", 2 * total)
-    with StepReader(made.folder, made.manifest) as reader:
-        other = Side(str(step), outlines_of(made.manifest), reader.read)
+    with StepReader(written.folder, written.manifest) as reader:
+        other = Side(str(step), outlines_of(written.manifest), reader.read)
         for name in source.outlines:
-            found = compare_tensor(name, source, other, progress.add)
-            if not found.is_equal:
+            result = compare_tensor(name, source, other, progress.add)
+            if not result.is_equal:
                 raise UserError(
-                    f"what was written is not what {source.name} holds ({found.sentence()}); check the disk and try again"
+                    f"what was written is not what {source.name} holds ({result.sentence()}); check the disk and try again"
                 )

@@ -1,4 +1,7 @@
-"""A few training steps under settings that reveal mistakes, and everything they computed."""
+"""Runs a few training steps with settings that reveal mistakes, and compares the results of two runs.
+
+Each rank records a `Trajectory`; `gaps` compares those of a layout with that of one process.
+"""
 
 import itertools
 import math
@@ -24,38 +27,38 @@ from pentatron.train.model import ParallelModel, build_parallel_model, model_dty
 from pentatron.train.step import train_step, validation_loss
 from pentatron.train.step_hooks import digest
 
-# How two runs of the same model are compared, number by number and tensor by tensor: what one rank saw, and
-# the verdict.
-
-
 STEPS = 5
 NUMBERS = 1e-5
 GRADIENTS = {1: 1e-5, STEPS: 1e-4}
 WEIGHTS = 1e-4
-# A tensor whose gradient is far below the others' is judged by this share of the whole gradient.
+# A tensor with a small gradient is judged relative to this share of the norm of the whole gradient.
 SMALL = 1e-3
 
-# What a fragment becomes on its way to the process that compares: name, logical shape, start, values.
+# A fragment for the process that compares: name, logical shape, start, values.
 Sent = tuple[str, tuple[int, ...], tuple[int, ...], Tensor]
 
 
 @dataclass
 class Trajectory:
-    """What one rank saw of the run: the same numbers everywhere, and its own fragments of tensors."""
+    """The results of one rank: numbers that are equal on all ranks, and its own fragments of tensors."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    # "gradients 1", "gradients 5" or of whatever step is the last, "weights": fragments that cover each logical tensor once over the world.
+    # By kind: "gradients N" of the first and the last step, and "weights". Each kind covers every logical
+    # tensor once over all ranks.
     fragments: dict[str, list[Sent]] = field(default_factory=dict)
     validation: float = 0.0
-    # Of every weight rectangle this rank holds, owned or not: where it is, and a digest of its bytes.
+    # Digest of the bytes of every region of weights this rank holds, by name, start and shape.
     held: dict[tuple[str, tuple[int, ...], tuple[int, ...]], str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Gap:
-    """One comparison: how far apart, in units of what is allowed; of a tensor, also its name and what of it."""
+    """One comparison.
+
+    `ratio` is the difference divided by the tolerance; `tensor` and `kind` are set if a tensor was compared.
+    """
 
     what: str
     ratio: float
@@ -68,7 +71,7 @@ class Gap:
 
 
 def assemble(fragments: Iterable[Sent]) -> dict[str, Tensor]:
-    """The logical tensors, from every rank's fragments; each element must be there exactly once."""
+    """Assembles the logical tensors from the fragments of all ranks; each element must occur exactly once."""
     whole: dict[str, Tensor] = {}
     covered: dict[str, Tensor] = {}
     for name, shape, start, values in fragments:
@@ -82,68 +85,71 @@ def assemble(fragments: Iterable[Sent]) -> dict[str, Tensor]:
 
 
 def gathered(ranks: Sequence[Trajectory], kind: str) -> dict[str, Tensor]:
+    """Assembles the tensors of one kind from all ranks."""
     return assemble(fragment for rank in ranks for fragment in rank.fragments[kind])
 
 
-def gaps(found: Sequence[Trajectory], reference: Trajectory) -> list[Gap]:
-    """Every comparison of a run on several ranks with the run on one."""
-    judged = []
-    for rank, seen in enumerate(found):
-        if seen.tokens != reference.tokens:
-            judged.append(Gap(f"tokens on rank {rank}", math.inf))
-        judged += _numbers(f"loss on rank {rank}", seen.losses, reference.losses)
-        judged += _numbers(f"gradient norm on rank {rank}", seen.norms, reference.norms)
-        judged += _numbers(f"validation on rank {rank}", [seen.validation], [reference.validation])
+def gaps(ranks: Sequence[Trajectory], reference: Trajectory) -> list[Gap]:
+    """Compares a run on several ranks with the run on one."""
+    result: list[Gap] = []
+    for rank, trajectory in enumerate(ranks):
+        if trajectory.tokens != reference.tokens:
+            result.append(Gap(f"tokens on rank {rank}", math.inf))
+        result += _numbers(f"loss on rank {rank}", trajectory.losses, reference.losses)
+        result += _numbers(f"gradient norm on rank {rank}", trajectory.norms, reference.norms)
+        result += _numbers(f"validation on rank {rank}", [trajectory.validation], [reference.validation])
     last = len(reference.losses)
     for step, tolerance in ((1, GRADIENTS[1]), (last, GRADIENTS[STEPS])):
         kind = f"gradients {step}"
-        judged += _tensors(kind, gathered(found, kind), gathered([reference], kind), tolerance)
-    weights, expected = gathered(found, "weights"), gathered([reference], "weights")
+        result += _tensors(kind, gathered(ranks, kind), gathered([reference], kind), tolerance)
+    weights, expected = gathered(ranks, "weights"), gathered([reference], "weights")
     if weights.keys() != expected.keys():
-        judged.append(Gap("the set of tensors", math.inf))
-    judged += [
+        result.append(Gap("the set of tensors", math.inf))
+    result += [
         Gap(name, float((weights[name] - values).abs().max()) / WEIGHTS, _bare(name), "weights")
         for name, values in expected.items()
         if name in weights
     ]
-    return judged
+    return result
 
 
-def _numbers(what: str, found: Sequence[float], expected: Sequence[float]) -> list[Gap]:
+def _numbers(what: str, values: Sequence[float], expected: Sequence[float]) -> list[Gap]:
     return [
         Gap(f"{what}, step {step}", abs(f - e) / (NUMBERS * abs(e)))
-        for step, (f, e) in enumerate(zip(found, expected, strict=True), 1)
+        for step, (f, e) in enumerate(zip(values, expected, strict=True), 1)
     ]
 
 
-def _tensors(kind: str, found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> list[Gap]:
-    everything = math.sqrt(sum(float(g.square().sum()) for g in expected.values()))
+def _tensors(
+    kind: str, tensors: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float
+) -> list[Gap]:
+    total_norm = math.sqrt(sum(float(g.square().sum()) for g in expected.values()))
     return [
         Gap(
             f"{kind} of {_bare(name)}",
-            float((found[name] - g).norm()) / (tolerance * max(float(g.norm()), SMALL * everything)),
+            float((tensors[name] - g).norm()) / (tolerance * max(float(g.norm()), SMALL * total_norm)),
             _bare(name),
             kind,
         )
-        if name in found
+        if name in tensors
         else Gap(f"{kind}: {_bare(name)} is missing", math.inf, _bare(name), kind)
         for name, g in expected.items()
     ]
 
 
 def disagreements(ranks: Sequence[Trajectory]) -> list[str]:
-    """Rectangles of weights that several ranks hold, with different bits."""
-    seen: dict[tuple[str, tuple[int, ...], tuple[int, ...]], str] = {}
+    """Lists regions of weights that differ between the ranks that hold them."""
+    digests: dict[tuple[str, tuple[int, ...], tuple[int, ...]], str] = {}
     return [
-        f"{place[0]} on rank {number}"
+        f"{region[0]} on rank {number}"
         for number, rank in enumerate(ranks)
-        for place, digest in rank.held.items()
-        if seen.setdefault(place, digest) != digest
+        for region, digest in rank.held.items()
+        if digests.setdefault(region, digest) != digest
     ]
 
 
 def _bare(name: str) -> str:
-    """The parameter's own name: fragments carry what they are in front of it."""
+    """The name of the parameter without the kind of fragment in front of it."""
     return name.partition("/")[2] or name
 
 
@@ -160,9 +166,10 @@ def failures(judged: Sequence[Gap]) -> list[str]:
 
 
 class UnevenMasks:
-    """Samples whose number of valid tokens differs widely, so that a mean of means is not the mean.
+    """Samples with very different numbers of valid tokens, so that a mean of means is not the mean.
 
-    With `boundaries`, most have several documents: of one token and more, and ending in other places in every sample.
+    With `boundaries`, most samples have several documents, of one token and more, that end at different
+    positions.
     """
 
     def __init__(
@@ -181,14 +188,14 @@ class UnevenMasks:
         sample["loss_mask"] = mask
         if self.boundaries is None:
             return sample
-        places = np.arange(len(mask))
-        ends = (places * places + 3 * index) % 7 == 1
+        positions = np.arange(len(mask))
+        ends = (positions * positions + 3 * index) % 7 == 1
         sample["tokens"] = np.where(ends, self.boundaries.eod, sample["tokens"])
         return self.boundaries.mark(sample)
 
 
 def run_trial(config: RunConfig, world: World) -> Trajectory:
-    """Trains a new model, on this rank of the layout."""
+    """Trains a new model on this rank of the layout."""
     model = build_parallel_model(config, world)
     reveal(model)
     optimizer = build_optimizer(
@@ -198,7 +205,7 @@ def run_trial(config: RunConfig, world: World) -> Trajectory:
 
 
 def reveal(model: ParallelModel) -> None:
-    """Norm weights of 1 + N(0, 0.1) and biases of N(0, 0.1): exact ones and zeros hide mistakes about them."""
+    """Adds N(0, 0.1) noise to norm weights and biases, because exact ones and zeros hide mistakes."""
     for stage in model.stages.values():
         for held in held_parameters(stage):
             if held.decays:
@@ -213,33 +220,33 @@ def reveal(model: ParallelModel) -> None:
 def follow(
     config: RunConfig, world: World, model: ParallelModel, optimizer: AnyOptimizer, first_step: int = 0
 ) -> Trajectory:
-    """Trains as many steps as the run is long, from `first_step` on."""
-    found = Trajectory()
+    """Trains for the length of the run, from `first_step` on, and records the results."""
+    trajectory = Trajectory()
     batch, steps = config.train.global_batch_size, config.train.train_iters
     assert batch is not None and steps is not None
     rate, scaler = learning_rate(config), LossScaler(config.precision)
     batches = micro_batches(config, world, first_step * batch)
     for step in range(first_step, first_step + steps):
         if step in (0, steps - 1):
-            keep_gradients(optimizer, found, f"gradients {step + 1}")
+            keep_gradients(optimizer, trajectory, f"gradients {step + 1}")
         chunk = list(itertools.islice(batches, config.accumulation))
         scale = scaler.scale
         result = train_step(model, optimizer, chunk, rate(step * batch), step, scale)
         scaler.settle(result.updated)
-        for _, _, _, gradients in found.fragments.get(f"gradients {step + 1}", ()):
+        for _, _, _, gradients in trajectory.fragments.get(f"gradients {step + 1}", ()):
             gradients.div_(scale)
-        found.losses.append(result.loss)
-        found.norms.append(result.gradient_norm)
-        found.tokens.append(result.tokens)
-    found.fragments["weights"] = [
+        trajectory.losses.append(result.loss)
+        trajectory.norms.append(result.gradient_norm)
+        trajectory.tokens.append(result.tokens)
+    trajectory.fragments["weights"] = [
         s for s in sent(optimizer.fragments(owned_only=True)) if s[0].startswith("weights/")
     ]
-    found.held = {
+    trajectory.held = {
         (f.tensor, f.start, tuple(f.values.shape)): digest(f.values) for f in optimizer.model_weights()
     }
     valid = itertools.islice(micro_batches(config, world, 0), config.accumulation)
-    found.validation = validation_loss(model, valid, config.accumulation)
-    return found
+    trajectory.validation = validation_loss(model, valid, config.accumulation)
+    return trajectory
 
 
 def micro_batches(config: RunConfig, world: World, consumed: int) -> Iterator[Any]:
@@ -252,12 +259,12 @@ def micro_batches(config: RunConfig, world: World, consumed: int) -> Iterator[An
     return (batch.to(world.device) for batch in loader)
 
 
-def keep_gradients(optimizer: AnyOptimizer, found: Trajectory, name: str) -> None:
-    """Copies the gradients of the next step when they are complete and not yet clipped: as their norm is taken."""
+def keep_gradients(optimizer: AnyOptimizer, trajectory: Trajectory, name: str) -> None:
+    """Records the gradients of the next step when their norm is computed: reduced, not yet clipped."""
     take_norm = optimizer.squared_norm
 
     def also_keep() -> Tensor:
-        found.fragments[name] = sent(optimizer.gradients(owned_only=True))
+        trajectory.fragments[name] = sent(optimizer.gradients(owned_only=True))
         del optimizer.squared_norm
         return take_norm()
 
@@ -265,4 +272,5 @@ def keep_gradients(optimizer: AnyOptimizer, found: Trajectory, name: str) -> Non
 
 
 def sent(fragments: Iterator[Fragment]) -> list[Sent]:
+    """Copies fragments to the CPU."""
     return [(f.tensor, f.shape, f.start, f.values.detach().cpu().clone()) for f in fragments]

@@ -1,4 +1,4 @@
-"""A layout against one process, on a small model of the same structure: what `pentatron verify` runs and says."""
+"""`pentatron verify`: compares a layout with one process, on a small model of the same structure."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ from pentatron.settings.settings import Facts, Settings
 
 _CHANNELS, _HIDDEN, _INNER, _VOCABULARY, _SEQUENCE = 8, 32, 48, 61, 16
 _INNER_OF_EXPERT, _INNER_OF_SHARED_EXPERT = 24, 16
-# Initial values and an optimizer that reveal mistakes; default ones hide wrong gradients.
+# Initial values and optimizer settings that reveal mistakes; the defaults hide wrong gradients.
 _REVEALING: dict[str, Any] = {
     "init_method_std": 0.1,
     "lr": 3e-3,
@@ -36,8 +36,8 @@ _REVEALING: dict[str, Any] = {
     "weight_decay": 0.1,
     "ddp_bucket_size": 3000,
 }
-# What no comparison can hold still: bf16, fp16 and fp8 round by layout, attention dropout draws by rank, kernels are the GPU's
-# and a compiler's.
+# Settings that differ between layouts by design: bf16, fp16 and fp8 round differently, attention dropout
+# draws per rank, and kernels and compilation depend on the device.
 _LEFT_OUT: dict[str, Any] = {
     "bf16": False,
     "fp16": False,
@@ -48,20 +48,20 @@ _LEFT_OUT: dict[str, Any] = {
     "compile": "off",
     "cuda_graphs": "off",
 }
-_DIVISION = (
+_STAGE_DIVISION = (
     "pipeline_model_parallel_layout",
     "num_layers_per_virtual_pipeline_stage",
     "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers",
 )
-_OTHER_WORDS_FOR_BATCHES = ("gradient_accumulation_steps", "num_microbatches", "rank_batch_size")
-# Every step of a comparison has the full size, and schedules are counted in steps.
+_BATCH_SIZE_ALIASES = ("gradient_accumulation_steps", "num_microbatches", "rank_batch_size")
+# Every step of a comparison has the full batch size, and schedules count steps.
 _IN_SAMPLES = (
     *("train_samples", "lr_decay_samples", "lr_wsd_decay_samples"),
     *("lr_warmup_samples", "lr_warmup_fraction"),
 )
 _CHANGING_SIZES: dict[str, Any] = {"rampup_batch_size": (), "step_batch_size_schedule": ()}
-_ALONE = (
+_DEFAULT_IF_ALONE = (
     "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size data_parallel_size "
     "sequence_parallel pipeline_schedule virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage "
     "microbatch_group_size_per_virtual_pipeline_stage decoder_first_pipeline_num_layers "
@@ -73,43 +73,42 @@ _ALONE = (
 
 
 def small_twin(config: RunConfig, replicas: int | None = None) -> RunConfig:
-    """The same layout and structure with small sizes; with `replicas`, another number of data-parallel ranks."""
+    """Returns the layout and structure of a run in small sizes; `replicas` are its data-parallel ranks."""
     values = {**config.flat(), **_REVEALING, **_LEFT_OUT, **_CHANGING_SIZES}
-    values |= dict.fromkeys((*_OTHER_WORDS_FOR_BATCHES, *_IN_SAMPLES))
+    values |= dict.fromkeys((*_BATCH_SIZE_ALIASES, *_IN_SAMPLES))
     tensor, context = config.grid.tensor, config.grid.context
-    length = math.lcm(2 * context, context * tensor)
-    multiple = 16 * tensor
+    copies, micro = replicas or config.grid.data, min(config.train.micro_batch_size, 2)
+    length = _rounded_up(_SEQUENCE, math.lcm(2 * context, context * tensor))
     vocabulary = max(_VOCABULARY, 8 * tensor - 3)
     values |= {
         "num_layers": _layers(config),
         "hidden_size": _HIDDEN,
         "kv_channels": _CHANNELS,
-        "ffn_hidden_size": _up(_INNER, tensor),
-        "seq_length": _up(_SEQUENCE, length),
-        "max_position_embeddings": _up(_SEQUENCE, length),
+        "ffn_hidden_size": _rounded_up(_INNER, tensor),
+        "seq_length": length,
+        "max_position_embeddings": length,
         "vocab_size": vocabulary,
         "make_vocab_size_divisible_by": 16,
-        "padded_vocab_size": _up(vocabulary, multiple),
-        "data_parallel_size": replicas or config.grid.data,
+        "padded_vocab_size": _rounded_up(vocabulary, 16 * tensor),
+        "data_parallel_size": copies,
         **_experts(config),
-        **_long_range(config, _up(_SEQUENCE, length)),
+        **_long_range(config, length),
     }
-    copies, micro = replicas or config.grid.data, min(config.train.micro_batch_size, 2)
     twin = Settings(values).changed(
-        # Fewer replicas may not come out even in as many groups.
+        # The number of replicas may not be divisible by the configured number of instances.
         num_distributed_optimizer_instances=math.gcd(config.grid.instances, copies * context),
         micro_batch_size=micro,
     )
     for count in (min(config.accumulation, max(4, 2 * config.grid.pipeline)), config.accumulation):
         twin = twin.changed(global_batch_size=micro * copies * count)
-        found = _problems(twin)
-        if not found:
+        problems = _problems(twin)
+        if not problems:
             return RunConfig.of(twin)
-    raise ConfigError(found)
+    raise ConfigError(problems)
 
 
 def fewest_replicas(config: RunConfig) -> int:
-    """Two data-parallel ranks, or as many as it takes to hold the experts."""
+    """Two data-parallel ranks, or as many as the expert axes need."""
     grid = config.grid
     needed = (grid.expert * grid.expert_tensor, grid.context * grid.tensor)
     fitting = (n for n in range(2, grid.data) if n * needed[1] % needed[0] == 0)
@@ -117,7 +116,7 @@ def fewest_replicas(config: RunConfig) -> int:
 
 
 def _experts(config: RunConfig) -> dict[str, Any]:
-    """Two on every rank, or as many as a token or its groups need; narrow ones."""
+    """Sizes of the experts: two per rank, or as many as top-k and groups need."""
     moe, grid = config.moe, config.grid
     if moe.num_experts is None:
         return {}
@@ -125,27 +124,24 @@ def _experts(config: RunConfig) -> dict[str, Any]:
     least = max(2 * grid.expert, moe.moe_router_topk + 1, groups * math.ceil(moe.moe_router_topk / used))
     shared = moe.moe_shared_expert_intermediate_size
     return {
-        "num_experts": min(moe.num_experts, _up(least, math.lcm(grid.expert, groups))),
-        "moe_ffn_hidden_size": _up(_INNER_OF_EXPERT, grid.expert_tensor),
-        "moe_shared_expert_intermediate_size": shared and _up(_INNER_OF_SHARED_EXPERT, grid.tensor),
+        "num_experts": min(moe.num_experts, _rounded_up(least, math.lcm(grid.expert, groups))),
+        "moe_ffn_hidden_size": _rounded_up(_INNER_OF_EXPERT, grid.expert_tensor),
+        "moe_shared_expert_intermediate_size": shared and _rounded_up(_INNER_OF_SHARED_EXPERT, grid.tensor),
     }
 
 
 def _long_range(config: RunConfig, length: int) -> dict[str, Any]:
-    """Windows that end, and positions stretched, within short sequences too."""
+    """Scales attention windows and RoPE scaling to the short sequences."""
     model = config.model
     window = (length // 3, 0) if model.window_size and model.window_size[0] >= 0 else model.window_size
     first = model.rope_scaling_original_max_position_embeddings
-    return {
-        "window_size": window,
-        "rope_scaling_original_max_position_embeddings": first and length // 2,
-    }
+    return {"window_size": window, "rope_scaling_original_max_position_embeddings": first and length // 2}
 
 
 def _layers(config: RunConfig) -> int:
-    """Two for each stage, or one more than recompute takes together; uneven stages stay uneven.
+    """Two layers per stage, or one more than a recompute chunk; an uneven division stays uneven.
 
-    A division, or a list of the layers with experts or windows, is written for as many layers as there are.
+    All layers if a division, or a list of layers with experts or windows, is written for their number.
     """
     layers, stages = config.model.num_layers, config.placement.stages
     lists = (
@@ -153,13 +149,13 @@ def _layers(config: RunConfig) -> int:
         config.model.window_attn_skip_freq if config.model.window_size else None,
     )
     listed = any(written is not None and not written.strip().isdigit() for written in lists)
-    if listed or any(getattr(config.settings, name) is not None for name in _DIVISION):
+    if listed or any(getattr(config.settings, name) is not None for name in _STAGE_DIVISION):
         return layers
     each = max(2, (config.memory.recompute_num_layers or 0) + 1)
     return min(layers, each * stages + (layers % stages > 0))
 
 
-def _up(number: int, multiple: int) -> int:
+def _rounded_up(number: int, multiple: int) -> int:
     return math.ceil(number / multiple) * multiple
 
 
@@ -172,8 +168,11 @@ def _problems(s: Settings) -> list[str]:
 
 
 def alone(config: RunConfig) -> RunConfig:
-    """The same model on one process, which keeps everything and takes the whole batch at once, if that is the same."""
-    defaults = {name: table()[name].default for name in _ALONE}
+    """Returns the configuration of the same model on one process, without recompute and sharding.
+
+    The whole batch is one micro-batch, unless balancing or capacity depends on micro-batches.
+    """
+    defaults = {name: table()[name].default for name in _DEFAULT_IF_ALONE}
     by_micro_batch = config.moe.num_experts is not None and (
         "aux_loss" in loss_weights(config.moe) or config.moe.moe_expert_capacity_factor is not None
     )
@@ -184,6 +183,7 @@ def alone(config: RunConfig) -> RunConfig:
 
 
 def in_words(config: RunConfig) -> str:
+    """Describes the configuration of a comparison."""
     m, t, grid = config.model, config.train, config.grid
     return (
         f"{m.num_layers} layers × {m.hidden_size}, {m.num_attention_heads} heads of {m.kv_channels} in "
@@ -215,22 +215,22 @@ def _expert_ranks_in_words(config: RunConfig) -> str:
 
 
 def left_out(config: RunConfig) -> list[str]:
-    """What of the settings is not compared, and why."""
-    found, decisions = [], decide(config, DeviceFacts())
+    """Lists the settings that are not compared, with the reason."""
+    notes, decisions = [], decide(config, DeviceFacts())
     if config.precision.bf16 or config.precision.fp16:
         name = "bf16" if config.precision.bf16 else "fp16"
-        found.append(f"{name} is left out: its rounding depends on the layout")
+        notes.append(f"{name} is left out: its rounding depends on the layout")
     if decisions.fp8.format is not None:
-        found.append("fp8 is left out: what it rounds depends on the layout")
+        notes.append("fp8 is left out: what it rounds depends on the layout")
     if config.model.attention_dropout > 0:
-        found.append("attention dropout is left out: what it drops depends on the layout")
+        notes.append("attention dropout is left out: what it drops depends on the layout")
     if decisions.compilation.required:
-        found.append("the compiler is left out: where it rounds depends on the layout")
+        notes.append("the compiler is left out: where it rounds depends on the layout")
     if config.launch.device == "cuda":
-        found.append("--device cuda has no effect: the comparison runs on a CPU")
+        notes.append("--device cuda has no effect: the comparison runs on a CPU")
     if decisions.graphs.required:
-        found.append("CUDA graphs are left out: the comparison runs on a CPU")
-    return found
+        notes.append("CUDA graphs are left out: the comparison runs on a CPU")
+    return notes
 
 
 # --- between processes ---
@@ -241,8 +241,8 @@ def write_settings(config: RunConfig, folder: Path) -> None:
 
 
 def read_settings(folder: Path) -> RunConfig:
-    found: dict[str, Any] = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
-    return RunConfig.of(Settings({n: tuple(v) if table()[n].is_list else v for n, v in found.items()}))
+    settings: dict[str, Any] = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
+    return RunConfig.of(Settings({n: tuple(v) if table()[n].is_list else v for n, v in settings.items()}))
 
 
 def run_reference(config: RunConfig) -> Trajectory:
@@ -250,9 +250,9 @@ def run_reference(config: RunConfig) -> Trajectory:
 
 
 def run_rank(config: RunConfig, world: World, folder: Path) -> None:
-    """One rank of the layout; what it saw goes into the folder."""
-    seen = dataclasses.asdict(run_trial(config, world))
-    torch.save(seen, folder / f"rank-{world.everyone.rank}.pt")
+    """Runs one rank of the layout and writes its trajectory into the folder."""
+    trajectory = dataclasses.asdict(run_trial(config, world))
+    torch.save(trajectory, folder / f"rank-{world.everyone.rank}.pt")
 
 
 def read_ranks(folder: Path, count: int) -> list[Trajectory]:
@@ -264,6 +264,8 @@ def read_ranks(folder: Path, count: int) -> list[Trajectory]:
 
 @dataclass(frozen=True)
 class Verdict:
+    """The result of a comparison."""
+
     judged: Sequence[Gap]
 
     @property
@@ -272,9 +274,9 @@ class Verdict:
 
     @property
     def first(self) -> Gap | None:
-        """The first to differ as the run goes: the loss of the first step, its gradients, the rest.
+        """The first difference in the order of a run: the loss of the first step, its gradients, the rest.
 
-        Gradients are judged in the order of the buckets, which is about that of backward.
+        Gradients are in bucket order, which is approximately that of backward.
         """
         failing = [gap for gap in self.judged if gap.fails]
         forward = [gap for gap in failing if gap.what.startswith("loss") and gap.what.endswith("step 1")]
@@ -282,22 +284,22 @@ class Verdict:
         return next(iter([*forward, *backward, *failing]), None)
 
     def numbers(self) -> list[tuple[str, float]]:
-        """Loss, gradient norm and validation, each with its largest gap over ranks and steps."""
-        found: dict[str, float] = {}
+        """The largest gap of loss, gradient norm and validation loss over ranks and steps."""
+        largest: dict[str, float] = {}
         for gap in self.judged:
             if not gap.tensor:
                 name = gap.what.partition(" on rank")[0]
-                found[name] = max(found.get(name, 0.0), size(gap))
-        return list(found.items())
+                largest[name] = max(largest.get(name, 0.0), size(gap))
+        return list(largest.items())
 
     def tensors(self) -> list[tuple[str, dict[str, float]]]:
-        """Every parameter with the gaps of its gradients and weights, the worst first."""
-        found: dict[str, dict[str, float]] = {}
+        """The gaps of every parameter's gradients and weights, largest first."""
+        by_tensor: dict[str, dict[str, float]] = {}
         for gap in self.judged:
             if gap.tensor:
-                found.setdefault(gap.tensor, {})[gap.kind] = size(gap)
-        return sorted(found.items(), key=lambda item: -max(item[1].values()))
+                by_tensor.setdefault(gap.tensor, {})[gap.kind] = size(gap)
+        return sorted(by_tensor.items(), key=lambda item: -max(item[1].values()))
 
 
-def judge(found: Sequence[Trajectory], reference: Trajectory) -> Verdict:
-    return Verdict(gaps(found, reference))
+def judge(ranks: Sequence[Trajectory], reference: Trajectory) -> Verdict:
+    return Verdict(gaps(ranks, reference))

@@ -1,1 +1,1 @@
-"""Continuing texts, and the models it is done with."""
+"""Text generation, and the models it can load."""

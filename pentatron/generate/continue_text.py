@@ -1,4 +1,4 @@
-"""Texts from a model: of a run under way, or from what a command names."""
+"""Text generation with the model of a run, a checkpoint or a Hugging Face folder."""
 
 import dataclasses
 import math
@@ -25,7 +25,7 @@ REPLACEMENT = "\ufffd"
 
 @dataclass(frozen=True)
 class Ranks:
-    """Over how many ranks the model is spread."""
+    """Number of ranks that share the model, per axis."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -37,7 +37,7 @@ class Ranks:
 
 
 def settings_of(source: ModelSource, ranks: Ranks) -> RunConfig:
-    """The model in a layout for generation, or why it cannot be spread so."""
+    """Returns the configuration of the model in this layout; raises if it cannot be split so."""
     model: dict[str, Any] = {}
     for section in (source.model, source.moe):
         model |= {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
@@ -60,29 +60,32 @@ def settings_of(source: ModelSource, ranks: Ranks) -> RunConfig:
         "seq_length": source.model.max_position_embeddings,
         "train_iters": 1,
         "mock_data": True,
-        # One token has no sequence to cut, and nothing is trained: every rank routes all tokens of the batch, every expert
-        # takes all it gets.
+        # A single token cannot be split over ranks, and without training every rank routes all tokens of the
+        # batch without a capacity.
         "sequence_parallel": False,
         "moe_expert_capacity_factor": None,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }
-    # Rules for training: sequences are cut where tensor ranks have experts, and then must come out even.
-    cut = {"sequence_parallel": True, "seq_length": ranks.tensor} if experts and ranks.tensor > 1 else {}
+    # The rules for training require sequence parallelism with experts on several tensor ranks, and a
+    # divisible length.
+    sequence_parallel = (
+        {"sequence_parallel": True, "seq_length": ranks.tensor} if experts and ranks.tensor > 1 else {}
+    )
     settings = Settings.defaults(**values)
     settings.facts = Facts(ranks.world_size, ranks.world_size)
-    found = problems_of(settings.changed(**cut))
-    if found:
-        raise ConfigError(found)
+    problems = problems_of(settings.changed(**sequence_parallel))
+    if problems:
+        raise ConfigError(problems)
     return RunConfig.of(settings)
 
 
 def load_stages(
     source: ModelSource, config: RunConfig, world: World, dtype: torch.dtype
 ) -> dict[int, CausalLM]:
-    """This rank's part of the model, with its weights."""
+    """Builds this rank's stages and loads their weights."""
     parts = {n: config.stages[n] for n in config.placement.stages_of(world.at.pipeline)}
-    # Memory that is never touched: each parameter is replaced as it is loaded.
+    # Uninitialized memory: each parameter is replaced when it is loaded.
     stages = build_stages(
         config.model, config.moe, parts, axes_of(world, config.parallel), None, torch.device("cpu")
     )
@@ -93,14 +96,14 @@ def load_stages(
 
 
 def speaking(stages: Mapping[int, CausalLM], config: RunConfig, world: World) -> GenerationModel:
-    """Every rank of the world must call this."""
+    """Returns the model for `generate`. Every rank of the world must call it."""
     model = config.model
     return generation_model(stages, world, model.hidden_size, model.vocab_size, model.max_position_embeddings)
 
 
 @dataclass
 class Text:
-    """One prompt and what was made of it so far."""
+    """A prompt and its continuation so far."""
 
     prompt: Sequence[int]
     tokens: list[int] = dataclasses.field(default_factory=list)
@@ -114,7 +117,9 @@ class Text:
         self.end = made.end
 
     def decoded(self, tokenizer: Tokenizer) -> str:
-        """What follows the prompt. A token may look different at the beginning of a text, so it is read in its place."""
+        """Decodes the continuation after the prompt, because a token may decode differently at the start of a
+        text.
+        """
         before, whole = tokenizer.decode(self.prompt), tokenizer.decode([*self.prompt, *self.tokens])
         return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(self.tokens)
 
@@ -127,7 +132,7 @@ def texts_of(
     stop: frozenset[int],
     at_once: int,
 ) -> Iterator[tuple[int, Text]]:
-    """Continues the prompts, `at_once` of them together; after every token, which text it belongs to and that text."""
+    """Continues the prompts in batches of `at_once`; yields the index and the text after every token."""
     texts = [Text(prompt) for prompt in prompts]
     for first in range(0, len(prompts), at_once):
         group = prompts[first : first + at_once]
@@ -137,7 +142,7 @@ def texts_of(
 
 
 class Shown:
-    """Of a text that grows, what was not shown yet."""
+    """Yields the new part of a growing text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -145,7 +150,7 @@ class Shown:
 
     def more(self, text: Text) -> str:
         decoded = text.decoded(self.tokenizer)
-        # A character may need several tokens; until it is whole it decodes to a replacement mark.
+        # A character may span several tokens; until it is complete it decodes to a replacement character.
         if decoded.endswith(REPLACEMENT) and text.end is None:
             return ""
         fresh, self.length = decoded[self.length :], len(decoded)
@@ -161,21 +166,23 @@ def open_continuation(
     seed: int = 0,
     trusted: tuple[str, ...] = (),
 ) -> Iterator[str]:
-    """Loads the newest checkpoint on this process alone, or says why it cannot; the text then comes as it is made."""
-    found, _ = find_weights(str(folder), verify=True)
-    source = open_source(found, trusted)
+    """Loads the newest checkpoint of a run on this process and returns an iterator over the continuation of
+    the prompt.
+
+    Raises before the first token if the run cannot be loaded.
+    """
+    weights, _ = find_weights(str(folder), verify=True)
+    source = open_source(weights, trusted)
     tokenizer = source.tokenizer()
     if tokenizer is None:
-        raise UserError(
-            f"the run in {folder} was trained without a tokenizer, so there is no text to continue"
-        )
+        raise UserError(f"the run in {folder} was trained without a tokenizer, so it cannot continue text")
     config, world = settings_of(source, Ranks()), single_process()
     model = speaking(load_stages(source, config, world, torch.float32), config, world)
     sampling = Sampling(temperature, top_k, seed=seed)
-    return _pieces(model, tokenizer, tokenizer.encode(prompt) or [tokenizer.eod], max_tokens, sampling)
+    return _new_text(model, tokenizer, tokenizer.encode(prompt) or [tokenizer.eod], max_tokens, sampling)
 
 
-def _pieces(
+def _new_text(
     model: GenerationModel, tokenizer: Tokenizer, prompt: Sequence[int], max_tokens: int, sampling: Sampling
 ) -> Iterator[str]:
     shown = Shown(tokenizer)

@@ -1,7 +1,9 @@
-"""Continuing texts, token by token, with a model that may be spread over tensor and pipeline ranks.
+"""Text generation token by token, with a model that may be split over tensor and pipeline ranks.
 
-Every rank runs the same loop. Stages run one after the other for each token; where the logits are, one rank chooses and
-tells all others.
+Every rank runs the same loop. For each token the stages run one after the other; one rank with the logits
+samples and broadcasts the token to all ranks. Sampling is done on the CPU in fp64, so that a seed gives the
+same text on every device and in every layout if their logits agree. Greedy decoding runs where the logits
+are, and copies only the token to the host.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -22,16 +24,10 @@ from pentatron.parallel.executor import Executor
 from pentatron.parallel.messages import open_messages
 from pentatron.parallel.world import World
 
-# Which token comes next: from the logits of a model to one choice.
-#
-# Draws happen on the CPU and in fp64, so that a seed gives the same text on every device and in every layout,
-# as far as their logits agree. The likeliest token needs no lot: it is found where the logits are, and the
-# host is told that alone.
-
 
 @dataclass(frozen=True)
 class Sampling:
-    """Temperature 0 always takes the likeliest token. `top_k` 0 and `top_p` 1 leave out nothing."""
+    """Sampling parameters. Temperature 0 is greedy decoding; `top_k` 0 and `top_p` 1 exclude nothing."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -43,13 +39,16 @@ class Sampling:
         return self.temperature == 0
 
     def generator(self, number: int) -> torch.Generator:
-        """Of the `number`-th prompt. Each has its own, so that a prompt's text does not depend on those beside it."""
+        """Generator of the `number`-th prompt.
+
+        Each prompt has its own, so its text does not depend on the rest of the batch.
+        """
         return torch.Generator().manual_seed(self.seed + number)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A token, and the logarithm of the probability the model itself gave it: at temperature 1, nothing left out."""
+    """A token, and its log probability under the model at temperature 1 without top-k and top-p."""
 
     token: int
     logprob: float
@@ -58,34 +57,34 @@ class Choice:
 def choices(
     logits_BV: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]
 ) -> list[Choice | None]:
-    """One for each row, by the row's own generator; none where the logits are not all finite numbers.
+    """Chooses a token for each row, with the row's generator; None if the row contains NaN or inf.
 
-    To draw, logits must be in host memory.
+    Sampling needs logits in host memory.
     """
-    # What is no number is the least and the greatest of its row.
+    # NaN propagates to both the maximum and the minimum.
     greatest_B = logits_BV.amax(1)
     finite_B = greatest_B.isfinite() & logits_BV.amin(1).isfinite()
     if sampling.greedy:
         return _likeliest(logits_BV, greatest_B, finite_B)
     return [
-        _drawn(row, sampling, each) if fine else None
+        _sampled(row, sampling, each) if fine else None
         for row, each, fine in zip(logits_BV, generators, finite_B.tolist())
     ]
 
 
 def _likeliest(logits_BV: Tensor, greatest_B: Tensor, finite_B: Tensor) -> list[Choice | None]:
-    """All rows at once, in the precision of the logits: a whole vocabulary in fp64 takes longer than a small model's forward."""
-    # Of the likeliest, the logarithm is that of the others' sum alone.
+    """Greedy choice for all rows in the precision of the logits; fp64 would be slower than a small model."""
+    # The log probability of the largest logit needs only the sum of exponentials.
     sums_B = (logits_BV - greatest_B[:, None]).exp_().sum(1).double()
-    # One copy to the host; fp64 holds any id exactly.
-    found = torch.stack((logits_BV.argmax(1).double(), -sums_B.log(), finite_B.double())).tolist()
-    return [Choice(int(token), logprob) if fine else None for token, logprob, fine in zip(*found)]
+    # One copy to the host; fp64 represents any token id exactly.
+    columns = torch.stack((logits_BV.argmax(1).double(), -sums_B.log(), finite_B.double())).tolist()
+    return [Choice(int(token), logprob) if fine else None for token, logprob, fine in zip(*columns)]
 
 
-def _drawn(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> Choice:
+def _sampled(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> Choice:
     logits_V = logits_V.double()
-    # Tokens stay in the order of their ids: where two are equally likely but for rounding, sorting would let the
-    # rounding decide which of them the same random number means.
+    # Not sorted by probability: for tokens with nearly equal probability, rounding would decide which one a
+    # random number selects.
     reached_V = probabilities(logits_V, sampling).cumsum(0)
     drawn = torch.rand(1, dtype=torch.float64, generator=generator) * reached_V[-1]
     token = int(torch.searchsorted(reached_V, drawn, right=True))
@@ -93,32 +92,32 @@ def _drawn(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> 
 
 
 def probabilities(logits_V: Tensor, sampling: Sampling) -> Tensor:
-    """Of every token, by temperature, then the `top_k` likeliest, then the fewest that reach `top_p` together."""
-    # The likeliest at 0, so that no temperature is too small to divide by.
+    """Probability of every token after temperature, top-k and top-p."""
+    # Shifts the largest logit to 0, so that small temperatures do not overflow.
     scaled_V = (logits_V.double() - logits_V.max()) / sampling.temperature
     if 0 < sampling.top_k < len(scaled_V):
         least = scaled_V.topk(sampling.top_k).values[-1]
         scaled_V = scaled_V.masked_fill(scaled_V < least, -torch.inf)
-    found_V = scaled_V.softmax(0)
+    probabilities_V = scaled_V.softmax(0)
     if sampling.top_p < 1:
-        sorted_V, order_V = found_V.sort(descending=True, stable=True)
-        # A token stays if those before it do not reach the share yet; so the first one always does.
+        sorted_V, order_V = probabilities_V.sort(descending=True, stable=True)
+        # A token stays if the more likely ones do not reach `top_p` yet, so the first one always does.
         enough_V = sorted_V.cumsum(0) - sorted_V >= sampling.top_p
         enough_V[0] = False
-        found_V[order_V[enough_V]] = 0
-        found_V /= found_V.sum()
-    return found_V
+        probabilities_V[order_V[enough_V]] = 0
+        probabilities_V /= probabilities_V.sum()
+    return probabilities_V
 
 
-# Why a text ends: at a stop token, at as many tokens as were asked for, or where the model has no more positions.
+# Why a text ends: a stop token, the requested number of tokens, or the model's maximum number of positions.
 End = Literal["stop", "length", "positions"]
-# Prompts are read in parts of so many tokens, which bounds the memory that reading takes.
+# Prompts are read in chunks of so many tokens, which bounds the memory of the prefill.
 READ_AT_ONCE = 1024
 
 
 @dataclass(frozen=True)
 class GenerationModel:
-    """A model that can continue texts: this rank's stages, and how a forward runs through those of all ranks."""
+    """A model that can generate: this rank's stages, and the schedule of a forward through all ranks."""
 
     stages: Mapping[int, CausalLM]
     world: World
@@ -130,14 +129,17 @@ class GenerationModel:
 
     @property
     def chooser(self) -> int:
-        """The rank that chooses: the first of those that have logits."""
+        """The rank that samples: the first one of the last stage."""
         return self.world.everyone.size // self.world.grid.pipeline * (self.world.grid.pipeline - 1)
 
 
 def generation_model(
     stages: Mapping[int, CausalLM], world: World, hidden_size: int, vocab_size: int, positions: int
 ) -> GenerationModel:
-    """One stage on each pipeline rank. Every rank of the world must call this: it may make process groups."""
+    """Builds the model with one stage per pipeline rank.
+
+    Every rank must call it: it may create process groups.
+    """
     weight = next(next(iter(stages.values())).parameters())
     schedule = forward_schedule(looped_placement(world.grid.pipeline, 1), 1)
     messages = open_messages(world, schedule.placement)
@@ -147,7 +149,7 @@ def generation_model(
 
 @dataclass(frozen=True)
 class Made:
-    """One more token of the `number`-th text, or its end, or both. A stop token is not part of the text."""
+    """A new token of the `number`-th text, or its end, or both. A stop token is not part of the text."""
 
     number: int
     choice: Choice | None
@@ -163,31 +165,35 @@ def generate(
     stop: Collection[int] = (),
     first_number: int = 0,
 ) -> Iterator[Made]:
-    """Continues all prompts together; each text is what it would be alone. The first prompt has number `first_number`."""
+    """Continues all prompts as a batch; each text is the same as if generated alone.
+
+    `first_number` is the number of the first prompt.
+    """
     require_room(prompts, model.vocab_size, model.positions)
-    most = [min(max_new_tokens, model.positions - len(prompt)) for prompt in prompts]
+    limits = [min(max_new_tokens, model.positions - len(prompt)) for prompt in prompts]
     generators = [sampling.generator(first_number + row) for row in range(len(prompts))]
     texts = [list(prompt) for prompt in prompts]
-    read = _reader(model, capacity=max(map(sum, zip(map(len, prompts), most))))
-    going = list(range(len(prompts)))
-    while going:
-        for row, choice in _choices(model, read(texts), going, sampling, generators):
+    read = _reader(model, capacity=max(map(sum, zip(map(len, prompts), limits))))
+    active = list(range(len(prompts)))
+    while active:
+        for row, choice in _choices(model, read(texts), active, sampling, generators):
             if choice.token in stop:
                 yield Made(first_number + row, None, "stop")
-                going = [other for other in going if other != row]
+                active = [other for other in active if other != row]
                 continue
             texts[row].append(choice.token)
             end: End | None = None
-            if len(texts[row]) == len(prompts[row]) + most[row]:
-                end = "length" if most[row] == max_new_tokens else "positions"
-                going = [other for other in going if other != row]
+            if len(texts[row]) == len(prompts[row]) + limits[row]:
+                end = "length" if limits[row] == max_new_tokens else "positions"
+                active = [other for other in active if other != row]
             yield Made(first_number + row, choice, end)
 
 
 def _reader(model: GenerationModel, capacity: int) -> Callable[[Sequence[Sequence[int]]], Tensor | None]:
-    """What reads texts and gives this rank's logits of their next tokens; texts that grew are not read again.
+    """Returns a function that reads texts and returns this rank's logits of the next tokens, with a KV cache
+    if possible.
 
-    Layers that attend in a way of their own may not be able to remember; then every text is read anew each time.
+    Layers with their own attention may not support the cache; then the whole texts are read for every token.
     """
     layers = [layer for stage in model.stages.values() for layer in stage.layers.values()]
     if not all(gather_objects(all(map(can_keep, layers)), model.world.everyone)):
@@ -197,7 +203,7 @@ def _reader(model: GenerationModel, capacity: int) -> Callable[[Sequence[Sequenc
     def read(texts: Sequence[Sequence[int]]) -> Tensor | None:
         if cache.now.length == 0:
             return _read(model, texts, READ_AT_ONCE, cache)
-        # One that has ended stays where it is.
+        # Texts that have ended repeat their last token.
         cache.begin(Pass(tuple(len(text) - 1 for text in texts), 1))
         last = torch.tensor([[text[-1]] for text in texts])
         return _forward(model, cache.now, last, [0] * len(texts), cache)
@@ -206,7 +212,7 @@ def _reader(model: GenerationModel, capacity: int) -> Callable[[Sequence[Sequenc
 
 
 def require_room(prompts: Sequence[Sequence[int]], vocab_size: int, positions: int) -> None:
-    """A prompt must have a token, all of them known to the model, and leave room for one more."""
+    """Raises unless every prompt has tokens, all in the vocabulary, and leaves room for one more."""
     for number, prompt in enumerate(prompts):
         name = f"prompt {number + 1}" if len(prompts) > 1 else "the prompt"
         if not prompt:
@@ -225,28 +231,28 @@ def require_room(prompts: Sequence[Sequence[int]], vocab_size: int, positions: i
 def _read(
     model: GenerationModel, texts: Sequence[Sequence[int]], at_once: int, cache: KVCache | None
 ) -> Tensor | None:
-    """This rank's logits of the token after each text, read from the beginning; shorter ones are filled up at the end."""
+    """Returns this rank's logits of the token after each text, read in chunks; shorter texts are padded."""
     longest = max(map(len, texts))
     tokens = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])
-    found: Tensor | None = None
+    result: Tensor | None = None
     for start in range(0, longest, at_once):
-        part = tokens[:, start : start + at_once]
-        now = Pass((start,) * len(texts), part.shape[1])
+        chunk = tokens[:, start : start + at_once]
+        now = Pass((start,) * len(texts), chunk.shape[1])
         if cache is not None:
             cache.begin(now)
-        places = [len(text) - 1 - start for text in texts]
-        inside = [place if 0 <= place < part.shape[1] else 0 for place in places]
-        logits = _forward(model, now, part, inside, cache)
+        last = [len(text) - 1 - start for text in texts]
+        wanted = [index if 0 <= index < chunk.shape[1] else 0 for index in last]
+        logits = _forward(model, now, chunk, wanted, cache)
         if logits is not None:
-            ends_here = torch.tensor([p == i for p, i in zip(places, inside)], device=logits.device)
-            found = logits if found is None else torch.where(ends_here[:, None], logits, found)
-    return found
+            ends_here = torch.tensor([p == i for p, i in zip(last, wanted)], device=logits.device)
+            result = logits if result is None else torch.where(ends_here[:, None], logits, result)
+    return result
 
 
 def _forward(
     model: GenerationModel, now: Pass, tokens_BS: Tensor, wanted: Sequence[int], cache: KVCache | None
 ) -> Tensor | None:
-    """One pass of all stages. Where the head is, this rank's part of the logits of each sequence's wanted token."""
+    """Runs one forward through all stages; the last stage returns logits of each sequence's wanted token."""
     device = model.world.device
     program = _OnePass(
         model, tokens_BS.to(device), now.positions(device), torch.tensor(wanted, device=device), cache
@@ -256,7 +262,7 @@ def _forward(
 
 
 class _OnePass:
-    """What the executor runs."""
+    """The program of one forward for the pipeline executor."""
 
     def __init__(
         self,
@@ -273,14 +279,14 @@ class _OnePass:
     def forward(self, stage: int, micro_batch: int, received: Tensor | None) -> Tensor:
         module = self.model.stages[stage]
         with module.cache_in_use.using(self.cache):
-            made: Tensor = module(
+            output: Tensor = module(
                 self.tokens_BS, self.positions_BS, received_BSD=received, wanted_B=self.wanted_B
             )
         if stage < self.model.schedule.placement.stages - 1:
-            return made
-        self.logits_BV = made[:, 0]
-        # The executor adds up losses; there are none.
-        return made.new_zeros(())
+            return output
+        self.logits_BV = output[:, 0]
+        # The executor sums losses; there is none.
+        return output.new_zeros(())
 
     def message_shape(self, stage: int, micro_batch: int) -> tuple[int, ...]:
         return *self.tokens_BS.shape, self.model.hidden_size
@@ -293,30 +299,31 @@ def _choices(
     sampling: Sampling,
     generators: Sequence[torch.Generator],
 ) -> list[tuple[int, Choice]]:
-    """What one rank chose for these rows, on every rank."""
+    """Chooses tokens for these rows on one rank and broadcasts them to all."""
     world = model.world
-    # Token and logprob, in host memory: fp64 holds any id exactly.
-    told = torch.full((len(rows), 2), -1.0, dtype=torch.float64)
+    # Token and log probability in host memory; fp64 represents any token id exactly.
+    chosen = torch.full((len(rows), 2), -1.0, dtype=torch.float64)
     if logits_BV is not None:
         of_all_BV = _whole_vocabulary(logits_BV, model)
         if world.everyone.rank == model.chooser:
-            # A vocabulary takes longer to copy than its greatest to find; lots are drawn on the host.
+            # Greedy decoding runs on the device, because copying the logits takes longer; sampling runs on
+            # the host.
             of_all_BV = of_all_BV if sampling.greedy else of_all_BV.cpu()
             wanted_BV = of_all_BV if len(rows) == len(of_all_BV) else of_all_BV[list(rows)]
-            made = choices(wanted_BV, sampling, [generators[row] for row in rows])
-            for place, choice in enumerate(made):
+            by_row = choices(wanted_BV, sampling, [generators[row] for row in rows])
+            for index, choice in enumerate(by_row):
                 if choice is not None:
-                    told[place, 0], told[place, 1] = choice.token, choice.logprob
-    broadcast_(told, world.everyone, model.chooser)
-    if told[:, 0].min() < 0:
+                    chosen[index, 0], chosen[index, 1] = choice.token, choice.logprob
+    broadcast_(chosen, world.everyone, model.chooser)
+    if chosen[:, 0].min() < 0:
         raise AgreedError(
-            "the model's logits are not finite numbers, so there is no next token; check the weights, or try --dtype float32"
+            "the model's logits are NaN or inf, so there is no next token; check the weights, or try --dtype float32"
         )
-    return [(row, Choice(int(token), logprob)) for row, (token, logprob) in zip(rows, told.tolist())]
+    return [(row, Choice(int(token), logprob)) for row, (token, logprob) in zip(rows, chosen.tolist())]
 
 
 def _whole_vocabulary(logits_BV: Tensor, model: GenerationModel) -> Tensor:
-    """From every tensor rank's part, without the padding."""
+    """Gathers the logits of all tensor ranks and drops the padding."""
     group = model.world.tensor
     if group.size == 1:
         return logits_BV[:, : model.vocab_size].float()

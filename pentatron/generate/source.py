@@ -1,4 +1,4 @@
-"""Where a model to generate with comes from: a run, its checkpoints, one step of them, or a Hugging Face folder."""
+"""Finds and opens models to load: a run, its checkpoints, one step, or a Hugging Face folder."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -40,18 +40,16 @@ from pentatron.settings.settings import Settings
 from pentatron.settings.training import DataConfig
 from pentatron.text import parse_json
 
-# What a run can start from: its own checkpoints, those of another run, or a Hugging Face folder.
-
 
 @sendable
 @dataclass(frozen=True)
 class Source:
-    """A folder with steps of ours, of which one may be named, or with a model as Hugging Face or Megatron-LM stores it."""
+    """A folder with checkpoint steps, one of them possibly named, or a Hugging Face or Megatron-LM model."""
 
     folder: Path
     is_huggingface: bool
     step: Path | None = None
-    # A checkpoint of Megatron-LM's.
+    # The folder of a step of Megatron-LM.
     megatron: Path | None = None
 
     @property
@@ -60,49 +58,54 @@ class Source:
 
     @property
     def small_files(self) -> Path:
-        """Where configuration and tokenizer files of Hugging Face lie, if there are any."""
+        """Folder of the Hugging Face configuration and tokenizer files, if there are any."""
         return self.folder if self.is_huggingface else self.folder / FOLDER_NAME
 
     def architecture(self, is_own: bool = False) -> Mapping[str, Any]:
-        """Our settings of its model, by name. `is_own`: these are the steps of the run that asks, which it may leave behind."""
+        """Returns the settings of the model by name.
+
+        `is_own`: the steps belong to the run itself, which may start from scratch.
+        """
         if self.is_huggingface:
             with open_folder(self.folder) as folder:
                 return settings_in(folder)
-        found, _ = self.newest_step(verify=False, set_aside=False, is_own=is_own)
-        assert found is not None, "a source has steps"
-        return saved_settings(found)
+        step, _ = self.newest_step(verify=False, set_aside=False, is_own=is_own)
+        assert step is not None, "a source has steps"
+        return saved_settings(step)
 
     def newest_step(
         self, verify: bool, set_aside: bool, check: Check = verify_files, is_own: bool = False
     ) -> tuple[Found | None, list[str]]:
-        """The newest valid step, or the one that is named, and a sentence about each one that is not valid. `check` compares sums.
+        """Returns the newest valid step, or the named one, and a sentence about each invalid step.
 
-        None only if there was never any.
+        `check` compares checksums. None is returned only if there never was a step.
         """
         if self.megatron is not None:
             return read_megatron(self.megatron)
         if self.step is not None:
             return read_step(self.step, verify, check), []
         store = CheckpointStore(self.folder, keep=None)
-        found, complaints = store.newest_valid(verify, set_aside, check)
-        if found is None and (complaints or store.damaged()):
+        step, complaints = store.newest_valid(verify, set_aside, check)
+        if step is None and (complaints or store.damaged()):
             reason = complaints[0] if complaints else f"{store.damaged()[0]} and others were set aside"
-            # A run's own steps are the ones that may be set aside; what it was told to load, it cannot begin anew.
+            # A run may start over without its own damaged steps, but not without a model that it was told to
+            # load.
             instead = (
-                "train anew with --fresh"
+                "start over with --fresh"
                 if set_aside or is_own
                 else "name another folder, or one step of a run"
             )
             raise UserError(
                 f"no checkpoint in {self.folder} is usable ({reason}); put a good one back, or {instead}"
             )
-        return found, complaints
+        return step, complaints
 
 
 def find_source(path: Path, megatron: bool = False) -> Source | None:
-    """What lies in a folder: a step, several, a run that has them, or a model of others; None: nothing of that kind.
+    """Returns the source in a folder: a step, a folder of steps, a run, or a Hugging Face model; None if
+    there is none.
 
-    `megatron`: checkpoints of Megatron-LM count too, as they may be read.
+    `megatron`: also accepts checkpoints of Megatron-LM.
     """
     if is_step(path):
         return Source(path.resolve().parent, is_huggingface=False, step=path)
@@ -110,15 +113,15 @@ def find_source(path: Path, megatron: bool = False) -> Source | None:
         return Source(steps, is_huggingface=False)
     if (path / CONFIG).is_file():
         return Source(path, is_huggingface=True)
-    found = megatron_step(path) if megatron else None
-    return None if found is None else Source(path, is_huggingface=False, megatron=found[0])
+    step = megatron_step(path) if megatron else None
+    return None if step is None else Source(path, is_huggingface=False, megatron=step[0])
 
 
 def named_source(name: str, megatron: bool = False) -> Source:
-    """What `--load` names, or why it cannot be started from."""
-    found = find_source(Path(name), megatron)
-    if found is not None:
-        return found
+    """Returns the source that `--load` names; raises if there is none."""
+    source = find_source(Path(name), megatron)
+    if source is not None:
+        return source
     if not Path(name).exists():
         raise UserError(
             f"--load {name} does not exist; check the path, or leave it out to start from scratch"
@@ -130,14 +133,15 @@ def named_source(name: str, megatron: bool = False) -> Source:
 
 
 T = TypeVar("T", TransformerConfig, MoEConfig, DataConfig)
-_SAYS_WHERE = (("checkpoint", "save"), ("run", "run_dir"))
+_FOLDER_SETTINGS = (("checkpoint", "save"), ("run", "run_dir"))
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that can be loaded, in whatever parts. `fill` overwrites the weights of stages that exist.
+    """A model that can be loaded in any layout. `fill` loads the weights of stages.
 
-    `follows_file`: prompts begin with what the tokenizer's own file puts there (`<s>`, say), as in the Hugging Face model.
+    `follows_file`: prompts begin with the tokens that the tokenizer's file adds (such as `<s>`), as in the
+    Hugging Face model.
     """
 
     folder: Path
@@ -150,13 +154,13 @@ class ModelSource:
 
 
 def find_weights(name: str, verify: bool) -> tuple[Path, list[str]]:
-    """The step or the Hugging Face folder that `name` means, and a sentence about each newer step that is damaged."""
+    """Returns the step or Hugging Face folder of `name`, and a sentence about each newer damaged step."""
     path = resolve_folder(name) if is_hub_id(name) else Path(name)
-    found = find_source(path)
-    if found is not None and found.is_huggingface:
+    source = find_source(path)
+    if source is not None and source.is_huggingface:
         return path, []
-    if found is not None:
-        step, complaints = found.newest_step(verify, set_aside=False)
+    if source is not None:
+        step, complaints = source.newest_step(verify, set_aside=False)
         assert step is not None, "a source has steps"
         return step.folder, complaints
     if not path.is_dir():
@@ -169,7 +173,7 @@ def find_weights(name: str, verify: bool) -> tuple[Path, list[str]]:
 
 
 def open_source(folder: Path, trusted: tuple[str, ...] = ()) -> ModelSource:
-    """What `find_weights` found. `trusted` is the `--spec` whose code may run."""
+    """Opens the result of `find_weights`. `trusted` is the `--spec` whose code may run."""
     source = _open_step(folder, trusted) if is_step(folder) else _open_hugging_face(folder)
     if trusted and not source.model.spec:
         raise UserError(f"{folder} was made without layers of its own; leave --spec {' '.join(trusted)} out")
@@ -204,11 +208,11 @@ def _section(kind: type[T], settings: Mapping[str, Any]) -> T:
 
 
 def _open_step(folder: Path, trusted: tuple[str, ...]) -> ModelSource:
-    found = read_step(folder, verify=False)
-    manifest, config = found.manifest, found.manifest.config
-    model, moe = architecture_of(found)
+    step = read_step(folder, verify=False)
+    manifest, config = step.manifest, step.manifest.config
+    model, moe = architecture_of(step)
     if model.spec not in ((), trusted):
-        # Weights and settings are data; whoever wrote them must not choose what runs here.
+        # Loading a checkpoint must not run code that the checkpoint names.
         raise UserError(
             f"{folder} has layers of its own, which are code; if you trust them, add --spec {' '.join(model.spec)}"
         )
@@ -218,7 +222,7 @@ def _open_step(folder: Path, trusted: tuple[str, ...]) -> ModelSource:
         for stage in stages:
             for held in held_parameters(stage):
                 _fill_from_step(folder, manifest, held, dtype, device)
-            # What is imported has weights alone; its routers begin as new ones do.
+            # Imported steps have weights only; their routers start with the initial state.
             kept = (f for f in kept_by_routers(loads_of(stage)) if f.tensor in manifest.tensors)
             load_fragments(folder, manifest, kept)
             stage.to(device)
@@ -237,59 +241,59 @@ def _open_step(folder: Path, trusted: tuple[str, ...]) -> ModelSource:
 def _fill_from_step(
     folder: Path, manifest: Manifest, held: Held, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """One parameter at a time, so that no more than that is here in the type it is stored as."""
+    """Loads one parameter at a time, so that at most one is in memory in its stored dtype."""
     name = f"{WEIGHTS}{held.tensor}"
     stored = DTYPES[manifest.tensors[name].dtype] if name in manifest.tensors else torch.float32
-    # Zeros, for padding that no checkpoint has.
+    # Zeros, because checkpoints do not contain padding.
     values = torch.zeros(held.parameter.shape, dtype=stored)
     wanted = [replace(f, tensor=name) for _, f in fragments_of(held, values.view(-1))]
     load_fragments(folder, manifest, wanted)
     held.parameter.data = values.to(device, dtype)
 
 
-def _tuples(section: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in section.items()}
-
-
 def tokenizer_place(folder: Path, config: Mapping[str, Any]) -> Path | None:
-    """Where the tokenizer lies that a step was trained with; None where nothing is there, or no file was needed."""
-    named = Settings.of_sections(config).tokenizer_model
-    places = [*_kept_tokenizers(folder, config), *([Path(named)] if named else [])]
-    return next((place for place in places if place.exists()), None)
+    """Returns the tokenizer file of a step; None if it is missing or no file was needed."""
+    configured = Settings.of_sections(config).tokenizer_model
+    paths = [*_kept_tokenizers(folder, config), *([Path(configured)] if configured else [])]
+    return next((path for path in paths if path.exists()), None)
 
 
 def _tokenizer_of_step(folder: Path, config: Mapping[str, Any]) -> Tokenizer | None:
     for path in _kept_tokenizers(folder, config):
         if path.exists():
             return FileTokenizer(path)
-    data = _section(DataConfig, _tuples(config.get("data", {})))
+    section = config.get("data", {})
+    # JSON has lists where settings have tuples.
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in section.items()}
+    data = _section(DataConfig, values)
     return configured_tokenizer(data, Settings.of_sections(config).vocab_size)
 
 
 def _kept_tokenizers(folder: Path, config: Mapping[str, Any]) -> list[Path]:
-    """Where a run keeps a tokenizer that it was given with a model, or has made."""
+    """Paths where a run stores a tokenizer that it imported or trained."""
     checkpoints = folder.parent
     candidates = [checkpoints / FOLDER_NAME / "tokenizer.json"]
     if checkpoints == checkpoints_of(checkpoints.parent):
         candidates.append(checkpoints.parent / "data" / "tokenizer.json")
-    # Elsewhere than in the run's folder, if the run says that it saves here; folders may have moved, or be imports.
-    saved_to, run = (config.get(section, {}).get(name) for section, name in _SAYS_WHERE)
+    # Checkpoints outside the run folder, if the run's settings still point here; folders may have been moved
+    # or imported.
+    saved_to, run = (config.get(section, {}).get(name) for section, name in _FOLDER_SETTINGS)
     if saved_to and run and Path(saved_to).resolve() == checkpoints.resolve():
         candidates.append(Path(run) / "data" / "tokenizer.json")
     return candidates
 
 
 def _stop_tokens(folder: Path) -> frozenset[int]:
-    """What generation_config.json, or else config.json, says ends a text: one token or several."""
+    """End-of-text tokens of generation_config.json or config.json."""
     for name in ("generation_config.json", "config.json"):
         path = folder / name
         if not path.exists():
             continue
         try:
-            found = parse_json(path.read_text(encoding="utf-8")).get("eos_token_id")
+            end = parse_json(path.read_text(encoding="utf-8")).get("eos_token_id")
         except (ValueError, AttributeError) as error:
             raise UserError(f"{path} is not a JSON object ({error}); repair or remove it") from None
-        tokens = found if isinstance(found, list) else [found]
-        if found is not None and all(type(token) is int for token in tokens):
+        tokens = end if isinstance(end, list) else [end]
+        if end is not None and all(type(token) is int for token in tokens):
             return frozenset(tokens)
     return frozenset()

@@ -1,4 +1,4 @@
-"""`python -m pentatron.megatron SCRIPT …`: runs a program written for Megatron-LM as it is."""
+"""`python -m pentatron.megatron SCRIPT ...` runs a program written for Megatron-LM unchanged."""
 
 import runpy
 import sys
@@ -20,12 +20,12 @@ def main() -> None:
         complain(f"there is no script {script}; {_USAGE}")
         sys.exit(2)
     as_megatron()
-    # Not before: it brings torch along.
+    # Imported late: it imports torch, which --help does not need.
     from pentatron.megatron.state import started_as
 
     started_as(("-m", "pentatron.megatron", script))
     sys.argv = sys.argv[1:]
-    # As for `python SCRIPT`: what lies beside the script can be imported, and not what lies in the current folder.
+    # As `python SCRIPT` does: the script's folder is importable, the current folder is not.
     sys.path.insert(0, str(Path(script).resolve().parent))
     runpy.run_path(script, run_name="__main__")
 

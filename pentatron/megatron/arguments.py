@@ -1,6 +1,10 @@
-"""`get_args()`: every setting of the run as an attribute of one object, with the names Megatron has besides."""
+"""The object that `get_args()` returns, and arguments that a program adds or gives defaults for."""
 
-from collections.abc import Mapping
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,14 +14,28 @@ from pentatron.checkpoint.state import TrainState
 from pentatron.data.datasets import wanted_samples
 from pentatron.errors import UserError
 from pentatron.parallel.world import World
+from pentatron.settings.command_line import FlagTable
+from pentatron.settings.entry import PRETRAIN_GPT, EntryPoint
 from pentatron.settings.resolve import Resolved
-from pentatron.settings.run import RunConfig
+from pentatron.settings.run import RunConfig, table
+
+ExtraArguments = Callable[[argparse.ArgumentParser], Any]
+
+_WITHOUT_EFFECT = {
+    "process_non_loss_data_func": "evaluation collects losses only",
+    "non_loss_data_func": "evaluation collects losses only",
+    "get_embedding_ranks": "the layout decides which ranks hold the embedding",
+    "get_position_embedding_ranks": "the layout decides which ranks hold the embedding",
+}
 
 
 class Arguments(SimpleNamespace):
-    """Settings are those the run was checked with; other attributes may be added. `iteration` and its kin follow the run."""
+    """Every setting of the run as an attribute. Settings cannot be changed; other attributes can be added.
 
-    # Not among the attributes, which programs list.
+    `iteration`, `curr_iteration` and `consumed_train_samples` follow the training state.
+    """
+
+    # Slots, because programs list the attributes with `vars()`.
     __slots__ = ("_frozen", "_state")
     _frozen: frozenset[str]
     _state: TrainState
@@ -28,6 +46,7 @@ class Arguments(SimpleNamespace):
         object.__setattr__(self, "_state", TrainState())
 
     def follow(self, state: TrainState) -> None:
+        """Reads the training progress from `state` from now on."""
         object.__setattr__(self, "_state", state)
 
     def __getattr__(self, name: str) -> Any:
@@ -47,12 +66,14 @@ class Arguments(SimpleNamespace):
 
 
 def arguments_of(resolved: Resolved, world: World, extra: Mapping[str, Any]) -> Arguments:
-    # Of the settings these are what the user expected; programs want to know what is.
-    here: dict[str, Any] = {"world_size": world.everyone.size, "local_rank": world.local_rank}
-    if not resolved.config.checkpoint.save_checkpoints:
-        # As in Megatron, where programs ask by it whether to save.
-        here["save"] = None
-    return Arguments({**resolved.config.flat(), **here}, {**_derived(resolved.config, world), **extra})
+    """Builds the arguments of a run; `extra` are the values of the program's own arguments."""
+    config = resolved.config
+    # The settings hold the expected values; programs read the actual ones.
+    actual: dict[str, Any] = {"world_size": world.everyone.size, "local_rank": world.local_rank}
+    if not config.checkpoint.save_checkpoints:
+        # As in Megatron, where programs test `args.save` before they save.
+        actual["save"] = None
+    return Arguments({**config.flat(), **actual}, {**_derived(config, world), **extra})
 
 
 def params_dtype(config: RunConfig) -> torch.dtype:
@@ -61,7 +82,7 @@ def params_dtype(config: RunConfig) -> torch.dtype:
 
 
 def _derived(config: RunConfig, world: World) -> dict[str, Any]:
-    """Names that builders, forward steps and dataset providers of Megatron read, and that are no settings of ours."""
+    """Attributes that programs for Megatron read and that are not settings here."""
     wanted = wanted_samples(config)
     return {
         "rank": world.everyone.rank,
@@ -84,3 +105,39 @@ def _derived(config: RunConfig, world: World) -> dict[str, Any]:
         "retro_project_dir": None,
         "retro_cyclic_train_iters": None,
     }
+
+
+def entry_of(args_defaults: Mapping[str, Any]) -> tuple[EntryPoint, dict[str, Any]]:
+    """Returns the running script as an entry point, and those of its defaults that are not settings."""
+    known = table()
+    settings = {name: value for name, value in args_defaults.items() if name in known}
+    others = {name: value for name, value in args_defaults.items() if name not in known}
+    script = Path(sys.argv[0])
+    defaults = {**PRETRAIN_GPT.defaults, "run_dir": f"runs/{script.stem}", **settings}
+    return dataclasses.replace(PRETRAIN_GPT, name=script.name, defaults=defaults), others
+
+
+def take_extra_arguments(
+    words: Sequence[str], provider: ExtraArguments | None, entry: EntryPoint
+) -> tuple[list[str], dict[str, Any]]:
+    """Parses the arguments that `provider` adds; returns the remaining words and the parsed values."""
+    if provider is None:
+        return list(words), {}
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    provider(parser)
+    flags = FlagTable(entry)
+    for action in parser._actions:
+        taken = [flag for flag in action.option_strings if flags.find(flag) is not None]
+        if taken:
+            raise UserError(
+                f"extra_args_provider adds {taken[0]}, which is a flag already; give it another name"
+            )
+    values, rest = parser.parse_known_args(list(words))
+    return rest, vars(values)
+
+
+def notes_of(**given: Any) -> list[str]:
+    """Returns a note for each given function that is accepted and never called."""
+    return [
+        f"{name} is not called: {_WITHOUT_EFFECT[name]}" for name, value in given.items() if value is not None
+    ]

@@ -1,13 +1,16 @@
-"""A user's dataset provider as the data of a run.
+"""Datasets of user programs: Megatron's dataset builder and configuration, and the data of a run from a
+dataset provider.
 
-The provider is called once, before it is known where the run goes on. What Megatron's builder returns inside it is therefore a
-promise: the samples are laid out when they are first asked for, or for the session when it knows the order that the run began
-with. Datasets of the user's own are used as they are.
+The provider is called once, before the start step is known. The builder therefore returns `PlannedDataset`s:
+their samples are ordered at the first access, or when the session knows how the run's previous segments were
+ordered. Datasets of other classes are used unchanged.
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,35 +23,115 @@ from pentatron.data.loader import EpochShuffle, FiniteDataset
 from pentatron.data.sampling import SPLIT_NAMES, IndexCache, Sample
 from pentatron.errors import UserError
 from pentatron.megatron import state
-from pentatron.megatron.core.datasets.gpt_dataset import Blend, GPTDatasetConfig, MockGPTDataset
 from pentatron.monitor.display import Display
 from pentatron.parallel.world import World
+from pentatron.settings import data_paths
 from pentatron.settings.run import RunConfig
 
+# Path prefixes, and their weights if given.
+Blend = tuple[list[str], list[float] | None]
 DatasetProvider = Callable[[Sequence[int]], Any]
 
 
-class PlannedDataset:
-    """One split of what the builder was asked for."""
+class MockGPTDataset(GPTDataset):
+    """Selects the synthetic data of `--mock-data` in the builder."""
 
-    def __init__(self, plan: "Planned", place: int) -> None:
+
+@dataclass
+class GPTDatasetConfig:
+    """The data settings that a builder may change; all others come from the flags."""
+
+    random_seed: int
+    sequence_length: int
+    blend: Blend | None = None
+    blend_per_split: list[Blend | None] | None = None
+    split: str | None = None
+    path_to_cache: str | None = None
+    tokenizer: Any = None
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+    eod_mask_loss: bool = False
+    create_attention_mask: bool = False
+    mmap_bin_files: bool = True
+    num_dataset_builder_threads: int = 1
+    mid_level_dataset_surplus: float = 0.005
+
+
+def get_blend_from_list(blend: Sequence[str] | None) -> Blend | None:
+    """Parses `P1 P2 ...` or `W1 P1 W2 P2 ...` into prefixes and weights."""
+    if not blend:
+        return None
+    parsed = data_paths.Blend.parse(blend)
+    return list(parsed.prefixes), None if parsed.weights is None else list(parsed.weights)
+
+
+def core_gpt_dataset_config_from_args(args: SimpleNamespace) -> GPTDatasetConfig:
+    """Builds the dataset configuration from `get_args()`."""
+    per_split = [
+        get_blend_from_list(getattr(args, f"{name}_data_path")) for name in ("train", "valid", "test")
+    ]
+    return GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=get_blend_from_list(args.data_path),
+        blend_per_split=per_split if args.train_data_path else None,
+        split=args.split,
+        path_to_cache=args.data_cache_path,
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+    )
+
+
+class BlendedMegatronDatasetBuilder:
+    """Builds the train, validation and test datasets; `cls` is GPTDataset or MockGPTDataset, `sizes` are
+    numbers of samples.
+
+    Every rank reads the samples it computes, so datasets are built on all ranks and `is_built_on_rank` is
+    ignored.
+    """
+
+    def __init__(
+        self,
+        cls: type[Any],
+        sizes: Sequence[int | None],
+        is_built_on_rank: Callable[[], bool],
+        config: GPTDatasetConfig,
+    ) -> None:
+        self.cls, self.sizes, self.config = cls, list(sizes), config
+
+    def build(self) -> "list[PlannedDataset | None]":
+        plan = state.current().data
+        if plan is None:
+            raise UserError(
+                "BlendedMegatronDatasetBuilder.build() knows its data only inside the dataset provider given to pretrain() or "
+                "build_train_valid_test_data_iterators(); call it there"
+            )
+        return plan.build(self.cls, self.sizes, self.config)
+
+
+class PlannedDataset:
+    """One split that the builder returned."""
+
+    def __init__(self, plan: "Planned", split: int) -> None:
         self.plan = plan
-        self.place = place
+        self.split = split
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def __getitem__(self, index: int) -> Sample:
-        found: Sample = self.samples[index]
-        return found
+        sample: Sample = self.samples[index]
+        return sample
 
     @property
     def samples(self) -> Any:
-        return self.plan.parts()[self.place]
+        return self.plan.parts()[self.split]
 
 
 class Planned:
-    """Opened data, and its samples once an order is known or needed."""
+    """Opened data whose samples are ordered at the first access, or earlier by `lay_out`."""
 
     def __init__(self, opened: OpenedData, wanted: Wanted) -> None:
         self.opened = opened
@@ -66,35 +149,35 @@ class Planned:
 
 
 class DataPlan:
-    """What a dataset provider does while it is called."""
+    """Collects the datasets that a provider builds."""
 
     def __init__(self, config: RunConfig, world: World, folder: Path, display: Display) -> None:
         self.config, self.world, self.folder, self.display = config, world, folder, display
-        self.made: list[Planned] = []
+        self.planned: list[Planned] = []
 
     def build(
-        self, cls: type[Any], sizes: Sequence[int | None], asked: GPTDatasetConfig
+        self, cls: type[Any], sizes: Sequence[int | None], dataset_config: GPTDatasetConfig
     ) -> list[PlannedDataset | None]:
         if cls not in (GPTDataset, MockGPTDataset):
             raise UserError(
-                f"the dataset builder makes GPTDataset and MockGPTDataset, not {cls.__name__}; return a dataset of your own class from "
-                "the provider instead, built by yourself"
+                f"the dataset builder makes GPTDataset and MockGPTDataset, not {cls.__name__}; build a dataset of your own class "
+                "yourself and return it from the provider"
             )
         wanted = wanted_samples(self.config)
-        for name, size, own in zip(SPLIT_NAMES, sizes, wanted, strict=True):
-            if size is not None and size != own:
+        for name, size, needed in zip(SPLIT_NAMES, sizes, wanted, strict=True):
+            if size is not None and size != needed:
                 raise UserError(
-                    f"the dataset builder was asked for {size} {name} samples, the run needs {own}; hand on the sizes that the "
+                    f"the dataset builder was asked for {size} {name} samples, the run needs {needed}; pass the sizes that the "
                     "provider is called with"
                 )
-        config = _as_asked(self.config, asked, cls is MockGPTDataset)
+        config = _merged(self.config, dataset_config, cls is MockGPTDataset)
         planned = Planned(open_data(config, self.world, self.folder, self.display), wanted)
-        self.made.append(planned)
-        return [PlannedDataset(planned, place) if wanted[place] else None for place in range(len(sizes))]
+        self.planned.append(planned)
+        return [PlannedDataset(planned, split) if wanted[split] else None for split in range(len(sizes))]
 
 
 class UserSamples:
-    """A user's dataset: dictionaries with tokens, labels, loss_mask and position_ids, as tensors or arrays."""
+    """A user's dataset of dictionaries with tokens, labels, loss_mask and position_ids."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -125,26 +208,32 @@ class UserSamples:
 def provided_data(
     provider: DatasetProvider, config: RunConfig, world: World, folder: Path, display: Display
 ) -> OpenedData:
-    """The data of a run whose datasets a provider returns."""
+    """Opens the data of a run whose datasets a provider returns."""
     plan = DataPlan(config, world, folder, display)
     run = state.current()
     run.data = plan
     try:
-        given = _three(provider(list(wanted_samples(config))))
+        datasets = _checked(provider(list(wanted_samples(config))))
     finally:
         run.data = None
-    own = given.train.plan.opened if isinstance(given.train, PlannedDataset) else None
-    source = plan.made[0].opened if plan.made else None
-    names = (type(given.train).__name__,) if own is None else own.names
-    # A dataset around the builder's has as many samples as the run is long, which may change.
-    beneath = _length(given.train) if source is None else source.fingerprint
-    fingerprint = f"{names[0]} {beneath}" if own is None else own.fingerprint
+    built = datasets.train.plan.opened if isinstance(datasets.train, PlannedDataset) else None
+    source = plan.planned[0].opened if plan.planned else None
+    if built is not None:
+        names, fingerprint = built.names, built.fingerprint
+    else:
+        names = (type(datasets.train).__name__,)
+        # The length of a dataset around the builder's depends on the length of the run, which may change.
+        if source is not None:
+            data = source.fingerprint
+        else:
+            data = str(len(datasets.train)) if isinstance(datasets.train, FiniteDataset) else "without end"
+        fingerprint = f"{names[0]} {data}"
 
     def order(numbers: Numbers, cache: IndexCache) -> Parts:
-        for planned in plan.made:
+        for planned in plan.planned:
             planned.lay_out(numbers, cache)
-        train, valid, test = (_samples(dataset) for dataset in given)
-        if own is None and config.data.dataloader_type == "cyclic":
+        train, valid, test = (_samples(dataset) for dataset in datasets)
+        if built is None and config.data.dataloader_type == "cyclic":
             train = EpochShuffle(train, config.run.seed)
         return Parts(train, valid, test)
 
@@ -153,18 +242,18 @@ def provided_data(
     return dataclasses.replace(source, order=order, names=names, fingerprint=fingerprint)
 
 
-class _Given(NamedTuple):
+class _Datasets(NamedTuple):
     train: Any
     valid: Any
     test: Any
 
 
-def _three(given: Any) -> _Given:
-    if not isinstance(given, tuple | list) or len(given) != 3 or given[0] is None:
+def _checked(returned: Any) -> _Datasets:
+    if not isinstance(returned, tuple | list) or len(returned) != 3 or returned[0] is None:
         raise UserError(
-            "the dataset provider must return (train, valid, test): a dataset to train on, and None where there is none of the others"
+            "the dataset provider must return (train, valid, test): a dataset to train on, and None for the others if there is none"
         )
-    return _Given(*given)
+    return _Datasets(*returned)
 
 
 def _samples(dataset: Any) -> Any:
@@ -173,53 +262,52 @@ def _samples(dataset: Any) -> Any:
     return dataset.samples if isinstance(dataset, PlannedDataset) else UserSamples(dataset)
 
 
-def _length(dataset: Any) -> str:
-    return str(len(dataset)) if isinstance(dataset, FiniteDataset) else "without end"
-
-
 def _array(values: Any, dtype: type[np.generic]) -> npt.NDArray[Any]:
     return np.asarray(values.cpu().numpy() if isinstance(values, torch.Tensor) else values, dtype=dtype)
 
 
-def _as_asked(config: RunConfig, asked: GPTDatasetConfig, mock: bool) -> RunConfig:
-    """The run's configuration with what the builder was told besides."""
-    if asked.sequence_length != config.model.seq_length:
+def _merged(config: RunConfig, dataset_config: GPTDatasetConfig, mock: bool) -> RunConfig:
+    """Returns the run's configuration with the values of the builder's."""
+    if dataset_config.sequence_length != config.model.seq_length:
         raise UserError(
-            f"the dataset's configuration says sequence_length={asked.sequence_length}, the run has --seq-length "
-            f"{config.model.seq_length}; give the latter"
+            f"the dataset's configuration has sequence_length={dataset_config.sequence_length}, the run has --seq-length "
+            f"{config.model.seq_length}; pass the latter"
         )
-    if asked.create_attention_mask:
+    if dataset_config.create_attention_mask:
         raise UserError(
-            "create_attention_mask=True: masks are not made of data here (attention is causal, and --reset-attention-mask keeps "
+            "create_attention_mask=True: masks are not part of the data here (attention is causal, and --reset-attention-mask keeps "
             "documents apart); leave it False"
         )
-    if asked.path_to_cache != config.data.data_cache_path:
+    if dataset_config.path_to_cache != config.data.data_cache_path:
         raise UserError(
-            f"the dataset's configuration says path_to_cache={asked.path_to_cache}, the run has --data-cache-path "
-            f"{config.data.data_cache_path}; give the folder as the flag"
+            f"the dataset's configuration has path_to_cache={dataset_config.path_to_cache}, the run has --data-cache-path "
+            f"{config.data.data_cache_path}; set the folder with the flag"
         )
     data = dataclasses.replace(
         config.data,
         mock_data=mock,
-        reset_position_ids=asked.reset_position_ids,
-        reset_attention_mask=asked.reset_attention_mask,
-        eod_mask_loss=asked.eod_mask_loss,
-        mid_level_dataset_surplus=asked.mid_level_dataset_surplus,
+        reset_position_ids=dataset_config.reset_position_ids,
+        reset_attention_mask=dataset_config.reset_attention_mask,
+        eod_mask_loss=dataset_config.eod_mask_loss,
+        mid_level_dataset_surplus=dataset_config.mid_level_dataset_surplus,
     )
     if mock:
         data = dataclasses.replace(data, data_path=(), train_data_path=(), corpus=None)
-    elif asked.blend is not None:
-        data = dataclasses.replace(data, data_path=_words(asked.blend), split=asked.split or data.split)
-    elif asked.blend_per_split is not None:
-        paths = [() if blend is None else _words(blend) for blend in asked.blend_per_split]
+    elif dataset_config.blend is not None:
+        data = dataclasses.replace(
+            data, data_path=_words(dataset_config.blend), split=dataset_config.split or data.split
+        )
+    elif dataset_config.blend_per_split is not None:
+        paths = [() if blend is None else _words(blend) for blend in dataset_config.blend_per_split]
         data = dataclasses.replace(
             data, train_data_path=paths[0], valid_data_path=paths[1], test_data_path=paths[2]
         )
-    run = dataclasses.replace(config.run, seed=asked.random_seed)
+    run = dataclasses.replace(config.run, seed=dataset_config.random_seed)
     return dataclasses.replace(config, data=data, run=run)
 
 
 def _words(blend: Blend) -> tuple[str, ...]:
+    """The inverse of `get_blend_from_list`."""
     prefixes, weights = blend
     if weights is None:
         return tuple(prefixes)

@@ -1,4 +1,4 @@
-"""`import pentatron.megatron.install`: `megatron.…` is found here, unless the real package is installed."""
+"""Makes `megatron...` resolve to this package on import, unless megatron-core is installed."""
 
 import warnings
 

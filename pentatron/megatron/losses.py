@@ -1,7 +1,8 @@
-"""What a loss function written for Megatron returns, as the objective of a step.
+"""Converts the return value of a loss function written for Megatron into the objective of a step.
 
-`(sum, number of tokens)` and `(sum, number of tokens, report)`: Σ sum / Σ tokens over all micro-batches and replicas of the step.
-`(loss, report)`: the mean over all micro-batches and replicas. The gradients are those of the returned scalar.
+`(sum, number of tokens)` and `(sum, number of tokens, report)`: Σ sum / Σ tokens over all micro-batches and
+replicas of the step. `(loss, report)`: the mean over all micro-batches and replicas. Gradients are those of
+the returned scalar.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +25,7 @@ LossFunction = Callable[[Tensor], Any]
 
 @dataclass(frozen=True)
 class Returned:
-    """`tokens` is None for a mean."""
+    """The return value of a loss function. `tokens` is None for a mean."""
 
     loss: Tensor
     tokens: Tensor | None
@@ -32,7 +33,7 @@ class Returned:
 
 
 def share_of(returned: Returned, objective: Objective) -> Tensor:
-    """The micro-batch's share of the step's objective; what is reported beside it is kept there."""
+    """Returns the micro-batch's share of the step's objective, and reports the other values to it."""
     for name, value in returned.report.items():
         objective.report(str(name), *_pair(name, value, returned.loss.device))
     loss = returned.loss.float().sum()
@@ -42,17 +43,17 @@ def share_of(returned: Returned, objective: Objective) -> Tensor:
 
 
 def returned_by(loss_function: LossFunction, output: Tensor, context: Group) -> Returned:
-    """`context`: the context-parallel ranks."""
-    with _reductions_counted(context) as over_context:
-        returned = _parts(loss_function(output))
+    """Calls the loss function and checks the result. `context` is the context-parallel group."""
+    with _differentiable_all_reduce(context) as over_context:
+        returned = _parsed(loss_function(output))
     if over_context:
-        # The value is that of all context ranks, the derivative that of this one.
+        # The value is the sum over all context ranks, the gradient that of this rank's part.
         value = returned.loss.detach()
         returned = replace(returned, loss=returned.loss - value + value / context.size)
     if torch.is_grad_enabled() and not returned.loss.requires_grad:
         raise UserError(
-            "the loss function's loss does not depend on output_tensor or on any weight, so nothing could be learned from it; compute it "
-            "from output_tensor, and detach only what is reported"
+            "the loss function's loss does not depend on output_tensor or on any weight, so it has no gradient; compute it "
+            "from output_tensor, and detach only the reported values"
         )
     return returned
 
@@ -60,49 +61,56 @@ def returned_by(loss_function: LossFunction, output: Tensor, context: Group) -> 
 def counting_terms_once(
     loss_function: LossFunction, output: Tensor, module: nn.Module, world: World
 ) -> Returned:
-    """`returned_by`, for a stage whose ranks see parts of the stream (sequence parallelism).
+    """`returned_by` for sequence parallelism, where the ranks of the tensor axis have parts of the hidden
+    states.
 
-    Gradients of weights that act on the stream are summed over these ranks. A term of the loss that depends on such a weight without
-    passing through `output` is whole on each of them, and counts once.
+    Gradients of weights that act on these parts are summed over the tensor axis. A loss term that depends on
+    such a weight without passing through `output`, such as a regularizer, is complete on every rank, so its
+    gradient is divided by the number of ranks.
     """
     leaf = output.detach().requires_grad_(output.requires_grad)
     returned = returned_by(loss_function, leaf.view_as(leaf), world.group("context"))
     if not returned.loss.requires_grad:
         return returned
-    held = [h for h in held_parameters(module) if h.parameter.requires_grad]
-    sources = [*([output] if leaf.requires_grad else []), *(h.parameter for h in held)]
-    ranks = [*([1] if leaf.requires_grad else []), *(_summed_over(h, world) for h in held)]
-    found = torch.autograd.grad(
+    parameters = [h for h in held_parameters(module) if h.parameter.requires_grad]
+    sources = [*([output] if leaf.requires_grad else []), *(h.parameter for h in parameters)]
+    ranks = [
+        *([1] if leaf.requires_grad else []),
+        *(world.tensor.size if _is_summed(h) else 1 for h in parameters),
+    ]
+    gradients = torch.autograd.grad(
         returned.loss.sum(), [leaf if s is output else s for s in sources], allow_unused=True
     )
-    terms = [(s * g).float().sum() / count for s, g, count in zip(sources, found, ranks) if g is not None]
+    terms = [(s * g).float().sum() / count for s, g, count in zip(sources, gradients, ranks) if g is not None]
     surrogate = torch.stack(terms).sum()
-    # The value of the loss with the derivative of the terms.
+    # The value of the loss with the gradient of the surrogate.
     loss = surrogate + (returned.loss.detach().float().sum() - surrogate.detach())
     return replace(returned, loss=loss)
 
 
-def _summed_over(held: Held, world: World) -> int:
-    partial = any("tensor" in piece.partial_over for piece in held.declared.pieces)
-    return world.tensor.size if partial else 1
+def _is_summed(held: Held) -> bool:
+    """Whether the gradient of a parameter is summed over the tensor axis."""
+    return any("tensor" in piece.partial_over for piece in held.declared.pieces)
 
 
 @contextmanager
-def _reductions_counted(context: Group) -> Iterator[list[Tensor]]:
-    """Gives `torch.distributed.all_reduce` of a loss a derivative, and lists the tensors that were summed over context-parallel ranks.
+def _differentiable_all_reduce(context: Group) -> Iterator[list[Tensor]]:
+    """Corrects the gradient of losses that are all-reduced in place; yields the tensors summed over
+    context-parallel ranks.
 
-    Guide 004 sums the loss and the number of tokens over data-parallel ranks, in place, and returns both. The value is then that of all ranks,
-    and autograd, which does not see the reduction, has the derivative of this rank's part. Each of the ranks returns the sum, so the
-    objective contains this rank's part as many times as there are ranks. Sums over context-parallel ranks are left alone: Megatron's
-    functions multiply what they return by the number of these ranks themselves.
+    Guide 004 all-reduces the loss and the number of tokens over data-parallel ranks in place and returns
+    both. Every rank then returns the sum over all ranks, so the objective contains this rank's part once per
+    rank, but autograd does not see the all-reduce: its gradient is multiplied by the number of ranks. Sums
+    over context-parallel ranks are not corrected, because Megatron's loss functions multiply by the number of
+    these ranks themselves.
     """
-    honest = dist.all_reduce
+    torch_all_reduce = dist.all_reduce
     over_context: list[Tensor] = []
 
     def all_reduce(
         tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
     ) -> Any:
-        work = honest(tensor, op, group, async_op)
+        work = torch_all_reduce(tensor, op, group, async_op)
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         only_context = context.size > 1 and ranks == dist.get_process_group_ranks(context.process_group)
         if op != dist.ReduceOp.SUM or not tensor.requires_grad:
@@ -117,19 +125,21 @@ def _reductions_counted(context: Group) -> Iterator[list[Tensor]]:
     try:
         yield over_context
     finally:
-        dist.all_reduce = honest
+        dist.all_reduce = torch_all_reduce
 
 
 def _pair(name: Any, value: Any, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Numerator and denominator of a reported value: one number, averaged over micro-batches and ranks, or a sum and a count."""
-    found = value if isinstance(value, Tensor) else None
-    if found is None:
+    """Numerator and denominator of a reported value: (sum, count), or (number, 1) for a mean."""
+    tensor = value if isinstance(value, Tensor) else None
+    if tensor is None:
         try:
             parts = value if isinstance(value, tuple | list) else (value,)
-            found = torch.stack([torch.as_tensor(part, device=device).double().reshape(()) for part in parts])
+            tensor = torch.stack(
+                [torch.as_tensor(part, device=device).double().reshape(()) for part in parts]
+            )
         except (TypeError, ValueError, RuntimeError):
-            found = torch.empty(0)
-    flat = found.detach().to(device).reshape(-1).double()
+            tensor = torch.empty(0)
+    flat = tensor.detach().to(device).reshape(-1).double()
     if flat.numel() == 1:
         return flat[0], torch.ones((), device=device)
     if flat.numel() == 2:
@@ -139,7 +149,7 @@ def _pair(name: Any, value: Any, device: torch.device) -> tuple[Tensor, Tensor]:
     )
 
 
-def _parts(result: Any) -> Returned:
+def _parsed(result: Any) -> Returned:
     if not isinstance(result, tuple) or len(result) not in (2, 3) or not isinstance(result[0], Tensor):
         raise UserError(
             f"the loss function returned {_described(result)}; it must return (loss, number of tokens), "

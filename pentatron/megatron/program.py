@@ -1,4 +1,4 @@
-"""A user's providers and forward step as a program that the session runs."""
+"""`UserProgram`: a user's dataset provider, model provider and forward step in a training session."""
 
 import inspect
 import warnings
@@ -18,8 +18,8 @@ from pentatron.errors import UserError
 from pentatron.layout.stages import StagePart
 from pentatron.megatron import state
 from pentatron.megatron.arguments import arguments_of
-from pentatron.megatron.core.models.gpt.gpt_model import GPTModel
 from pentatron.megatron.datasets import DatasetProvider, provided_data
+from pentatron.megatron.gpt_model import GPTModel
 from pentatron.megatron.losses import counting_terms_once, returned_by, share_of
 from pentatron.models.causal_lm import CausalLM, folded_ends
 from pentatron.models.gpt_model import ProcessGroups
@@ -31,7 +31,8 @@ from pentatron.settings.resolve import Resolved
 from pentatron.settings.run import RunConfig
 from pentatron.train.model import Program, ReportedNames, StageCall
 
-# Micro-batches at the beginning of a run whose numbers of tokens are compared.
+# Micro-batches whose numbers of tokens are compared. Few, because each comparison synchronizes host and
+# device.
 _COMPARED = 8
 ForwardStep = Callable[[Iterator[dict[str, Tensor]], Any], tuple[Tensor, Callable[[Tensor], Any]]]
 
@@ -45,9 +46,9 @@ class UserProgram(Program):
         extra: Mapping[str, Any],
         notes: Sequence[str] = (),
     ) -> None:
-        """`extra`: arguments of the user's own. `notes`: what of the user's program is without effect."""
+        """`extra`: values of the program's own arguments. `notes`: notices about arguments without effect."""
         self.dataset_provider = dataset_provider
-        # A provider may read anything by that name.
+        # With a provider, --data-path may name something else than a .bin/.idx pair.
         self.reads_named_data = dataset_provider is None
         self.model_provider = model_provider
         self.forward_step = forward_step
@@ -63,14 +64,14 @@ class UserProgram(Program):
         self.has_run = True
         args = arguments_of(resolved, world, self.extra)
         with state.running(resolved, world, display, args), warnings.catch_warnings():
-            # A loss that was summed over ranks in place, for a report, is still differentiated as this rank's own.
+            # Raised by an all-reduced loss, whose gradient `losses.py` corrects.
             warnings.filterwarnings("ignore", message=".*autograd kernel was not registered.*")
             for note in self.notes:
                 display.say(f"note: {note}")
             yield
 
-    def begins(self, state_of_run: TrainState) -> None:
-        state.current().args.follow(state_of_run)
+    def begins(self, train_state: TrainState) -> None:
+        state.current().args.follow(train_state)
 
     def timed_by(self, timers: Timers) -> None:
         state.current().timers.join(timers)
@@ -92,31 +93,32 @@ class UserProgram(Program):
             axes.with_linear(options.linear), tuple(parts.values()), options, folded_ends(parts.values())
         )
         with state.current().building(groups):
-            return self._provided(parts, device)
+            return self._stages(parts, device)
 
-    def _provided(self, parts: Mapping[int, StagePart], device: torch.device) -> dict[int, CausalLM]:
+    def _stages(self, parts: Mapping[int, StagePart], device: torch.device) -> dict[int, CausalLM]:
+        """Calls the model provider for every stage of this rank."""
         run = state.current()
-        takes = inspect.signature(self.model_provider).parameters
-        named = any(p.kind is p.VAR_KEYWORD for p in takes.values())
-        made: dict[int, CausalLM] = {}
+        parameters = inspect.signature(self.model_provider).parameters
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        stages: dict[int, CausalLM] = {}
         for number, part in parts.items():
             run.stage = number
-            given: dict[str, Any] = {"pre_process": part.embedding, "post_process": part.head}
-            # The older form of a provider knows of no virtual stages: its model finds its own.
-            if "vp_stage" in takes or named:
-                given["vp_stage"] = run.virtual_rank
+            kwargs: dict[str, Any] = {"pre_process": part.embedding, "post_process": part.head}
+            # Older providers have no `vp_stage`; GPTModel then takes it from the run.
+            if "vp_stage" in parameters or takes_any:
+                kwargs["vp_stage"] = run.virtual_rank
             with device:
-                made[number] = _checked(self.model_provider(**given))
+                stages[number] = _checked(self.model_provider(**kwargs))
         run.stage = None
-        return made
+        return stages
 
     def forward(self, module: CausalLM, call: StageCall) -> Tensor:
         run = state.current()
-        assert isinstance(module, GPTModel), "checked when it was built"
+        assert isinstance(module, GPTModel), "build_stages checks the type"
         run.stage = call.stage
         module.receive(call)
         try:
-            output, loss_function = self._called(call.batch, module)
+            output, loss_function = self._call_forward_step(call.batch, module)
             if not call.is_last:
                 return output
             if module.axis.sequence_parallel and run.world.tensor.size > 1:
@@ -131,12 +133,13 @@ class UserProgram(Program):
             run.stage = None
 
     def _compare_counts(self, tokens: Tensor) -> None:
-        """Says once that micro-batches with more tokens weigh more, which is what Megatron does with a flag alone."""
+        """Prints one notice if micro-batches, which Megatron weighs equally, differ in their number of
+        tokens.
+        """
         run = state.current()
         at = run.world.at
         if self._counts_left == 0 or not at.data == at.context == at.tensor == 0:
             return
-        # Few: comparing numbers makes the host wait for the GPU.
         self._counts_left -= 1
         count = float(tokens)
         if self._first_count is None:
@@ -149,18 +152,18 @@ class UserProgram(Program):
                     "Megatron-LM without --calculate-per-token-loss would weigh every micro-batch the same"
                 )
 
-    def _called(self, batch: Batch, module: GPTModel) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    def _call_forward_step(self, batch: Batch, module: GPTModel) -> tuple[Tensor, Callable[[Tensor], Any]]:
         result = self.forward_step(MicroBatchIterator(batch), module)
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor)):
             raise UserError(
-                "forward_step must return (output_tensor, loss function), the output as the model gave it; "
+                "forward_step must return (output_tensor, loss function), the output being what the model returned; "
                 f"it returned {type(result).__name__}"
             )
         return result
 
 
 class MicroBatchIterator(Iterator[dict[str, Tensor]]):
-    """The micro-batch of one forward step, as a data iterator: the tokens that this rank computes."""
+    """A data iterator over the single micro-batch of a forward step."""
 
     def __init__(self, batch: Batch) -> None:
         self._batch: Batch | None = batch
@@ -168,14 +171,15 @@ class MicroBatchIterator(Iterator[dict[str, Tensor]]):
     def __next__(self) -> dict[str, Tensor]:
         if self._batch is None:
             raise UserError(
-                "forward_step took a second micro-batch from data_iterator; take one in each call (--micro-batch-size says how "
-                "many samples it has)"
+                "forward_step took a second micro-batch from data_iterator; take one in each call (--micro-batch-size sets "
+                "its number of samples)"
             )
         batch, self._batch = self._batch, None
         return as_dictionary(batch)
 
 
 def as_dictionary(batch: Batch) -> dict[str, Tensor]:
+    """Returns the micro-batch with Megatron's keys."""
     return {
         "tokens": batch.tokens,
         "labels": batch.labels,

@@ -1,7 +1,7 @@
-"""The run of this process, for functions that take no argument: `get_args()`, `get_timers()`, `mpu.*`.
+"""The run of this process, for functions without arguments: `get_args()`, `get_timers()`, `mpu.*`.
 
-This is the one place of the package where something is global: Megatron's names leave no other way. Nothing outside
-`pentatron.megatron` reads it; the program that a user's script is made into sets it when its run begins.
+This is the only module of Pentatron with a global variable, because Megatron's interface needs one. Nothing
+outside `pentatron.megatron` reads it; a user's program sets it for the duration of its run.
 """
 
 from collections.abc import Iterator
@@ -26,12 +26,17 @@ from pentatron.settings.run import RunConfig
 
 if TYPE_CHECKING:
     from pentatron.megatron.datasets import DataPlan
-    from pentatron.megatron.flow import Flow
+    from pentatron.megatron.initialize import Stepwise
 
 
 @dataclass
 class Running:
-    """`stage`: the number of the stage that is built or computed right now; None in between."""
+    """The state of a run.
+
+    `stage` is the index of the pipeline stage that is built or computed, or None in between. `data` is set
+    while the dataset provider is called, `stepwise` if the program calls the steps itself. `alone` is the
+    process group of this rank only, made at first use.
+    """
 
     resolved: Resolved
     world: World
@@ -41,8 +46,7 @@ class Running:
     groups: ProcessGroups
     stage: int | None = None
     data: "DataPlan | None" = None
-    flow: "Flow | None" = None
-    # Torch's group of this rank alone, once it is asked for.
+    stepwise: "Stepwise | None" = None
     alone: Any = None
 
     @property
@@ -51,31 +55,31 @@ class Running:
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """Read once: programs ask for it with every batch."""
+        """Cached, because programs call `get_tokenizer()` for every batch."""
         return configured_tokenizer(self.config.data, self.config.model.vocab_size)
 
     @property
-    def own_stages(self) -> tuple[int, ...]:
+    def local_stages(self) -> tuple[int, ...]:
         return tuple(self.config.placement.stages_of(self.world.at.pipeline))
 
     @property
     def virtual_rank(self) -> int | None:
-        """Which of this rank's stages is at work, where it has several."""
+        """Index of the active stage among this rank's stages; None with a single stage."""
         if self.stage is None or self.config.virtual_stages == 1:
             return None
-        return self.own_stages.index(self.stage)
+        return self.local_stages.index(self.stage)
 
     @contextmanager
     def building(self, groups: ProcessGroups) -> Iterator[None]:
-        """Inside, models are built as those that the run trains."""
-        before, self.groups = self.groups, groups
+        """Makes models use these process groups and options if they are built inside the block."""
+        previous, self.groups = self.groups, groups
         try:
             yield
         finally:
-            self.groups = before
+            self.groups = previous
 
     def process_group(self, axis: Axis) -> Any:
-        """Torch's group of the ranks along an axis; on an axis without company, of this rank alone."""
+        """Returns the `torch.distributed` group of an axis; a group of this rank only if its size is 1."""
         group = self.world.group(axis)
         if group.process_group is not None:
             return group.process_group
@@ -91,7 +95,7 @@ _started_as: tuple[str, ...] = ()
 def current() -> Running:
     if _running is None:
         raise UserError(
-            "there is no run yet: what get_args(), get_timers() and mpu.* tell is known inside the functions given to pretrain()"
+            "there is no run yet: get_args(), get_timers() and mpu.* work inside the functions given to pretrain()"
         )
     return _running
 
@@ -102,13 +106,13 @@ def is_running() -> bool:
 
 @contextmanager
 def running(resolved: Resolved, world: World, display: Display, args: Arguments) -> Iterator[Running]:
-    """Makes this the run of the process, until the end of the block."""
+    """Makes this the current run of the process inside the block."""
     global _running
     if _running is not None:
-        raise UserError("a run is under way in this process; a second one needs a process of its own")
-    made_group = not dist.is_initialized()
-    if made_group:
-        # Loss functions reduce over mpu's groups themselves, also where a process is alone.
+        raise UserError("a run is active in this process; start a second one in another process")
+    owns_group = not dist.is_initialized()
+    if owns_group:
+        # Loss functions of users call all_reduce on mpu's groups, also in a run of one process.
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     timers = Timers(resolved.config.loop.timing_log_level, world.everyone, display.say)
@@ -118,13 +122,44 @@ def running(resolved: Resolved, world: World, display: Display, args: Arguments)
         yield _running
     finally:
         _running = None
-        if made_group:
+        if owns_group:
             dist.destroy_process_group()
 
 
 def started_as(words: tuple[str, ...] | None = None) -> tuple[str, ...]:
-    """The words after `python` that run the user's script, where it was not started by its name alone."""
+    """Returns the arguments of `python` that start the script if they are not just its path; sets them if
+    given.
+    """
     global _started_as
     if words is not None:
         _started_as = words
     return _started_as
+
+
+def get_args() -> Arguments:
+    """Returns every setting of the run by name."""
+    return current().args
+
+
+def get_timers() -> Timers:
+    return current().timers
+
+
+def get_tokenizer() -> Tokenizer | None:
+    """Returns the configured tokenizer; None if the data needs none."""
+    return current().tokenizer
+
+
+def get_tensorboard_writer() -> Any:
+    """Returns None: the session writes to TensorBoard itself."""
+    return None
+
+
+def get_wandb_writer() -> Any:
+    """Returns None: the session writes to Weights & Biases itself."""
+    return None
+
+
+def get_one_logger() -> Any:
+    """Returns None: there is no one_logger, and programs test for that."""
+    return None

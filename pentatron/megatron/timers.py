@@ -1,4 +1,4 @@
-"""Timers by name, as Megatron's programs use them."""
+"""Named timers with Megatron's interface (`get_timers()`)."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -11,23 +11,24 @@ from pentatron.parallel.collectives import Group, gather_objects
 from pentatron.parallel.timers import Timers as LoopTimers
 from pentatron.parallel.timers import block_of
 
-# The one part of the loop's own times that programs measure.
+# The only timer of the training loop that programs measure: it runs inside their forward step.
 BATCHES = "batch-generator"
 
 
 class Timer:
-    """Adds up the time between `start` and `stop`. With a barrier, ranks begin or end together.
+    """Accumulates the time between `start` and `stop`.
 
-    One that is `idle` measures nothing, so that a GPU need not be waited for.
+    An `idle` timer measures nothing and does not synchronize the device. `on_stop` is called with the seconds
+    of each interval.
     """
 
     def __init__(
-        self, name: str, barrier: Callable[[], None], idle: bool, tell: Callable[[float], None]
+        self, name: str, barrier: Callable[[], None], idle: bool, on_stop: Callable[[float], None]
     ) -> None:
         self.name = name
-        self._tell = tell
+        self._on_stop = on_stop
         self.idle = idle
-        self._wait_for_all = barrier
+        self._barrier = barrier
         self._elapsed = 0.0
         self._active = 0.0
         self._started: float | None = None
@@ -43,30 +44,30 @@ class Timer:
         passed = self._now(barrier) - self._started
         self._elapsed, self._active, self._started = self._elapsed + passed, self._active + passed, None
         if not self.idle:
-            self._tell(passed)
+            self._on_stop(passed)
 
     def reset(self) -> None:
         self._elapsed, self._started = 0.0, None
 
     def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
-        """Seconds since the last reset; a timer that runs goes on."""
+        """Returns the seconds since the last reset; a running timer keeps running."""
         running = self._started is not None
         if running:
             self.stop(barrier)
-        found = self._elapsed
+        elapsed = self._elapsed
         if reset:
             self.reset()
         if running:
             self.start(barrier)
-        return found
+        return elapsed
 
     def active_time(self) -> float:
-        """Seconds in all, whatever was reset."""
+        """Returns the total seconds, regardless of resets."""
         return self._active
 
     def _now(self, barrier: bool) -> float:
         if barrier:
-            self._wait_for_all()
+            self._barrier()
         if self.idle:
             return 0.0
         if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -75,7 +76,7 @@ class Timer:
 
 
 class Timers:
-    """Those above the level of the run (`--timing-log-level`) are idle."""
+    """Timers by name. Those above the level of the run (`--timing-log-level`) are idle."""
 
     def __init__(self, level: int, everyone: Group, say: Callable[[str], None]) -> None:
         self.level = level
@@ -85,17 +86,19 @@ class Timers:
         self._loop: LoopTimers | None = None
 
     def join(self, loop: LoopTimers) -> None:
-        """From now on the loop's own timers show what a forward step times of theirs."""
+        """Adds the program's `batch-generator` times to the timers of the training loop."""
         self._loop = loop
 
     def __call__(self, name: str, log_level: int | None = None) -> Timer:
-        """The timer of that name; its level is that of the first call."""
+        """Returns the timer of that name. The first call sets its level."""
         if name not in self._timers:
             idle = (log_level or 0) > self.level
-            self._timers[name] = Timer(name, self._meet, idle, lambda seconds: self._add(name, seconds))
+            self._timers[name] = Timer(
+                name, self._synchronize, idle, lambda seconds: self._add(name, seconds)
+            )
         return self._timers[name]
 
-    def _meet(self) -> None:
+    def _synchronize(self) -> None:
         gather_objects(None, self.everyone)
 
     def _add(self, name: str, seconds: float) -> None:
@@ -110,23 +113,23 @@ class Timers:
         reset: bool = True,
         barrier: bool = False,
     ) -> None:
-        """Prints the smallest and the largest time of any rank, in milliseconds. Every rank must ask.
+        """Prints the minimum and maximum time over all ranks, in milliseconds. Every rank must call it.
 
-        `rank` prints, the first one if nobody is named. `barrier`: the ranks meet first, so that a timer that runs has waited for all.
+        `rank` prints, rank 0 by default. `barrier` synchronizes the ranks first.
         """
         if rank is not None and not 0 <= rank < self.everyone.size:
             raise UserError(f"timers.log: there is no rank {rank} of {self.everyone.size} to print on")
         if barrier:
-            self._meet()
-        own = {
+            self._synchronize()
+        local = {
             name: 1000 * timer.elapsed(reset) / normalizer
             for name, timer in self._timers.items()
             if not timer.idle and (names is None or name in names)
         }
-        everywhere = gather_objects(own, self.everyone)
-        if not any(everywhere):
+        by_rank = gather_objects(local, self.everyone)
+        if not any(by_rank):
             return
-        text = block_of(everywhere, "minmax")
+        text = block_of(by_rank, "minmax")
         if not rank:
             self.say(text)
         elif rank == self.everyone.rank:

@@ -1,1 +1,1 @@
-"""Models made of the layers of `nn`."""
+"""Language models and their layer specs."""

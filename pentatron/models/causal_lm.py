@@ -1,6 +1,6 @@
-"""The decoder-only language model: embedding, a loop over layers, a norm and a head.
+"""The decoder-only language model: embedding, transformer layers, final norm and output layer.
 
-A pipeline stage is the same class with parts missing: no embedding, some of the layers, no head.
+A pipeline stage is the same class with some of these parts missing.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -19,7 +19,7 @@ from pentatron.nn.kv_cache import CacheInUse
 from pentatron.nn.linear import PositionTable, VocabularyHead, VocabularyTable
 from pentatron.nn.norm import ConfiguredNorm, norm_in
 from pentatron.nn.options import DEFAULT_OPTIONS, AttentionKernels, Axes, LayerOptions, ModelOptions
-from pentatron.nn.recompute import EVERY_LAYER, NOTHING, RecomputeSwitch
+from pentatron.nn.recompute import EVERY_LAYER, LAYERS, NOTHING, RecomputeSwitch
 from pentatron.nn.rope import build_rope
 from pentatron.nn.spec import ModuleSpec, TransformerBlockSubmodules, build_module, documents_for
 from pentatron.parallel.axes import TensorAxis
@@ -32,7 +32,7 @@ _TIED_TENSOR = "embedding.word.weight"
 
 
 class Embedding(nn.Module):
-    """Word vectors, plus learned positions where the family has them."""
+    """Word embedding, plus learned position embedding if the family has one."""
 
     def __init__(self, config: TransformerConfig, axis: TensorAxis, tied_elsewhere: bool) -> None:
         super().__init__()
@@ -51,15 +51,16 @@ class Embedding(nn.Module):
 
 
 class FoldedEnds:
-    """Hands the word table of a folded pipeline's first stage to the last one, which is on the same rank and
-    built after it."""
+    """Passes the embedding table of a folded pipeline's first stage to the last one, built later on this
+    rank.
+    """
 
     def __init__(self) -> None:
         self.table: VocabularyTable | None = None
 
 
 def folded_ends(parts: Collection[StagePart]) -> FoldedEnds | None:
-    """For the stages of a rank, if the first and the last one are among them, and not the same."""
+    """Returns a FoldedEnds if the first and the last stage are two different stages of this rank."""
     ends = {(part.embedding, part.head) for part in parts}
     return FoldedEnds() if ends >= {(True, False), (False, True)} else None
 
@@ -67,8 +68,8 @@ def folded_ends(parts: Collection[StagePart]) -> FoldedEnds | None:
 class CausalLM(nn.Module):
     """One stage of the model, or all of it.
 
-    `ends`: both ends of a folded pipeline are on this rank, so that a tied embedding is one parameter of two
-    stages.
+    `ends` is given if both ends of a folded pipeline are on this rank, so that a tied embedding is one
+    parameter of two stages.
     """
 
     def __init__(
@@ -94,12 +95,12 @@ class CausalLM(nn.Module):
         self.cross_entropy = options.cross_entropy
         axes = axes.with_linear(options.linear)
         self.axis = axes.tensor
-        of_head = axes.with_linear(options.linear_of_head()).tensor
+        head_axis = axes.with_linear(options.linear_of_head()).tensor
         tied = is_tied(config)
         tied_elsewhere = tied and not part.head and ends is None
-        # A tied table is the output layer too, where the stage has both ends.
-        of_table = of_head if tied and part.head else self.axis
-        self.embedding = Embedding(config, of_table, tied_elsewhere) if part.embedding else None
+        # With both ends on this stage, the tied embedding table is the output layer too.
+        table_axis = head_axis if tied and part.head else self.axis
+        self.embedding = Embedding(config, table_axis, tied_elsewhere) if part.embedding else None
         self.rope = build_rope(config)
         shared = LayerOptions(
             self.recompute, self.kernels, self.cache_in_use, options.fuses_gates, options.compile
@@ -113,17 +114,21 @@ class CausalLM(nn.Module):
             )
             for i in part.layers
         }
-        # A ModuleDict keeps a layer's number in its name when a stage holds only some of the layers.
+        # ModuleDict, not ModuleList: names contain the layer's number in the model, also on stages with some
+        # of the layers.
         self.layers = nn.ModuleDict({str(i): layer for i, layer in layers.items()})
-        # Several layers as one function, where they are compiled like that; it gives back those it did not
-        # run.
+        # Runs several layers as one compiled function; returns the layers it did not run.
         self.together = together_of(options.compile, layers.values())
         self.final_norm: nn.Module | None = None
         self.head: VocabularyHead | None = None
         if part.head:
-            chosen = block.layer_norm or ConfiguredNorm
-            over = self.axis.partial_in_stream
-            self.final_norm = norm_in(chosen, config, config.hidden_size, over, options.compile)
+            self.final_norm = norm_in(
+                block.layer_norm or ConfiguredNorm,
+                config,
+                config.hidden_size,
+                self.axis.partial_in_stream,
+                options.compile,
+            )
         if head_has_table(config, part):
             rows, width = table_shape(config)
             table = ends.table if tied and ends is not None else None
@@ -131,7 +136,9 @@ class CausalLM(nn.Module):
                 "the first stage is built before the last one"
             )
             tied_to = _TIED_TENSOR if tied else None
-            self.head = VocabularyHead(rows, config.vocab_size, width, of_head, tied_to=tied_to, shared=table)
+            self.head = VocabularyHead(
+                rows, config.vocab_size, width, head_axis, tied_to=tied_to, shared=table
+            )
         if tied and ends is not None and self.embedding is not None:
             ends.table = self.embedding.word
 
@@ -145,29 +152,37 @@ class CausalLM(nn.Module):
         wanted_B: Tensor | None = None,
         documents: DocumentStarts | None = None,
     ) -> Tensor:
-        """The stream for the next stage; where the head is, logits, or the loss of every token if labels are given.
+        """Returns hidden states for the next stage; on a stage with the head, logits, or the loss of every
+        token if labels are given.
 
-        `received_BSD` is what the stage before made; `keys` choose what dropout drops, without them it is off. With
-        `wanted_B`, logits are those of one token of each sequence alone. With `documents`, a token sees those of its own document
-        alone; they are the documents of whole sequences, also where this rank has a part of each.
+        `received_BSD` are the hidden states of the previous stage. `keys` determine the dropout masks;
+        without them dropout is off. `wanted_B` selects one token of each sequence for the logits. `documents`
+        restrict attention to each token's own document; they describe whole sequences, also if this rank has
+        a part of each.
         """
         if self.embedding is not None:
             x_BSD = self.embedding(tokens_BS, positions_BS, keys)
         else:
-            assert received_BSD is not None, "a stage without embedding goes on from the stage before"
+            assert received_BSD is not None, (
+                "a stage without embedding needs the hidden states of the previous one"
+            )
             x_BSD = received_BSD
         angles = self.rope(positions_BS) if self.rope is not None else None
         self.kernels.choose(self.attention_backend, x_BSD.device, self.attention_dropout)
+        layers = list(self.layers.values())
         with self.kernels.around():
-            for part, layers in self.recompute.chunks(list(self.layers.values())):
-                x_BSD = self.recompute(part, self._through, x_BSD, layers, angles, keys, documents)
+            if LAYERS in self.recompute.wanted.parts:
+                for part, chunk in self.recompute.chunks(layers):
+                    x_BSD = self.recompute(part, self._run_layers, x_BSD, chunk, angles, keys, documents)
+            else:
+                x_BSD = self._run_layers(x_BSD, layers, angles, keys, documents)
         if self.final_norm is None:
             return x_BSD
         if wanted_B is not None:
             x_BSD = x_BSD[torch.arange(len(wanted_B), device=wanted_B.device), wanted_B][:, None]
         return self._logits_or_losses(self.final_norm(x_BSD), labels_BS)
 
-    def _through(
+    def _run_layers(
         self,
         x_BSD: Tensor,
         layers: Sequence[nn.Module],
@@ -182,23 +197,22 @@ class CausalLM(nn.Module):
         return x_BSD
 
     def gradient_checkpointing_enable(self) -> None:
-        """Every layer keeps its input alone, and runs again in backward."""
+        """Recomputes every layer in backward."""
         self.recompute.wanted = EVERY_LAYER
 
     def gradient_checkpointing_disable(self) -> None:
         self.recompute.wanted = NOTHING
 
     def _logits_or_losses(self, x_BSD: Tensor, labels_BS: Tensor | None) -> Tensor:
-        """This rank's part of the logits, or with labels the loss of every token."""
+        """Returns this rank's shard of the logits, or with labels the loss of every token."""
 
         def losses(head: VocabularyTable, x_BSD: Tensor) -> Tensor:
             assert labels_BS is not None
             return self.cross_entropy.of_stream(head, x_BSD, labels_BS, self.vocab_size)
 
         if self.head is not None:
-            made: Tensor = self.head(x_BSD, None if labels_BS is None else losses)
-            return made
-        assert self.embedding is not None, "a tied head without a copy of its own is beside the embedding"
+            return self.head(x_BSD, None if labels_BS is None else losses)
+        assert self.embedding is not None, "a stage with a tied head without a table has the embedding"
         table = self.embedding.word
         return table.logits(x_BSD) if labels_BS is None else losses(table, x_BSD)
 
@@ -213,9 +227,9 @@ def build_stages(
     options: ModelOptions = DEFAULT_OPTIONS,
     spec: ModuleSpec | TransformerBlockSubmodules | None = None,
 ) -> dict[int, CausalLM]:
-    """The stages of a rank in fp32, with initial weights that depend on the seed and on nothing else.
+    """Builds the stages of a rank in fp32, with initial weights that depend only on the seed.
 
-    Without a seed the weights are whatever the memory held, for whoever loads all of them.
+    Without a seed the weights are uninitialized memory, for callers that load all of them.
     """
     stages = {}
     ends = folded_ends(parts.values())
@@ -235,16 +249,13 @@ def build_model(
     options: ModelOptions = DEFAULT_OPTIONS,
     spec: ModuleSpec | TransformerBlockSubmodules | None = None,
 ) -> CausalLM:
-    """The whole model on one process."""
+    """Builds the whole model on one process."""
     part = StagePart(tuple(range(config.num_layers)), embedding=True, head=True)
     return build_stages(config, moe, {0: part}, Axes(), seed, device, options, spec)[0]
 
 
-# The tensors of a model as one process would hold it, without making it.
-
-
 def logical_shapes(model: TransformerConfig, moe: MoEConfig) -> dict[str, Shape]:
-    """Every tensor of a model of ours, by name."""
+    """Returns the shape of every tensor of the unsharded model by name, without allocating it."""
     part = StagePart(tuple(range(model.num_layers)), embedding=True, head=True)
     with torch.device("meta"):
         whole = CausalLM(model, moe, part, Axes())

@@ -1,4 +1,4 @@
-"""The language model under Megatron's name and with its arguments, for builders written by users."""
+"""`GPTModel`: the language model with Megatron's name and arguments, for builders written by users."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -24,11 +24,11 @@ from pentatron.settings.run import RunConfig
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """How models of one rank are built: the axes their layers are spread over, what each of its stages holds,
-    and how they compute.
+    """How the models of one rank are built: the parallel axes, the contents of each of its stages, and their
+    options.
 
-    `options`: None leaves them to the run under way, and outside of one to the defaults. `ends`: for a
-    program that builds all stages of the rank, one after the other.
+    `options` None takes those of the run, or the defaults outside of a run. `ends`: for a program that builds
+    all stages of the rank in order.
     """
 
     axes: Axes
@@ -38,15 +38,15 @@ class ProcessGroups:
 
 
 def process_groups(config: RunConfig, world: World) -> ProcessGroups:
-    """`pg_collection` of this rank in a configured layout."""
-    own = config.placement.stages_of(world.at.pipeline)
-    return ProcessGroups(axes_of(world, config.parallel), tuple(config.stages[number] for number in own))
+    """Returns the `pg_collection` of this rank in a configured layout."""
+    numbers = config.placement.stages_of(world.at.pipeline)
+    return ProcessGroups(axes_of(world, config.parallel), tuple(config.stages[number] for number in numbers))
 
 
 class GPTModel(CausalLM):
-    """A stage of the model, or without `pg_collection` all of it, in fp32 with its initial weights.
+    """A stage of the model, or without `pg_collection` the whole model, in fp32 with initial weights.
 
-    What is left out (None) is as the configuration says. `vocab_size` counts padding.
+    Arguments that are None come from the configuration. `vocab_size` includes padding.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class GPTModel(CausalLM):
                 f"vocab_size={vocab_size} has no room for the {words} words of the configuration; "
                 "pass padded_vocab_size"
             )
-        given = {
+        overrides = {
             "position_embedding_type": position_embedding_type,
             "rotary_percent": rotary_percent,
             "rotary_base": rotary_base,
         }
         if share_embeddings_and_output_weights is not None:
-            given["untie_embeddings_and_output_weights"] = not share_embeddings_and_output_weights
-        changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+            overrides["untie_embeddings_and_output_weights"] = not share_embeddings_and_output_weights
+        changes: dict[str, Any] = {name: value for name, value in overrides.items() if value is not None}
         core = dataclasses.replace(
             core,
             vocab_size=words,
@@ -106,21 +106,22 @@ class GPTModel(CausalLM):
         labels: Tensor | None = None,
         received_BSD: Tensor | None = None,
     ) -> Tensor:
-        """The loss of every token with labels, logits without; of a stage without head, the stream for the next one.
+        """Returns the loss of every token with labels and logits without; a stage without head returns hidden
+        states.
 
-        Attention is causal; a mask (True: hidden) may say so, or that tokens see their own document of a sequence alone, but looking
-        at it takes time: without documents None is better.
+        Attention is causal. A mask (True: hidden) must be the causal one, optionally restricted to documents.
+        Checking it takes time, so without documents None is better.
         """
         documents = None if attention_mask is None else self.documents_of(attention_mask, input_ids)
         return super().forward(input_ids, position_ids, labels, received_BSD, documents=documents)
 
     def documents_of(self, attention_mask: Tensor, input_ids: Tensor) -> DocumentStarts | None:
-        """The documents that a mask tells of, if it is causal otherwise."""
+        """Returns the documents that a causal mask separates; None for one document per sequence."""
         documents = _documents_of(attention_mask, *input_ids.shape)
         if documents is not None and self.split_sequences:
             raise UserError(
-                "with context parallelism attention_mask tells the documents of a part of each sequence; pass None, and the "
-                "places where documents begin as CausalLM.forward(..., documents=...)"
+                "with context parallelism attention_mask covers only a part of each sequence; pass None, and the "
+                "document starts as CausalLM.forward(..., documents=...)"
             )
         return documents
 
@@ -144,7 +145,7 @@ def _part(
         raise UserError(f"vp_stage={vp_stage}: this rank has {len(groups.stages)} stages, counted from 0")
     if tied and groups.ends is None and folded_ends(groups.stages):
         raise UserError(
-            "in a folded pipeline a tied embedding is one parameter of two stages, which GPTModel cannot make one by "
+            "in a folded pipeline a tied embedding is one parameter of two stages, which GPTModel cannot build one by "
             "one; untie it (share_embeddings_and_output_weights=False), or use build_stages"
         )
     part = groups.stages[vp_stage or 0]
@@ -157,16 +158,16 @@ def _part(
 
 
 def _documents_of(mask: Tensor, batch: int, length: int) -> DocumentStarts | None:
-    """Where documents begin so that a causal mask hides all before one's own; None where there is but one in each sequence."""
+    """Returns the document starts of a causal mask; None for one document per sequence."""
     if mask.shape[-2:] != (length, length) or mask.numel() not in (length**2, batch * length**2):
         raise _other_mask()
     hidden = mask.bool().reshape(-1, length, length)
-    place = torch.arange(length, device=mask.device)
+    index = torch.arange(length, device=mask.device)
     first = (~hidden).int().argmax(-1)
-    begins = first == place
-    # The last place up to here at which a document begins.
-    own = torch.where(begins, place, 0).cummax(-1).values
-    if not torch.equal(hidden, (place > place[:, None]) | (place < own[:, :, None])):
+    begins = first == index
+    # The last document start up to each position.
+    start = torch.where(begins, index, 0).cummax(-1).values
+    if not torch.equal(hidden, (index > index[:, None]) | (index < start[:, :, None])):
         raise _other_mask()
     starts = tuple(tuple(row.nonzero().flatten().tolist()) for row in begins.cpu())
     if all(len(row) == 1 for row in starts):
@@ -176,6 +177,6 @@ def _documents_of(mask: Tensor, batch: int, length: int) -> DocumentStarts | Non
 
 def _other_mask() -> UserError:
     return UserError(
-        "attention_mask is neither the causal one (True above the diagonal) nor one that also hides all documents before one's "
+        "attention_mask is neither the causal one (True above the diagonal) nor one that also hides all documents before a token's "
         "own; other masks are not available, pass None"
     )

@@ -1,7 +1,7 @@
-"""The model families as tables: which class stands in which slot of a layer.
+"""Layer specs of the model families: which class is in which slot of a layer.
 
-What a family chooses by size or switch (widths, biases, a gated MLP, positions) is in its configuration; what it chooses
-by class is here. The names and parameters of the first three functions are Megatron's.
+Sizes and switches of a family (widths, biases, gated MLP, positions) are in its configuration, classes are
+here. The first three `get_gpt_...` functions have Megatron's names and parameters.
 """
 
 import inspect
@@ -34,30 +34,32 @@ from pentatron.parallel.shards import held_parameters
 from pentatron.settings.core import CoreTransformerConfig
 from pentatron.settings.model import MoEConfig, TransformerConfig, moe_layers
 
-# Layers of the user's own: `--spec MODULE FUNCTION`.
-
 
 def user_spec(config: CoreTransformerConfig) -> ModuleSpec | TransformerBlockSubmodules | None:
-    """What the user's function returns: it gets the configuration if it takes an argument. None without --spec."""
+    """Returns the spec of `--spec MODULE FUNCTION`; the function gets the configuration if it takes an
+    argument.
+
+    None without --spec.
+    """
     if not config.spec:
         return None
     module, name = config.spec
     what = f"--spec {module} {name}"
-    found = import_named(module, name, what)
-    if callable(found):
-        takes_config = bool(inspect.signature(found).parameters)
+    spec = import_named(module, name, what)
+    if callable(spec):
+        takes_config = bool(inspect.signature(spec).parameters)
         with importing_from_here():
-            found = found(config) if takes_config else found()
-    if not isinstance(found, ModuleSpec | TransformerBlockSubmodules):
+            spec = spec(config) if takes_config else spec()
+    if not isinstance(spec, ModuleSpec | TransformerBlockSubmodules):
         raise UserError(
-            f"{what} gives a {type(found).__name__}; it must give a ModuleSpec of a layer, or "
+            f"{what} gives a {type(spec).__name__}; it must give a ModuleSpec of a layer, or "
             "TransformerBlockSubmodules with one for each"
         )
-    return found
+    return spec
 
 
 def check_layers(config: CoreTransformerConfig, block: TransformerBlockSubmodules) -> None:
-    """Builds each kind of layer once, without memory: what is wrong with a spec is found before anything starts."""
+    """Builds each kind of layer once on the meta device, to find errors in a spec before training starts."""
     tried: list[ModuleSpec] = []
     for number, spec in enumerate(block.layer_specs, 1):
         if any(spec is other for other in tried):
@@ -84,13 +86,13 @@ def get_gpt_layer_local_spec(
     qk_l2_norm: bool = False,
     use_kitchen: bool = False,
 ) -> ModuleSpec:
-    """A layer of the given norm (None: the configuration's), with experts or without."""
+    """Returns the spec of a layer with the given norm (None: the configured one), dense or with experts."""
     if normalization is not None and normalization not in NORMS:
         raise UserError(f"normalization is one of {', '.join(NORMS)}, not {normalization}")
     _refuse(multi_latent_attention=multi_latent_attention, qk_l2_norm=qk_l2_norm)
     _without_effect(moe_use_legacy_grouped_gemm=moe_use_legacy_grouped_gemm, use_kitchen=use_kitchen)
     if moe_grouped_gemm and num_experts is None:
-        _say("moe_grouped_gemm has no effect in a layer without experts")
+        _warn("moe_grouped_gemm has no effect in a layer without experts")
     norm: Slot = ConfiguredNorm if normalization is None else NORMS[normalization]
     return _layer(norm, qk_layernorm, num_experts, moe_grouped_gemm)
 
@@ -106,7 +108,7 @@ def get_gpt_layer_with_transformer_engine_spec(
     use_kitchen: bool = False,
     use_te_activation_func: bool = False,
 ) -> ModuleSpec:
-    """The same layer as the local one, with the norm of the configuration: there is one implementation here."""
+    """Returns the local spec with the configured norm: there is one implementation here."""
     _without_effect(use_te_op_fuser=use_te_op_fuser, use_te_activation_func=use_te_activation_func)
     return get_gpt_layer_local_spec(
         num_experts,
@@ -127,9 +129,10 @@ def get_gpt_decoder_block_spec(
     qk_l2_norm: bool = False,
     vp_stage: int | None = None,
 ) -> TransformerBlockSubmodules:
-    """Every layer of the model, those with experts and those without.
+    """Returns the specs of all layers of the model, dense and with experts.
 
-    A stage takes the layers it holds, so the result does not depend on `vp_stage`; nor on `use_transformer_engine`.
+    The result does not depend on `vp_stage`, because a stage takes the layers it holds, nor on
+    `use_transformer_engine`.
     """
     _refuse(qk_l2_norm=qk_l2_norm)
     core = CoreTransformerConfig.of(config)
@@ -140,7 +143,7 @@ def get_gpt_decoder_block_spec(
 def spec_of(
     config: TransformerConfig, moe: MoEConfig, layer: int, normalization: str | None = None
 ) -> ModuleSpec:
-    """The spec of a configured model's layer, counted from 0: what every training uses."""
+    """Returns the spec of layer `layer` of a configured model, counted from 0."""
     experts = moe.num_experts
     if experts is not None and not moe_layers(moe.moe_layer_freq, config.num_layers)[layer]:
         experts = None
@@ -152,7 +155,10 @@ def spec_of(
 def block_spec(
     config: CoreTransformerConfig, chosen: ModuleSpec | TransformerBlockSubmodules | None = None
 ) -> TransformerBlockSubmodules:
-    """A spec for every layer: those chosen here or with --spec, else the configured ones; one spec stands for all layers."""
+    """Returns a spec for every layer: `chosen`, that of --spec, or the configured one.
+
+    A single spec is used for all layers.
+    """
     chosen = chosen or user_spec(config)
     if chosen is None:
         return get_gpt_decoder_block_spec(config, use_transformer_engine=False)
@@ -167,7 +173,7 @@ def block_spec(
 
 
 def check_user_spec(config: TransformerConfig, moe: MoEConfig) -> None:
-    """Says what is wrong with --spec, before a process has anybody to wait for."""
+    """Raises for an invalid --spec, before worker processes start."""
     if config.spec:
         core = CoreTransformerConfig.of(config, moe)
         check_layers(core, block_spec(core))
@@ -218,9 +224,9 @@ def _refuse(**wanted: bool) -> None:
 def _without_effect(**given: Any) -> None:
     for name, value in given.items():
         if value:
-            _say(f"{name} changes nothing: there is one implementation of the layers here, in PyTorch")
+            _warn(f"{name} changes nothing: there is one implementation of the layers here, in PyTorch")
 
 
-def _say(sentence: str) -> None:
-    """Once for each place of the program that asks, as warnings are."""
+def _warn(sentence: str) -> None:
+    """Warns once per calling line."""
     warnings.warn(sentence, stacklevel=4)

@@ -1,4 +1,4 @@
-"""The routers of a run together: how busy their experts were in a step, over all ranks, and what follows from it."""
+"""The load of all routers of a run: counts per expert and balancing losses, summed over all ranks."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,8 +17,10 @@ from pentatron.settings.run import RunConfig
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """How busy the experts were in one step. `counts` has a row for every layer with experts, `losses` the mean of the
-    layers for each loss there is, before its weight."""
+    """The load of the experts in one step.
+
+    `counts` has a row for every layer with experts; `losses` are means over the layers, before their weights.
+    """
 
     layers: tuple[int, ...]
     counts: Tensor
@@ -26,17 +28,17 @@ class ExpertLoad:
 
     @property
     def imbalance(self) -> float:
-        """The busiest expert of any layer, in units of an equal share."""
+        """Load of the busiest expert of any layer, relative to an equal share."""
         return float((self.counts.amax(1) / self.counts.mean(1).clamp(min=1e-9)).max())
 
     @property
     def idle(self) -> int:
-        """Experts, over all layers, that got no token."""
+        """Number of experts, over all layers, without any token."""
         return int(self.counts.eq(0).sum())
 
 
 def loads_of(stage: CausalLM) -> dict[int, RouterLoad]:
-    """By the numbers of their layers."""
+    """Router loads of a stage by layer number."""
     return {
         int(number): layer.mlp.router.load
         for number, layer in stage.layers.items()
@@ -45,45 +47,49 @@ def loads_of(stage: CausalLM) -> dict[int, RouterLoad]:
 
 
 def kept_by_routers(loads: Mapping[int, RouterLoad]) -> Iterator[Fragment]:
-    """What checkpoints have of routers besides their weights, under the names they give it."""
+    """Yields the router state that checkpoints save besides weights, with its names in the checkpoint."""
     for layer, load in loads.items():
         for name, values in load.kept().items():
             yield Fragment(f"{ROUTERS}layers.{layer}.mlp.router.{name}", tuple(values.shape), (0,), values)
 
 
 class RouterLoads:
-    """Those of the layers this rank holds, and what all ranks say of theirs."""
+    """Router loads of this rank's layers, and their reduction over all ranks."""
 
     def __init__(self, config: RunConfig, world: World, stages: Mapping[int, CausalLM]) -> None:
         self.world = world
         self.layers = config.layers_with_experts
         self.names = tuple(loss_weights(config.moe)) if self.layers else ()
         self.experts = config.moe.num_experts or 0
-        self.own = {number: load for stage in stages.values() for number, load in loads_of(stage).items()}
+        self.local = {number: load for stage in stages.values() for number, load in loads_of(stage).items()}
 
     def begin_step(self, micro_batches: int, scale: float = 1.0) -> None:
-        """`micro_batches`: those of this rank. `scale`: what the loss of the step is multiplied by before backward."""
-        for load in self.own.values():
+        """Starts a step.
+
+        `micro_batches`: of this rank. `scale`: the factor of the step's loss before backward.
+        """
+        for load in self.local.values():
             load.begin_step(micro_batches * self.world.data.size, scale)
 
     def numbers(self) -> Tensor:
-        """One after the other for all layers of the model; summed over all ranks, the numbers of the step."""
+        """This rank's counts and losses for all layers of the model, to be summed over all ranks."""
         rows = torch.zeros(
             len(self.layers), self.experts + len(self.names), dtype=torch.float64, device=self.world.device
         )
         for row, layer in enumerate(self.layers):
-            if layer in self.own:
-                rows[row] = self.own[layer].numbers()
+            if layer in self.local:
+                rows[row] = self.local[layer].numbers()
         return rows.flatten()
 
     def settle(self, summed: Tensor) -> None:
-        """The step is done: what later steps need of it is kept."""
+        """Finishes the step with the sums over all ranks."""
         width = self.experts + len(self.names)
         for layer, numbers in zip(self.layers, summed.view(len(self.layers), width)):
-            if layer in self.own:
-                self.own[layer].settle(numbers)
+            if layer in self.local:
+                self.local[layer].settle(numbers)
 
     def report(self, summed: Tensor) -> ExpertLoad | None:
+        """Returns the load of the step; None for a model without experts."""
         if not self.layers:
             return None
         rows = summed.view(len(self.layers), -1).cpu()
@@ -91,7 +97,7 @@ class RouterLoads:
         return ExpertLoad(self.layers, rows[:, : self.experts], dict(zip(self.names, means)))
 
     def fragments(self, owned_only: bool) -> Iterator[Fragment]:
-        """What later steps need, to be overwritten, or this rank's part of a save."""
+        """Yields the tensors to load into, or with `owned_only` this rank's part of a save."""
         if owned_only and not self.world.is_first_of(("tensor", "replicas")):
             return
-        yield from kept_by_routers(self.own)
+        yield from kept_by_routers(self.local)

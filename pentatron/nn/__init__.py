@@ -1,1 +1,5 @@
-"""Layers. Shapes: B batch, S sequence, D hidden, N heads, K key/value heads, H head width, F MLP width, V vocabulary."""
+"""Layers.
+
+Dimensions in the names of tensors: B batch, S sequence, D hidden, N heads, K key/value heads, H head width, F
+MLP width, V vocabulary, T tokens, E experts.
+"""

@@ -1,4 +1,4 @@
-"""Causal self-attention with grouped queries, its heads spread over the tensor axis."""
+"""Causal self-attention with grouped queries; its heads are split across the tensor axis."""
 
 from torch import Tensor, nn
 
@@ -22,7 +22,7 @@ from pentatron.settings.parameters import AttentionSizes, attention_sizes
 
 
 class DotProductAttention(nn.Module):
-    """Queries, keys and values of this rank's heads and tokens go in; what each token found comes out."""
+    """Attention over the queries, keys and values of this rank's heads and tokens."""
 
     def __init__(
         self,
@@ -36,12 +36,13 @@ class DotProductAttention(nn.Module):
             raise UserError(f"attention here is causal; AttnMaskType.{attn_mask_type.name} is not available")
         self.context = axes.context
         self.dropout = config.attention_dropout
-        # How many tokens before its own a token sees, if not all.
+        # Number of previous tokens a token attends to; None for all.
         self.window = window_of(
             config.window_size, config.window_attn_skip_freq, config.num_layers, layer_number
         )
-        # The model's own, said around all of its layers; here it is said again, for what is compiled (a cache of compiled layers would
-        # not tell two choices apart) and for what is recomputed out of a compiled layer, where the model says nothing.
+        # The model enters these around all layers. Needed here too for compiled layers, because the
+        # compiler's cache ignores the choice, and for recompute outside of a compiled layer, which runs
+        # outside of the model's forward.
         self.kernels = axes.options.kernels
         self.cache_in_use = axes.options.cache
 
@@ -68,10 +69,11 @@ PLAIN_ATTENTION = SelfAttentionSubmodules(
 
 
 class SelfAttention(nn.Module):
-    """One fused QKV projection; its rows are grouped by key/value head: the queries of a group, its key, its value.
+    """Self-attention with a fused QKV projection, whose rows are grouped by key/value head: its queries, its
+    key, its value.
 
-    A rank has whole groups; where there are more ranks than groups, it has a part of a group's queries, and its key
-    and value like its neighbours.
+    A rank has whole groups. With more ranks than groups, a rank has some queries of a group, and its key and
+    value are replicated.
     """
 
     def __init__(
@@ -84,23 +86,23 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         config, axis = CoreTransformerConfig.of(config), axes.tensor
-        whole, own = attention_sizes(config), attention_sizes(config, axis.size)
-        self.head_width = own.head
-        self.groups = own.groups
-        self.queries_per_group = own.queries_per_group
+        whole, shard = attention_sizes(config), attention_sizes(config, axis.size)
+        self.head_width = shard.head
+        self.groups = shard.groups
+        self.queries_per_group = shard.queries_per_group
         self.recompute = axes.options.recompute
         self.linear_qkv = build_module(
             submodules.linear_qkv,
             whole.linear_qkv.inputs,
             whole.linear_qkv.outputs,
-            _qkv_rows(whole, own, axis),
+            _qkv_rows(whole, shard, axis),
             whole.linear_qkv.has_bias,
             axis,
         )
-        # Every rank norms its own heads with the same weights, sequence parallelism or not.
-        own_heads = frozenset[Axis]({"tensor"})
-        self.q_norm = norm_in(submodules.q_layernorm, config, own.head, own_heads)
-        self.k_norm = norm_in(submodules.k_layernorm, config, own.head, own_heads)
+        # Each rank normalizes its own heads with the same weights, with and without sequence parallelism.
+        split = frozenset[Axis]({"tensor"})
+        self.q_norm = norm_in(submodules.q_layernorm, config, shard.head, split)
+        self.k_norm = norm_in(submodules.k_layernorm, config, shard.head, split)
         self.core_attention = build_module(
             submodules.core_attention,
             config=config,
@@ -111,7 +113,7 @@ class SelfAttention(nn.Module):
         self.called_apart: dict[str, str] = {}
         self._core_apart: Forward | None = None
         compile = axes.options.compile
-        if compile is not None and (reason := self._why_core_is_apart(compile)):
+        if compile is not None and (reason := self._core_break_reason(compile)):
             self.called_apart["core_attention"] = reason
             self._core_apart = compile.called_apart(self, "core_attention")
         proj, scale = whole.linear_proj, residual_scale(config.num_layers)
@@ -126,10 +128,10 @@ class SelfAttention(nn.Module):
         angles: tuple[Tensor, Tensor] | None,
         documents: DocumentStarts | None = None,
     ) -> Tensor:
-        # The values are a view of the projection's output, so keeping that keeps no more, and rotated copies need not be.
+        # Recompute starts here: the projection's output is saved anyway, because the values are a view of it,
+        # and the rotated queries and keys need not be.
         attended = self.recompute("core_attn", self._attend, self.linear_qkv(x_BSD), rope, angles, documents)
-        made: Tensor = self.linear_proj(attended)
-        return made
+        return self.linear_proj(attended)
 
     def _attend(
         self,
@@ -149,20 +151,20 @@ class SelfAttention(nn.Module):
         out_BNSH: Tensor = attend(q_BNSH, k_BKSH, v_BKSH, **documents_for(self.core_attention, documents))
         return out_BNSH.transpose(1, 2).flatten(2)
 
-    def _why_core_is_apart(self, compile: Compile) -> str:
-        """Why the attention proper interrupts the graph of a compiled layer, if it does."""
-        # A class of a user's own, which is told of documents, is apart as a whole.
+    def _core_break_reason(self, compile: Compile) -> str:
+        """Returns why the core attention breaks the graph of a compiled layer, or an empty string."""
+        # A user's attention class reads documents, so it runs eagerly as a whole.
         documents = compile.documents and type(self) is SelfAttention
         if documents:
             documents_for(self.core_attention, ())
         context = getattr(self.core_attention, "context", None)
         if getattr(context, "size", 1) > 1:
-            return "attention that talks to other context ranks"
-        return "attention within documents, which begin elsewhere in every batch" if documents else ""
+            return "attention that communicates with other context ranks"
+        return "attention within documents, whose starts differ in every batch" if documents else ""
 
 
 def can_keep(layer: nn.Module) -> bool:
-    """Whether a KV cache can serve a layer: it attends with the attention above, or not at all."""
+    """Whether the layer supports a KV cache: it has plain `SelfAttention`, or no attention."""
     attention = getattr(layer, "attention", None)
     if isinstance(attention, SelfAttention):
         return type(attention.core_attention) is DotProductAttention
@@ -172,12 +174,12 @@ def can_keep(layer: nn.Module) -> bool:
 def _rotated(x_BNSH: Tensor, rope: RotaryEmbedding, cos: Tensor, sin: Tensor) -> Tensor:
     if not x_BNSH.is_cuda:
         return rope.rotate(x_BNSH, cos, sin)
-    # Written token by token, as the projection wrote them: a GPU's kernels give their output the order of the queries, which then
-    # is that of the stream, and no copy is needed after them.
+    # Rotates in the memory layout of the projection. Attention kernels on GPUs write their output in the
+    # layout of the queries, which is then that of the hidden states, so no copy is needed.
     return rope.rotate(x_BNSH.transpose(1, 2), cos.transpose(1, 2), sin.transpose(1, 2)).transpose(1, 2)
 
 
-def _qkv_rows(whole: AttentionSizes, own: AttentionSizes, axis: TensorAxis) -> tuple[Rows, ...]:
+def _qkv_rows(whole: AttentionSizes, shard: AttentionSizes, axis: TensorAxis) -> tuple[Rows, ...]:
     """The rows of the fused projection that this rank holds."""
     queries, head = whole.queries_per_group * whole.head, whole.head
     rows_of_group = queries + 2 * head
@@ -185,5 +187,5 @@ def _qkv_rows(whole: AttentionSizes, own: AttentionSizes, axis: TensorAxis) -> t
         count = axis.share(whole.groups) * rows_of_group
         return (Rows(axis.rank * count, count),)
     group, part = divmod(axis.rank, axis.kv_copies)
-    start, count = group * rows_of_group, own.queries_per_group * head
+    start, count = group * rows_of_group, shard.queries_per_group * head
     return Rows(start + part * count, count), Rows(start + queries, 2 * head, copies=True)

@@ -1,8 +1,9 @@
-"""Attention of some queries to some of their keys, in parts that can be merged.
+"""Attention over blocks of queries and keys, whose partial results can be merged (as in flash and ring
+attention).
 
-The part of a block is its output and, for each query, the logarithm of the sum of exponentials (lse) it was divided by. Merged
-parts give the attention to all keys together; with the merged output and lse, the backward of each block gives its
-part of the gradients, and these only need to be added.
+The partial result of a block is its output and, for each query, the log-sum-exp (lse) of its scores. Merging
+partial results gives the attention to all keys. In backward each block computes its part of the gradients
+from the merged output and lse, and the parts are summed.
 """
 
 import itertools
@@ -19,17 +20,18 @@ from torch import Tensor
 from pentatron.layout.documents import TOGETHER, DocumentStarts, alike, pieces
 
 _aten = torch.ops.aten
-# What CUDA's flash kernel takes.
+# Limits of CUDA's flash kernel.
 _WIDEST_HEAD = 256
 _HEAD_MULTIPLE = 8
 
 
 @dataclass(frozen=True)
 class Block:
-    """Queries and keys by their place on this rank. `causal`: query i sees keys 0 … i of the block, else all.
+    """A range of queries and a range of keys on this rank.
 
-    `left`: and of these none that comes more than so many before key i. `samples` are the sequences it is about. `cuts`: in a
-    causal block, where new documents begin, whose queries see no key before.
+    `causal`: query i attends to keys 0 ... i of the block, otherwise to all. `left`: to at most this many
+    keys before key i. `samples`: the sequences of the batch. `cuts`: in a causal block, starts of documents;
+    queries do not attend across them.
     """
 
     queries: slice
@@ -41,7 +43,7 @@ class Block:
 
 
 def hidden(block: Block, device: torch.device) -> Tensor | None:
-    """True where a query does not see a key; nothing if every query sees all."""
+    """Returns the mask of the block, True for hidden keys; None if every query attends to all keys."""
     rows, columns = (s.stop - s.start for s in (block.queries, block.keys))
     query, key = torch.arange(rows, device=device)[:, None], torch.arange(columns, device=device)
     unseen = key > query if block.causal else None
@@ -56,7 +58,10 @@ def hidden(block: Block, device: torch.device) -> Tensor | None:
 
 
 def flash_is_chosen(q_BNSH: Tensor) -> bool:
-    """Whether blocks run in torch's flash kernel. To be asked in forward: the user's choice is not known in backward."""
+    """Whether blocks run in torch's flash kernel.
+
+    Call it in forward: the user's context manager is not active in backward.
+    """
     if not torch.backends.cuda.flash_sdp_enabled():
         return False
     if not q_BNSH.is_cuda:
@@ -67,7 +72,7 @@ def flash_is_chosen(q_BNSH: Tensor) -> bool:
 
 
 class MergedAttention:
-    """Adds up blocks: the output and the lse of every query, in fp32."""
+    """Accumulates the output and the lse of every query over blocks, in fp32."""
 
     def __init__(self, q_BNSH: Tensor, flash: bool) -> None:
         self.q_BNSH = q_BNSH
@@ -90,29 +95,29 @@ class MergedAttention:
 
 
 def merge_(out_BNSH: Tensor, lse_BNS: Tensor, more_BNSH: Tensor, more_lse_BNS: Tensor) -> None:
-    """Adds attention to more keys, in place: each part is scaled from its own sum of exponentials to the common one."""
-    together = torch.logaddexp(lse_BNS, more_lse_BNS)
-    out_BNSH.mul_((lse_BNS - together).exp()[..., None])
-    out_BNSH.addcmul_(more_BNSH.float(), (more_lse_BNS - together).exp()[..., None])
-    lse_BNS.copy_(together)
+    """Merges a partial result into another in place: both are rescaled to the common sum of exponentials."""
+    total = torch.logaddexp(lse_BNS, more_lse_BNS)
+    out_BNSH.mul_((lse_BNS - total).exp()[..., None])
+    out_BNSH.addcmul_(more_BNSH.float(), (more_lse_BNS - total).exp()[..., None])
+    lse_BNS.copy_(total)
 
 
 @dataclass(frozen=True)
 class Attended:
-    """What backward needs: the merged result, and the gradient of its output."""
+    """What backward needs: the merged result and the gradient of its output."""
 
     q_BNSH: Tensor
     out_BNSH: Tensor
     lse_BNS: Tensor
     gradient_BNSH: Tensor
     flash: bool
-    # CUDA's kernel wants the state of its generator back, which without dropout is the same for every block.
+    # State of the CUDA kernel's random generator; without dropout it is the same for every block.
     generator: tuple[Tensor, ...]
 
     def add_gradients_(
         self, dq_BNSH: Tensor, d_keys_values: Tensor, keys_values: Tensor, blocks: Iterable[Block]
     ) -> None:
-        """Adds the blocks' parts of the gradients."""
+        """Adds the gradients of the blocks."""
         for block in blocks:
             rows, columns = (
                 (block.samples, slice(None), block.queries),
@@ -130,11 +135,11 @@ class Attended:
 
 
 def _fits_flash(q: Tensor, block: Block) -> bool:
-    """CUDA's kernel takes no mask, so the few short documents that share a block are computed in plain operations."""
+    """CUDA's flash kernel takes no mask, so short documents that share a block use the plain operations."""
     return not (block.cuts and q.is_cuda)
 
 
-# Output, lse, and what CUDA's kernel says of its generator.
+# Output, lse and state of the random generator.
 Part = tuple[Tensor, Tensor, tuple[Tensor, ...]]
 
 
@@ -166,17 +171,16 @@ def flash_backward(
     generator: tuple[Tensor, ...],
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not q.is_cuda:
-        found: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient, q, k, v, out, lse, **_mask_for_cpu(q, block)
         )
-        return found
     lengths = (None, None, q.shape[2], k.shape[2])
     if block.left is not None:
         rows = [t.transpose(1, 2) for t in (gradient, q, k, v, out)]
-        found = _aten._flash_attention_backward(
+        gradients = _aten._flash_attention_backward(
             *rows, lse, *lengths, 0.0, block.causal, *generator, **_window_for_cuda(block)
         )
-        dq, dk, dv = (t.transpose(1, 2) for t in found)
+        dq, dk, dv = (t.transpose(1, 2) for t in gradients)
         return dq, dk, dv
     dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
         gradient, q, k, v, out, lse, *lengths, 0.0, block.causal, *generator
@@ -193,14 +197,14 @@ def _mask_for_cpu(q: Tensor, block: Block) -> dict[str, Any]:
 
 
 def _window_for_cuda(block: Block) -> dict[str, int]:
-    # The kernel counts from the last query and the last key back. -1: as far as there are keys.
+    # The kernel aligns windows to the last query and the last key. -1 means unlimited.
     rows, columns = (s.stop - s.start for s in (block.queries, block.keys))
     left = (block.left or 0) + columns - rows
     return {"window_size_left": left, "window_size_right": 0 if block.causal else -1}
 
 
 def _plain_forward(q: Tensor, k: Tensor, v: Tensor, block: Block) -> Part:
-    """In plain operations and fp32, for what the flash kernel does not take."""
+    """Attention of a block in plain fp32 operations, for what the flash kernel does not support."""
     scores_BKGST = _scores(q, k, block)
     lse_BKGS = scores_BKGST.logsumexp(-1)
     weights = (scores_BKGST - lse_BKGS[..., None]).exp()
@@ -221,45 +225,42 @@ def _plain_backward(
 
 
 def _scores(q: Tensor, k: Tensor, block: Block) -> Tensor:
-    """The scaled products of queries and keys, the queries grouped by the key head they share: [B, K, G, S, T]."""
+    """Scaled scores, with queries grouped by their key head: [B, K, G, S, T]."""
     scaled = q.float().unflatten(1, (k.shape[1], -1)) * q.shape[-1] ** -0.5
     scores = scaled @ k.float()[:, :, None].mT
     unseen = hidden(block, q.device)
     return scores if unseen is None else scores.masked_fill(unseen, -math.inf)
 
 
-# What chunks of queries see of chunks of keys where a token sees its own document alone.
-#
-# No block needs a mask because of documents, except for short neighbours inside a chunk: of two different
-# chunks, only the one document that reaches from one into the other is seen, and that is a rectangle.
+# --- blocks of sequences that are divided into documents ---
 
 
 def in_documents(
     documents: DocumentStarts, queries: Sequence[int], keys: Sequence[int], size: int, window: int | None
 ) -> list[Block]:
-    """Chunks of `size` tokens are given by their number in the sequence and lie in this order; with or without a window."""
-    found: list[Block] = []
+    """Blocks of chunks of queries and keys if attention is restricted to documents.
+
+    Chunks of `size` tokens are given by their index in the sequence, in memory order. Blocks need no mask for
+    documents, except for short documents inside a chunk: two different chunks share at most one document,
+    whose part is a rectangle.
+    """
+    blocks: list[Block] = []
     for samples, starts in alike(documents):
         for (place, number), (key_place, key_number) in itertools.product(
             enumerate(queries), enumerate(keys)
         ):
             shift, key_shift = (place - number) * size, (key_place - key_number) * size
             if number == key_number:
-                found += _inside(starts, samples, number * size, size, (shift, key_shift), window)
+                blocks += _inside(starts, samples, number * size, size, (shift, key_shift), window)
             elif number > key_number:
-                found += _across(starts, samples, number, key_number, size, (shift, key_shift), window)
-    return found
+                blocks += _across(starts, samples, number, key_number, size, (shift, key_shift), window)
+    return blocks
 
 
 def _inside(
-    starts: Sequence[int],
-    samples: slice,
-    begin: int,
-    size: int,
-    shifts: tuple[int, int],
-    window: int | None,
+    starts: Sequence[int], samples: slice, begin: int, size: int, shifts: tuple[int, int], window: int | None
 ) -> Iterator[Block]:
-    """The documents of one chunk."""
+    """Yields the blocks of the documents in one chunk."""
     for piece in pieces(starts, begin, begin + size):
         left = None if window is None or window >= piece.end - piece.begin - 1 else window
         of_queries, of_keys = (slice(piece.begin + shift, piece.end + shift) for shift in shifts)
@@ -275,14 +276,14 @@ def _across(
     shifts: tuple[int, int],
     window: int | None,
 ) -> Iterator[Block]:
-    """The document at the end of the chunk of keys, as far as it is in the chunk of queries."""
+    """Yields the block of the document that reaches from the chunk of keys into the chunk of queries."""
     of_last_key = bisect_right(starts, (key_number + 1) * size - 1) - 1
     first_key, after_keys = max(key_number * size, starts[of_last_key]), (key_number + 1) * size
     first, after = number * size, (number + 1) * size
     if of_last_key + 1 < len(starts):
         after = min(after, starts[of_last_key + 1])
     if window is not None:
-        # Neither keys that no query sees, nor queries that see no key.
+        # Drop keys that no query sees, and queries that see no key.
         first_key, after = max(first_key, first - window), min(after, after_keys + window)
     if first >= after or first_key >= after_keys:
         return
@@ -294,8 +295,7 @@ def _across(
     yield Block(of_queries, of_keys, causal=False, left=left, samples=samples)
 
 
-# Causal attention over sequences that are whole on this rank: to all tokens, those of a window or of a
-# document.
+# --- sequences that are whole on this rank ---
 
 
 def attend_whole(
@@ -306,32 +306,33 @@ def attend_whole(
     window: int | None = None,
     documents: DocumentStarts | None = None,
 ) -> Tensor:
-    """Attention to all tokens up to one's own, or with `window` to no more than so many before it.
+    """Causal attention over sequences that are whole on this rank, with `window` to at most so many previous
+    tokens.
 
-    With `documents` to one's own document: each is attended by itself, as a shorter sequence, so that documents save work and
-    every kernel will do. Short neighbours share a call and a mask of at most TOGETHER² elements; there is never one of a
-    whole sequence.
+    With `documents`, each document is attended to as a shorter sequence, which saves work and needs no
+    special kernel. Short neighbours share a call with a mask of at most TOGETHER² elements; there is never a
+    mask of a whole sequence.
     """
     if documents is None:
         return _attend_causal(q_BNSH, k_BKSH, v_BKSH, dropout, window)
-    together = TOGETHER if _masks_are_taken(q_BNSH) else 0
+    share_below = TOGETHER if _masks_are_taken(q_BNSH) else 0
     groups = alike(documents)
     counts = [samples.stop - samples.start for samples, _ in groups]
-    found = []
+    attended = []
     for starts, *of_samples in zip(
         [starts for _, starts in groups], *(t.split(counts) for t in (q_BNSH, k_BKSH, v_BKSH))
     ):
-        cut = pieces(starts, 0, q_BNSH.shape[2], together)
+        cut = pieces(starts, 0, q_BNSH.shape[2], share_below)
         lengths = [piece.end - piece.begin for piece in cut]
-        # Split at once rather than sliced one by one: the gradient of a slice is as large as the whole.
+        # `split`, not slices: the gradient of each slice would be as large as the whole tensor.
         parts = zip(cut, *(t.split(lengths, dim=2) for t in of_samples))
-        made = [_attend_causal(q, k, v, dropout, window, piece.cuts) for piece, q, k, v in parts]
-        found.append(torch.cat(made, dim=2))
-    return torch.cat(found)
+        outputs = [_attend_causal(q, k, v, dropout, window, piece.cuts) for piece, q, k, v in parts]
+        attended.append(torch.cat(outputs, dim=2))
+    return torch.cat(attended)
 
 
 def _masks_are_taken(q_BNSH: Tensor) -> bool:
-    """Whether the kernels the user allows take a mask; on CUDA flash does not."""
+    """Whether the kernels the user allows support a mask; CUDA's flash kernel does not."""
     kernels = torch.backends.cuda
     return not q_BNSH.is_cuda or kernels.mem_efficient_sdp_enabled() or kernels.math_sdp_enabled()
 
@@ -355,18 +356,17 @@ def _attend_causal(
     block = Block(everything, everything, causal=True, left=window, cuts=cuts)
     if q_BNSH.is_cuda and dropout == 0 and not cuts and flash_is_chosen(q_BNSH):
         rows = [t if t.stride(-1) == 1 else t.contiguous() for t in (q_BNSH, k_BKSH, v_BKSH)]
-        result: Tensor = _InFlashWindow.apply(*rows, block)
-        return result
+        return _FlashWindow.apply(*rows, block)
     unseen = hidden(block, q_BNSH.device)
     assert unseen is not None
-    # Kernels that take a mask want a key for every query head.
+    # Kernels with a mask need a key head for every query head.
     copies = q_BNSH.shape[1] // k_BKSH.shape[1]
     keys, values = (t.repeat_interleave(copies, dim=1) if copies > 1 else t for t in (k_BKSH, v_BKSH))
     return F.scaled_dot_product_attention(q_BNSH, keys, values, attn_mask=~unseen, dropout_p=dropout)
 
 
-class _InFlashWindow(torch.autograd.Function):
-    """CUDA's flash kernel knows windows, but torch's public function does not ask it for them; it would need a mask."""
+class _FlashWindow(torch.autograd.Function):
+    """Sliding-window attention in CUDA's flash kernel; `scaled_dot_product_attention` would need a mask."""
 
     @staticmethod
     def forward(ctx: Any, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, block: Block) -> Tensor:

@@ -1,9 +1,8 @@
-"""How layers are compiled: each becomes one graph, or some of them together, and all layers of a kind share
-what is made for the first.
+"""Compilation of layers with `torch.compile`: each layer, or several layers together, is one graph.
 
-Each layer takes its compiled form when it is built. A part that talks to other ranks, decides while it runs
-or depends on the tokens keeps itself out: it interrupts the graph of its layer, and the parts around it are
-compiled.
+Layers of a kind share their compiled code. Each layer is compiled when it is built. Parts with collectives,
+data-dependent control flow or data-dependent shapes break the graph of their layer and run eagerly; the parts
+around them are compiled.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,7 +15,8 @@ from torch import Tensor, nn
 from pentatron.layout.documents import DocumentStarts
 from pentatron.ops.dispatch import triton_works
 
-# Kinds of layers, times training and evaluation, times shapes: all of one function, for which torch allows few by default.
+# torch.compile's default limit is too low for all kinds of layers, train and eval mode, and shapes of one
+# function.
 _MOST_VERSIONS = 64
 
 Forward = Callable[..., Tensor]
@@ -26,8 +26,9 @@ Forward = Callable[..., Tensor]
 class Compile:
     """How the layers of a model are compiled.
 
-    `backend` and `options` are those of `torch.compile`. `together`: so many layers are one graph, where
-    nothing comes between them. `documents`: sequences are divided into documents, which no graph looks at.
+    `backend` and `options` are those of `torch.compile`. `together` is the number of consecutive layers in
+    one graph. `documents`: sequences are divided into documents, which are passed through graphs as an opaque
+    object.
     """
 
     backend: Any = "inductor"
@@ -36,39 +37,38 @@ class Compile:
     documents: bool = False
 
     def whole(self, forward: Forward) -> Forward:
-        """A forward that is compiled when it first runs. Hooks of its module stay outside."""
+        """Compiles a forward at its first call. Hooks of its module stay outside the graph."""
         from torch import _dynamo as dynamo
 
         dynamo.assume_constant_result(triton_works)
         dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, _MOST_VERSIONS)
-        # Shards hide what else a layer is: without these guards one with a window would run the graph of one
-        # without.
+        # FSDP skips guards on module attributes: a layer with a window would run the graph of one without.
         dynamo.config.skip_fsdp_guards = False
-        made: Forward = torch.compile(forward, backend=self.backend, options=self.options)
-        return made
+        return torch.compile(forward, backend=self.backend, options=self.options)
 
     def layer(self, forward: Forward) -> Forward:
-        """The same for a layer, which hands documents on unseen."""
+        """Compiles the forward of a layer, which passes documents through as an opaque object."""
         return _sealed(self.whole(forward)) if self.documents else self.whole(forward)
 
     def apart(self, forward: Forward) -> Forward:
-        """A part of a layer that interrupts its graph and runs as it is written."""
-        made: Forward = torch.compiler.disable(_opened(forward) if self.documents else forward)
-        return made
+        """Returns a part of a layer that breaks the graph and runs eagerly."""
+        return torch.compiler.disable(_unsealed(forward) if self.documents else forward)
 
     def called_apart(self, owner: nn.Module, name: str) -> Forward:
-        """Calls a part of `owner` so, whatever its class: what its owner knows to interrupt the graph."""
+        """Returns a function that calls the submodule `name` of `owner` eagerly, whatever its class."""
 
         def call(*inputs: Any, **named: Any) -> Tensor:
-            made: Tensor = getattr(owner, name)(*inputs, **named)
-            return made
+            return getattr(owner, name)(*inputs, **named)
 
         return self.apart(call)
 
 
 class Together:
-    """Some layers that follow each other as one compiled function. To enter one, its guards and its way into autograd, takes the host as long as
-    many launches: a model of small layers waits for that."""
+    """Runs consecutive layers as one compiled function.
+
+    Entering a compiled function (guards and autograd) costs as much host time as many kernel launches, which
+    dominates for small layers.
+    """
 
     def __init__(self, compile: Compile) -> None:
         self.count = compile.together
@@ -77,14 +77,17 @@ class Together:
     def __call__(
         self, x_BSD: Tensor, layers: Sequence[nn.Module], *inputs: Any
     ) -> tuple[Tensor, Sequence[nn.Module]]:
-        """What the first ones make, and the layers that are left: too few, or something is to be called around one of them."""
-        while len(some := tuple(layers[: self.count])) == self.count and not any(map(_has_hooks, some)):
-            x_BSD, layers = self._compiled(some, x_BSD, *inputs), layers[self.count :]
+        """Runs the layers in groups; returns the hidden states and the layers left over.
+
+        Layers are left over if they are too few for a group or have hooks.
+        """
+        while len(group := tuple(layers[: self.count])) == self.count and not any(map(_has_hooks, group)):
+            x_BSD, layers = self._compiled(group, x_BSD, *inputs), layers[self.count :]
         return x_BSD, layers
 
 
 def together_of(compile: Compile | None, layers: Iterable[nn.Module]) -> Together | None:
-    """Several layers as one function, if that is wanted and all of them are compiled whole."""
+    """Returns a Together if it is configured and all layers are compiled as a whole."""
     if compile is None or compile.together == 1 or compile.documents or compiled_of(layers).left_out:
         return None
     return Together(compile)
@@ -92,19 +95,20 @@ def together_of(compile: Compile | None, layers: Iterable[nn.Module]) -> Togethe
 
 def _in_turn(layers: Sequence[nn.Module], x_BSD: Tensor, *inputs: Any) -> Tensor:
     for layer in layers:
-        # As its class has it: the one of the layer itself is compiled already.
+        # The class's forward, because the instance's is compiled already.
         x_BSD = type(layer).forward(layer, x_BSD, *inputs)
     return x_BSD
 
 
 def _has_hooks(layer: nn.Module) -> bool:
-    found = (layer._forward_pre_hooks, layer._forward_hooks, layer._backward_pre_hooks, layer._backward_hooks)
-    return any(found)
+    return any(
+        (layer._forward_pre_hooks, layer._forward_hooks, layer._backward_pre_hooks, layer._backward_hooks)
+    )
 
 
 @dataclass(frozen=True)
 class _Sealed:
-    """Documents on their way through a compiled layer, which looks neither at how many there are nor where they begin."""
+    """Wraps documents inside a compiled layer, so that no guard depends on their number or starts."""
 
     documents: DocumentStarts
 
@@ -116,7 +120,7 @@ def _sealed(forward: Forward) -> Forward:
     return call
 
 
-def _opened(forward: Forward) -> Forward:
+def _unsealed(forward: Forward) -> Forward:
     def call(*inputs: Any, **named: Any) -> Tensor:
         if isinstance(sealed := named.get("documents"), _Sealed):
             named["documents"] = sealed.documents
@@ -127,14 +131,14 @@ def _opened(forward: Forward) -> Forward:
 
 @dataclass(frozen=True)
 class Compiled:
-    """How many layers are compiled, and what was left out, with the reason."""
+    """How many layers are compiled, and which parts are not, with the reason."""
 
     layers: int
     left_out: tuple[str, ...]
 
 
 def compiled_of(layers: Iterable[nn.Module]) -> Compiled:
-    """What is compiled of layers that were built to be."""
+    """Reports what is compiled of layers that were built with `Compile`."""
     count, left_out = 0, dict[str, None]()
     for layer in layers:
         if not getattr(layer, "runs_whole", False):
@@ -146,8 +150,10 @@ def compiled_of(layers: Iterable[nn.Module]) -> Compiled:
 
 
 def _reasons(module: nn.Module) -> Iterator[str]:
-    """Why the largest parts of a module that are not compiled are not. A part may say so itself, or the
-    module that calls it."""
+    """Yields why parts of a module are not compiled, outermost parts first.
+
+    A part states its reason itself, or the module that calls it does.
+    """
     called_apart: dict[str, str] = getattr(module, "called_apart", {})
     yield from called_apart.values()
     for name, child in module.named_children():

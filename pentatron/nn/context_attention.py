@@ -1,11 +1,11 @@
-"""Causal attention over sequences that may be split over the context axis, in one call.
+"""Causal attention over sequences that may be split across the context axis (context parallelism).
 
-Every rank has its queries, keys and values of the tokens that `pentatron.parallel.axes` gives it. Three ways to
-attend to the tokens of the others:
+Each rank has the queries, keys and values of the tokens that `pentatron.parallel.axes` assigns to it. Three
+ways to attend to the tokens of other ranks:
 
-    p2p         keys and values travel around a ring, and their gradients after them
+    p2p         ring attention: keys and values are sent around a ring, followed by their gradients
     all_gather  every rank gathers all keys and values, in forward and again in backward
-    a2a         ranks exchange heads for tokens: each then has all tokens of some heads
+    a2a         ranks exchange heads for tokens (Ulysses): each then has all tokens of some heads
 """
 
 import itertools
@@ -34,7 +34,7 @@ from pentatron.parallel.collectives import (
     start_passing_on,
 )
 
-# What travels around the ring at the same time.
+# Message kinds that are in flight at the same time.
 _KEYS, _GRADIENTS = 1, 2
 
 
@@ -47,10 +47,12 @@ def attend(
     window: int | None = None,
     documents: DocumentStarts | None = None,
 ) -> Tensor:
-    """Attention of this rank's queries to all tokens up to their own; there may be fewer key/value heads.
+    """Attention of this rank's queries to all tokens up to their own; there may be fewer key/value heads than
+    query heads.
 
-    With `window`, a token sees itself and no more than so many before it; with `documents`, only those of its own document. These
-    are the documents of whole sequences, which every rank knows: nothing about them is exchanged.
+    With `window`, a token attends to itself and at most so many tokens before it; with `documents`, only
+    within its own document. Documents describe whole sequences and are known on every rank, so they need no
+    communication.
     """
     if window is not None and window >= context.size * q_BNSH.shape[2] - 1:
         window = None
@@ -61,60 +63,64 @@ def attend(
     assert dropout == 0, "the rules refuse attention dropout over split sequences"
     if context.exchange == "a2a":
         return _by_heads(q_BNSH, k_BKSH, v_BKSH, context.group, window, documents)
-    way = {"p2p": _Ring, "all_gather": _Gathered}[context.exchange]
-    # The kernels of single blocks believe that a head's channels lie side by side, and do not look; rotation may make it
-    # otherwise.
+    function = {"p2p": _RingAttention, "all_gather": _AllGatherAttention}[context.exchange]
+    # The kernels assume without a check that the channels of a head are contiguous, which rotation may
+    # change.
     rows = [t if t.stride(-1) == 1 else t.contiguous() for t in (q_BNSH, k_BKSH, v_BKSH)]
-    result: Tensor = way.apply(*rows, context, window, documents)
-    return result
+    return function.apply(*rows, context, window, documents)
 
 
 def visible_of(source: int, rank: int, length: int) -> Block:
-    """What the queries of `rank` see of the keys of `source`, both with `length` tokens in two chunks."""
+    """The keys of rank `source` that queries of `rank` attend to; both have `length` tokens in two chunks."""
     whole, early, late = slice(0, length), slice(0, length // 2), slice(length // 2, length)
     if source == rank:
         return Block(whole, whole, causal=True)
-    # Early chunks come in the order of ranks, late ones in the opposite order, after all early ones.
+    # A rank has an early chunk, in rank order, and a late one, in reverse order, after all early chunks.
     return Block(whole, early, causal=False) if source < rank else Block(late, whole, causal=False)
 
 
 def visible_of_all(
     context: ContextAxis, length: int, window: int | None = None, documents: DocumentStarts | None = None
 ) -> list[Block]:
-    """What this rank's queries see of all keys in their order: for each chunk those before it, and itself."""
+    """Blocks of this rank's queries over all keys in order: for each chunk the keys before it, and itself."""
     size = length // 2
     if documents is not None:
         return in_documents(documents, context.chunks, range(2 * context.size), size, window)
     if window is not None:
         return in_window(context.chunks, range(2 * context.size), size, window)
-    found = []
+    blocks = []
     for place, number in enumerate(context.chunks):
         queries, first = slice(place * size, (place + 1) * size), number * size
         if first:
-            found.append(Block(queries, slice(0, first), causal=False))
-        found.append(Block(queries, slice(first, first + size), causal=True))
-    return found
+            blocks.append(Block(queries, slice(0, first), causal=False))
+        blocks.append(Block(queries, slice(first, first + size), causal=True))
+    return blocks
 
 
 def in_window(queries: Sequence[int], keys: Sequence[int], size: int, window: int) -> list[Block]:
-    """What chunks of queries see of chunks of keys, each given by its number in the sequence and lying in this order."""
-    found = []
+    """Blocks of chunks of queries and keys within a window.
+
+    Chunks are given by their index in the sequence, in memory order.
+    """
+    blocks = []
     for (place, number), (key_place, key_number) in itertools.product(enumerate(queries), enumerate(keys)):
         ahead = (number - key_number) * size
-        # The tokens of two chunks are at most this far apart; the nearest are 2·size − 2 nearer.
+        # The largest distance of two tokens of the chunks; the smallest is 2·(size − 1) less.
         farthest = ahead + size - 1
         if ahead < 0 or farthest - 2 * (size - 1) > window:
             continue
-        # So many keys are seen by no query of the chunk, and as many of its last queries see none of these keys.
+        # So many keys are outside the window of all queries, and as many last queries see none of the keys.
         unseen = max(0, ahead - window)
         of_queries = slice(place * size, (place + 1) * size - unseen)
         of_keys = slice(key_place * size + unseen, (key_place + 1) * size)
         left = None if farthest <= window else max(0, window - ahead)
-        found.append(Block(of_queries, of_keys, causal=ahead == 0, left=left))
-    return found
+        blocks.append(Block(of_queries, of_keys, causal=ahead == 0, left=left))
+    return blocks
 
 
-class _Ring(torch.autograd.Function):
+class _RingAttention(torch.autograd.Function):
+    """Ring attention: overlaps sending keys and values with computing their blocks."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -128,39 +134,39 @@ class _Ring(torch.autograd.Function):
         merged = MergedAttention(q_BNSH, flash_is_chosen(q_BNSH))
         keys_values = torch.stack((k_BKSH, v_BKSH))
         for step in range(context.size):
-            coming = _pass_unless_last(keys_values, step, context)
-            merged.add(keys_values, _visible_at(step, context, q_BNSH.shape[2], window, documents))
-            if coming is not None:
-                keys_values = coming.wait()
-        return _keep(ctx, merged, k_BKSH, v_BKSH, context, (window, documents))
+            incoming = _send_unless_last(keys_values, step, context)
+            merged.add(keys_values, _blocks_at(step, context, q_BNSH.shape[2], window, documents))
+            if incoming is not None:
+                keys_values = incoming.wait()
+        return _save_for_backward(ctx, merged, k_BKSH, v_BKSH, context, (window, documents))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
-        attended, k_BKSH, v_BKSH = _kept(ctx, gradients[0])
+        attended, k_BKSH, v_BKSH = _saved(ctx, gradients[0])
         context: ContextAxis = ctx.context
         dq_BNSH = torch.zeros_like(attended.q_BNSH, dtype=torch.float32)
         keys_values = torch.stack((k_BKSH, v_BKSH))
         collected: Passing | None = None
         for step in range(context.size):
-            coming = _pass_unless_last(keys_values, step, context)
-            blocks = _visible_at(step, context, dq_BNSH.shape[2], *ctx.limits)
-            # Computed apart and added to what the ranks before have collected, so that it may arrive meanwhile.
-            own = torch.zeros_like(keys_values, dtype=torch.float32)
-            attended.add_gradients_(dq_BNSH, own, keys_values, blocks)
+            incoming = _send_unless_last(keys_values, step, context)
+            blocks = _blocks_at(step, context, dq_BNSH.shape[2], *ctx.limits)
+            # In a buffer of its own, so that the gradients of the previous ranks can arrive meanwhile.
+            d_keys_values = torch.zeros_like(keys_values, dtype=torch.float32)
+            attended.add_gradients_(dq_BNSH, d_keys_values, keys_values, blocks)
             if collected is not None:
-                own += collected.wait()
-            collected = start_passing_on(own, context.group, _GRADIENTS)
-            if coming is not None:
-                keys_values = coming.wait()
+                d_keys_values += collected.wait()
+            collected = start_passing_on(d_keys_values, context.group, _GRADIENTS)
+            if incoming is not None:
+                keys_values = incoming.wait()
         assert collected is not None
         dk_BKSH, dv_BKSH = collected.wait()
         return dq_BNSH.to(k_BKSH.dtype), dk_BKSH.to(k_BKSH.dtype), dv_BKSH.to(k_BKSH.dtype), None, None, None
 
 
-def _visible_at(
+def _blocks_at(
     step: int, context: ContextAxis, length: int, window: int | None, documents: DocumentStarts | None
 ) -> list[Block]:
-    """After so many steps around the ring, the keys of the rank that many places before are here."""
+    """Blocks at a step of the ring, where this rank has the keys of the rank `step` places before it."""
     source = (context.rank - step) % context.size
     if documents is not None:
         return in_documents(documents, context.chunks, context.chunks_of(source), length // 2, window)
@@ -169,12 +175,14 @@ def _visible_at(
     return in_window(context.chunks, context.chunks_of(source), length // 2, window)
 
 
-def _pass_unless_last(keys_values: Tensor, step: int, context: ContextAxis) -> Passing | None:
+def _send_unless_last(keys_values: Tensor, step: int, context: ContextAxis) -> Passing | None:
     last = step == context.size - 1
     return None if last else start_passing_on(keys_values, context.group, _KEYS)
 
 
-class _Gathered(torch.autograd.Function):
+class _AllGatherAttention(torch.autograd.Function):
+    """Attention to gathered keys and values; backward gathers again and reduce-scatters their gradients."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -186,35 +194,35 @@ class _Gathered(torch.autograd.Function):
         documents: DocumentStarts | None,
     ) -> Tensor:
         merged = MergedAttention(q_BNSH, flash_is_chosen(q_BNSH))
-        everything = _gather((k_BKSH, v_BKSH), context.group)
-        merged.add(everything, visible_of_all(context, q_BNSH.shape[2], window, documents))
-        return _keep(ctx, merged, k_BKSH, v_BKSH, context, (window, documents))
+        all_keys_values = _gather((k_BKSH, v_BKSH), context.group)
+        merged.add(all_keys_values, visible_of_all(context, q_BNSH.shape[2], window, documents))
+        return _save_for_backward(ctx, merged, k_BKSH, v_BKSH, context, (window, documents))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
-        attended, k_BKSH, v_BKSH = _kept(ctx, gradients[0])
+        attended, k_BKSH, v_BKSH = _saved(ctx, gradients[0])
         context: ContextAxis = ctx.context
         dq_BNSH = torch.zeros_like(attended.q_BNSH, dtype=torch.float32)
-        everything = _gather((k_BKSH, v_BKSH), context.group)
-        whole = torch.zeros_like(everything, dtype=torch.float32)
+        all_keys_values = _gather((k_BKSH, v_BKSH), context.group)
+        whole = torch.zeros_like(all_keys_values, dtype=torch.float32)
         blocks = visible_of_all(context, dq_BNSH.shape[2], *ctx.limits)
-        attended.add_gradients_(dq_BNSH, whole, everything, blocks)
+        attended.add_gradients_(dq_BNSH, whole, all_keys_values, blocks)
         parts = in_parts(whole, context.size)
-        own = torch.empty_like(parts[0])
-        reduce_scatter_into(own, parts.flatten(0, 1), context.group)
-        dk_BKSH, dv_BKSH = own.to(k_BKSH.dtype)
+        local = torch.empty_like(parts[0])
+        reduce_scatter_into(local, parts.flatten(0, 1), context.group)
+        dk_BKSH, dv_BKSH = local.to(k_BKSH.dtype)
         return dq_BNSH.to(k_BKSH.dtype), dk_BKSH, dv_BKSH, None, None, None
 
 
 def _gather(keys_values: Sequence[Tensor], group: Group) -> Tensor:
-    """All ranks' keys and values, in the order of the sequence: [2, B, K, S, H]."""
-    own = torch.stack(tuple(keys_values))
-    parts = own.new_empty(group.size, *own.shape)
-    all_gather_into(parts.flatten(0, 1), own, group)
+    """Gathers the keys and values of all ranks in sequence order: [2, B, K, S, H]."""
+    local = torch.stack(tuple(keys_values))
+    parts = local.new_empty(group.size, *local.shape)
+    all_gather_into(parts.flatten(0, 1), local, group)
     return in_order(parts)
 
 
-def _keep(
+def _save_for_backward(
     ctx: Any,
     merged: MergedAttention,
     k_BKSH: Tensor,
@@ -222,7 +230,7 @@ def _keep(
     context: ContextAxis,
     limits: tuple[int | None, DocumentStarts | None],
 ) -> Tensor:
-    """Keeps what backward needs: this rank's own tensors and no other rank's."""
+    """Saves this rank's own tensors only, not those received from other ranks."""
     out_BNSH = merged.out_BNSH.to(merged.q_BNSH.dtype)
     ctx.save_for_backward(merged.q_BNSH, k_BKSH, v_BKSH, out_BNSH, merged.lse_BNS)
     ctx.context, ctx.flash, ctx.generator = context, merged.flash, merged.generator
@@ -230,7 +238,7 @@ def _keep(
     return out_BNSH
 
 
-def _kept(ctx: Any, gradient_BNSH: Tensor) -> tuple[Attended, Tensor, Tensor]:
+def _saved(ctx: Any, gradient_BNSH: Tensor) -> tuple[Attended, Tensor, Tensor]:
     q_BNSH, k_BKSH, v_BKSH, out_BNSH, lse_BNS = ctx.saved_tensors
     attended = Attended(q_BNSH, out_BNSH, lse_BNS, gradient_BNSH.contiguous(), ctx.flash, ctx.generator)
     return attended, k_BKSH, v_BKSH
@@ -244,44 +252,36 @@ def _by_heads(
     window: int | None,
     documents: DocumentStarts | None,
 ) -> Tensor:
+    """Ulysses attention: all-to-all from heads to tokens and back."""
     ranks = group.size
     if k_BKSH.shape[1] % ranks:
-        # Fewer heads than ranks: several ranks get a copy of the one their queries need.
+        # With fewer key/value heads than ranks, heads are replicated.
         copies = ranks // k_BKSH.shape[1]
         k_BKSH, v_BKSH = (t.repeat_interleave(copies, dim=1) for t in (k_BKSH, v_BKSH))
     for_each = [t.unflatten(1, (ranks, -1)) for t in (q_BNSH, k_BKSH, v_BKSH)]
-    together = torch.cat(for_each, dim=2).flatten(1, 2)
-    exchanged: Tensor = _HeadsOfAllTokens.apply(together, group)
+    packed = torch.cat(for_each, dim=2).flatten(1, 2)
+    exchanged: Tensor = _Exchange.apply(packed, group, True)
     q_BNSH, k_BKSH, v_BKSH = exchanged.split([t.shape[2] for t in for_each], dim=1)
     attended = attend_whole(q_BNSH, k_BKSH, v_BKSH, window=window, documents=documents)
-    result: Tensor = _TokensOfAllHeads.apply(attended, group)
-    return result
+    return _Exchange.apply(attended, group, False)
 
 
-class _HeadsOfAllTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_BNSH: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _to_heads(x_BNSH, group)
+class _Exchange(torch.autograd.Function):
+    """All-to-all between the tokens of all heads and the heads of all tokens; backward is the inverse."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _to_tokens(gradients[0], ctx.group), None
-
-
-class _TokensOfAllHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_BNSH: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _to_tokens(x_BNSH, group)
+    def forward(ctx: Any, x_BNSH: Tensor, group: Group, to_heads: bool) -> Tensor:
+        ctx.group, ctx.to_heads = group, to_heads
+        return _to_heads(x_BNSH, group) if to_heads else _to_tokens(x_BNSH, group)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _to_heads(gradients[0], ctx.group), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        inverse = _to_tokens if ctx.to_heads else _to_heads
+        return inverse(gradients[0], ctx.group), None, None
 
 
 def _to_heads(x_BNSH: Tensor, group: Group) -> Tensor:
-    """From all heads of this rank's tokens to its share of the heads of all tokens, in their order."""
+    """From all heads of this rank's tokens to its share of the heads of all tokens, in sequence order."""
     return in_order(_exchanged(x_BNSH.unflatten(1, (group.size, -1)).movedim(1, 0), group))
 
 

@@ -1,12 +1,12 @@
-"""Dropout whose choices do not depend on the layout.
+"""Dropout whose masks do not depend on the layout.
 
-Whether an element is dropped is a pure function of the seed, the step, the place in the model, the sample's number in
-the global batch, the position and the channel. Whichever rank computes an element, alone or beside others, forward
-or again in backward, it finds the same answer; no generator has a state that could run out of step.
+Whether an element is dropped is a pure function of the seed, the step, the dropout site, the sample's index
+in the global batch, the position and the channel. Every rank that computes an element, in forward or when it
+is recomputed in backward, therefore derives the same mask without a stateful generator.
 
-Keys form a tree: the seed has a key for every step, a step for every sample, and so on down to the row (one position
-of one sample) at a place of the model. A row numbers its pairs of channels; a pair's number, scrambled with the key,
-has 32 bits for each of the two.
+Keys form a tree: the seed has a child key for every step, a step for every sample, and so on down to a row
+(one position of one sample) at a site. Within a row, the index of each pair of channels is hashed with the
+row's key to 64 bits, 32 for each channel.
 """
 
 from collections.abc import Iterator
@@ -20,28 +20,28 @@ from pentatron.ops.dispatch import by_kernel, operator
 
 _WORD = 1 << 64
 
-# How many elements have their bits made at a time: the numbers in between stay in a CPU's cache, and on a GPU, where
-# every operation costs a launch, take a bounded part of its memory.
+# Elements whose bits are computed at a time: on a CPU the temporaries stay in its cache, on a GPU they take a
+# bounded part of its memory and few kernel launches.
 _BLOCK_CPU = 1 << 17
 _BLOCK_GPU = 1 << 23
-# The kernel calculates in fp32.
-_OF_THE_KERNEL = (torch.float32, torch.bfloat16, torch.float16)
+# Dtypes of the kernel, which computes in fp32.
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _signed(number: int) -> int:
-    """The same 64 bits as a signed number, which is all that torch calculates with."""
+    """Converts to the signed 64-bit integer with the same bits: torch computes with signed integers."""
     return (number + _WORD // 2) % _WORD - _WORD // 2
 
 
-# The golden ratio's share of all numbers: neighbouring counts lie far apart.
+# 2⁶⁴ divided by the golden ratio: keys of consecutive numbers are far apart.
 _INCREMENT = _signed(0x9E3779B97F4A7C15)
-# The factor of degski's 64-bit finaliser.
+# The multiplier of degski's 64-bit finalizer.
 _FACTOR = _signed(0xD6E8FEB86659FD93)
 
 
 @dataclass(frozen=True)
 class DropoutKeys:
-    """What identifies each row of a micro-batch, whatever rank computes it: int64 [B, S]."""
+    """The key of each row of a micro-batch, equal on every rank that computes the row: int64 [B, S]."""
 
     rows: Tensor
 
@@ -49,7 +49,7 @@ class DropoutKeys:
 def dropout_keys(
     seed: int, step: int, first_sample: int, batch: int, positions: Tensor, device: torch.device
 ) -> DropoutKeys:
-    """Keys of the samples `first_sample` … `first_sample + batch − 1` of the step's global batch.
+    """Keys of the samples `first_sample` ... `first_sample + batch - 1` of the step's global batch.
 
     `positions` are the positions in the whole sequence that this rank computes.
     """
@@ -59,7 +59,7 @@ def dropout_keys(
 
 
 def hidden_dropout(x_BSD: Tensor, keys: DropoutKeys, site: int | Tensor, probability: float) -> Tensor:
-    """Drops elements and scales up the rest. `site` numbers the places of the model where this happens.
+    """Applies dropout with inverse scaling. `site` is the index of the dropout site in the model.
 
     The embedding is 0, the attention output of layer i is 2i + 1, its MLP output 2i + 2.
     """
@@ -81,7 +81,7 @@ def hidden_dropout(x_BSD: Tensor, keys: DropoutKeys, site: int | Tensor, probabi
 def dropout_added(
     x_BSD: Tensor, stream_BSD: Tensor, keys: DropoutKeys, site: int | Tensor, probability: float
 ) -> Tensor:
-    """The stream with what is left of `x_BSD`; on a GPU in one pass."""
+    """Returns `stream_BSD + dropout(x_BSD)`; on a GPU in one pass over memory."""
     compiling = torch.compiler.is_compiling()
     if probability == 0 or x_BSD.dtype != stream_BSD.dtype or not (compiling or _in_one_pass(x_BSD)):
         return stream_BSD + hidden_dropout(x_BSD, keys, site, probability)
@@ -96,21 +96,21 @@ def dropout_added(
 
 
 def _in_one_pass(x_BSD: Tensor) -> bool:
-    return by_kernel(x_BSD) and x_BSD.dtype in _OF_THE_KERNEL
+    return by_kernel(x_BSD) and x_BSD.dtype in _KERNEL_DTYPES
 
 
 def _child(parent: Tensor, number: int | Tensor) -> Tensor:
-    """The key below `parent` with this number."""
+    """The child key with this number."""
     if isinstance(number, int):
         return _scramble_((parent + _signed((number + 1) * _INCREMENT)).contiguous())
     return _scramble_((parent + (number + 1) * _INCREMENT).contiguous())
 
 
 def _scramble_(z: Tensor) -> Tensor:
-    """Makes every bit of a number depend on all of its bits, in place.
+    """Hashes 64-bit integers in place: every bit of the result depends on all bits.
 
-    `z ^= z >> 32` moves the upper half of a number over the lower one. Said of the halves, it needs neither a shift,
-    which in torch would draw the sign along, nor a copy. CPUs and GPUs alike store the lower half first.
+    `z ^= z >> 32` XORs the upper half into the lower one. Done on 32-bit halves, it needs neither a copy nor
+    a shift, which would be arithmetic in torch. CPUs and GPUs both store the lower half first.
     """
     halves = z.view(torch.int32)
     lower, upper = halves[..., 0::2], halves[..., 1::2]
@@ -122,12 +122,12 @@ def _scramble_(z: Tensor) -> Tensor:
 
 
 def _limit(probability: float) -> int:
-    """A number below it is dropped; the numbers have a sign, so all of them move down by half their range."""
+    """Threshold below which a hashed number is dropped, in the range of signed 32-bit integers."""
     return min(round(probability * 2**32), 2**32 - 1) - 2**31
 
 
 class _DropoutByKernel(torch.autograd.Function):
-    """As `_Dropout`, with the keys of the site made in the kernel: all sites of a model keep the same row keys."""
+    """`_Dropout` in a Triton kernel that derives the site's keys, so all sites save the same row keys."""
 
     @staticmethod
     def forward(
@@ -143,8 +143,8 @@ class _DropoutByKernel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         (rows_BS,) = ctx.saved_tensors
-        made = _DropoutByKernel.apply(gradients[0], None, rows_BS, ctx.site, ctx.probability)
-        return made, gradients[0] if ctx.has_stream else None, None, None, None
+        gradient = _DropoutByKernel.apply(gradients[0], None, rows_BS, ctx.site, ctx.probability)
+        return gradient, gradients[0] if ctx.has_stream else None, None, None, None
 
 
 def _like_first(
@@ -157,8 +157,11 @@ def _like_first(
 def _dropped_by_site(
     x_BSD: Tensor, stream_BSD: Tensor | None, rows_BS: Tensor, site: Tensor, probability: float
 ) -> Tensor:
-    """The same as one operation of a compiled graph: it can neither look at the site's number, which all layers would have to share, nor calculate
-    with numbers as large as those that are scrambled."""
+    """Dropout as one custom operator of a compiled graph.
+
+    A graph shared by all layers must not depend on the value of the site, and the compiler does not support
+    the 64-bit hash arithmetic.
+    """
     if _in_one_pass(x_BSD):
         from pentatron.ops import triton_dropout
 
@@ -169,6 +172,8 @@ def _dropped_by_site(
 
 
 class _DropoutInGraph(torch.autograd.Function):
+    """`_Dropout` for compiled graphs."""
+
     @staticmethod
     def forward(
         ctx: Any, x_BSD: Tensor, stream_BSD: Tensor | None, rows_BS: Tensor, site: Tensor, probability: float
@@ -180,12 +185,12 @@ class _DropoutInGraph(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         rows_BS, site = ctx.saved_tensors
-        made = _dropped_by_site(gradients[0], None, rows_BS, site, ctx.probability)
-        return made, gradients[0] if ctx.has_stream else None, None, None, None
+        gradient = _dropped_by_site(gradients[0], None, rows_BS, site, ctx.probability)
+        return gradient, gradients[0] if ctx.has_stream else None, None, None, None
 
 
 class _Dropout(torch.autograd.Function):
-    """Keeps the row keys alone for backward, which finds the mask again."""
+    """Saves only the row keys for backward, which derives the mask from them."""
 
     @staticmethod
     def forward(ctx: Any, x_BSD: Tensor, rows_BS: Tensor, probability: float) -> Tensor:
@@ -200,7 +205,7 @@ class _Dropout(torch.autograd.Function):
 
 
 def _kept(x_BSD: Tensor, rows_BS: Tensor, probability: float) -> Tensor:
-    """What is left, scaled up; `rows_BS` are the keys of the site."""
+    """Returns the elements that are kept, scaled; `rows_BS` are the keys of the site."""
     result = torch.empty(x_BSD.shape, dtype=x_BSD.dtype, device=x_BSD.device)
     torch.mul(x_BSD, 1 / (1 - probability), out=result)
     for block, dropped in _dropped(result.flatten(0, 1), rows_BS.flatten(), probability):
@@ -209,7 +214,7 @@ def _kept(x_BSD: Tensor, rows_BS: Tensor, probability: float) -> Tensor:
 
 
 def _dropped(x_ND: Tensor, rows_N: Tensor, probability: float) -> Iterator[tuple[Tensor, Tensor]]:
-    """Some rows of `x_ND` after the other, each with the mask of what is dropped there."""
+    """Yields blocks of rows of `x_ND` with the masks of the elements to drop."""
     channels = x_ND.shape[1]
     pairs = torch.arange(1, (channels + 1) // 2 + 1, dtype=torch.int64, device=x_ND.device) * _INCREMENT
     limit = _limit(probability)

@@ -1,4 +1,4 @@
-"""The experts of one rank: as many small MLPs, whose tokens come sorted by expert."""
+"""The experts of one rank: small MLPs applied to rows that are sorted by expert."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,23 +28,16 @@ from pentatron.settings.decisions import wants_grouped_experts
 from pentatron.settings.model import MoEConfig, TransformerConfig
 from pentatron.settings.parameters import expert_sizes, halves_of
 
-# Tokens to their experts and back on one device, without the host: it never learns how many tokens an expert
-# has.
-#
-# Pairs of token and expert are sorted, their rows dealt out, multiplied in one kernel for all experts, and
-# summed up again. Weights are applied between the two matrices. For backward the rows and what the first
-# matrix made of them are kept; what lies between the matrices is made again, in the pass that computes its
-# gradient.
-
-
-# Enough for any number of experts; a shorter key is a shorter sort.
+# int16 is enough for any number of experts; shorter keys sort faster.
 _KEY = torch.int16
 
 
 @dataclass(frozen=True)
 class Matrices:
-    """Of all experts; of a gated one, the first has the gates' rows before the others. `keeps_rows`: else they are dealt out
-    again in backward."""
+    """The matrices of all experts; `fc1` of gated experts has the gate's rows first.
+
+    `keeps_rows` saves the permuted rows for backward; otherwise backward gathers them a second time.
+    """
 
     fc1: nn.Parameter
     fc2: nn.Parameter
@@ -55,8 +48,10 @@ class Matrices:
 
 @dataclass(frozen=True)
 class Sorted:
-    """Pairs of token and expert, which are numbered token by token, in the order of experts: pair `pairs_N[i]` is row i, and
-    the pairs of token t are the rows `places_TK[t]`."""
+    """Pairs of token and expert, numbered token by token, in the order of experts.
+
+    Row i is pair `pairs_N[i]`; the pairs of token t are the rows `places_TK[t]`.
+    """
 
     pairs_N: Tensor
     places_TK: Tensor
@@ -64,7 +59,10 @@ class Sorted:
 
 
 def sorted_by_expert(chosen_TK: Tensor, kept_TK: Tensor | None, count: int) -> Sorted:
-    """What is not kept comes last, among the rows of the last expert: it costs time, and counts with a weight of 0."""
+    """Sorts the pairs by expert.
+
+    Dropped pairs come last, among the rows of the last expert, with a weight of 0.
+    """
     chosen = chosen_TK.flatten()
     if kept_TK is not None:
         chosen = chosen.masked_fill(~kept_TK.flatten(), count)
@@ -73,19 +71,22 @@ def sorted_by_expert(chosen_TK: Tensor, kept_TK: Tensor | None, count: int) -> S
     ends = torch.searchsorted(keys, experts, right=True, out_int32=True)
     ends[-1:].fill_(len(pairs))
     rows = torch.arange(len(pairs), device=pairs.device)
-    places = torch.empty_like(pairs).scatter_(0, pairs, rows)
-    return Sorted(pairs, places.view_as(chosen_TK), GroupsOnDevice(ends))
+    positions = torch.empty_like(pairs).scatter_(0, pairs, rows)
+    return Sorted(pairs, positions.view_as(chosen_TK), GroupsOnDevice(ends))
 
 
 def mixed_on_device(x_TD: Tensor, routing: Routing, count: int, matrices: Matrices) -> Tensor:
-    """Each token's sum of what its experts make of it, times their weights. `count` experts in all, all of them here."""
+    """Returns each token's weighted sum of its experts' outputs; all `count` experts are on this device.
+
+    The host never learns how many tokens an expert has: pairs of token and expert are sorted, their rows
+    gathered, multiplied for all experts in one kernel, and summed per token. The weights are applied between
+    the two matrices. Backward recomputes the activation in the pass that computes its gradient.
+    """
     sort = sorted_by_expert(routing.chosen_TK, routing.kept_TK, count)
     weights_TK = routing.weights_TK
     if routing.kept_TK is not None:
         weights_TK = weights_TK.masked_fill(~routing.kept_TK, 0)
-    result = _Mixed.apply(x_TD, weights_TK, matrices.fc1, matrices.fc2, sort, matrices)
-    assert isinstance(result, Tensor)
-    return result
+    return _Mixed.apply(x_TD, weights_TK, matrices.fc1, matrices.fc2, sort, matrices)
 
 
 class _Mixed(torch.autograd.Function):
@@ -97,37 +98,36 @@ class _Mixed(torch.autograd.Function):
         rows_ND = deal_rows(x_TD, sort.places_TK)
         weights_N = weights_TK.flatten().index_select(0, sort.pairs_N)
         inner_NI = groups.times(rows_ND, fc1.transpose(1, 2))
-        kept = rows_ND if matrices.keeps_rows else x_TD
-        ctx.save_for_backward(kept, inner_NI, weights_N, fc1, fc2, sort.places_TK, groups.ends)
+        saved = rows_ND if matrices.keeps_rows else x_TD
+        ctx.save_for_backward(saved, inner_NI, weights_N, fc1, fc2, sort.places_TK, groups.ends)
         ctx.matrices = matrices
-        del rows_ND, kept
+        # Freed before the next tensors of this size are allocated.
+        del rows_ND, saved
         between_NI = weighted_activation(inner_NI, weights_N, matrices.gated)
         return sum_rows(groups.times(between_NI, fc2.transpose(1, 2)), sort.places_TK)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        kept, inner_NI, weights_N, fc1, fc2, places_TK, ends = ctx.saved_tensors
+        saved, inner_NI, weights_N, fc1, fc2, places_TK, ends = ctx.saved_tensors
         matrices, groups = ctx.matrices, GroupsOnDevice(ends)
-        of_made_ND = deal_rows(gradients[0], places_TK)
-        of_inner_NI, of_weights_N, between_NI = weighted_activation_backward(
-            groups.times(of_made_ND, fc2), inner_NI, weights_N, matrices.gated
+        d_output_ND = deal_rows(gradients[0], places_TK)
+        d_inner_NI, d_weights_N, between_NI = weighted_activation_backward(
+            groups.times(d_output_ND, fc2), inner_NI, weights_N, matrices.gated
         )
         del inner_NI
-        of_fc1 = of_fc2 = of_x_TD = None
+        d_fc1 = d_fc2 = d_x_TD = None
         if ctx.needs_input_grad[3]:
-            product = GroupedProduct(matrices.fc2, between_NI, of_made_ND, groups)
-            of_fc2 = now_or_later(product, matrices.deferred)
+            product = GroupedProduct(matrices.fc2, between_NI, d_output_ND, groups)
+            d_fc2 = now_or_later(product, matrices.deferred)
             del product
-        del between_NI, of_made_ND
+        del between_NI, d_output_ND
         if ctx.needs_input_grad[0]:
-            of_x_TD = sum_rows(groups.times(of_inner_NI, fc1), places_TK)
+            d_x_TD = sum_rows(groups.times(d_inner_NI, fc1), places_TK)
         if ctx.needs_input_grad[2]:
-            rows_ND = kept if matrices.keeps_rows else deal_rows(kept, places_TK)
-            of_fc1 = now_or_later(
-                GroupedProduct(matrices.fc1, rows_ND, of_inner_NI, groups), matrices.deferred
-            )
-        of_weights_TK = of_weights_N.index_select(0, places_TK.flatten()).view_as(places_TK)
-        return of_x_TD, of_weights_TK, of_fc1, of_fc2, None, None
+            rows_ND = saved if matrices.keeps_rows else deal_rows(saved, places_TK)
+            d_fc1 = now_or_later(GroupedProduct(matrices.fc1, rows_ND, d_inner_NI, groups), matrices.deferred)
+        d_weights_TK = d_weights_N.index_select(0, places_TK.flatten()).view_as(places_TK)
+        return d_x_TD, d_weights_TK, d_fc1, d_fc2, None, None
 
 
 class ExpertLinear(WeightedModule):
@@ -150,9 +150,10 @@ class ExpertLinear(WeightedModule):
 
 
 class Experts(nn.Module):
-    """A rank has some of the experts; of each, where several ranks share it, a part of the inner width."""
+    """Some of the experts; if several ranks share them, a shard of their intermediate size."""
 
-    # Weights that are on their way are waited for at its door: a device that mixes all experts does not run their matrices one by one.
+    # Hooks that gather the weights are on this module: `mixed_on_device` uses the weights of both matrices
+    # without calling their forward.
     runs_whole = True
 
     def __init__(self, config: TransformerConfig, moe: MoEConfig, axes: Axes) -> None:
@@ -162,28 +163,22 @@ class Experts(nn.Module):
         self.count = moe.experts
         self.grouped = wants_grouped_experts(moe)
         self.recompute = axes.options.recompute
-        whole, own = expert_sizes(config, moe), expert_sizes(config, moe, axis.holders, axis.cut)
-        first, share, hidden = axis.own(whole.count).start, own.inner, config.hidden_size
-        # A part of the width is the same rows of gate and up projection, as in a dense layer.
+        whole, shard = expert_sizes(config, moe), expert_sizes(config, moe, axis.holders, axis.cut)
+        first, share, hidden = axis.own(whole.count).start, shard.inner, config.hidden_size
+        # A shard has the same rows of gate and up projection, as in a dense layer.
         rows = tuple(
             Piece(
                 (first, half * whole.inner + axis.part * share, 0),
                 (0, half * share, 0),
-                (own.count, share, hidden),
+                (shard.count, share, hidden),
             )
             for half in range(halves_of(config))
         )
-        columns = Piece((first, 0, axis.part * share), (0, 0, 0), own.linear_fc2)
-        self.linear_fc1 = ExpertLinear(
-            whole.linear_fc1,
-            own.linear_fc1,
-            rows,
-            1.0,
-            axes.tensor.linear,
-        )
+        columns = Piece((first, 0, axis.part * share), (0, 0, 0), shard.linear_fc2)
+        self.linear_fc1 = ExpertLinear(whole.linear_fc1, shard.linear_fc1, rows, 1.0, axes.tensor.linear)
         self.linear_fc2 = ExpertLinear(
             whole.linear_fc2,
-            own.linear_fc2,
+            shard.linear_fc2,
             (columns,),
             residual_scale(config.num_layers),
             axes.tensor.linear,
@@ -196,25 +191,29 @@ class Experts(nn.Module):
         counts_E: Tensor | None = None,
         routing: Routing | None = None,
     ) -> Tensor:
-        """`counts`: how many rows each expert has, one after the other; `counts_E` are the same where the rows are. With `routing`
-        the rows are tokens, and of each the sum of what its experts make of it comes back: all experts are here."""
+        """Applies the experts to rows that are sorted by expert.
+
+        `counts` is the number of rows of each expert, `counts_E` the same on the device of the rows. With
+        `routing`, the rows are tokens and the result is the weighted sum over each token's experts, all of
+        which are on this rank.
+        """
         if routing is not None:
             return self._mixed(rows_ND, routing)
         groups = Groups(tuple(counts), self.grouped, counts_E)
         inner = self.linear_fc1(rows_ND, groups)
-        between = self.recompute("moe_act", activated, inner, self.gated)
-        with self.recompute.made_again("moe_act", between, lambda: activated(inner, self.gated)):
-            made: Tensor = self.linear_fc2(between, groups)
-        return made
+        activation = self.recompute("moe_act", activated, inner, self.gated)
+        with self.recompute.recomputing_output("moe_act", activation, lambda: activated(inner, self.gated)):
+            output: Tensor = self.linear_fc2(activation, groups)
+        return output
 
     def all_on(self, x_TD: Tensor) -> bool:
-        """Whether the device of these tokens can mix all experts by itself, the host not knowing who goes where."""
+        """Whether `mixed_on_device` can run: all experts are here and the kernel supports the sizes."""
         widths = (*self.linear_fc1.weight.shape[1:], *self.linear_fc2.weight.shape[1:])
         all_here = len(self.linear_fc1.weight) == self.count
         return self.grouped and all_here and one_kernel_can(x_TD, *widths)
 
     def _mixed(self, x_TD: Tensor, routing: Routing) -> Tensor:
-        # What lies between the matrices is made again in any case; asked to keep less, the rows are too.
+        # The activation is recomputed in any case; with `moe_act` the rows are too.
         keeps_rows = "moe_act" not in self.recompute.wanted.parts
         fc1, fc2 = self.linear_fc1, self.linear_fc2
         matrices = Matrices(fc1.weight, fc2.weight, self.gated, keeps_rows, fc1.deferred)

@@ -1,8 +1,8 @@
 """Initial weights from generators seeded by (seed, logical tensor, block).
 
-A logical tensor is drawn in blocks of a fixed number of elements, each from a generator of its own. Whoever needs a
-rectangle of it draws the blocks it touches: the result does not depend on how many ranks there are, which of them
-asks, or in which order the model was built, and no rank holds more than a bounded part of a tensor it does not own.
+A logical tensor is drawn in blocks of a fixed number of elements, each with its own generator. To fill a
+region of a tensor, a rank draws the blocks it overlaps. The weights therefore do not depend on the layout or
+the build order, and no rank allocates more than a bounded part of a tensor it does not own.
 """
 
 import hashlib
@@ -16,18 +16,19 @@ from torch import Tensor
 from pentatron.parallel.shards import Held, Shape, region
 
 _BLOCK = 2**14
-# Rows are drawn together until they have about this many elements.
+# Number of elements that are drawn together.
 _AT_ONCE = 2**22
 
 
 def named_generator(seed: int, name: str) -> torch.Generator:
+    """Returns a CPU generator seeded from the seed and the name."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    # 63 bits: manual_seed takes signed 64-bit integers.
+    # 63 bits, because manual_seed takes signed 64-bit integers.
     return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def _normal_run(seed: int, name: str, first: int, last: int) -> Tensor:
-    """Elements [first, last) of the flat standard-normal tensor of that name, in fp32 on the CPU."""
+    """Elements [first, last) of the flattened standard normal tensor of that name, in fp32 on the CPU."""
     begin, end = first // _BLOCK, math.ceil(last / _BLOCK)
     drawn = torch.empty(end - begin, _BLOCK, device="cpu")
 
@@ -35,16 +36,18 @@ def _normal_run(seed: int, name: str, first: int, last: int) -> Tensor:
         for block in blocks:
             drawn[block - begin].normal_(generator=named_generator(seed, f"{name}:{block}"))
 
-    # One generator's numbers come one after another; of several blocks they come at once.
+    # A generator is sequential; different blocks are drawn in parallel.
     threads = min(torch.get_num_threads(), end - begin)
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(draw, (range(begin + own, end, threads) for own in range(threads))))
+        list(pool.map(draw, (range(begin + offset, end, threads) for offset in range(threads))))
     return drawn.view(-1)[first - begin * _BLOCK : last - begin * _BLOCK]
 
 
 def normal_region(seed: int, name: str, shape: Shape, start: Shape, size: Shape, out: Tensor) -> None:
-    """Fills `out` with a rectangle of the standard-normal tensor of that name and shape. Drawn on the CPU in fp32,
-    so that every device gets the same bits."""
+    """Fills `out` with a region of the standard normal tensor of that name and shape.
+
+    Draws on the CPU in fp32, so that every device gets the same bits.
+    """
     row = math.prod(shape[1:])
     rows_at_once = max(1, _AT_ONCE // row)
     for begin in range(0, size[0], rows_at_once):
@@ -56,7 +59,7 @@ def normal_region(seed: int, name: str, shape: Shape, start: Shape, size: Shape,
 
 
 def draw_weights(parameters: Iterable[Held], seed: int, std: float) -> None:
-    """Gives every parameter its initial values; what no piece covers becomes zero."""
+    """Initializes every parameter; elements that no piece covers become zero."""
     with torch.no_grad():
         for held in parameters:
             initial = held.declared.initial
@@ -72,5 +75,5 @@ def draw_weights(parameters: Iterable[Held], seed: int, std: float) -> None:
 
 
 def residual_scale(num_layers: int) -> float:
-    """Layers write to the residual stream twice each; this keeps its variance from growing with depth."""
+    """Scale of weights that write to the residual stream; keeps its variance independent of the depth."""
     return (2 * num_layers) ** -0.5

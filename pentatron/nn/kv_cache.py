@@ -1,9 +1,8 @@
-"""Keys and values of tokens a model has seen, kept so that the next token costs one token.
+"""The KV cache: keys and values of previous tokens, so that generating a token computes one token.
 
-A token lies in the slot of its position, whatever the length of the other sequences of the batch. Which slots a query may look
-at follows from positions alone: those up to its own. Sequences that are shorter than others are filled up at the end; what
-the filling leaves in later slots is never seen, because the sequence's own token overwrites it before any query is that
-far.
+The slot of a token is its position, independent of the lengths of the other sequences of the batch. A query
+attends to the slots up to its own position. Shorter sequences are padded at the end; padding in later slots
+is never attended to, because the sequence's own token overwrites it first.
 """
 
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Pass:
-    """The tokens of one forward: `length` of every sequence, those from position `starts[i]` on of the i-th."""
+    """The tokens of one forward: `length` tokens of each sequence i, starting at position `starts[i]`."""
 
     starts: tuple[int, ...]
     length: int
@@ -37,15 +36,15 @@ class Pass:
         return max(self.starts) + self.length
 
     def positions(self, device: torch.device) -> Tensor:
-        """[B, S]"""
+        """Positions of the tokens, [B, S]."""
         return torch.tensor(self.starts, device=device)[:, None] + torch.arange(self.length, device=device)
 
 
 class KVCache:
-    """Keys and values of the layers of a model, `capacity` positions of each sequence, and which tokens the
-    layers are given now.
+    """Keys and values of the layers of a model, with `capacity` positions per sequence, and the current
+    forward pass.
 
-    What follows from the tokens is made for the first layer that asks, and once for all of them.
+    Slots and masks of a pass are computed by the first layer and shared by all.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -54,12 +53,13 @@ class KVCache:
         self.begin(Pass((), 0))
 
     def of(self, attention: object) -> "LayerCache":
-        """What is kept for one attention, which gives itself."""
+        """Returns the cache of one attention module."""
         if attention not in self._layers:
             self._layers[attention] = LayerCache(self)
         return self._layers[attention]
 
     def begin(self, now: Pass) -> None:
+        """Starts a forward pass."""
         assert not now.starts or now.end <= self.capacity, (
             f"position {now.end - 1} in a cache of {self.capacity}"
         )
@@ -68,32 +68,34 @@ class KVCache:
         self._masks: dict[tuple[int | None, int], Tensor] = {}
 
     def slots(self, device: torch.device) -> Tensor:
-        """Where the tokens given now are kept, for `scatter_` along dimension 2: [B, 1, S, 1]."""
+        """Slots of the current tokens, for `scatter_` along dimension 2: [B, 1, S, 1]."""
         if self._slots is None:
             self._slots = self.now.positions(device)[:, None, :, None]
         return self._slots
 
     def mask(self, first: int, window: int | None, shared: int, like: Tensor) -> Tensor | None:
-        """What is added to the scores of `shared` queries of each token for the slots from `first` on; None: nothing is hidden."""
+        """Additive mask over the slots from `first` on, for `shared` queries per token; None if all are
+        visible.
+        """
         if self.now.is_even and self.now.length == 1:
             return None
         if (window, shared) not in self._masks:
-            seen = _visible(self.now, first, window, like.device).repeat(1, 1, shared, 1)
-            # A mask of truth values is turned into this one by every attention.
-            hidden = torch.zeros(seen.shape, dtype=like.dtype, device=like.device)
-            self._masks[window, shared] = hidden.masked_fill_(~seen, -torch.inf)
+            visible = _visible(self.now, first, window, like.device).repeat(1, 1, shared, 1)
+            # Additive, because attention converts a boolean mask in every layer.
+            hidden = torch.zeros(visible.shape, dtype=like.dtype, device=like.device)
+            self._masks[window, shared] = hidden.masked_fill_(~visible, -torch.inf)
         return self._masks[window, shared]
 
 
 class LayerCache:
-    """The keys and values of one layer: of this rank's heads, in the order of positions."""
+    """Keys and values of one layer: of this rank's heads, ordered by position."""
 
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
         self.keys_values: tuple[Tensor, Tensor] | None = None
 
     def keep(self, k_BKSH: Tensor, v_BKSH: Tensor) -> tuple[Tensor, Tensor]:
-        """Keeps those of the tokens given now; returns all there are, [B, K, slots, H] each."""
+        """Stores the current keys and values; returns all stored ones, [B, K, slots, H] each."""
         now = self.cache.now
         if self.keys_values is None:
             batch, heads, _, width = k_BKSH.shape
@@ -108,14 +110,14 @@ class LayerCache:
 
 
 class CacheInUse:
-    """The cache of the forward that runs now, if it has one. The attentions of a model share one of these."""
+    """The cache of the current forward, or None. The attention modules of a model share one."""
 
     def __init__(self) -> None:
         self.cache: KVCache | None = None
 
     @contextmanager
     def using(self, cache: KVCache | None) -> Iterator[None]:
-        """Around the layers of one forward."""
+        """Uses the cache inside the block."""
         self.cache = cache
         try:
             yield
@@ -126,13 +128,13 @@ class CacheInUse:
 def attend_to_kept(
     q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, cache: KVCache, window: int | None = None
 ) -> Tensor:
-    """Attention of the tokens given now to all kept ones up to their own; with a window, to no more than so many before."""
+    """Attention of the current tokens to all stored ones up to their own position, or within a window."""
     now, (batch, heads, length, width) = cache.now, q_BNSH.shape
     first = 0 if window is None else max(0, min(now.starts) - window)
     k_BKTH, v_BKTH = (t[:, :, first : now.end] for t in (k_BKTH, v_BKTH))
     groups = k_BKTH.shape[1]
     shared = heads // groups
-    # The queries that share a key head are its queries: no kernel has to copy keys, and any of them will do.
+    # Queries that share a key head are stacked as its queries, so no kernel has to expand the keys.
     q_BKRH = q_BNSH.reshape(batch, groups, shared * length, width)
     mask = cache.mask(first, window, shared, q_BNSH)
     attended = F.scaled_dot_product_attention(q_BKRH, k_BKTH, v_BKTH, attn_mask=mask)
@@ -140,9 +142,9 @@ def attend_to_kept(
 
 
 def _visible(now: Pass, first: int, window: int | None, device: torch.device) -> Tensor:
-    """Which of the slots from `first` on each token sees: [B, 1, S, T], or [1, 1, S, T] where that is the same for all."""
+    """Which slots from `first` on are visible: [B, 1, S, T], or [1, 1, S, T] if equal for all sequences."""
     slots = torch.arange(first, now.end, device=device)
     rows = now.positions(device)[:1] if now.is_even else now.positions(device)
     positions = rows[:, None, :, None]
-    seen = slots <= positions
-    return seen if window is None else seen & (slots >= positions - window)
+    visible = slots <= positions
+    return visible if window is None else visible & (slots >= positions - window)

@@ -1,4 +1,4 @@
-"""Linear layers and tables, split over the tensor axis. With one rank on it they are the ordinary ones."""
+"""Linear layers and embedding tables split across the tensor axis; with one rank they are ordinary layers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,13 +24,13 @@ from pentatron.parallel.shards import ZEROS, Declared, DeclaringModule, Initial,
 
 
 def activated(inner: Tensor, has_gate: bool) -> Tensor:
-    """What lies between the two matrices of an MLP; a gated one gets the gate's half first."""
+    """The activation of an MLP: gated SiLU, with the gate in the first half, or GELU."""
     return gated(inner) if has_gate else F.gelu(inner, approximate="tanh")
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows of a logical matrix, on this rank; with `copies`, neighbours on the kv axis hold them too."""
+    """A range of rows of a logical matrix on this rank; with `copies`, its kv neighbours hold them too."""
 
     start: int
     count: int
@@ -44,10 +44,10 @@ def even_rows(total: int, axis: TensorAxis) -> tuple[Rows, ...]:
 
 
 class WeightedModule(DeclaringModule):
-    """Multiplies by its weight as the options say; in fp8 if the sides of the weight allow it.
+    """A module that multiplies by its weight, in fp8 if configured and the sides of the weight allow it.
 
-    `is_split`: other tensor ranks hold the rest of the matrix. `left_out` is why a compiled layer around it
-    leaves it out.
+    `is_split`: other tensor ranks have the rest of the matrix. `left_out`: why it breaks the graph of a
+    compiled layer.
     """
 
     weight: nn.Parameter
@@ -60,17 +60,19 @@ class WeightedModule(DeclaringModule):
         self.deferred = options.deferred
         self.scale = WeightScale()
         if options.in_graph and options.deferred is not None:
-            self.left_out = "matrix products, whose weight gradients wait for another part of the schedule"
+            self.left_out = "matrix products, whose weight gradients are computed later in the schedule"
         elif options.in_graph and is_split:
-            self.left_out = "matrix products that talk to other tensor ranks"
+            self.left_out = "matrix products that communicate with other tensor ranks"
         if self.left_out:
             self.forward = torch.compiler.disable(self.forward)
 
     def declare_weight(
         self, local_shape: Shape, declared: Declared, shared: nn.Parameter | None = None
     ) -> nn.Parameter:
-        """The matrix, or one that another layer has too. Its sides decide whether products are in fp8; those
-        of experts are not."""
+        """Declares the weight, or registers another layer's.
+
+        A 2-D weight uses fp8 if both sides are multiples of FP8_MULTIPLE.
+        """
         if shared is None:
             weight = self.declare("weight", local_shape, declared)
         else:
@@ -84,19 +86,19 @@ class WeightedModule(DeclaringModule):
 
     @property
     def is_plain(self) -> bool:
-        """Nothing but a product in the model's own precision, its gradients at once."""
+        """Whether products run in the model's precision with immediate weight gradients."""
         return self.deferred is None and self.fp8 is None
 
     def multiplied(self, x: Tensor, bias: Tensor | None = None, gates: bool = False) -> Tensor:
-        """With `gates`, `silu(gate) * up` of it, its first half being the gate."""
+        """Returns `x Wᵀ + b`; with `gates`, `silu(gate) * up` of it, with the gate in the first half."""
         if self.fp8 is not None and can_be_scaled(x):
             return scaled_linear(x, self.weight, bias, self.fp8, self.deferred, self.scale.known, gates)
-        made = linear(x, self.weight, bias, self.deferred)
-        return gated(made) if gates else made
+        output = linear(x, self.weight, bias, self.deferred)
+        return gated(output) if gates else output
 
 
 class ColumnParallelLinear(WeightedModule):
-    """`y = x Wᵀ + b` with the outputs, which are the rows of W, spread over the ranks; the input is the stream."""
+    """`y = x Wᵀ + b` with the outputs (rows of W) split across ranks; the input is the hidden states."""
 
     def __init__(self, inputs: int, outputs: int, rows: Sequence[Rows], bias: bool, axis: TensorAxis) -> None:
         super().__init__(axis.linear, is_split=axis.size > 1)
@@ -116,20 +118,20 @@ class ColumnParallelLinear(WeightedModule):
 
 
 def _row_pieces(rows: Sequence[Rows], rest: Shape) -> tuple[Piece, ...]:
-    """The same rows of a matrix (`rest` is its width) or of a bias; a row held twice has a share of its gradient."""
+    """Pieces of a matrix (`rest` is its width) or of a bias. Gradients of replicated rows are summed."""
     pieces, local = [], 0
-    for held in rows:
-        shared: frozenset[Axis] = frozenset({"kv"}) if held.copies else frozenset()
+    for range_ in rows:
+        shared: frozenset[Axis] = frozenset({"kv"}) if range_.copies else frozenset()
         zeros = (0,) * len(rest)
         pieces.append(
-            Piece((held.start, *zeros), (local, *zeros), (held.count, *rest), shared, partial_over=shared)
+            Piece((range_.start, *zeros), (local, *zeros), (range_.count, *rest), shared, partial_over=shared)
         )
-        local += held.count
+        local += range_.count
     return tuple(pieces)
 
 
 class RowParallelLinear(WeightedModule):
-    """`y = x Wᵀ + b` with the inputs, which are the columns of W, spread over the ranks; the output is the stream."""
+    """`y = x Wᵀ + b` with the inputs (columns of W) split across ranks; the output is the hidden states."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool, axis: TensorAxis, scale: float = 1.0) -> None:
         super().__init__(axis.linear, is_split=axis.size > 1)
@@ -139,7 +141,7 @@ class RowParallelLinear(WeightedModule):
         self.weight = self.declare_weight(
             (outputs, share), Declared((outputs, inputs), (piece,), Initial(scale))
         )
-        # Added once, after the sum; with sequence parallelism each rank adds it to its own tokens.
+        # Added after the reduction, so once; with sequence parallelism each rank adds it to its own tokens.
         self.bias = (
             self.declare("bias", (outputs,), whole((outputs,), ZEROS, axis.partial_in_stream))
             if bias
@@ -147,18 +149,21 @@ class RowParallelLinear(WeightedModule):
         )
 
     def forward(self, x: Tensor, gates: bool = False) -> Tensor:
-        """With `gates`, of `silu(gate) * up` of `x`, of which nothing is kept: here, since weights may be waited for at the door."""
+        """With `gates`, multiplies `silu(gate) * up` of `x` without saving it.
+
+        Fused here, because hooks that gather the weights are on this module.
+        """
         y = self.axis.leave(gated_linear(x, self.weight) if gates else self.multiplied(x))
         return y if self.bias is None else y + self.bias
 
 
 class VocabularyTable(WeightedModule):
-    """Word vectors, the rows spread over the ranks, looked up by token.
+    """A word embedding with the rows split across ranks.
 
     Rows from `vocabulary` on are padding: they belong to no logical tensor, stay zero and are never looked
-    up. A tied table has a second copy on the last stage (`tied` here, `tied_to` the name of the first one
-    there), and the gradients of both make one. Where both stages are on one rank there is no copy: the second
-    table takes the weight of the first (`shared`).
+    up. A tied table has a copy on the last stage (`tied` here, `tied_to` the name of the first table there),
+    and the gradients of both are summed. If both stages are on one rank, the second table uses the parameter
+    of the first (`shared`).
     """
 
     def __init__(
@@ -175,41 +180,45 @@ class VocabularyTable(WeightedModule):
         self.axis = axis
         share = axis.share(rows)
         self.first = axis.rank * share
-        meaningful = max(0, min(vocabulary - self.first, share))
+        valid = max(0, min(vocabulary - self.first, share))
         has_copy = tied or (tied_to is not None and shared is None)
         both_ends: frozenset[Axis] = frozenset({"embedding"} if has_copy else ())
-        # Also where it is empty, on a rank of padding alone: how a parameter is reduced must be the same on every rank.
-        piece = Piece((min(self.first, vocabulary), 0), (0, 0), (meaningful, width), both_ends, both_ends)
+        # Declared even if empty, on a rank with padding only: all ranks must reduce a parameter in the same
+        # way.
+        piece = Piece((min(self.first, vocabulary), 0), (0, 0), (valid, width), both_ends, both_ends)
         declared = Declared((vocabulary, width), (piece,), Initial(), tied_to)
-        given = None if shared is None else shared.weight
-        self.weight = self.declare_weight((share, width), declared, given)
+        weight = None if shared is None else shared.weight
+        self.weight = self.declare_weight((share, width), declared, weight)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        """Each rank finds the tokens among its rows; the sum over the ranks is the stream."""
+        """Looks up the tokens among this rank's rows; the sum over the ranks is the hidden states."""
         if self.axis.size == 1:
             return F.embedding(tokens_BS, self.weight)
         local = tokens_BS - self.first
         elsewhere = (local < 0) | (local >= self.weight.shape[0])
-        found = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
-        return self.axis.leave(found.masked_fill(elsewhere[..., None], 0))
+        embedded = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        return self.axis.leave(embedded.masked_fill(elsewhere[..., None], 0))
 
     def logits(self, x_BSD: Tensor) -> Tensor:
-        """Of this rank's part of the vocabulary, for every token of the stream."""
+        """Returns this rank's shard of the logits of every token."""
         return self.multiplied(self.axis.enter(x_BSD))
 
 
 class VocabularyHead(VocabularyTable):
-    """Word vectors that are multiplied with the stream."""
+    """The output layer."""
 
     def forward(
-        self, x_BSD: Tensor, made: Callable[[VocabularyTable, Tensor], Tensor] | None = None
+        self, x_BSD: Tensor, function: Callable[[VocabularyTable, Tensor], Tensor] | None = None
     ) -> Tensor:
-        """Logits, or what `made` makes of the head and the stream: inside, since weights may be waited for at the door."""
-        return self.logits(x_BSD) if made is None else made(self, x_BSD)
+        """Returns logits, or `function(self, x_BSD)`.
+
+        The function is called in here, because hooks that gather the weights are on this module.
+        """
+        return self.logits(x_BSD) if function is None else function(self, x_BSD)
 
 
 class PositionTable(DeclaringModule):
-    """Learned positions: whole on every rank."""
+    """Learned position embedding, replicated on every rank."""
 
     def __init__(self, rows: int, width: int, axis: TensorAxis) -> None:
         super().__init__()

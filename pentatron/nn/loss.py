@@ -1,7 +1,8 @@
-"""Cross entropy per token, with the vocabulary spread over the tensor axis.
+"""Cross entropy per token, with the vocabulary split across the tensor axis.
 
-Logits of a large vocabulary are the largest thing in a step. The fused way (on a GPU; decision 0050) has them once, in the model's
-precision: backward writes their gradient over them. The plain way is torch's own, over logits in fp32.
+The logits of a large vocabulary are the largest tensor of a step. The fused implementation (on a GPU;
+decision 0050) stores them once, in the model's precision, and backward overwrites them with their gradient.
+The plain implementation is torch's, over fp32 logits.
 """
 
 from collections.abc import Callable
@@ -22,23 +23,26 @@ from pentatron.parallel.collectives import Group, all_reduce_, all_reduce_max_
 from pentatron.parallel.world import ALONE
 from pentatron.settings.decision_types import LossDecision
 
-# Labels of tokens without a loss, as torch marks them.
+# torch's label of tokens without a loss.
 _IGNORED = -100
-# Tokens at a time where no gradient is wanted: enough for matmuls at full speed.
-_EVALUATED = 4096
+# Tokens per chunk without gradients: enough for matrix products at full speed.
+_EVALUATION_CHUNK = 4096
 
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """How losses are computed: fused or not (`auto`: on a GPU), by which implementation, and of how many tokens the logits may be
-    there at a time."""
+    """How losses are computed.
+
+    `fusion`: fused or not, `auto` on a GPU. `implementation`: of the fused kernels. `chunk`: maximum number
+    of tokens whose logits exist at a time.
+    """
 
     fusion: Literal["auto", "on", "off"] = "auto"
     implementation: Literal["auto", "native", "te"] = "auto"
     chunk: int = 32768
 
     def fuses(self, x: Tensor) -> bool:
-        # A compiler that sees the whole model makes its own kernels of the plain way.
+        # A compiled graph generates its own kernels for the plain implementation.
         return (
             self.fusion == "on" or (self.fusion == "auto" and x.is_cuda)
         ) and not torch.compiler.is_compiling()
@@ -46,13 +50,13 @@ class CrossEntropy:
     def of_logits(
         self, logits_BSV: Tensor, labels_BS: Tensor, vocabulary: int, first: int = 0, group: Group = ALONE
     ) -> Tensor:
-        """As `token_losses`; the logits stay as they are."""
+        """`token_losses` from logits, which are not modified."""
         if not self.fuses(logits_BSV):
             return token_losses(logits_BSV, labels_BS, vocabulary, first, group)
         return self._fused(logits_BSV, labels_BS, vocabulary, first, group, overwrite=False)
 
     def of_stream(self, head: VocabularyTable, x_BSD: Tensor, labels_BS: Tensor, vocabulary: int) -> Tensor:
-        """The loss of every token, [B, S] in fp32, from the normed stream."""
+        """Computes the loss of every token, [B, S] in fp32, from the hidden states after the final norm."""
         group = head.axis.group
         if not self.fuses(x_BSD):
             return token_losses(head.logits(x_BSD), labels_BS, vocabulary, head.first, group)
@@ -61,21 +65,19 @@ class CrossEntropy:
             return self._fused(head.multiplied(x), labels, vocabulary, head.first, group, overwrite=True)
 
         x_TD, labels_T = head.axis.enter(x_BSD).flatten(0, 1), labels_BS.flatten()
-        return _in_chunks(losses, x_TD, labels_T, self._at_a_time(head, len(labels_T))).view(labels_BS.shape)
+        return _in_chunks(losses, x_TD, labels_T, self._chunk_size(head, len(labels_T))).view(labels_BS.shape)
 
-    def _at_a_time(self, head: VocabularyTable, tokens: int) -> int:
+    def _chunk_size(self, head: VocabularyTable, tokens: int) -> int:
         if not torch.is_grad_enabled():
-            return min(self.chunk, _EVALUATED)
-        # A weight gradient that comes later needs the gradients of all logits, so there is nothing to save.
+            return min(self.chunk, _EVALUATION_CHUNK)
+        # A deferred weight gradient needs the gradients of all logits, so chunks would save no memory.
         return tokens if head.deferred is not None else self.chunk
 
     def _fused(
         self, logits: Tensor, labels: Tensor, vocabulary: int, first: int, group: Group, overwrite: bool
     ) -> Tensor:
         passes = _passes(self.implementation, logits)
-        losses = _FusedCrossEntropy.apply(logits, labels, vocabulary, first, group, passes, overwrite)
-        assert isinstance(losses, Tensor)
-        return losses
+        return _FusedCrossEntropy.apply(logits, labels, vocabulary, first, group, passes, overwrite)
 
 
 def cross_entropy_of(decided: LossDecision) -> CrossEntropy:
@@ -85,35 +87,39 @@ def cross_entropy_of(decided: LossDecision) -> CrossEntropy:
 def token_losses(
     logits_BSV: Tensor, labels_BS: Tensor, vocabulary: int, first: int = 0, group: Group | None = None
 ) -> Tensor:
-    """The loss of every token, [B, S] in fp32. `logits_BSV` are those of this rank's words, from `first` on; words
-    from `vocabulary` on are padding and take no probability."""
+    """Computes the loss of every token, [B, S] in fp32.
+
+    `logits_BSV` is the shard of the vocabulary from `first` on. Entries from `vocabulary` on are padding with
+    probability 0.
+    """
     if group is None or group.size == 1:
         logits = logits_BSV[..., :vocabulary].float()
         losses = F.cross_entropy(logits.flatten(0, 1), labels_BS.flatten(), reduction="none")
         return losses.view(labels_BS.shape)
-    losses = _SplitCrossEntropy.apply(logits_BSV, labels_BS, vocabulary, first, group)
-    assert isinstance(losses, Tensor)
-    return losses
+    return _SplitCrossEntropy.apply(logits_BSV, labels_BS, vocabulary, first, group)
 
 
 def _in_chunks(
-    losses: Callable[[Tensor, Tensor], Tensor], x_TD: Tensor, labels_T: Tensor, at_a_time: int
+    losses: Callable[[Tensor, Tensor], Tensor], x_TD: Tensor, labels_T: Tensor, chunk: int
 ) -> Tensor:
-    """The logits of the last chunk are kept for backward, which begins there; those of the others are computed again."""
-    parts = list(zip(x_TD.split(at_a_time), labels_T.split(at_a_time)))
-    made: list[Tensor] = []
-    for number, (x, labels) in enumerate(parts, 1):
-        again = torch.is_grad_enabled() and number < len(parts)
-        made.append(
+    """Computes losses in chunks.
+
+    Saves the logits of the last chunk, where backward begins, and recomputes the others.
+    """
+    chunks = list(zip(x_TD.split(chunk), labels_T.split(chunk)))
+    outputs: list[Tensor] = []
+    for number, (x, labels) in enumerate(chunks, 1):
+        recomputed = torch.is_grad_enabled() and number < len(chunks)
+        outputs.append(
             checkpoint(losses, x, labels, use_reentrant=False, preserve_rng_state=False)
-            if again
+            if recomputed
             else losses(x, labels)
         )
-    return made[0] if len(made) == 1 else torch.cat(made)
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 class _Passes(Protocol):
-    """The module `kernels.cross_entropy`, or the one of the Triton kernels that do the same."""
+    """Interface of `ops.cross_entropy` and of the Triton kernels."""
 
     def row_sums(
         self, logits: Tensor, labels: Tensor, words: int, first: int
@@ -144,8 +150,10 @@ def _passes(implementation: str, logits: Tensor) -> _Passes:
 
 
 class _FusedCrossEntropy(torch.autograd.Function):
-    """`log Σ exp(z) − z[label]`; the largest logit, then both sums, are agreed on by all ranks. With `overwrite`, nobody reads the
-    logits but this."""
+    """`log Σ exp(z) − z[label]` with two all-reduces: the largest logit, then both sums.
+
+    With `overwrite`, backward writes the gradient into the memory of the logits, which nothing else reads.
+    """
 
     @staticmethod
     def forward(
@@ -158,46 +166,49 @@ class _FusedCrossEntropy(torch.autograd.Function):
         passes: _Passes,
         overwrite: bool,
     ) -> Tensor:
-        # Those of users may lie in any order; the passes go row by row.
+        # Logits of users may have any strides; the kernels read row by row.
         rows = logits.flatten(0, -2) if overwrite else logits.flatten(0, -2).contiguous()
         words = min(max(0, vocabulary - first), rows.shape[-1])
         flat = labels.flatten().contiguous()
-        own_largest, own_sums, of_label = passes.row_sums(rows, flat, words, first)
-        largest, sums = own_largest, own_sums
+        local_largest, local_sums, of_label = passes.row_sums(rows, flat, words, first)
+        largest, sums = local_largest, local_sums
         if group.size > 1:
-            largest = all_reduce_max_(own_largest.clone(), group)
+            largest = all_reduce_max_(local_largest.clone(), group)
             sums, of_label = all_reduce_(
-                torch.stack((own_sums * (own_largest - largest).exp(), of_label)), group
+                torch.stack((local_sums * (local_largest - largest).exp(), of_label)), group
             )
         log_sums = largest + sums.log()
         ctx.save_for_backward(logits if overwrite else rows, flat, log_sums)
         ctx.shape, ctx.words, ctx.first, ctx.vocabulary = logits.shape, words, first, vocabulary
         ctx.passes, ctx.overwrite = passes, overwrite
-        # A label that is no word must be noticed: a loss that is no number is.
-        otherwise = torch.where(flat == _IGNORED, 0.0, torch.nan)
-        return torch.where(_are_words(flat, vocabulary), log_sums - of_label, otherwise).view(labels.shape)
+        # An invalid label gives NaN, so that it is noticed.
+        ignored_or_nan = torch.where(flat == _IGNORED, 0.0, torch.nan)
+        return torch.where(_is_valid(flat, vocabulary), log_sums - of_label, ignored_or_nan).view(
+            labels.shape
+        )
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
         logits, labels, log_sums = ctx.saved_tensors
-        weights = gradients[0].flatten().float().masked_fill(~_are_words(labels, ctx.vocabulary), 0.0)
+        weights = gradients[0].flatten().float().masked_fill(~_is_valid(labels, ctx.vocabulary), 0.0)
         rows = logits.flatten(0, -2)
-        made = rows if ctx.overwrite else torch.empty_like(rows)
-        ctx.passes.write_gradient(made, rows, labels, log_sums, weights, ctx.words, ctx.first)
+        gradient = rows if ctx.overwrite else torch.empty_like(rows)
+        ctx.passes.write_gradient(gradient, rows, labels, log_sums, weights, ctx.words, ctx.first)
         if ctx.overwrite:
-            # For autograd, which refuses whoever wants the logits after this: a second backward, say.
+            # Makes autograd raise if the overwritten logits are used afterwards, such as by a second
+            # backward.
             torch.autograd.graph.increment_version(logits)
-        # Without the graph the logits come from, which a gradient that waits would keep alive.
-        return made.detach().view(ctx.shape), None, None, None, None, None, None
+        # Detached, because a deferred weight gradient would keep the graph of the logits alive.
+        return gradient.detach().view(ctx.shape), None, None, None, None, None, None
 
 
-def _are_words(labels: Tensor, vocabulary: int) -> Tensor:
+def _is_valid(labels: Tensor, vocabulary: int) -> Tensor:
     return (labels >= 0) & (labels < vocabulary)
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
-    """`log Σ exp(z) − z[label]`: the largest logit, then both sums, are agreed on by all ranks."""
+    """`log Σ exp(z) − z[label]` with two all-reduces: the largest logit, then both sums."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""The feed-forward part of a layer."""
+"""The MLP of a layer."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ PLAIN_MLP = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParalle
 
 
 class MLP(nn.Module):
-    """Gated SiLU (`fc1` holds the gate's rows, then the up projection's) or GELU; the inner width is split."""
+    """Gated SiLU or GELU, split by the intermediate size. A gated `linear_fc1` has the gate's rows first."""
 
     def __init__(
         self,
@@ -33,11 +33,12 @@ class MLP(nn.Module):
         config, axis = CoreTransformerConfig.of(config), axes.tensor
         whole = mlp_sizes(config, inner=inner)
         self.gated = config.gated_linear_unit
-        # Whether the gate is a part of a matrix's function: in fp8 the first one's; otherwise the second one's, where there is a kernel.
+        # Whether the gate is fused into a matrix product: in fp8 into the first one, otherwise into the
+        # second one if there is a kernel.
         self.fuses_gate = self.gated and axes.options.fuses_gates
         first, second = whole.linear_fc1, whole.linear_fc2
         gate = even_rows(whole.inner, axis)
-        # A rank needs the same share of gate and up: not a contiguous share of the two together.
+        # A rank needs the same share of the gate and of the up projection, which is not contiguous.
         up = tuple(Rows(whole.inner + rows.start, rows.count) for rows in gate) if self.gated else ()
         self.linear_fc1 = build_module(
             submodules.linear_fc1, first.inputs, first.outputs, gate + up, first.has_bias, axis
@@ -50,40 +51,40 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         first, second = self.linear_fc1, self.linear_fc2
         if self.fuses_gate and type(first) is ColumnParallelLinear and first.fp8 is not None:
-            ended: Tensor = second(first(x, gates=True))
-            return ended
+            return second(first(x, gates=True))
         inner: Tensor = first(x)
         if self.fuses_gate and type(second) is RowParallelLinear and second.is_plain and by_kernel(inner):
-            gated: Tensor = second(inner, gates=True)
-            return gated
+            return second(inner, gates=True)
         by_halves = (
             self.gated
             and inner.device.type == "cpu"
             and torch.is_grad_enabled()
             and not torch.compiler.is_compiling()
         )
-        between = _GatedByHalves.apply(inner) if by_halves else activated(inner, self.gated)
-        made: Tensor = second(between)
-        return made
+        activation = _GatedByHalves.apply(inner) if by_halves else activated(inner, self.gated)
+        return second(activation)
 
 
 class _GatedByHalves(torch.autograd.Function):
-    """`activated` of a gated one, with the same bits: backward writes the gradients of both halves where they belong, so that they need not be
-    put together afterwards, which on a CPU is a pass over memory like any other."""
+    """`activated` with a gate, with the same bits, for CPUs.
+
+    Backward writes the gradients of both halves into one tensor, which saves the pass over memory that
+    concatenates them.
+    """
 
     @staticmethod
     def forward(ctx: Any, inner: Tensor) -> Tensor:
         gate, up = inner.chunk(2, dim=-1)
-        opened = F.silu(gate)
-        ctx.save_for_backward(inner, opened)
-        return opened * up
+        activated_gate = F.silu(gate)
+        ctx.save_for_backward(inner, activated_gate)
+        return activated_gate * up
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        inner, opened = ctx.saved_tensors
+        inner, activated_gate = ctx.saved_tensors
         gate, up = inner.chunk(2, dim=-1)
-        made = torch.empty_like(inner)
-        of_gate, of_up = made.chunk(2, dim=-1)
-        torch.mul(gradient, opened, out=of_up)
-        torch.ops.aten.silu_backward.grad_input(gradient * up, gate, grad_input=of_gate)
-        return made
+        d_inner = torch.empty_like(inner)
+        d_gate, d_up = d_inner.chunk(2, dim=-1)
+        torch.mul(gradient, activated_gate, out=d_up)
+        torch.ops.aten.silu_backward.grad_input(gradient * up, gate, grad_input=d_gate)
+        return d_inner

@@ -1,4 +1,10 @@
-"""A mixture of experts in place of the feed-forward part of a layer."""
+"""Mixture-of-experts layers and the dispatch of tokens to experts on other ranks.
+
+`all_to_all` sends every token to the ranks with its experts. `all_gather` gives every rank all tokens, from
+which it takes those of its experts: more bytes, one collective each way, and no sizes to exchange. Either may
+leave a rank or an expert without tokens. Both compute the same values and sum them in the same order for a
+token.
+"""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -19,68 +25,63 @@ from pentatron.settings.core import CoreTransformerConfig
 from pentatron.settings.model import MoEConfig, TransformerConfig, moe_layers
 from pentatron.settings.parameters import has_shared_expert, has_shared_gate, shared_gate_shape
 
-# How tokens come to their experts and back.
-#
-# `all_to_all` sends every token to the ranks that have its experts, and only there. `all_gather` gives every
-# rank all tokens, of which it takes those of its experts: more bytes, one collective each way, no sizes to
-# agree on. Either may leave a rank or an expert without any token. What is computed, and in which order it is
-# summed for a token, is the same for both.
-
-
-# Rows sorted by this rank's experts and how many each has, on the host and where the rows are → what the experts (or this
-# rank's part of them) make of them.
+# Maps rows sorted by this rank's experts, and the number of rows of each on the host and on the device, to
+# the output of the experts or of this rank's part of them.
 ExpertFunction = Callable[[Tensor, Sequence[int], Tensor], Tensor]
 
 
 def all_to_all(
     x_TD: Tensor, routing: Routing, count: int, axis: ExpertAxis, experts: ExpertFunction
 ) -> Tensor:
-    """`count` experts in all."""
+    """Dispatches tokens with all-to-all; `count` is the total number of experts."""
     tokens, topk = routing.chosen_TK.shape
     order, counts_E = _by_expert(routing.chosen_TK, routing.kept_TK, count)
-    own = count // axis.holders
-    # Each rank that has a part of an expert needs its tokens whole.
-    sent_GE = counts_E.view(axis.holders, 1, own).expand(-1, axis.cut, -1).reshape(axis.group.size, own)
+    local_experts = count // axis.holders
+    # Each rank with a shard of an expert needs all of its tokens.
+    sent_GE = (
+        counts_E.view(axis.holders, 1, local_experts)
+        .expand(-1, axis.cut, -1)
+        .reshape(axis.group.size, local_experts)
+    )
     received_GE = axis.exchanged_counts(sent_GE)
-    # The one point where the host must know numbers of the device: the sizes of what is exchanged.
+    # The only synchronization of host and device: the host needs the sizes of the all-to-all.
     sizes = torch.stack((sent_GE, received_GE)).tolist()
     sent, received = ([sum(row) for row in rows] for rows in sizes)
-    rows_ND = _dealt(x_TD, order[: sum(sent) // axis.cut], topk)
+    rows_ND = _gathered_rows(x_TD, order[: sum(sent) // axis.cut], topk)
     arrived_ND = axis.exchanged(_for_each_part(rows_ND, sent, axis.cut), sent, received)
-    sorting = _by_own_expert(received_GE, sum(received))
+    sorting = _by_local_expert(received_GE, sum(received))
     counts = [sum(column) for column in zip(*sizes[1])]
-    made_ND = experts(_dealt(arrived_ND, sorting, 1), counts, received_GE.sum(0))
-    returned_ND = axis.exchanged(_put_back(made_ND, sorting, len(sorting)), received, sent)
+    output_ND = experts(_gathered_rows(arrived_ND, sorting, 1), counts, received_GE.sum(0))
+    returned_ND = axis.exchanged(_scatter_rows(output_ND, sorting, len(sorting)), received, sent)
     summed_ND = _sum_of_parts(returned_ND, sent, axis.cut)
-    made_TKD = _put_back(summed_ND, order[: len(summed_ND)], tokens * topk).unflatten(0, (tokens, topk))
-    return _weighted(made_TKD, routing.weights_TK)
+    output_TKD = _scatter_rows(summed_ND, order[: len(summed_ND)], tokens * topk).unflatten(0, (tokens, topk))
+    return _weighted(output_TKD, routing.weights_TK)
 
 
 def all_gather(
     x_TD: Tensor, routing: Routing, count: int, axis: ExpertAxis, experts: ExpertFunction
 ) -> Tensor:
-    """`count` experts in all."""
+    """Dispatches tokens with all-gather; `count` is the total number of experts."""
     topk = routing.chosen_TK.shape[1]
     x_AD, weights_AK = axis.gathered(x_TD), axis.gathered(routing.weights_TK)
     chosen_AK = axis.gathered_numbers(routing.chosen_TK)
-    own = axis.own(count)
-    here_AK = (chosen_AK >= own.start) & (chosen_AK < own.stop)
+    local = axis.own(count)
+    here_AK = (chosen_AK >= local.start) & (chosen_AK < local.stop)
     if routing.kept_TK is not None:
         here_AK &= axis.gathered_numbers(routing.kept_TK.to(torch.uint8)).bool()
-    order, counts_E = _by_expert(chosen_AK - own.start, here_AK, len(own))
+    order, counts_E = _by_expert(chosen_AK - local.start, here_AK, len(local))
     counts = counts_E.tolist()
     order = order[: sum(counts)]
-    made_ND = experts(_dealt(x_AD, order, topk), counts, counts_E)
-    made_AKD = _put_back(made_ND, order, chosen_AK.numel()).unflatten(0, (-1, topk))
-    return axis.summed(_weighted(made_AKD, weights_AK))
+    output_ND = experts(_gathered_rows(x_AD, order, topk), counts, counts_E)
+    output_AKD = _scatter_rows(output_ND, order, chosen_AK.numel()).unflatten(0, (-1, topk))
+    return axis.summed(_weighted(output_AKD, weights_AK))
 
 
 DISPATCHERS = {"alltoall": all_to_all, "allgather": all_gather}
 
 
 def _by_expert(chosen_TK: Tensor, kept_TK: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
-    """The pairs of token and expert in the order of experts, then of tokens, those that are not kept last; and how
-    many each expert has."""
+    """Sorts the pairs of token and expert by expert, then token, dropped ones last; counts per expert."""
     chosen = chosen_TK.flatten()
     if kept_TK is not None:
         chosen = chosen.where(kept_TK.flatten(), count)
@@ -89,16 +90,16 @@ def _by_expert(chosen_TK: Tensor, kept_TK: Tensor | None, count: int) -> tuple[T
     return chosen.argsort(stable=True), counts[:count]
 
 
-def _by_own_expert(received_GE: Tensor, rows: int) -> Tensor:
-    """`rows` arrive by rank and expert; this orders them by expert and rank."""
-    ranks, own = received_GE.shape
-    experts = torch.arange(own, device=received_GE.device).repeat(ranks)
-    # Told how many there are, a GPU need not be asked.
+def _by_local_expert(received_GE: Tensor, rows: int) -> Tensor:
+    """The order that sorts rows received by rank and expert by expert and rank."""
+    ranks, local_experts = received_GE.shape
+    experts = torch.arange(local_experts, device=received_GE.device).repeat(ranks)
+    # `output_size` avoids a synchronization of host and device.
     return experts.repeat_interleave(received_GE.flatten(), output_size=rows).argsort(stable=True)
 
 
 def _for_each_part(rows_ND: Tensor, sent: Sequence[int], cut: int) -> Tensor:
-    """The rows of each holder once for each of the ranks that share it."""
+    """Repeats the rows for each holder of an expert once per rank that shares it."""
     if cut == 1:
         return rows_ND
     blocks = rows_ND.split(list(sent[::cut]))
@@ -106,26 +107,24 @@ def _for_each_part(rows_ND: Tensor, sent: Sequence[int], cut: int) -> Tensor:
 
 
 def _sum_of_parts(rows_ND: Tensor, sent: Sequence[int], cut: int) -> Tensor:
-    """The parts of an output that come from the ranks which share an expert, added up."""
+    """Sums the partial outputs of the ranks that share an expert."""
     if cut == 1:
         return rows_ND
     blocks = rows_ND.split(list(sent))
     return torch.cat([torch.stack(blocks[i : i + cut]).sum(0) for i in range(0, len(blocks), cut)])
 
 
-def _weighted(made_TKD: Tensor, weights_TK: Tensor) -> Tensor:
-    return (made_TKD * weights_TK[..., None]).sum(1)
+def _weighted(output_TKD: Tensor, weights_TK: Tensor) -> Tensor:
+    return (output_TKD * weights_TK[..., None]).sum(1)
 
 
-def _put_back(rows_ND: Tensor, order: Tensor, count: int) -> Tensor:
-    """`count` rows: row `order[i]` is row i; those that nobody computed are zero."""
-    result = _PutBack.apply(rows_ND, order, count)
-    assert isinstance(result, Tensor)
-    return result
+def _scatter_rows(rows_ND: Tensor, order: Tensor, count: int) -> Tensor:
+    """Scatters row i to row `order[i]` of `count` rows; other rows are zero."""
+    return _ScatterRows.apply(rows_ND, order, count)
 
 
-class _PutBack(torch.autograd.Function):
-    """Autograd's own backward of this keeps the rows as well, for their shape."""
+class _ScatterRows(torch.autograd.Function):
+    """Autograd's own backward of this operation would save the rows for their shape."""
 
     @staticmethod
     def forward(ctx: Any, rows_ND: Tensor, order: Tensor, count: int) -> Tensor:
@@ -138,15 +137,13 @@ class _PutBack(torch.autograd.Function):
         return gradients[0].index_select(0, order), None, None
 
 
-def _dealt(x_TD: Tensor, order: Tensor, topk: int) -> Tensor:
-    """Row i is the token of the pair `order[i]`; every token has `topk` pairs, none of which is dealt twice."""
-    result = _Deal.apply(x_TD, order, topk)
-    assert isinstance(result, Tensor)
-    return result
+def _gathered_rows(x_TD: Tensor, order: Tensor, topk: int) -> Tensor:
+    """Row i is the token of pair `order[i]`. Every token has `topk` pairs, and no pair occurs twice."""
+    return _GatherRows.apply(x_TD, order, topk)
 
 
-class _Deal(torch.autograd.Function):
-    """Autograd's own backward of indexing adds in no fixed order on a GPU; this one does not."""
+class _GatherRows(torch.autograd.Function):
+    """Autograd's own backward of indexing adds in no fixed order on a GPU; this one is deterministic."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, order: Tensor, topk: int) -> Tensor:
@@ -158,31 +155,27 @@ class _Deal(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (order,) = ctx.saved_tensors
         tokens, topk = ctx.shape
-        rows = _put_back(gradients[0], order, tokens * topk)
+        rows = _scatter_rows(gradients[0], order, tokens * topk)
         return (rows.unflatten(0, (tokens, topk)).sum(1) if topk > 1 else rows), None, None
 
 
 class SharedExpert(nn.Module):
-    """Every token goes through it; with a gate, it has a say in how much of that it takes."""
+    """An expert that every token uses, optionally scaled by a gate."""
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        moe: MoEConfig,
-        axes: Axes,
-        submodules: MLPSubmodules = PLAIN_MLP,
+        self, config: TransformerConfig, moe: MoEConfig, axes: Axes, submodules: MLPSubmodules = PLAIN_MLP
     ) -> None:
         super().__init__()
         self.mlp = MLP(config, axes=axes, submodules=submodules, inner=moe.shared_width)
         self.gate = SharedGate(config.hidden_size, axes.tensor) if has_shared_gate(moe) else None
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        made: Tensor = self.mlp(x_BSD)
-        return made if self.gate is None else made * self.gate(x_BSD)
+        output: Tensor = self.mlp(x_BSD)
+        return output if self.gate is None else output * self.gate(x_BSD)
 
 
 class SharedGate(DeclaringModule):
-    """One number for each token of the stream."""
+    """One gate value for each token."""
 
     def __init__(self, hidden: int, axis: TensorAxis) -> None:
         super().__init__()
@@ -194,8 +187,11 @@ class SharedGate(DeclaringModule):
 
 
 class MoE(nn.Module):
-    """`submodules` are those of the shared expert. `num_experts`, if given, must be what the configuration says;
-    `grouped` asks for one grouped matmul even where that does not want it."""
+    """A mixture of experts in place of the MLP of a layer.
+
+    `submodules` are those of the shared expert. `num_experts`, if given, must agree with the configuration.
+    `grouped` uses a grouped matrix product even if the configuration does not.
+    """
 
     left_out = ""
 
@@ -224,7 +220,7 @@ class MoE(nn.Module):
         if grouped:
             moe = dataclasses.replace(moe, moe_grouped_gemm=True)
         if axes.options.compile is not None:
-            self.left_out = "experts, whose sizes follow from their tokens"
+            self.left_out = "experts, whose sizes depend on the routing"
             self.forward = axes.options.compile.apart(self.forward)  # type: ignore[method-assign]
             axes = axes.out_of_graphs()
         self.axis = axes.expert
@@ -241,12 +237,10 @@ class MoE(nn.Module):
         routing = self.router(x_BSD)
         x_TD = x_BSD.flatten(0, 1)
         if self.axis.group.size == 1 and self.experts.all_on(x_TD):
-            made_TD = self.experts(x_TD, routing=routing)
+            output_TD = self.experts(x_TD, routing=routing)
         else:
-            made_TD = self.dispatch(x_TD, routing, self.count, self.axis, self.experts)
-        made_BSD = made_TD.view_as(x_BSD)
-        return (
-            made_BSD
-            if self.shared is None
-            else made_BSD + self.recompute("shared_experts", self.shared, x_BSD)
-        )
+            output_TD = self.dispatch(x_TD, routing, self.count, self.axis, self.experts)
+        output_BSD = output_TD.view_as(x_BSD)
+        if self.shared is None:
+            return output_BSD
+        return output_BSD + self.recompute("shared_experts", self.shared, x_BSD)

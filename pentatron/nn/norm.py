@@ -1,4 +1,4 @@
-"""Norms, computed in fp32 whatever the dtype of the stream. Every rank holds them whole."""
+"""Norms, computed in fp32 whatever the dtype of the hidden states. Their parameters are replicated."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ _INITIAL = {"weight": ONES, "bias": ZEROS}
 
 
 class _Norm(DeclaringModule):
-    """Declares the parameters of its kind."""
+    """Base class that declares the parameters of a norm."""
 
     kind: str
     weight: nn.Parameter
@@ -45,23 +45,22 @@ class RMSNorm(_Norm):
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type == "cpu" and not torch.compiler.is_compiling():
             if torch.is_grad_enabled():
-                normed: Tensor = _NormedInFewPasses.apply(x, self.weight, self.epsilon)
-                return normed
-            # Nothing is kept for a backward: one call, with the same bits. (In half precision torch rounds once less.)
+                return _FusedRMSNorm.apply(x, self.weight, self.epsilon)
+            # Without gradients one fused call has the same bits. (In half precision torch rounds once less.)
             if x.dtype is self.weight.dtype is torch.float32:
                 return F.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
         return _scaled(x, self.epsilon)[0] * self.weight
 
 
 def _scaled(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Rows divided by the root of their mean square, and what they were multiplied by, in fp32."""
+    """Divides rows by their root mean square in fp32; also returns the factor."""
     wide = x.float()
     factor = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
     return (wide * factor).to(x.dtype), factor
 
 
-class _NormedInFewPasses(torch.autograd.Function):
-    """An RMSNorm with the same bits: backward goes over memory less often than what autograd derives, and that is what it costs on a CPU."""
+class _FusedRMSNorm(torch.autograd.Function):
+    """RMSNorm with the same bits and fewer passes over memory in backward, which matters on a CPU."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -74,17 +73,18 @@ class _NormedInFewPasses(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, scaled, factor = ctx.saved_tensors
         gradient = gradients[0]
-        of_x = of_weight = None
+        d_x = d_weight = None
         if ctx.needs_input_grad[1]:
-            of_weight = (gradient * scaled).sum_to_size(weight.shape)
+            d_weight = (gradient * scaled).sum_to_size(weight.shape)
         if ctx.needs_input_grad[0]:
-            made, wide = (gradient * weight).float(), x.float()
-            product = made * wide
-            of_factor = product.sum(-1, keepdim=True)
-            of_mean = of_factor * (-0.5 * factor.pow(3))
-            torch.mul(wide, of_mean / x.shape[-1] * 2, out=product)
-            of_x = made.mul_(factor).add_(product).to(x.dtype)
-        return of_x, of_weight, None
+            d_scaled, wide = (gradient * weight).float(), x.float()
+            product = d_scaled * wide
+            d_factor = product.sum(-1, keepdim=True)
+            d_mean = d_factor * (-0.5 * factor.pow(3))
+            torch.mul(wide, d_mean / x.shape[-1] * 2, out=product)
+            # In place: on a CPU every pass over a new tensor counts.
+            d_x = d_scaled.mul_(factor).add_(product).to(x.dtype)
+        return d_x, d_weight, None
 
 
 class LayerNorm(_Norm):
@@ -109,14 +109,12 @@ def norm_in(
     partial_over: frozenset[Axis] = frozenset(),
     compile: Compile | None = None,
 ) -> nn.Module:
-    """The norm that a spec chooses.
+    """Builds the norm that a spec chooses.
 
-    `partial_over`: the axes whose ranks each see a part of what is normed, so that gradients must be summed.
-    `compile`: as a graph of its own, if it is one of ours; inside a compiled layer it is a part of the
-    layer's.
+    `partial_over`: axes whose ranks each normalize a part of the tensor, so that gradients must be summed.
+    `compile`: compiles a built-in norm as its own graph; inside a compiled layer it is part of the layer's.
     """
     chosen = NORMS[config.normalization] if slot is ConfiguredNorm else slot
-    by_itself = compile is not None and takes(chosen, (RMSNorm, LayerNorm), "compile")
-    more = {"compile": compile} if by_itself else {}
-    made: nn.Module = build_module(chosen, width, config.layernorm_epsilon, partial_over, **more)
-    return made
+    compiles = compile is not None and takes(chosen, (RMSNorm, LayerNorm), "compile")
+    kwargs = {"compile": compile} if compiles else {}
+    return build_module(chosen, width, config.layernorm_epsilon, partial_over, **kwargs)

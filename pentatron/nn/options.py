@@ -1,6 +1,7 @@
-"""How a model computes, beside its architecture and its layout. All of it is known before the model is built.
+"""Options of a model besides its architecture and layout: attention kernels, recompute, fp8, compilation.
 
-A layer takes its options in its constructor, with the axes it is spread over, and keeps them.
+They are known before the model is built. A layer takes them in its constructor, together with its parallel
+axes.
 """
 
 from collections.abc import Collection
@@ -31,10 +32,7 @@ from pentatron.parallel.axes import (
 from pentatron.parallel.world import World
 from pentatron.settings.parallel import ParallelConfig
 
-# Which of torch's attention kernels may run.
-
-
-# Megatron's names for kernels, beside torch's own. Of several, the first that takes what it is given runs.
+# Megatron's and torch's names. With several kernels, the first one that supports the inputs runs.
 _BACKENDS = {
     "flash": [SDPBackend.FLASH_ATTENTION],
     "cudnn": [SDPBackend.CUDNN_ATTENTION],
@@ -45,8 +43,8 @@ _BACKENDS = {
     "local": [SDPBackend.MATH],
 }
 
-# On GPUs from this generation on (Hopper), cuDNN's kernel is the fastest of those that take the same.
-_CUDNN_FIRST = 9
+# From Hopper on, cuDNN's kernel is the fastest of those that support the same inputs.
+_HOPPER = 9
 _FASTEST_FIRST = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -56,51 +54,54 @@ _FASTEST_FIRST = [
 
 
 def chosen_kernels(backend: str, device: torch.device, dropout: float = 0.0) -> list[SDPBackend] | None:
-    """Which kernels may run, those to prefer first; None leaves the choice to torch, as `auto` does on most
-    devices."""
+    """Returns the allowed attention kernels in order of preference; None leaves the choice to torch."""
     if backend != "auto":
         return _BACKENDS[backend]
-    # A GPU is asked only by who computes on it: asking opens it.
-    newest = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= _CUDNN_FIRST
-    # With dropout cuDNN's results and gradients are right (against fp64, with the mask it used); whole runs
-    # that resume with it are yet to be compared.
-    return (_FASTEST_FIRST[1:] if dropout else _FASTEST_FIRST) if newest else None
+    # Query the GPU only from a process that computes on it: the query creates a CUDA context.
+    prefers_cudnn = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= _HOPPER
+    # cuDNN with dropout: results and gradients are verified against fp64, resumed runs are not, so it is not
+    # chosen.
+    return (_FASTEST_FIRST[1:] if dropout else _FASTEST_FIRST) if prefers_cudnn else None
 
 
 class AttentionKernels:
-    """Around attention that is restricted to some kernels, in their order; nothing is, where none are chosen.
+    """Context manager that restricts attention to some kernels, in order of preference; does nothing if none
+    are chosen.
 
-    To say so takes torch longer than a launch, so what is said around a whole model is not said again in each
-    of its layers.
+    Entering `sdpa_kernel` takes longer than a kernel launch, so nested uses inside a model do not enter it a
+    second time.
     """
 
     def __init__(self, chosen: list[SDPBackend] | None = None) -> None:
         self.chosen = chosen
         self._device: torch.device | None = None
-        self._said: AbstractContextManager[None] | None = None
-        self._inside = 0
+        self._entered: AbstractContextManager[None] | None = None
+        self._depth = 0
 
     def choose(self, backend: str, device: torch.device, dropout: float) -> None:
-        """For where a model runs now; it may have been made elsewhere."""
+        """Chooses the kernels for the device of the input, which may differ from that of construction."""
         if device != self._device:
             self._device, self.chosen = device, chosen_kernels(backend, device, dropout)
 
     def __enter__(self) -> None:
-        if self.chosen is not None and not self._inside:
-            self._said = sdpa_kernel(self.chosen, set_priority=True)
-            self._said.__enter__()
-        self._inside += 1
+        if self.chosen is not None and not self._depth:
+            self._entered = sdpa_kernel(self.chosen, set_priority=True)
+            self._entered.__enter__()
+        self._depth += 1
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._inside -= 1
-        if self._said is not None and not self._inside:
-            said, self._said = self._said, None
-            said.__exit__(kind, error, trace)
+        self._depth -= 1
+        if self._entered is not None and not self._depth:
+            entered, self._entered = self._entered, None
+            entered.__exit__(kind, error, trace)
 
     def around(self) -> AbstractContextManager[None]:
-        """Itself; a compiler, which cannot look into how it counts, is told each time, and compiles it in."""
+        """Returns itself.
+
+        While compiling, returns torch's context manager, because the compiler cannot trace the counter.
+        """
         if not torch.compiler.is_compiling():
             return self
         return nullcontext() if self.chosen is None else sdpa_kernel(self.chosen, set_priority=True)
@@ -108,10 +109,10 @@ class AttentionKernels:
 
 @dataclass(frozen=True)
 class Fp8Options:
-    """Which linear layers multiply in fp8, as far as their sizes allow it: those of `layers`, counted from 0,
-    and the output layer.
+    """Which linear layers multiply in fp8 if their sizes allow it: those of `layers`, counted from 0, and the
+    output layer.
 
-    `scales`: computes the scales of their weights for all of them at once.
+    `scales` computes the scales of all their weights at once.
     """
 
     format: Fp8Format
@@ -122,11 +123,11 @@ class Fp8Options:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """What the stages of a model are built with.
+    """Options of the stages of a model.
 
-    `recompute`: what runs again in backward. `fuses_gates`: on a GPU, the gate of an MLP is part of a
-    matrix's function. `deferred`: keeps weight gradients for the weight half of a backward. `compile`: how
-    layers are compiled. None: not at all.
+    `recompute`: parts recomputed in backward. `fuses_gates`: on a GPU, fuses the gate of an MLP into a matrix
+    product. `deferred` keeps weight gradients for the weight half of a backward. `compile`: how layers are
+    compiled, None for not at all.
     """
 
     attention_backend: str = "auto"
@@ -138,18 +139,18 @@ class ModelOptions:
     compile: Compile | None = None
 
     def linear_of_layer(self, layer: int) -> LinearOptions:
-        """How the linear layers of a layer multiply."""
+        """Options of the linear layers of a layer."""
         return replace(
             self._linear(self.fp8 is not None and layer in self.fp8.layers), in_graph=self.compile is not None
         )
 
     def linear_of_head(self) -> LinearOptions:
-        """How the output layer multiplies."""
+        """Options of the output layer."""
         return self._linear(self.fp8 is not None and self.fp8.head)
 
     @property
     def linear(self) -> LinearOptions:
-        """How all other matrices multiply: in the dtype of the model."""
+        """Options of all other matrices, which multiply in the model's dtype."""
         return self._linear(in_fp8=False)
 
     def _linear(self, in_fp8: bool) -> LinearOptions:
@@ -163,8 +164,10 @@ DEFAULT_OPTIONS = ModelOptions()
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """What the layers of one model share, from its `ModelOptions` and of its own: what is switched between
-    two forwards is in `recompute`, `kernels` and `cache`."""
+    """Options shared by the layers of one model.
+
+    `recompute`, `kernels` and `cache` can change between two forwards.
+    """
 
     recompute: RecomputeSwitch = field(default_factory=RecomputeSwitch)
     kernels: AttentionKernels = field(default_factory=AttentionKernels)
@@ -173,13 +176,12 @@ class LayerOptions:
     compile: Compile | None = None
 
 
-# What a layer is built on: the axes it is spread over, and how it computes.
-
-
 @dataclass(frozen=True)
 class Axes:
-    """Of one process by default. A layer hands them on to its parts; how linear layers multiply lies in
-    `tensor`."""
+    """The parallel axes and options that a layer is built with; by default those of one process.
+
+    `tensor` has the options of linear layers.
+    """
 
     tensor: TensorAxis = WHOLE_LAYERS
     context: ContextAxis = WHOLE_SEQUENCES
@@ -187,11 +189,11 @@ class Axes:
     options: LayerOptions = field(default_factory=LayerOptions)
 
     def with_linear(self, linear: LinearOptions) -> "Axes":
-        """The same for layers that multiply in another way."""
+        """Returns a copy with other options of linear layers."""
         return replace(self, tensor=replace(self.tensor, linear=linear))
 
     def out_of_graphs(self) -> "Axes":
-        """The same for the parts of a layer that is not compiled."""
+        """Returns a copy for the parts of a layer that are not compiled."""
         plain = self.with_linear(replace(self.tensor.linear, in_graph=False))
         return replace(plain, options=replace(self.options, compile=None))
 

@@ -1,8 +1,9 @@
-"""Activation recompute: parts of a stage keep their input alone for backward, and run once more there.
+"""Activation recompute: parts of a stage save only their input for backward and run forward a second time
+there.
 
-Collectives inside such a part run once more too. The ranks of a tensor group hold the same parts and come to them in the
-same order, so they meet again. Hidden dropout finds its mask again by itself; attention dropout draws from torch's
-generator, whose state is kept and set back for the second run.
+Collectives inside such a part run a second time too. All ranks of a tensor group recompute the same parts in
+the same order, so their collectives match. Hidden dropout derives its mask from keys; attention dropout draws
+from torch's generator, whose state is saved and restored for the second run.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,15 +20,16 @@ from pentatron.settings.parallel import MemoryConfig
 
 Item = TypeVar("Item")
 
-# Whole layers: what full recompute covers. The other parts have Megatron's names.
+# The part that full recompute covers: whole layers. The other parts have Megatron's names.
 LAYERS = "layers"
 _WITH_ATTENTION = (LAYERS, "core_attn")
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """Which parts run again: whole layers (`chunk` of them at a time, of a stage's `first` ones or of all) or
-    modules."""
+    """The parts that are recomputed: modules by Megatron's names, or whole layers, `chunk` layers at a time,
+    of the `first` layers of a stage or of all.
+    """
 
     parts: frozenset[str] = frozenset()
     chunk: int = 1
@@ -39,11 +41,11 @@ EVERY_LAYER = Recompute(frozenset({LAYERS}))
 
 
 class RecomputeSwitch:
-    """Runs the parts of one model, and runs those again in backward that `wanted` names.
+    """Runs parts of one model, with activation checkpointing for those in `wanted`.
 
-    All layers of a model share one, so that the model switches recompute on and off without touching them.
-    `draws`: attention draws from torch's generator. `kernels` restricts attention to the kernels of the first
-    run.
+    All layers of a model share one switch, so recompute can be turned on and off without touching the layers.
+    `draws`: attention dropout draws from torch's generator. `kernels` restricts attention to the kernels of
+    the first run.
     """
 
     def __init__(
@@ -57,52 +59,55 @@ class RecomputeSwitch:
         self.kernels = kernels
 
     def __call__(self, part: str, function: Callable[..., Tensor], *inputs: object) -> Tensor:
-        """`function(*inputs)`, of which nothing but the inputs is kept if the part is to run again."""
+        """Returns `function(*inputs)`; saves only the inputs if the part is recomputed."""
         if part not in self.wanted.parts or not torch.is_grad_enabled():
             return function(*inputs)
 
         if torch.compiler.is_compiling():
-            # Kernels are compiled in, and the generator's state is the compiler's matter.
-            compiled: Tensor = checkpoint(function, *inputs, use_reentrant=False)
-            return compiled
+            # The compiled graph contains the kernels and handles the state of the generator.
+            return checkpoint(function, *inputs, use_reentrant=False)
 
-        def with_kernels(*again: object) -> Tensor:
+        def with_kernels(*inputs: object) -> Tensor:
             with self.kernels():
-                return function(*again)
+                return function(*inputs)
 
         preserve = self.draws and part in _WITH_ATTENTION
-        made: Tensor = checkpoint(with_kernels, *inputs, use_reentrant=False, preserve_rng_state=preserve)
-        return made
+        return checkpoint(with_kernels, *inputs, use_reentrant=False, preserve_rng_state=preserve)
 
     @contextmanager
-    def made_again(self, part: str, made: Tensor, again: Callable[[], Tensor]) -> Iterator[None]:
-        """What runs inside does not keep `made` for its backward, if the part is to run again; `again` makes it there."""
+    def recomputing_output(self, part: str, output: Tensor, again: Callable[[], Tensor]) -> Iterator[None]:
+        """Context in which operations do not save `output` for backward if the part is recomputed.
+
+        `again` computes it in backward.
+        """
         if part not in self.wanted.parts or not torch.is_grad_enabled():
             yield
             return
-        place = made.data_ptr()
+        address = output.data_ptr()
 
-        def keep(tensor: Tensor) -> Tensor | None:
-            return None if tensor.data_ptr() == place and tensor.shape == made.shape else tensor
+        def pack(tensor: Tensor) -> Tensor | None:
+            return None if tensor.data_ptr() == address and tensor.shape == output.shape else tensor
 
-        def fetch(kept: Tensor | None) -> Tensor:
+        def unpack(packed: Tensor | None) -> Tensor:
             with torch.no_grad():
-                return again() if kept is None else kept
+                return again() if packed is None else packed
 
-        with torch.autograd.graph.saved_tensors_hooks(keep, fetch):
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
 
     def chunks(self, layers: Sequence[Item]) -> Iterator[tuple[str, Sequence[Item]]]:
-        """The layers of a stage in the runs that are done at a time, each with the part it belongs to."""
+        """Yields the layers of a stage in recomputed chunks, then the others, each with the name of their
+        part.
+        """
         wanted = self.wanted
-        runs, rest = recomputed_runs(layers, wanted.chunk, wanted.first if LAYERS in wanted.parts else 0)
-        yield from ((LAYERS, run) for run in runs)
+        chunks, rest = recomputed_runs(layers, wanted.chunk, wanted.first if LAYERS in wanted.parts else 0)
+        yield from ((LAYERS, chunk) for chunk in chunks)
         if rest:
             yield "", rest
 
 
 def recompute_of(memory: MemoryConfig) -> Recompute:
-    """What the settings ask for."""
+    """Returns what the settings ask to recompute."""
     if memory.recompute_granularity is None:
         return NOTHING
     if memory.recompute_granularity == "selective":

@@ -1,4 +1,10 @@
-"""Rotary position embedding."""
+"""Rotary position embedding (RoPE), and scaling of its frequencies for longer sequences.
+
+Each pair of channels rotates by its frequency per token. Scaling keeps high frequencies, which distinguish
+close tokens, and lowers low frequencies by the factor of the length, so that no angle exceeds those seen in
+training. Frequencies are computed in fp32 on the CPU: every device gets the same values, equal to those of
+`transformers`.
+"""
 
 import math
 from dataclasses import dataclass
@@ -8,75 +14,70 @@ from torch import Tensor, nn
 
 from pentatron.settings.model import TransformerConfig
 
-# Rotary frequencies, and how they are stretched for sequences longer than a model was first trained on.
-#
-# A pair of channels turns by its frequency at every token. Pairs that turn often within the first length tell
-# near tokens apart and are kept; slow ones would reach angles never seen, and are slowed down by the factor
-# of the length. All is done in fp32 on the CPU, so that every device gets the same numbers, and the same as
-# from `transformers`.
-
-
 _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Frequencies:
-    """Of each pair of channels, and what multiplies its cosine and sine."""
+    """Inverse frequency of each pair of channels, and the factor of its cosine and sine."""
 
     inverse: Tensor
     attention_factor: float = 1.0
 
 
 def plain(channels: int, base: float) -> Tensor:
+    """Unscaled frequencies."""
     return 1.0 / _wave_lengths(channels, base)
 
 
 def scaled(inverse: Tensor, config: TransformerConfig) -> Frequencies:
-    """The frequencies stretched as the configuration says."""
+    """Scales the frequencies as configured."""
     kind, factor = config.rope_scaling_type, config.rope_scaling_factor
     if kind is None:
         return Frequencies(inverse)
     if kind == "linear":
         return Frequencies(inverse / factor)
-    first_length = config.rope_scaling_original_max_position_embeddings
+    original_length = config.rope_scaling_original_max_position_embeddings
     if kind == "llama3":
         bounds = config.rope_scaling_low_freq_factor, config.rope_scaling_high_freq_factor
-        return Frequencies(_llama3(inverse, factor, first_length, *bounds))
-    low, high = _yarn_range(2 * inverse.numel(), first_length, config)
+        return Frequencies(_llama3(inverse, factor, original_length, *bounds))
+    low, high = _yarn_range(2 * inverse.numel(), original_length, config)
     return Frequencies(_yarn(config.rotary_base, factor, inverse, low, high), yarn_attention_factor(config))
 
 
 def _wave_lengths(channels: int, base: float) -> Tensor:
-    """Of each pair, as multiples of 2π tokens."""
+    """Wavelength of each pair in units of 2π tokens."""
     first = torch.arange(0, channels, 2, dtype=torch.float32, device=_CPU)
     return torch.pow(base, first / channels)
 
 
-def _llama3(inverse: Tensor, factor: float, first_length: int, low: float, high: float) -> Tensor:
-    """Kept where at least `high` waves fit into the first length, stretched where at most `low` do."""
+def _llama3(inverse: Tensor, factor: float, original_length: int, low: float, high: float) -> Tensor:
+    """Keeps wavelengths that fit `high` times into the original length, scales those that fit `low` times or
+    less.
+    """
     lengths = 2 * math.pi / inverse
-    kept = (first_length / lengths - low) / (high - low)
+    kept = (original_length / lengths - low) / (high - low)
     between = (1 - kept) * inverse / factor + kept * inverse
-    slow = torch.where(lengths > first_length / low, inverse / factor, between)
-    return torch.where(lengths < first_length / high, inverse, slow)
+    slow = torch.where(lengths > original_length / low, inverse / factor, between)
+    return torch.where(lengths < original_length / high, inverse, slow)
 
 
 def _yarn(base: float, factor: float, inverse: Tensor, low: float, high: float) -> Tensor:
-    """Kept up to pair `low`, stretched from pair `high` on."""
+    """Keeps the frequencies up to pair `low`, scales those from pair `high` on, and interpolates between."""
     pairs = inverse.numel()
-    # Where both are the same pair, the step between them is still finite.
+    # Avoids a division by zero.
     width = high - low if high != low else 0.001
-    place = torch.arange(pairs, dtype=torch.float32, device=_CPU)
-    kept = 1 - ((place - low) / width).clamp(0, 1)
+    index = torch.arange(pairs, dtype=torch.float32, device=_CPU)
+    kept = 1 - ((index - low) / width).clamp(0, 1)
     stretched = 1.0 / (factor * _wave_lengths(2 * pairs, base))
     return stretched * (1 - kept) + inverse * kept
 
 
-def _yarn_range(channels: int, first_length: int, config: TransformerConfig) -> tuple[float, float]:
-    """The pairs that turn `yarn_beta_fast` and `yarn_beta_slow` times within the first length."""
+def _yarn_range(channels: int, original_length: int, config: TransformerConfig) -> tuple[float, float]:
+    """The pairs that rotate `yarn_beta_fast` and `yarn_beta_slow` times within the original length."""
 
     def pair(turns: float) -> float:
-        waves = first_length / (turns * 2 * math.pi)
+        waves = original_length / (turns * 2 * math.pi)
         return channels * math.log(waves) / (2 * math.log(config.rotary_base))
 
     low, high = pair(config.yarn_beta_fast), pair(config.yarn_beta_slow)
@@ -86,7 +87,7 @@ def _yarn_range(channels: int, first_length: int, config: TransformerConfig) -> 
 
 
 def yarn_attention_factor(config: TransformerConfig) -> float:
-    """Longer sequences spread attention over more tokens; larger queries and keys make up for it."""
+    """Factor of queries and keys that compensates for attention being spread over more tokens."""
     if config.yarn_attention_factor is not None:
         return config.yarn_attention_factor
     growth = 0.1 * math.log(config.rope_scaling_factor)
@@ -96,7 +97,7 @@ def yarn_attention_factor(config: TransformerConfig) -> float:
 
 
 class RotaryEmbedding(nn.Module):
-    """Turns positions into the cosines and sines that rotate queries and keys."""
+    """Computes the cosines and sines of positions and rotates queries and keys with them."""
 
     inverse_frequencies: Tensor
 
@@ -117,8 +118,8 @@ class RotaryEmbedding(nn.Module):
         return cos * self.attention_factor, sin * self.attention_factor
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Heads of any order of dimensions but the last, with angles that spread over them."""
-        # Whole heads, as most models turn, are not cut: a slice of everything takes its time too, and its gradient a copy.
+        """Rotates heads. The dimensions before the last may have any order if the angles broadcast."""
+        # Most models rotate whole heads: without the slice, its copy in backward is saved.
         whole = self.rotated == x.shape[-1]
         turned = (x if whole else x[..., : self.rotated]).float()
         if self.interleaved:
@@ -132,7 +133,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def build_rope(config: TransformerConfig) -> RotaryEmbedding | None:
-    """What rotates queries and keys, if the model's positions are rotary."""
+    """Returns the rotary embedding of a model; None if its positions are not rotary."""
     if config.position_embedding_type != "rope":
         return None
     inverse = plain(int(config.kv_channels * config.rotary_percent), config.rotary_base)

@@ -1,4 +1,10 @@
-"""The router: which experts a token goes to, and with which weights."""
+"""The MoE router: chooses the experts of each token and their weights, and balances their load.
+
+Load-balancing losses are defined on one process: `aux_loss` and the z-loss per micro-batch, `seq_aux_loss`
+per sequence, `global_aux_loss` with the load of the whole previous step. Ranks that share a micro-batch
+compute the part of their own tokens with the counts of all tokens, so that summed gradients equal those of
+one process. A step's losses are the mean over its micro-batches.
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -15,19 +21,11 @@ from pentatron.parallel.shards import DeclaringModule, Initial, whole
 from pentatron.settings.model import MoEConfig
 from pentatron.settings.parameters import router_shape
 
-# How a router is led to use its experts equally: losses, a bias, and what is remembered of the load.
-#
-# Every loss is defined on one process: `aux_loss` and the z-loss by micro-batch, `seq_aux_loss` by sequence,
-# `global_aux_loss` by the load of the whole step before. Where ranks share a micro-batch each computes the
-# part of its own tokens against counts over all of them, so that gradients, summed like any others, are those
-# of one process. A step's losses are the mean over its micro-batches.
-
-
 Z_LOSS = "z_loss"
 
 
 def loss_weights(moe: MoEConfig) -> dict[str, float]:
-    """The losses that are asked for, by name, with their weights."""
+    """Weights of the configured losses by name."""
     kinds = moe.moe_router_load_balancing_type
     each = moe.moe_aux_loss_coeff if len(moe.moe_aux_loss_coeff) > 1 else moe.moe_aux_loss_coeff * len(kinds)
     wanted = {kind: weight for kind, weight in zip(kinds, each, strict=True) if kind != "none" and weight > 0}
@@ -38,14 +36,14 @@ def loss_weights(moe: MoEConfig) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Routed:
-    """What a router made of a rank's tokens. `scores_BSE` are those of all experts, each token's sum to 1."""
+    """Output of a router for a rank's tokens. `scores_BSE` are normalized over the experts."""
 
     logits_BSE: Tensor
     scores_BSE: Tensor
     chosen_BSK: Tensor
 
     def counts(self) -> Tensor:
-        """How many tokens of each sequence chose each expert: [B, E]."""
+        """Number of tokens of each sequence that chose each expert: [B, E]."""
         batch, _, experts = self.scores_BSE.shape
         counts = torch.zeros(batch, experts, device=self.chosen_BSK.device)
         ones = torch.ones_like(self.chosen_BSK, dtype=counts.dtype).flatten(1)
@@ -53,9 +51,9 @@ class Routed:
 
 
 class RouterLoad(nn.Module):
-    """What one router remembers: this step's load, and what later steps need of it.
+    """The load of one router's experts in this step, and the state that later steps need.
 
-    A micro-batch is counted in its backward, which runs once, also where the forward runs twice.
+    A micro-batch is counted in backward, which runs once, also if the forward is recomputed.
     """
 
     previous: Tensor
@@ -68,7 +66,7 @@ class RouterLoad(nn.Module):
         self.weights = loss_weights(moe)
         self.bias_rate = moe.moe_router_bias_update_rate
         self.has_bias = moe.moe_router_enable_expert_bias
-        # The share of tokens of each expert in the step before; equal before the first.
+        # Fraction of the tokens of each expert in the previous step; uniform before the first.
         self.register_buffer("previous", torch.full((self.experts,), 1 / self.experts), persistent=False)
         self.register_buffer("bias", torch.zeros(self.experts), persistent=False)
         self.register_buffer("counts", torch.zeros(self.experts, dtype=torch.float64), persistent=False)
@@ -77,29 +75,34 @@ class RouterLoad(nn.Module):
         self.scale = 1.0
 
     def begin_step(self, micro_batches: int, scale: float = 1.0) -> None:
-        """Of how many micro-batches, on all ranks, the step's losses are the mean; `scale` times as large are gradients."""
+        """Starts a step with `micro_batches` on all ranks; `scale` multiplies the gradients of the losses."""
         self.share, self.scale = 1 / micro_batches, scale
         self.counts.zero_()
         self.losses = {}
 
     def numbers(self) -> Tensor:
-        """This rank's part of the step's counts and losses; `settle` takes the sum over all ranks."""
+        """This rank's counts and losses of the step. `settle` takes their sum over all ranks."""
         zero = self.counts.new_zeros(())
         return torch.cat([self.counts, *(self.losses.get(name, zero).reshape(1) for name in self.weights)])
 
     def settle(self, numbers: Tensor) -> None:
-        """The step is done."""
+        """Finishes the step: updates the load of the previous step and the bias."""
         counts = numbers[: self.experts]
         self.previous.copy_(counts / counts.sum().clamp(min=1))
         if self.has_bias:
             self.bias.add_(torch.sign(counts.mean() - counts).to(self.bias), alpha=self.bias_rate)
 
     def kept(self) -> Mapping[str, Tensor]:
-        """What a checkpoint must have for later steps to be the same, also if they balance in another way."""
+        """Tensors that a checkpoint saves; `previous` always, because the kind of balancing can change on
+        resume.
+        """
         return {"previous": self.previous, **({"bias": self.bias} if self.has_bias else {})}
 
     def with_losses(self, weights_TK: Tensor, routed: Routed, axis: ExpertAxis) -> Tensor:
-        """The weights, unchanged; their backward adds the gradients of the losses and counts the tokens."""
+        """Returns the weights unchanged.
+
+        Their backward adds the gradients of the losses and counts the tokens.
+        """
         counts_BE = routed.counts()
         values = {name: _LOSSES[name](self, routed, counts_BE, axis) for name in self.weights}
         total = weights_TK.new_zeros((), dtype=torch.float32)
@@ -112,49 +115,47 @@ class RouterLoad(nn.Module):
                 added = value.detach().double() * self.share
                 self.losses[name] = self.losses[name] + added if name in self.losses else added
 
-        result = _WithLoss.apply(weights_TK, total, count, self.scale)
-        assert isinstance(result, Tensor)
-        return result
+        return _WithLoss.apply(weights_TK, total, count, self.scale)
 
 
-def _of_micro_batch(load: RouterLoad, routed: Routed, counts_BE: Tensor, axis: ExpertAxis) -> Tensor:
-    """E · Σ f·P over the experts: their share of the choices times their mean score, both over the micro-batch."""
+def _aux_loss(load: RouterLoad, routed: Routed, counts_BE: Tensor, axis: ExpertAxis) -> Tensor:
+    """E · Σ f·P over the experts: fraction of the choices times mean score, both over the micro-batch."""
     tokens = routed.scores_BSE[..., 0].numel() * axis.sequence.size
     counts_E = axis.over_micro_batch(counts_BE.sum(0))
     sums_E = routed.scores_BSE.sum((0, 1))
     return (sums_E * counts_E).sum() * (load.experts / (load.topk * tokens * tokens))
 
 
-def _of_sequences(load: RouterLoad, routed: Routed, counts_BE: Tensor, axis: ExpertAxis) -> Tensor:
-    """The same for each sequence, and the mean of that."""
+def _seq_aux_loss(load: RouterLoad, routed: Routed, counts_BE: Tensor, axis: ExpertAxis) -> Tensor:
+    """`_aux_loss` of each sequence, averaged."""
     batch, length, _ = routed.scores_BSE.shape
     tokens = length * axis.sequence.size
     counts = axis.over_micro_batch(counts_BE)
     return (routed.scores_BSE.sum(1) * counts).sum() * (load.experts / (load.topk * tokens * tokens * batch))
 
 
-def _of_step_before(load: RouterLoad, routed: Routed, counts_BE: Tensor, axis: ExpertAxis) -> Tensor:
-    """The shares are those of the whole step before, which is known when this one begins."""
+def _global_aux_loss(load: RouterLoad, routed: Routed, counts_BE: Tensor, axis: ExpertAxis) -> Tensor:
+    """`_aux_loss` with the fractions of the whole previous step, which are known in advance."""
     tokens = routed.scores_BSE[..., 0].numel() * axis.sequence.size
     return (routed.scores_BSE.sum((0, 1)) * load.previous).sum() * (load.experts / tokens)
 
 
-def _of_logits(load: RouterLoad, routed: Routed, counts_BE: Tensor, axis: ExpertAxis) -> Tensor:
-    """The mean square of log Σ exp."""
+def _z_loss(load: RouterLoad, routed: Routed, counts_BE: Tensor, axis: ExpertAxis) -> Tensor:
+    """Mean square of log Σ exp."""
     tokens = routed.logits_BSE[..., 0].numel() * axis.sequence.size
     return torch.logsumexp(routed.logits_BSE, -1).square().sum() / tokens
 
 
 _LOSSES: dict[str, Callable[[RouterLoad, Routed, Tensor, ExpertAxis], Tensor]] = {
-    "aux_loss": _of_micro_batch,
-    "seq_aux_loss": _of_sequences,
-    "global_aux_loss": _of_step_before,
-    Z_LOSS: _of_logits,
+    "aux_loss": _aux_loss,
+    "seq_aux_loss": _seq_aux_loss,
+    "global_aux_loss": _global_aux_loss,
+    Z_LOSS: _z_loss,
 }
 
 
 class _WithLoss(torch.autograd.Function):
-    """A stage that is not the last has no loss to add these to; they enter where they arise."""
+    """Adds a loss where it arises, because stages before the last have no loss to add it to."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, loss: Tensor, count: Callable[[], None], scale: float) -> Tensor:
@@ -169,15 +170,18 @@ class _WithLoss(torch.autograd.Function):
 
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
-# As in Megatron and DeepSeek; scores of sigmoid are never all zero, but they may be small.
+# As in Megatron and DeepSeek. Sigmoid scores are never all zero, but may be small.
 _TINY = 1e-20
-# Weights, which are at most 1 or the scaling factor, are compared in steps of 1 / this.
+# Resolution in which weights are compared.
 _STEPS = 4096
 
 
 @dataclass(frozen=True)
 class Routing:
-    """For every token its experts and their weights; what is not `kept` (all, if None) is dropped."""
+    """The experts of every token and their weights.
+
+    Pairs that are not `kept_TK` are dropped (None: all are kept).
+    """
 
     chosen_TK: Tensor
     weights_TK: Tensor
@@ -185,6 +189,8 @@ class Routing:
 
 
 class Router(DeclaringModule):
+    """Scores all experts with a linear layer and chooses the best for each token."""
+
     def __init__(self, hidden: int, moe: MoEConfig, axes: Axes) -> None:
         super().__init__()
         self.moe, self.axes = moe, axes
@@ -204,7 +210,7 @@ class Router(DeclaringModule):
         return Routing(chosen_TK, weights_TK.to(x_BSD.dtype), kept_TK)
 
     def _scores(self, logits_BSE: Tensor) -> Tensor:
-        """Of all experts, each token's sum to 1: what balancing losses look at."""
+        """Scores of all experts, normalized per token, for the balancing losses."""
         if self.moe.moe_router_score_function == "softmax":
             return logits_BSE.softmax(-1)
         scores = logits_BSE.sigmoid()
@@ -214,8 +220,8 @@ class Router(DeclaringModule):
         moe = self.moe
         if moe.moe_router_score_function == "sigmoid":
             scores = logits_BSE.sigmoid()
-            judged = scores + self.load.bias if self.load.has_bias else scores
-            chosen = self._best(judged)
+            biased = scores + self.load.bias if self.load.has_bias else scores
+            chosen = self._best(biased)
             weights = scores.gather(-1, chosen)
             if moe.moe_router_topk > 1:
                 weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
@@ -230,7 +236,7 @@ class Router(DeclaringModule):
         return (weights if factor is None else weights * factor), chosen
 
     def _best(self, scores_BSE: Tensor) -> Tensor:
-        """The experts with the highest scores; where they come in groups, those of the best groups alone."""
+        """Experts with the highest scores; with groups, only from the best groups."""
         moe, scores = self.moe, scores_BSE.detach()
         if moe.moe_router_num_groups is not None:
             grouped = scores.unflatten(-1, (moe.moe_router_num_groups, -1))
@@ -241,32 +247,35 @@ class Router(DeclaringModule):
         return scores.topk(moe.moe_router_topk, -1).indices
 
     def _within_capacity(self, chosen_BSK: Tensor, weights_BSK: Tensor) -> Tensor | None:
-        """What fits: of each expert's tokens in the micro-batch those with the largest weights, or the first ones.
+        """Which pairs fit the capacity of their expert: those with the largest weights in the micro-batch, or
+        the first ones.
 
-        The ranks that share the micro-batch look at it together, so that the same tokens are dropped in every layout.
+        Ranks that share the micro-batch decide together, so that the same tokens are dropped in every layout.
         """
         moe = self.moe
         if moe.moe_expert_capacity_factor is None:
             return None
-        numbers = self._numbers(*chosen_BSK.shape[:2])
-        tokens = len(numbers) * self.axes.expert.sequence.size
-        equal = tokens * moe.moe_router_topk / moe.experts
-        capacity = min(tokens, math.ceil(equal * moe.moe_expert_capacity_factor))
-        # Equal tokens with equal pasts have equal weights but for rounding, which depends on the layout: weights are
-        # compared coarsely, and of equal ones the first tokens are kept.
+        indices = self._token_indices(*chosen_BSK.shape[:2])
+        tokens = len(indices) * self.axes.expert.sequence.size
+        equal_share = tokens * moe.moe_router_topk / moe.experts
+        capacity = min(tokens, math.ceil(equal_share * moe.moe_expert_capacity_factor))
+        # Tokens with equal histories have equal weights except for rounding, which depends on the layout.
+        # Weights are therefore compared coarsely; of equal ones the first tokens are kept.
         by_weight = moe.moe_token_drop_policy == "probs"
-        worth_BSK = (weights_BSK.float() * _STEPS).round() + 1 if by_weight else torch.ones_like(weights_BSK)
-        worth_TE = worth_BSK.new_zeros(len(numbers), moe.experts)
-        worth_TE.scatter_(1, chosen_BSK.flatten(0, 1), worth_BSK.flatten(0, 1))
-        of_all_TE = torch.zeros_like(worth_TE).repeat(self.axes.expert.sequence.size, 1)
-        everyone = self.axes.expert.of_micro_batch
-        of_all_TE.index_copy_(0, everyone(numbers), everyone(worth_TE))
+        priority_BSK = (
+            (weights_BSK.float() * _STEPS).round() + 1 if by_weight else torch.ones_like(weights_BSK)
+        )
+        priority_TE = priority_BSK.new_zeros(len(indices), moe.experts)
+        priority_TE.scatter_(1, chosen_BSK.flatten(0, 1), priority_BSK.flatten(0, 1))
+        of_all_TE = torch.zeros_like(priority_TE).repeat(self.axes.expert.sequence.size, 1)
+        gather = self.axes.expert.of_micro_batch
+        of_all_TE.index_copy_(0, gather(indices), gather(priority_TE))
         best_CE = of_all_TE.sort(dim=0, descending=True, stable=True).indices[:capacity]
         fits_TE = torch.zeros_like(of_all_TE, dtype=torch.bool).scatter(0, best_CE, True)
-        return fits_TE[numbers].gather(1, chosen_BSK.flatten(0, 1))
+        return fits_TE[indices].gather(1, chosen_BSK.flatten(0, 1))
 
-    def _numbers(self, samples: int, length: int) -> Tensor:
-        """Which tokens of the micro-batch this rank's are, counted position by position."""
+    def _token_indices(self, samples: int, length: int) -> Tensor:
+        """Indices of this rank's tokens in the micro-batch, ordered by position."""
         axes, device = self.axes, self.weight.device
         in_context = length * (axes.tensor.size if axes.tensor.sequence_parallel else 1)
         positions_S = axes.tensor.own_sequence(axes.context.positions(in_context, device)[None])[0]

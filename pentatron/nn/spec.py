@@ -1,7 +1,8 @@
-"""A model as a table of choices: which class stands in which slot of a layer.
+"""Module specs: a layer as a table of classes for its slots.
 
-A `ModuleSpec` names a class, constant arguments for it and what stands in its own slots; `build_module` makes a module
-of it. The slots have types, so that a table that leaves one out or misspells it fails where it is written.
+A `ModuleSpec` names a class, constant arguments for it and the contents of its own slots; `build_module`
+builds it. The slots are typed dataclasses, so that a missing or misspelled slot fails where the spec is
+written.
 """
 
 import enum
@@ -25,7 +26,7 @@ from pentatron.layout.documents import DocumentStarts
 
 @dataclass(frozen=True)
 class ModuleSpec:
-    """`module` is a class, a function, or where to import it from: `("package.module", "Name")`."""
+    """`module` is a class, a function, or an import path `("package.module", "Name")`."""
 
     module: Any
     params: Mapping[str, Any] = field(default_factory=dict)
@@ -36,12 +37,12 @@ class ModuleSpec:
         return f"ModuleSpec({name})"
 
 
-# What may stand in a slot: a spec, or shortly what its `module` may be.
+# The contents of a slot: a spec, or directly what its `module` may be.
 Slot = ModuleSpec | type | Callable[..., Any] | tuple[str, str]
 
 
 class IdentityOp(nn.Module):
-    """Stands in a slot that a family leaves empty."""
+    """The identity, for slots that a family leaves empty."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -51,7 +52,7 @@ class IdentityOp(nn.Module):
 
 
 class AttnMaskType(enum.Enum):
-    """Which tokens a token attends to. Every model here is causal; the others have Megatron's names, to be refused by."""
+    """Attention masks with Megatron's names. Only `causal` is available."""
 
     padding = 1
     causal = 2
@@ -77,7 +78,7 @@ class MLPSubmodules:
 
 @dataclass(frozen=True)
 class TransformerLayerSubmodules:
-    """The two `bda` slots add what a part made to the stream, with dropout; empty, they are as in every family."""
+    """The slots of a layer. The `bda` slots (bias, dropout, add) add a block's output to the residual."""
 
     input_layernorm: Slot
     self_attention: Slot
@@ -89,45 +90,45 @@ class TransformerLayerSubmodules:
 
 @dataclass(frozen=True)
 class TransformerBlockSubmodules:
-    """A spec for every layer of the model, whichever stages hold them, and for the norm after the last one."""
+    """A spec for every layer of the model, on whichever stage it is, and for the final norm."""
 
     layer_specs: Sequence[ModuleSpec]
     layer_norm: Slot | None = None
 
 
 def build_module(slot: Slot, *args: Any, **kwargs: Any) -> Any:
-    """The module of a spec or class; the spec's own parameters count more than those given here.
+    """Builds the module of a spec or class. The spec's parameters take precedence over the arguments.
 
-    A function is not called but handed back, with the spec's parameters filled in.
+    A function is returned, not called, with the spec's parameters bound.
     """
-    spec, made_by = _resolved(slot)
-    if isinstance(made_by, FunctionType | functools.partial):
-        return functools.partial(made_by, **spec.params) if spec.params else made_by
-    if not isinstance(made_by, type):
-        raise UserError(f"{spec}: a slot wants a class, a function or a ModuleSpec, not {_name(made_by)}")
+    spec, factory = _resolved(slot)
+    if isinstance(factory, FunctionType | functools.partial):
+        return functools.partial(factory, **spec.params) if spec.params else factory
+    if not isinstance(factory, type):
+        raise UserError(f"{spec}: a slot wants a class, a function or a ModuleSpec, not {_name(factory)}")
     named = {**kwargs, **spec.params}
     if spec.submodules is not None:
         named["submodules"] = spec.submodules
     try:
-        inspect.signature(made_by).bind(*args, **named)
+        inspect.signature(factory).bind(*args, **named)
     except TypeError as error:
-        given = ", ".join([type(value).__name__ for value in args] + [f"{name}=" for name in named])
+        arguments = ", ".join([type(value).__name__ for value in args] + [f"{name}=" for name in named])
         raise UserError(
-            f"{spec}: {made_by.__name__} cannot be made of ({given}), {error}; "
+            f"{spec}: {factory.__name__} cannot be built from ({arguments}), {error}; "
             "give its constructor these parameters, or **kwargs"
         ) from None
-    return made_by(*args, **named)
+    return factory(*args, **named)
 
 
 def takes(slot: Slot, base: type | tuple[type, ...], parameter: str) -> bool:
-    """Whether a slot holds a class derived from `base` whose constructor has this parameter."""
-    made_by = _resolved(slot)[1]
-    derived = isinstance(made_by, type) and issubclass(made_by, base)
-    return derived and parameter in inspect.signature(made_by).parameters
+    """Whether a slot holds a subclass of `base` whose constructor has this parameter."""
+    factory = _resolved(slot)[1]
+    is_subclass = isinstance(factory, type) and issubclass(factory, base)
+    return is_subclass and parameter in inspect.signature(factory).parameters
 
 
 def _resolved(slot: Slot) -> tuple[ModuleSpec, Any]:
-    """A slot as a spec, and the class or function it stands for."""
+    """Returns a slot as a spec, and its class or function."""
     spec = slot if isinstance(slot, ModuleSpec) else ModuleSpec(slot)
     if not isinstance(spec.module, tuple):
         return spec, spec.module
@@ -137,16 +138,18 @@ def _resolved(slot: Slot) -> tuple[ModuleSpec, Any]:
 
 
 def documents_for(module: nn.Module, documents: DocumentStarts | None) -> dict[str, DocumentStarts]:
-    """Documents as an argument of a module that attends or holds what does; none where sequences are not divided.
+    """Returns documents as a keyword argument for the forward of `module`, or nothing if sequences are not
+    divided.
 
-    So modules of users need know of documents only where there are any, and those that do not are refused then.
+    Users' modules therefore need no `documents` parameter unless documents are used; then a module without it
+    is an error.
     """
     if documents is None:
         return {}
     if not torch.compiler.is_compiling() and not _takes_documents(type(module).forward):
         raise UserError(
             f"--reset-attention-mask would be lost in {type(module).__name__}: its forward has no parameter documents; add "
-            "documents=None there and hand it on to the attention inside, or leave the flag out"
+            "documents=None there and pass it to the attention inside, or leave the flag out"
         )
     return {"documents": documents}
 
@@ -158,32 +161,35 @@ def _takes_documents(forward: Callable[..., Any]) -> bool:
 
 
 def import_named(module: str, name: str, what: str) -> Any:
-    """`name` of a module, which may lie in the folder of the command; `what` asks for it."""
+    """Imports `name` from a module, which may be in the current folder.
+
+    `what` is the option that asks for it, for errors.
+    """
     try:
         with importing_from_here():
-            found = importlib.import_module(module)
+            imported = importlib.import_module(module)
     except Exception as error:  # whatever the user's file does wrong
         raise UserError(
             f"{what}: module {module} cannot be imported ({type(error).__name__}: {error}); "
             "is it installed, or in the folder where the command runs?"
         ) from None
-    if not hasattr(found, name):
-        raise UserError(f"{what}: module {module} has no {name} ({found.__file__})")
-    return getattr(found, name)
+    if not hasattr(imported, name):
+        raise UserError(f"{what}: module {module} has no {name} ({imported.__file__})")
+    return getattr(imported, name)
 
 
 @contextmanager
 def importing_from_here() -> Iterator[None]:
-    """An installed command does not look for modules in the current folder, but its user does."""
-    here = str(Path.cwd())
-    if here in sys.path:
+    """Adds the current folder to `sys.path`, where users of an installed command expect it."""
+    folder = str(Path.cwd())
+    if folder in sys.path:
         yield
         return
-    sys.path.append(here)
+    sys.path.append(folder)
     try:
         yield
     finally:
-        sys.path.remove(here)
+        sys.path.remove(folder)
 
 
 def _name(thing: Any) -> str:

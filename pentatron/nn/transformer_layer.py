@@ -1,4 +1,4 @@
-"""One layer: attention and a feed-forward part, each after a norm and added to the stream."""
+"""The transformer layer: attention and an MLP, each with a norm before it and a residual connection."""
 
 from functools import partial
 
@@ -18,17 +18,22 @@ from pentatron.settings.model import TransformerConfig
 
 
 def dropout_add(
-    made_BSD: Tensor, stream_BSD: Tensor, keys: DropoutKeys | None, site: int | Tensor, probability: float
+    output_BSD: Tensor, residual_BSD: Tensor, keys: DropoutKeys | None, site: int | Tensor, probability: float
 ) -> Tensor:
-    """The stream with what a part made; without keys nothing is dropped. (Biases were added where they arise.)"""
+    """Adds a block's output to the residual after dropout; without keys dropout is off.
+
+    Biases were added before.
+    """
     if keys is None:
-        return stream_BSD + made_BSD
-    return dropout_added(made_BSD, stream_BSD, keys, site, probability)
+        return residual_BSD + output_BSD
+    return dropout_added(output_BSD, residual_BSD, keys, site, probability)
 
 
 class TransformerLayer(nn.Module):
-    """`layer_number` counts from 1, as Megatron's does. `runs_whole`: it is compiled, so no hooks inside it
-    are called."""
+    """`layer_number` counts from 1, as in Megatron.
+
+    `runs_whole`: the layer is compiled, so hooks of its submodules do not run.
+    """
 
     sites: Tensor
     runs_whole = False
@@ -56,16 +61,15 @@ class TransformerLayer(nn.Module):
         self.called_apart: dict[str, str] = {}
         self._attention_apart: Forward | None = None
         compile = axes.options.compile
-        # A layer of a user's own may look at documents, which are out of sight inside.
+        # A user's layer class may read documents, which are opaque inside a graph.
         if compile is not None and (not compile.documents or type(self) is TransformerLayer):
             self._compile(compile)
 
     def _compile(self, compile: Compile) -> None:
-        """The layer is one graph. Its forward is replaced rather than its call: hooks, such as those that
-        gather shards, stay outside."""
+        """Compiles the forward, not the call, so that hooks such as FSDP's stay outside the graph."""
         if compile.documents and type(self.attention) is not SelfAttention:
             documents_for(self.attention, ())
-            self.called_apart["attention"] = f"{type(self.attention).__name__}, which is told of documents"
+            self.called_apart["attention"] = f"{type(self.attention).__name__}, which reads documents"
             self._attention_apart = compile.called_apart(self, "attention")
         self.runs_whole = True
         self.forward = compile.layer(self.forward)  # type: ignore[method-assign]
@@ -83,12 +87,14 @@ class TransformerLayer(nn.Module):
         attended = attend(normed, rope, angles, **documents_for(self.attention, documents))
         x_BSD = self.add_attention(attended, x_BSD, keys, self._site(0), self.dropout)
         part = "" if isinstance(self.mlp, MoE) else "mlp"
-        made = self.recompute(part, self.mlp, self.recompute("layernorm", self.mlp_norm, x_BSD))
-        added: Tensor = self.add_mlp(made, x_BSD, keys, self._site(1), self.dropout)
-        return added
+        output = self.recompute(part, self.mlp, self.recompute("layernorm", self.mlp_norm, x_BSD))
+        return self.add_mlp(output, x_BSD, keys, self._site(1), self.dropout)
 
     def _site(self, which: int) -> int | Tensor:
-        """Where this layer drops. A number would be compiled in; with a tensor, all layers share what is compiled for one."""
+        """Number of a dropout site.
+
+        As a tensor in compiled graphs, where an int would be a constant and need one graph per layer.
+        """
         return self.sites[which] if torch.compiler.is_compiling() else self.first_site + which
 
 

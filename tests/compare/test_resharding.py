@@ -1,4 +1,4 @@
-"""What one process finds out about the files of a layout is what the ranks of that layout write."""
+"""The files of a layout that one process computes are those that the ranks of that layout write."""
 
 import dataclasses
 from pathlib import Path
@@ -88,7 +88,7 @@ def test_there_and_back_gives_the_same_files(trained: Found, tmp_path: Path) -> 
 def test_what_cannot_be_is_said(trained: Found, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--num-attention-heads 4 is not divisible by"):
         layout_for(trained, ["--tp", "3"])
-    with pytest.raises(UserError, match="--lr says nothing about files"):
+    with pytest.raises(UserError, match="--lr does not change the files"):
         layout_for(trained, ["--lr", "1"])
     alone = layout_for(trained, [])
     tensors = {**trained.manifest.tensors, "weights/own": trained.manifest.tensors["weights/final_norm.bias"]}

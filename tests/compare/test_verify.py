@@ -1,4 +1,4 @@
-"""The small twin of a layout keeps what matters of it, and the verdict on it is right."""
+"""The small twin of a layout keeps its structure, and the verdict of a comparison is right."""
 
 import math
 import re
@@ -117,7 +117,7 @@ def test_the_twin_keeps_layout_and_structure() -> None:
 
 
 def test_windows_and_stretched_positions_act_in_the_twin() -> None:
-    """A window of thousands of tokens, or waves as long, would change nothing in its short sequences."""
+    """Windows and wavelengths of thousands of tokens would have no effect in the twin's short sequences."""
     small = twin("--preset llama3.1-8b --window-size 4095,0").model
     assert small.window_size[0] < small.seq_length - 1 and small.rope_scaling_type == "llama3"
     assert small.rope_scaling_original_max_position_embeddings == small.seq_length // 2

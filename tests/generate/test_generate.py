@@ -1,4 +1,4 @@
-"""Generation with a cache against the plain model, which reads everything anew for each token."""
+"""Generation with a KV cache against the plain model, which reads the whole text for each token."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def whole_model(model: GenerationModel) -> CausalLM:
 
 @torch.no_grad()
 def reread(model: GenerationModel, prompt: tuple[int, ...], made: list[int]) -> torch.Tensor:
-    """The log-probabilities after the prompt and after every token, by the whole model at once: [made, V]."""
+    """Log probabilities after the prompt and after every token, by the whole model at once: [tokens, V]."""
     tokens = torch.tensor([[*prompt, *made]])
     logits = whole_model(model)(tokens, torch.arange(tokens.shape[1])[None])[0, len(prompt) - 1 : -1, :61]
     return logits.double().log_softmax(-1)
@@ -162,13 +162,13 @@ def test_numbers_that_are_none_are_no_text() -> None:
     model = built("")
     with torch.no_grad():
         whole_model(model).layers["1"].mlp_norm.weight[3] = torch.nan
-    with pytest.raises(UserError, match="logits are not finite"):
+    with pytest.raises(UserError, match="logits are NaN or inf"):
         list(generate(model, [(1, 2)], 3, GREEDY))
 
 
 def test_attention_of_another_kind_reads_everything_anew() -> None:
     class Nearby(attention.DotProductAttention):
-        """Keys are changed by their neighbours, so what is kept of one token would not do."""
+        """An attention whose keys depend on neighbouring tokens, so that it cannot use a cache."""
 
         def forward(self, q_BNSH: torch.Tensor, k_BKSH: torch.Tensor, v_BKSH: torch.Tensor) -> torch.Tensor:
             return super().forward(q_BNSH, k_BKSH.cumsum(2), v_BKSH)
@@ -185,7 +185,7 @@ def test_attention_of_another_kind_reads_everything_anew() -> None:
 
 
 def test_logits_are_copied_to_the_host_for_lots_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The likeliest token is found where they are."""
+    """Greedy decoding runs on the device."""
     copied: list[torch.Size] = []
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Which token is drawn, judged by probabilities; those of `transformers` are the oracle."""
+"""Sampling, compared by probabilities with `transformers`."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def test_probabilities(temperature: float, top_k: int, top_p: float) -> None:
 
 
 def test_by_hand() -> None:
-    """Probabilities of 1/2, 1/4, 1/8, 1/8: the second token is what reaches 0.6."""
+    """Probabilities of 1/2, 1/4, 1/8, 1/8: the second token reaches 0.6."""
     logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()
     assert probabilities(logits, Sampling(1.0, top_p=0.6)).tolist() == pytest.approx([2 / 3, 1 / 3, 0, 0])
     assert probabilities(logits, Sampling(1.0, top_p=0.4)).tolist() == [1, 0, 0, 0]
@@ -69,7 +69,9 @@ def test_the_likeliest_token_and_the_models_own_probability() -> None:
 
 
 def test_rounding_of_the_logits_does_not_reorder_the_draws() -> None:
-    """Another layout rounds otherwise: tokens that were equal are not, and yet a seed draws the same ones."""
+    """Other layouts round differently, so equal probabilities differ slightly; a seed must still draw the
+    same tokens.
+    """
     sampling = Sampling(1.0, seed=7)
     noise = 1e-6 * torch.randn(8, generator=torch.Generator().manual_seed(1))
 

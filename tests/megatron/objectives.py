@@ -1,4 +1,4 @@
-"""Loss functions of users, a step with them on the ranks of a layout, and the same step as a plain torch loop."""
+"""Users' loss functions, a step with them in a layout, and the same step as a plain torch loop."""
 
 import functools
 import itertools
@@ -36,8 +36,8 @@ BATCH = 8
 WEIGHTS = torch.tensor([0.0, 1.0, 100.0, -1.0])
 WORDS = f"{LLAMA} --num-layers 2 --global-batch-size {BATCH} --clip-grad 0 --train-iters 1 --vocab-size 60 --make-vocab-size-divisible-by 64 --compile off"
 
-# What a function makes of the losses (or logits) of a micro-batch, its mask, labels, the model, and the weights of its samples:
-# a sum, and what it is divided by in the sum form.
+# The sum that a loss function computes from losses or logits, mask, labels, model and sample weights, and its
+# divisor in the sum form.
 Made = tuple[Tensor, Tensor]
 # The name of a loss, and the form in which it is returned.
 Case = tuple[str, str]
@@ -48,7 +48,7 @@ def weighted(output: Tensor, mask: Tensor, labels: Tensor, model: nn.Module, wei
 
 
 def own_mask(output: Tensor, mask: Tensor, labels: Tensor, model: nn.Module, weights: Tensor) -> Made:
-    """Tokens that count in the data are left out, and their number."""
+    """Excludes tokens that count in the data, also from their number."""
     kept = mask * (labels % 3 != 0)
     return (output * kept).sum(), kept.sum()
 
@@ -94,7 +94,7 @@ LAYOUTS = {
 
 
 def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The largest ‖Δg‖ of a tensor, against its norm or a thousandth of the whole gradient's."""
+    """The largest ‖Δg‖ of a tensor, relative to its norm or to a thousandth of the whole gradient's."""
     whole = math.sqrt(sum(float(g.square().sum()) for g in expected.values()))
     assert found.keys() >= expected.keys()
     return max(
@@ -117,8 +117,11 @@ def in_form(form: str, made: Made) -> Any:
 
 
 def _reduced(total: Tensor, count: Tensor, form: str) -> Any:
-    """Both numbers are summed in place: by guide 004 over data-parallel ranks, by Megatron over context-parallel ranks, whose number
-    it then multiplies the sum by."""
+    """All-reduces sum and count in place.
+
+    Guide 004 reduces over data-parallel ranks. Megatron reduces over context-parallel ranks and multiplies
+    the sum by their number.
+    """
     both = torch.stack((total, count))
     if form == "reduced over data":
         dist.all_reduce(both, group=mpu.get_data_parallel_group())
@@ -144,7 +147,7 @@ def forward_step(name: str, form: str, of_logits: bool, chosen: Callable[[Tensor
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Of a rank's part of the vocabulary, or of all of it by torch's own function."""
+    """From a shard of the vocabulary, or from the whole one by torch's function."""
     if mpu.get_tensor_model_parallel_world_size() > 1:
         return vocab_parallel_cross_entropy(logits, labels)
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none").view_as(labels)
@@ -155,7 +158,7 @@ def by_last_tokens(tokens: Tensor) -> Tensor:
 
 
 def _agreed(numbers: Tensor) -> Tensor:
-    """Ranks with parts of the same sequences agree on a number for each: the sum of theirs."""
+    """Sums a value over the ranks with parts of the same sequences."""
     numbers = numbers.clone()
     group = mpu.get_context_parallel_group()
     if dist.get_world_size(group) > 1:
@@ -178,7 +181,7 @@ def _open(words: str, world_size: int, program: UserProgram, device: str) -> Ite
 def stepped(
     words: str, name: str, form: str, of_logits: bool = False, bug: str = "", device: str = "cpu"
 ) -> tuple[Trajectory, float, dict[str, float]]:
-    """The gradients of one step on this rank, as they are applied; the objective; what was reported."""
+    """The gradients of one step on this rank as they are applied, the objective, and the reported values."""
     plant(bug)
     size = dist.get_world_size() if dist.is_initialized() else 1
     program = UserProgram(
@@ -196,7 +199,7 @@ def stepped(
         take_norm = optimizer.squared_norm
 
         def also_keep() -> Tensor:
-            """A step may be computed twice; the last one counts."""
+            """A step may be computed twice; the last result counts."""
             seen.fragments["gradients 1"] = sent(optimizer.gradients(owned_only=True))
             return take_norm()
 
@@ -223,7 +226,7 @@ def plain_loop(
     more: str = "",
     device: str = "cpu",
 ) -> Any:
-    """The same step, as anybody writes it: one model, one micro-batch after the other, one backward."""
+    """The same step as a plain loop: one model, one micro-batch after the other, one backward."""
     program = UserProgram(None, partial(model_provider, gpt_builder), lambda *_: None, {})
     with _open(f"{WORDS} --micro-batch-size {micro_batch} {more}", 1, program, device) as (found, world):
         config = found.config
@@ -261,7 +264,7 @@ def plain_loop(
 
 
 def cut(whole: Tensor, rank: int, ranks: int) -> Tensor:
-    """The part of each sequence that a context-parallel rank has: an early and a late chunk."""
+    """A context-parallel rank's part of each sequence: an early and a late chunk."""
     if ranks == 1:
         return whole
     chunks = whole.chunk(2 * ranks, dim=1)
@@ -269,7 +272,7 @@ def cut(whole: Tensor, rank: int, ranks: int) -> Tensor:
 
 
 def plant(bug: str) -> None:
-    """The behaviour before: derivatives by each token's loss, scaled to the valid tokens of the micro-batch, and nothing else."""
+    """Planted bug: gradients of each token's loss only, scaled to the valid tokens of the micro-batch."""
     if not bug:
         return
 
@@ -278,7 +281,7 @@ def plant(bug: str) -> None:
 
     def weights_alone(loss_function: Any, output: Tensor, context: Any) -> Returned:
         leaf = output.detach().requires_grad_()
-        loss = losses._parts(loss_function(leaf.view_as(leaf))).loss
+        loss = losses._parsed(loss_function(leaf.view_as(leaf))).loss
         (found,) = torch.autograd.grad(loss.sum(), leaf)
         return Returned((output * found * (output.numel() / found.sum())).sum(), None, {})
 

@@ -1,4 +1,4 @@
-"""A `pretrain` of the program's own, its steps called one by one, as guide 004 prints it."""
+"""A program's own `pretrain` that calls the steps one by one, as in guide 004."""
 
 import atexit
 import json
@@ -62,7 +62,7 @@ def rows(folder: Path) -> list[tuple[Any, ...]]:
 
 
 def test_the_printed_flow_trains_as_the_configured_run(tmp_path: Path) -> None:
-    """With virtual stages: lists of models and iterators. And with an argument of the program's own."""
+    """With virtual stages (lists of models and iterators), and with an argument of the program."""
     write_corpus(tmp_path / "corpus")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -102,7 +102,7 @@ def test_a_script_is_run_with_megatrons_names() -> None:
 
 
 def two_steps(folder: Path) -> list[float]:
-    """The program calls the step itself, and reads a micro-batch by hand before."""
+    """The program calls the step itself, after reading a micro-batch by hand."""
     for name in ("RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)
     words = f"{DEFAULT} {RUN} --data-path {folder}/corpus --run-dir {folder}/steps --device cpu"

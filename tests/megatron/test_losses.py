@@ -1,4 +1,4 @@
-"""The forms in which a loss function returns its loss, and the sentences for what is none of them."""
+"""The forms of a loss function's return value, and the errors of wrong ones."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ MASK = torch.tensor([[1.0, 1.0, 0.0, 1.0], [0.0, 0.0, 1.0, 0.0]])
 
 
 def share(output: Tensor, function: Callable[[Tensor], Any]) -> tuple[Tensor, Objective]:
-    """Of a step of four calls with ten valid tokens."""
+    """The share of a step of four calls with ten valid tokens."""
     objective = Objective(lambda: torch.tensor(10.0), 4)
     return share_of(returned_by(function, output, ALONE), objective), objective
 

@@ -1,4 +1,6 @@
-"""Every name that guides and documents promise, found under Megatron's name and under ours; signatures against the real ones."""
+"""Every documented name can be imported under Megatron's path and under Pentatron's; the table of modules is
+complete.
+"""
 
 import dataclasses
 import importlib
@@ -16,6 +18,7 @@ from pentatron.errors import UserError
 from pentatron.megatron.core import parallel_state
 from pentatron.megatron.core.tensor_parallel import ColumnParallelLinear
 from pentatron.megatron.core.transformer.transformer_config import TransformerConfig, core_of
+from pentatron.megatron.module_table import MODULES
 from pentatron.megatron.names import as_megatron
 from pentatron.megatron.training import get_args
 from pentatron.settings.core import CoreTransformerConfig
@@ -44,7 +47,7 @@ assert ours.GPTModel is GPTModel, "one class under two names"
 
 
 def import_everything() -> None:
-    """In a process of its own, in which `megatron` is ours."""
+    """For a process of its own, because `megatron` is replaced in it."""
     for known in [known for known in sys.modules if known.split(".")[0] == "megatron"]:
         del sys.modules[known]
     as_megatron()
@@ -65,6 +68,44 @@ def import_everything() -> None:
 
 def test_the_table_of_names_is_true() -> None:
     run_distributed(import_everything, 1)
+
+
+PLAIN = """
+import sys, pickle, pkgutil
+import pentatron.megatron
+assert "torch" not in sys.modules, "the table needs no torch"
+import pentatron.megatron.core
+assert pentatron.megatron.core.transformer.mlp.MLP.__name__ == "MLP", "submodules are attributes, as in Megatron"
+assert "module_table.py" in repr(pentatron.megatron.core.transformer.mlp)
+from pentatron.megatron.core.datasets.gpt_dataset import *
+config = GPTDatasetConfig(random_seed=1, sequence_length=2)
+assert pickle.loads(pickle.dumps(config)) == config
+# A pickle that names the class by Megatron's module.
+old = b"cpentatron.megatron.core.datasets.gpt_dataset\\nGPTDatasetConfig\\n."
+assert pickle.loads(old) is GPTDatasetConfig
+"""
+
+
+def test_modules_of_the_table_are_ordinary_modules() -> None:
+    shown = python(PLAIN)
+    assert shown.returncode == 0, shown.stderr
+
+
+def import_every_row() -> None:
+    for name, row in MODULES.items():
+        module = importlib.import_module(f"pentatron.{name}")
+        assert module.__doc__ == row.doc and module.__name__ == f"pentatron.{name}"
+        assert all(hasattr(module, attribute) for attribute in module.__all__)
+        assert bool(module.__all__) == bool(row.imports)
+        parent = name.rpartition(".")[0]
+        assert parent == "megatron" or parent in MODULES, f"{parent} needs a row"
+        for attribute in row.unavailable:
+            with pytest.raises(ImportError, match=f"{name}.{attribute} is not available: "):
+                getattr(module, attribute)
+
+
+def test_every_row_of_the_table_is_a_module() -> None:
+    run_distributed(import_every_row, 1)
 
 
 def python(program: str) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""Programs written for Megatron train as `pentatron train` does, in every layout and to the last digit."""
+"""Programs written for Megatron train as `pentatron train` does, in every layout and to the bit."""
 
 import importlib
 import json
@@ -33,7 +33,7 @@ from tests.harness import run_distributed
 from tests.support import LLAMA, resolved
 
 GUIDE_CODE = Path(__file__).parent / "guide_code"
-# What follows the end of a document does not count in the loss: micro-batches have other numbers of valid tokens.
+# --eod-mask-loss: micro-batches have different numbers of valid tokens.
 DATA = "--split 8,1,1 --tokenizer-type ByteTokenizer --vocab-size 257 --eod-mask-loss --global-batch-size 4"
 RUN = (
     f"{LLAMA} {DATA} --train-iters 2 --eval-interval 2 --eval-iters 1 --micro-batch-size 1 --progress-bar off"
@@ -42,7 +42,10 @@ DOCUMENTS = "--reset-position-ids --reset-attention-mask"
 
 
 def guide_module(name: str) -> Any:
-    """A file of guide_code, whose imports are Megatron's. For a process of its own: an oracle there would be ours."""
+    """Imports a file of guide_code with Megatron's names.
+
+    For a process of its own, because `megatron` is replaced in it.
+    """
     for known in [known for known in sys.modules if known.split(".")[0] == "megatron"]:
         del sys.modules[known]
     as_megatron()
@@ -51,7 +54,7 @@ def guide_module(name: str) -> Any:
 
 
 def ours() -> Program:
-    """pretrain_gpt.py."""
+    """The program of pretrain_gpt.py."""
     provider = partial(model_provider, gpt_builder)
     return UserProgram(
         pretrain_gpt.train_valid_test_datasets_provider, provider, pretrain_gpt.forward_step, {}
@@ -59,7 +62,7 @@ def ours() -> Program:
 
 
 def guide() -> Program:
-    """All of guide 004."""
+    """The whole program of guide 004."""
     module = guide_module("guide_pretrain")
     return UserProgram(
         module.train_valid_test_datasets_provider, module.model_provider, module.forward_step, {}
@@ -94,7 +97,7 @@ def train_both(program: Callable[[], Program], folder: Path, words: str, world_s
 
 
 def outcome(folder: Path) -> Any:
-    """Losses, norms, the validation loss and the checksums of all weights and moments."""
+    """Losses, gradient norms, the validation loss, and the checksums of all weights and optimizer states."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     found, _ = CheckpointStore(folder / "checkpoints", keep=None).newest_valid(verify=True, set_aside=True)
     assert found is not None
@@ -137,7 +140,7 @@ def test_a_program_trains_as_the_configured_one(
 
 
 def chosen(program: Program, words: str) -> dict[str, object]:
-    """What the layers of this rank chose when they were built."""
+    """The options that the layers of this rank were built with."""
     given = resolved(f"{RUN} {words}", dist.get_world_size())
     world = connect(given.config.grid, dist.get_rank(), dist.get_rank(), torch.device("cpu"))
     with program.running(given, world, Silent()):

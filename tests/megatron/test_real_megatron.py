@@ -1,4 +1,4 @@
-"""Names, parameters, defaults and masks against the real Megatron."""
+"""Names, parameters, defaults and masks against the installed megatron-core."""
 
 import dataclasses
 import importlib

@@ -1,4 +1,4 @@
-"""A program that calls the steps of a run itself is told what `pretrain()` tells: errors, exit codes, notes, changed data."""
+"""A program that calls the steps itself gets the errors, exit codes and notes of `pretrain()`."""
 
 import contextlib
 import io
@@ -94,7 +94,7 @@ def test_what_an_error_means(
 
 
 class Own:
-    """A dataset of the program's own, which no flag knows of."""
+    """A dataset of the program, without flags."""
 
     def __init__(self, samples: int) -> None:
         self.samples = samples
@@ -107,7 +107,7 @@ class Own:
 
 
 def steps(folder: Path, samples: int, words: str) -> str:
-    """One run as its own program would do it; returns the error, if one ends it."""
+    """Runs a program; returns the error that ends it, or an empty string."""
     for name in ("RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)
     flags = f"{DEFAULT} {RUN} --mock-data --eval-interval 0 --save {folder} --load {folder} --device cpu --lr-decay-iters 4 {words}"
@@ -168,7 +168,7 @@ def test_padding_is_masked_where_that_is_asked() -> None:
 
 
 def on_the_second_rank() -> str:
-    """What each rank prints of a timer."""
+    """The output of each rank for a timer."""
     said: list[str] = []
     timers = Timers(0, Group(dist.get_rank(), 2, dist.group.WORLD), said.append)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -221,7 +221,9 @@ def test_uneven_counts_of_tokens_are_remarked_upon(
 
 
 def test_every_name_that_is_reported_is_written(tmp_path: Path) -> None:
-    """One number is averaged over micro-batches, a pair is a sum over a count; a name may come later."""
+    """A number is averaged over micro-batches, a pair is a sum and a count; a name may first appear in a
+    later step.
+    """
     steps = iter(range(10**6))
 
     def more(data_iterator: Any, model: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a program may do inside the functions it gives to `pretrain`, and the sentences for what it may not."""
+"""What programs may do inside the functions given to `pretrain`, and the errors of what they may not."""
 
 import argparse
 import sys
@@ -17,6 +17,7 @@ from gpt_builders import gpt_builder
 from model_provider import model_provider
 from pentatron.errors import UserError
 from pentatron.layout.ranks import Axis
+from pentatron.megatron.arguments import take_extra_arguments
 from pentatron.megatron.core import mpu
 from pentatron.megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from pentatron.megatron.core.datasets.gpt_dataset import GPTDataset
@@ -30,7 +31,6 @@ from pentatron.megatron.training import get_args, get_timers, pretrain
 from pentatron.megatron.training.arguments import (
     core_gpt_dataset_config_from_args,
     core_transformer_config_from_args,
-    take_extra_arguments,
 )
 from pentatron.megatron.training.checkpointing import BasicLocalCheckpointManager
 from pentatron.megatron.training.yaml_arguments import core_transformer_config_from_yaml
@@ -64,7 +64,7 @@ def program(
 
 
 class Wrapped(torch.utils.data.Dataset[Any]):
-    """A dataset of the user's own around the builder's: tensors, and nothing that can be left out."""
+    """A user's dataset around the builder's, with tensors and without optional keys."""
 
     def __init__(self, samples: Any, shift: int = 0) -> None:
         self.samples, self.shift = samples, shift
@@ -104,7 +104,7 @@ def test_a_program_goes_on_where_it_stopped(tmp_path: Path) -> None:
 
 
 def of_logits(data_iterator: Any, model: Any) -> Any:
-    """The model without labels, and a loss function that makes losses of logits itself."""
+    """Calls the model without labels; the loss function computes losses from logits."""
     batch = next(data_iterator)
     mask, labels = batch["loss_mask"], batch["labels"]
 
@@ -232,7 +232,7 @@ AXES: dict[Axis, Callable[[], Any]] = {
 
 
 def asking(data_iterator: Any, model: Any) -> Any:
-    """mpu's answers against the grid's arithmetic."""
+    """Compares mpu's answers with the grid."""
     world = current().world
     rank = dist.get_rank()
     for axis, ask in AXES.items():

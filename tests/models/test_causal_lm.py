@@ -1,4 +1,4 @@
-"""The model against a slow reference written from the formulas."""
+"""The model against a slow reference of the formulas."""
 
 import math
 
@@ -216,7 +216,7 @@ def test_cross_entropy_is_torchs() -> None:
 )
 @pytest.mark.parametrize("chunk", [7, 100])
 def test_a_fused_cross_entropy_changes_rounding_alone(words: str, chunk: int) -> None:
-    """Of every parameter, the tied one among them, which head and embedding both have gradients for."""
+    """For every parameter, including the tied table, which gets gradients from the embedding and the head."""
     tokens, positions, labels = batch()
     weights = torch.rand(labels.shape, generator=torch.Generator().manual_seed(1))
     found = []

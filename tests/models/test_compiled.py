@@ -1,4 +1,4 @@
-"""What users put around a model or into its slots: torch.compile, and another attention kernel."""
+"""torch.compile around a model, and a user's attention kernel in a slot."""
 
 import sys
 from dataclasses import replace
@@ -37,7 +37,7 @@ def test_a_model_may_be_compiled() -> None:
 
 
 class FlashAttention(nn.Module):
-    """As docs/how-it-works/specs.md shows it: for the slot `core_attention`."""
+    """As in docs/how-it-works/specs.md, for the slot `core_attention`."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class FlashAttention(nn.Module):
 
 
 def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """Stands for the package's: [batch, tokens, heads, width], fewer key heads than query heads."""
+    """Stands for the package's function: [batch, tokens, heads, width], fewer key heads than query heads."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True).transpose(1, 2)
 

@@ -1,4 +1,4 @@
-"""The families' tables, and models made of them under Megatron's names."""
+"""Layer specs of the families, and models built from them under Megatron's names."""
 
 import dataclasses
 import warnings
@@ -128,7 +128,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def same_model(model: CausalLM, words: str) -> None:
-    """Names, initial weights, losses and gradients are those of the model that training builds, to the bit."""
+    """Names, initial weights, losses and gradients equal those of training's model, to the bit."""
     config = resolved(words).config
     expected = build_model(config.model, config.run.seed, CPU, moe=config.moe)
     tokens, positions, labels = batch()
@@ -154,7 +154,7 @@ def qwen_builder(
     config: Any = None,
     pg_collection: Any = None,
 ) -> GPTModel:
-    """What a user writes after the guide."""
+    """A builder as a user writes it after the guide."""
     if config is None:
         config = core_transformer_config_from_args(args)
     assert config.normalization == "RMSNorm", "Qwen requires RMSNorm"
@@ -257,7 +257,7 @@ def test_masks_may_be_causal_or_of_documents() -> None:
         ):
             model(tokens, positions, other)
     model.split_sequences = True
-    with pytest.raises(UserError, match="tells the documents of a part of each sequence"):
+    with pytest.raises(UserError, match="covers only a part of each sequence"):
         model(tokens, positions, documents)
 
 
@@ -298,7 +298,7 @@ def wrong(**changes: Any) -> Any:
         ),
         (
             wrong(transformer_layer_spec=ModuleSpec(TransformerLayer)),
-            r"ModuleSpec\(TransformerLayer\): TransformerLayer cannot be made of .*'submodules'",
+            r"ModuleSpec\(TransformerLayer\): TransformerLayer cannot be built from .*'submodules'",
         ),
         (wrong(config=dataclasses.replace(core(), num_attention_heads=None)), "how many heads"),
     ],
@@ -314,7 +314,7 @@ STAGES = f"{QWEN3} --tensor-model-parallel-size 2 --pipeline-model-parallel-size
 
 
 def stage_on_a_rank() -> torch.Tensor | None:
-    """Forward through the stages that the user's builder makes; the ranks of the last one give their part of the logits."""
+    """Forward through the stages of the user's builder; the last one's ranks return their logits."""
     config = resolved(STAGES, 4).config
     world = here(config)
     groups = process_groups(config, world)

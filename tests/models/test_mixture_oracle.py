@@ -1,4 +1,6 @@
-"""Mixtures of experts against the models of `transformers`, beside what tests/hf/test_oracle.py compares of every family."""
+"""Mixture-of-experts models against `transformers`, besides the comparison of families in
+tests/hf/test_oracle.py.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +28,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def pair(
     family: str, folder: Path, **changes: Any
 ) -> tuple[nn.Module, CausalLM, TransformerConfig, MoEConfig]:
-    """Theirs, and ours with the same weights but for what is changed in the settings of its experts."""
+    """The model of transformers, and Pentatron's with the same weights and changed expert settings."""
     their = theirs(family, **FAMILIES[family])
     right, config, moe = ours_from(save(their, folder))
     moe = replace(moe, **changes)
@@ -36,7 +38,7 @@ def pair(
 
 
 def test_the_side_of_the_top_k_matters(tmp_path: Path) -> None:
-    """With the softmax on the other side of the top-k everything looks alike and nothing is the same."""
+    """Control: softmax after instead of before the top-k gives other results."""
     their, model, _, moe = pair("qwen2_moe", tmp_path / "right")
     wrong = pair("qwen2_moe", tmp_path / "wrong", moe_router_pre_softmax=not moe.moe_router_pre_softmax)[1]
     tokens, positions, _ = batch()
@@ -46,9 +48,10 @@ def test_the_side_of_the_top_k_matters(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_balancing_loss_is_the_literal_formula_of_their_router(family: str, tmp_path: Path) -> None:
-    """E / (K T²) · Σ_e (tokens that chose e) · (Σ of its scores), layer by layer, on what their routers say.
+    """E / (K T²) · Σ_e (tokens that chose e) · (Σ of its scores), layer by layer, from the outputs of their
+    routers.
 
-    Their own `load_balancing_loss_func` takes the tokens of all layers together, so it is another loss.
+    Their `load_balancing_loss_func` combines the tokens of all layers, so it is another loss.
     """
     weight = 0.3
     their, model, config, moe = pair(family, tmp_path, moe_aux_loss_coeff=(weight,))

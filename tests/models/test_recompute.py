@@ -1,5 +1,6 @@
-"""Recompute: the same bits, exactly the forwards it must run, and less that is kept for backward."""
+"""Recompute: equal bits, exactly the forwards that are needed, and less memory saved for backward."""
 
+import traceback
 from collections import Counter
 from typing import Any
 
@@ -50,7 +51,9 @@ def batch(config: TransformerConfig) -> tuple[Tensor, Tensor, Tensor, None, Drop
 
 
 def loss_and_gradients(model: CausalLM, config: TransformerConfig) -> dict[str, Tensor]:
-    """Of two micro-batches, both run forward before the first backward, so that draws in backward would come late."""
+    """Two micro-batches, both forwards before the first backward, so that draws in backward would be out of
+    order.
+    """
     torch.manual_seed(11)
     losses = [model(*batch(config)).sum() for _ in range(2)]
     for loss in losses:
@@ -66,6 +69,19 @@ def loss_and_gradients(model: CausalLM, config: TransformerConfig) -> dict[str, 
 def differing(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
     assert ours.keys() == theirs.keys()
     return [name for name in ours if not torch.equal(ours[name], theirs[name])]
+
+
+@pytest.mark.parametrize(("kind", "is_between"), [(None, False), ("core_attn", False), ("uniform 1", True)])
+def test_layers_are_called_directly_unless_they_are_recomputed(kind: str | None, is_between: bool) -> None:
+    model, config = build(kind=kind)
+    files: set[str] = set()
+
+    def note(*inputs: object) -> None:
+        files.update(frame.filename.rpartition("/")[2] for frame in traceback.extract_stack())
+
+    model.layers["1"].register_forward_pre_hook(note)
+    model(*batch(config))
+    assert "causal_lm.py" in files and ("recompute.py" in files) == is_between
 
 
 @pytest.mark.parametrize(
@@ -114,7 +130,7 @@ def test_the_generators_state_is_kept_only_where_attention_draws(monkeypatch: py
 
 
 def runs(model: CausalLM, config: TransformerConfig, train: bool = True) -> Counter[str]:
-    """How often each layer, and each norm, attention core and MLP of layer 0, begins to run."""
+    """How often each layer, and each norm, core attention and MLP of layer 0, runs forward."""
     seen: Counter[str] = Counter()
     watched: dict[str, Any] = {f"layer {n}": layer for n, layer in model.layers.items()}
     first: Any = model.layers["0"]
@@ -185,7 +201,7 @@ def test_chunks_hold_every_layer_once_and_in_order(kind: str, layers: int) -> No
 
 
 def kept_bytes(model: CausalLM, config: TransformerConfig) -> int:
-    """Of the memory autograd keeps between forward and backward, weights left out, each piece counted once."""
+    """Bytes that autograd saves between forward and backward without weights, each storage once."""
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     storages: dict[int, int] = {}
     alive = []
@@ -208,7 +224,7 @@ BASE = 6
 
 
 def kept_by_layers(count: int, kind: str | None, words: str = LLAMA, backend: str = "auto") -> int:
-    """What that many layers keep: a deeper model less a shallower one, which have all else in common."""
+    """Bytes saved by that many layers: the difference of a deeper and a shallower model."""
     depths = (count + BASE, BASE)
     deep, shallow = (kept_bytes(*build(words, kind, layers, backend)) for layers in depths)
     return deep - shallow
@@ -239,7 +255,7 @@ def test_the_more_is_recomputed_the_less_is_kept(backend: str) -> None:
 
 
 def test_the_attention_matrix_is_not_kept() -> None:
-    """Saved beside it: copies of queries, keys and values; kept instead: the projection that made them, as large."""
+    """Copies of queries, keys and values are not saved either, but the projection they are views of is."""
     heads = model_config(LLAMA).num_attention_heads or 0
     without = kept_by_layers(1, None, backend="math")
     saved = without - kept_by_layers(1, "core_attn", backend="math")

@@ -1,4 +1,4 @@
-"""Small routers and layers of experts for the tests of this folder."""
+"""Small routers and expert layers for the tests of this folder."""
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +44,7 @@ def axes_with(
     deferred: DeferredGradients | None = None,
     axis: ExpertAxis = NO_EXPERTS_ELSEWHERE,
 ) -> Axes:
-    """Of one process beside the expert axis; `deferred` keeps weight gradients."""
+    """Axes of one process except for the expert axis; `deferred` keeps weight gradients."""
     options = LayerOptions(RecomputeSwitch(recompute))
     return Axes(expert=axis, options=options).with_linear(LinearOptions(deferred))
 

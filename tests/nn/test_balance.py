@@ -1,4 +1,4 @@
-"""Losses of routers against the formulas, how often they are counted, and what is remembered of the load."""
+"""Router losses against their formulas, how often they are counted, and the state they keep."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ def scores_of(logits_SE: Tensor, words: str) -> Tensor:
 
 
 def literal(kind: str, logits_BSE: Tensor, chosen_BSK: Tensor, words: str) -> Tensor:
-    """Expert by expert, sequence by sequence."""
+    """The formula, expert by expert and sequence by sequence."""
     scores = scores_of(logits_BSE, words)
 
     def balance(scores_TE: Tensor, chosen_TK: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def literal(kind: str, logits_BSE: Tensor, chosen_BSK: Tensor, words: str) -> Te
 
 
 def run(model: Router, x: Tensor) -> Tensor:
-    """A forward and a backward in which nothing but the losses of the router has a gradient; the choice."""
+    """Runs forward and backward with gradients of the router's losses only; returns the chosen experts."""
     routing = model(x)
     (routing.weights_TK * 0.0).sum().backward()
     return routing.chosen_TK.unflatten(0, x.shape[:2])
@@ -144,7 +144,7 @@ def test_nothing_is_counted_without_a_backward() -> None:
 
 
 def counted(recompute: Recompute) -> dict[str, Any]:
-    """What the routers of a model say of one micro-batch, and the gradients."""
+    """Router counts and losses of one micro-batch, and the gradients."""
     config = config_of(f"{ALL} --num-layers 3 --moe-shared-expert-intermediate-size 16")
     options = ModelOptions(recompute=recompute)
     model = build_model(config.model, 1, torch.device("cpu"), config.moe, options)
@@ -186,7 +186,7 @@ def test_the_bias_moves_towards_idle_experts() -> None:
 
 
 def test_a_biased_router_becomes_balanced() -> None:
-    """Tokens of one kind, which all prefer the same experts, are spread after some steps."""
+    """Equal tokens, which all prefer the same experts, are spread over experts after some steps."""
     model = router(f"{BIAS} --moe-router-bias-update-rate 0.02")
     x = stream(2, 8, 64, HIDDEN) + 3 * stream(9, HIDDEN)
     busiest = []
@@ -235,7 +235,7 @@ def test_parts_of_a_micro_batch_add_up_to_the_whole(words: str) -> None:
 
 
 def kept_on_a_part() -> tuple[Tensor, Tensor]:
-    """Which tokens this rank has, and what it keeps of them."""
+    """The tokens of this rank, and which of them are kept."""
     group = Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
     context = ContextAxis(group)
     model = router("--moe-expert-capacity-factor 0.5", ExpertAxis(sequence=group), context)

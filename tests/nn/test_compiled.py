@@ -1,4 +1,4 @@
-"""Compiled layers: one graph without breaks for all layers of a kind, and the numbers of the eager ones."""
+"""Compiled layers: one graph without breaks for all layers of a kind, with the results of eager layers."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -33,7 +33,7 @@ DOCUMENTS: tuple[DocumentStarts, ...] = (((0, 3, 9), (0, 7)), ((0,), (0, 2, 5, 9
 
 @pytest.fixture(autouse=True)
 def forgetful() -> Iterator[None]:
-    """What one test compiles is nothing to the next."""
+    """Clears the compiler's caches between tests."""
     torch._dynamo.reset()
     counters.clear()
     yield
@@ -72,7 +72,7 @@ def left_out(model: CausalLM) -> tuple[str, ...]:
 def computed(
     model: CausalLM, config: RunConfig, documents: DocumentStarts | None = None
 ) -> tuple[dict[str, Tensor], int]:
-    """Loss and gradients, and the bytes kept for backward beside the parameters."""
+    """Loss, gradients, and the bytes saved for backward besides the parameters."""
     torch.manual_seed(3)
     model.zero_grad()
     tokens = torch.randint(61, (BATCH, LENGTH), generator=torch.Generator().manual_seed(5))
@@ -130,7 +130,7 @@ def test_all_layers_of_a_kind_share_one_graph_without_breaks(words: str, graphs:
     "words", ["--hidden-dropout 0.2", f"{GROUPED} --recompute-granularity full --recompute-num-layers 3"]
 )
 def test_layers_together_are_one_graph(words: str) -> None:
-    """Two and two of seven, which share it; the one that is left has its own."""
+    """Seven layers in pairs share one graph; the last one has its own."""
     eager, _ = computed(*build(words, layers=7))
     counting = Counting()
     model, config = build(words, 7, Compile(counting, together=2))
@@ -157,7 +157,7 @@ def test_hooks_around_a_layer_are_called_though_it_is_compiled_with_others() -> 
 
 
 def test_a_number_of_its_own_would_be_compiled_for_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: the place of a layer, given as a number."""
+    """Control: the dropout site as an int."""
     monkeypatch.setattr(TransformerLayer, "_site", lambda self, which: self.first_site + which)
     counting = Counting("eager")
     model, config = build("--hidden-dropout 0.2", compile=Compile(counting))
@@ -201,7 +201,7 @@ def test_documents_that_begin_elsewhere_need_no_other_graphs() -> None:
 
 
 class OwnAttention(SelfAttention):
-    """A user's, which looks at documents."""
+    """A user's attention that reads documents."""
 
     def forward(self, *inputs: Any, documents: DocumentStarts | None = None) -> Tensor:
         assert documents is None or isinstance(documents, tuple)
@@ -216,7 +216,7 @@ def test_attention_of_users_is_told_of_documents() -> None:
     own = replace(spec, submodules=replace(spec.submodules, self_attention=attention))
     compile = Compile(Counting("eager"), documents=True)
     model = build_model(config.model, 1, CPU, options=ModelOptions(compile=compile), spec=own)
-    assert left_out(model) == ("OwnAttention, which is told of documents",)
+    assert left_out(model) == ("OwnAttention, which reads documents",)
     torch.testing.assert_close(computed(model, config, DOCUMENTS[0])[0], expected, rtol=1e-4, atol=1e-5)
 
 
@@ -224,12 +224,12 @@ def test_experts_stay_as_they_are() -> None:
     words = f"{GROUPED} {EXPERTS} --moe-layer-freq 2"
     eager, _ = computed(*build(words))
     model, config = build(words, compile=Compile(Counting()))
-    assert left_out(model) == ("experts, whose sizes follow from their tokens",)
+    assert left_out(model) == ("experts, whose sizes depend on the routing",)
     torch.testing.assert_close(computed(model, config)[0], eager, rtol=1e-4, atol=1e-5)
 
 
 def test_a_gate_in_the_second_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, with plain operations in the place of the kernel: one graph, and nothing between the matrices is kept."""
+    """With plain operations in place of the kernel: one graph, and no activation is saved."""
     kept = []
     for gates in (False, True):
         monkeypatch.setattr(mlp, "by_kernel", lambda inner, gates=gates: gates)
@@ -248,7 +248,7 @@ def test_a_gate_in_the_second_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_layers_in_fp8_share_one_graph(kept: bool) -> None:
-    """Also with scales that are kept for each weight: they are inputs of the graph, and not numbers in it."""
+    """Also with stored scales of weights, which are inputs of the graph and not constants."""
     scales, counting = WeightScales(CPU), Counting()
     fp8 = Fp8Options(FORMATS["hybrid"], range(3), scales=scales if kept else None)
     config = resolved(f"{GROUPED} --num-layers 3 --ffn-hidden-size 64").config

@@ -1,4 +1,4 @@
-"""Attention over sequences that are split over ranks, against attention over whole ones: output and all gradients."""
+"""Context-parallel attention against attention over whole sequences: output and all gradients."""
 
 import math
 from collections.abc import Callable
@@ -39,14 +39,14 @@ def own(x_BNSH: Tensor, context: ContextAxis) -> Tensor:
 
 
 def channels_apart(x_BNSH: Tensor) -> Tensor:
-    """The same numbers, those of one channel side by side: what rotating heads of two channels makes."""
+    """The same values with another memory layout, as rotating heads of two channels gives."""
     return x_BNSH.transpose(-1, 1).contiguous().transpose(-1, 1)
 
 
 def distances(
     exchange: str, heads: int, groups: int, dtype: torch.dtype = torch.float32, apart: bool = False
 ) -> dict[str, float]:
-    """How far this rank's part is from the same part of whole attention in fp32, relative to the largest element."""
+    """Difference from attention over whole sequences in fp32, relative to the largest element."""
     context = axis(exchange)
     inputs = [drawn(heads, 1, dtype), drawn(groups, 2, dtype), drawn(groups, 3, dtype)]
     gradient = drawn(heads, 4, dtype)
@@ -97,7 +97,7 @@ def test_in_bf16(exchange: str) -> None:
 @distributed(world=2)
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_without_the_flash_kernel(exchange: str) -> None:
-    """The choice of a kernel holds in forward; backward, which runs later, must keep to it."""
+    """Kernels chosen in forward by a context manager must also run in backward, outside of it."""
     with sdpa_kernel([SDPBackend.MATH]):
         found = distances(exchange, 8, 2)
     assert max(found.values()) < 1e-5, found
@@ -157,7 +157,7 @@ def pairs(block: Block) -> int:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_every_rank_has_the_same_work_and_none_is_left_out(ranks: int) -> None:
-    """In the ring at every step after the first, which is everyone's own; and in sum."""
+    """At every step of the ring after the first, and in sum."""
     length = 8
     everything = (ranks * length) * (ranks * length + 1) // 2
     work = {
@@ -173,9 +173,9 @@ def test_every_rank_has_the_same_work_and_none_is_left_out(ranks: int) -> None:
 
 
 def test_only_own_tensors_are_kept_for_backward() -> None:
-    """One process stands for a ring of one: what is kept does not grow with other ranks' keys."""
+    """A ring of one process: saved memory must not grow with other ranks' keys."""
     alone = ContextAxis()
     q, k = drawn(4, 1, torch.float32).requires_grad_(), drawn(2, 2, torch.float32)
-    out = attention_module._Gathered.apply(q, k, k, alone, None, None)
+    out = attention_module._AllGatherAttention.apply(q, k, k, alone, None, None)
     kept = sum(t.numel() for t in out.grad_fn.saved_tensors)
     assert kept == 2 * q.numel() + 2 * k.numel() + q.numel() // WIDTH

@@ -1,4 +1,4 @@
-"""A layer of experts on several ranks against one process that has all of them: outputs and every gradient."""
+"""An expert layer on several ranks against one process with all experts: outputs and all gradients."""
 
 from dataclasses import dataclass
 
@@ -27,14 +27,14 @@ class Found:
 
 
 def inputs(ranks: int) -> Tensor:
-    """[rank, sequence, position, hidden]; the first number of every token is 1, for routers that are to prefer."""
+    """[rank, sequence, position, hidden]; the first channel is 1, for routers that prefer some experts."""
     x = stream(2, ranks, 2, LENGTH, HIDDEN)
     x[..., 0] = 1.0
     return x
 
 
 def prefer(model: MoE, experts: str) -> None:
-    """Every token goes to two of the named experts, whatever it is; to any if none is named."""
+    """Makes every token choose two of the named experts; without names, any."""
     if experts:
         with torch.no_grad():
             model.router.weight[:, 0] = -10.0
@@ -102,7 +102,7 @@ def test_spread_experts_compute_what_one_process_does(dispatcher: str, ranks: in
 
 @pytest.mark.parametrize("dispatcher", DISPATCHERS)
 def test_dropped_tokens(dispatcher: str) -> None:
-    """In each rank's micro-batch; so one process takes the ranks' micro-batches one by one."""
+    """Tokens are dropped per micro-batch, so one process takes the ranks' micro-batches one by one."""
     words = f"--moe-token-dispatcher-type {dispatcher} --moe-expert-capacity-factor 0.5"
     found = run_distributed(on_a_rank, world=2, words=words, cut=1, preferred="")
     model = layer(words)
@@ -138,7 +138,7 @@ def test_both_dispatchers_agree() -> None:
 @pytest.mark.parametrize("dispatcher", DISPATCHERS)
 @pytest.mark.parametrize("cut", [1, 2])
 def test_a_rank_without_tokens(dispatcher: str, cut: int) -> None:
-    """Experts 0 to 3 are all on the first holder; the other has nothing to do and still takes part."""
+    """Experts 0 to 3 are on the first holder; the other one has no tokens but takes part in collectives."""
     found = compare(f"--moe-token-dispatcher-type {dispatcher}", 2 * cut, cut, preferred="123")
     for idle in found[cut:]:
         assert idle.of_fc1.eq(0).all() and idle.of_fc2.eq(0).all()
@@ -157,7 +157,7 @@ def test_an_expert_without_tokens_on_one_process(dispatcher: str) -> None:
 
 @pytest.mark.parametrize("dispatcher", DISPATCHERS)
 def test_every_token_dropped_by_an_expert_gives_nothing(dispatcher: str) -> None:
-    """All tokens want two experts that have room for a few: what the others get is exactly zero."""
+    """All tokens choose two experts with a small capacity; the output of dropped tokens is exactly zero."""
     words = f"--moe-token-dispatcher-type {dispatcher} --moe-expert-capacity-factor 0.25"
     model = layer(words)
     prefer(model, "25")

@@ -1,4 +1,6 @@
-"""Attention inside documents against a masked softmax written out: output and all gradients, on one rank and on several."""
+"""Attention inside documents against an explicit masked softmax: output and all gradients, on one rank and
+several.
+"""
 
 import dataclasses
 import math
@@ -20,7 +22,7 @@ from tests.harness import distributed
 
 LENGTH, WIDTH, HEADS, GROUPS = 32, 8, 8, 4
 EXCHANGES = ("p2p", "all_gather", "a2a")
-# One document; ends at, before and after the ends of chunks of 4 and 8; documents of one token; the same twice.
+# One document; ends at, before and after chunk ends of 4 and 8; documents of one token; the same twice.
 DOCUMENTS: DocumentStarts = (
     (0,),
     (0, 8, 24),
@@ -37,13 +39,13 @@ def drawn(heads: int, seed: int) -> Tensor:
 
 
 def numbers(documents: DocumentStarts) -> Tensor:
-    """Which document a token is in: [B, S]."""
+    """The document of each token: [B, S]."""
     begins = torch.tensor([[float(place in starts) for place in range(LENGTH)] for starts in documents])
     return begins.cumsum(1)
 
 
 def visible(documents: DocumentStarts, window: int | None) -> Tensor:
-    """[B, 1, S, S]"""
+    """The mask, [B, 1, S, S]."""
     place, number = torch.arange(LENGTH), numbers(documents)
     back = place[:, None] - place
     near = (back >= 0) & (back <= (LENGTH if window is None else window))
@@ -62,7 +64,7 @@ def own(x_BNSH: Tensor, context: ContextAxis) -> Tensor:
 
 
 def distance(context: ContextAxis, window: int | None, documents: DocumentStarts = DOCUMENTS) -> float:
-    """How far output or a gradient is from the one written out, relative to its largest element (or 8); the worst of them."""
+    """Largest difference from the explicit formula, relative to the largest element (or 8)."""
     inputs = [drawn(heads, seed) for seed, heads in enumerate((HEADS, GROUPS, GROUPS))]
     gradient = drawn(HEADS, 4)
     whole = [t.clone().requires_grad_() for t in inputs]
@@ -83,7 +85,7 @@ def shared(exchange: str) -> ContextAxis:
 @pytest.mark.parametrize("kernel", [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
 @pytest.mark.parametrize("together", [0, 4, 12, LENGTH])
 def test_one_rank(kernel: SDPBackend, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Documents one by one, short ones together, all of a sequence together."""
+    """Documents one by one, short ones together, and all of a sequence together."""
     monkeypatch.setattr(blocks_module, "TOGETHER", together)
     with sdpa_kernel([kernel]):
         for window in WINDOWS:
@@ -124,7 +126,7 @@ def documents_ignored() -> None:
 
 
 def cuts_ignored() -> None:
-    """Of short documents that are computed together, each sees those before."""
+    """Planted bug: short documents that are computed together attend to those before."""
 
     def without(*given: object) -> list[Block]:
         return [dataclasses.replace(block, cuts=()) for block in in_documents(*given)]  # type: ignore[arg-type]
@@ -141,7 +143,7 @@ def documents_of_the_first_sample() -> None:
 
 
 def documents_end_with_chunks() -> None:
-    """A document is not followed into the chunk of another rank."""
+    """Planted bug: a document is not continued into the chunk of another rank."""
 
     def apart(*given: object) -> list[Block]:
         return [block for block in in_documents(*given) if block.causal]  # type: ignore[arg-type]
@@ -211,7 +213,7 @@ def test_short_neighbours_are_joined_and_long_documents_are_not() -> None:
 
 
 def test_attention_dropout_drops_inside_documents() -> None:
-    """With values that are one everywhere, what is left of the weights is seen, and its mean is one."""
+    """Values of one show the dropped weights, whose mean is one."""
     torch.manual_seed(3)
     q, ones = drawn(HEADS, 0) / 4, torch.ones(len(DOCUMENTS), HEADS, LENGTH, WIDTH)
     found = attend(q, q, ones, WHOLE_SEQUENCES, dropout=0.5, documents=DOCUMENTS)

@@ -1,4 +1,4 @@
-"""Hidden dropout: the same choices in any layout, and choices that look random in every direction."""
+"""Hidden dropout: equal masks in every layout, and masks that pass tests of randomness."""
 
 import itertools
 import math
@@ -24,7 +24,7 @@ def keys(
 
 
 def kept(k: DropoutKeys, site: int = 1, probability: float = 0.5, channels: int = D) -> Tensor:
-    """Which elements stay: numbers 0 and 1 in [B, S, D]."""
+    """Which elements are kept, as 0 and 1 in [B, S, D]."""
     return (hidden_dropout(torch.ones(*k.rows.shape, channels), k, site, probability) != 0).double()
 
 
@@ -62,7 +62,7 @@ def test_the_order_in_memory_does_not_matter() -> None:
 
 
 def test_the_choices_are_these() -> None:
-    """Against bits written down once, and against the same sums in exact integers."""
+    """Against recorded bits, and against the same hash in exact integers."""
     k = dropout_keys(1234, 7, 3, 2, torch.tensor([0, 5]), CPU)
     mask = kept(k, site=3, channels=24)
     ones = [["".join(str(int(bit)) for bit in row) for row in sample] for sample in mask]
@@ -114,7 +114,7 @@ def test_the_rate_is_right_overall_and_in_every_channel_and_position(probability
 
 
 def neighbours(probability: float) -> dict[str, tuple[Tensor, Tensor]]:
-    """Pairs of masks that differ in one number of what identifies an element."""
+    """Pairs of masks that differ in one number of the key."""
     mask = kept(keys(), probability=probability)
     return {
         "seed": (mask, kept(keys(seed=1235), probability=probability)),
@@ -134,7 +134,7 @@ def neighbours(probability: float) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def correlation(a: Tensor, b: Tensor) -> float:
-    """In units of what chance makes of it."""
+    """In standard deviations."""
     return float(torch.corrcoef(torch.stack((a.flatten(), b.flatten())))[0, 1]) * math.sqrt(a.numel())
 
 
@@ -145,7 +145,7 @@ def test_neighbours_in_every_direction_have_nothing_in_common(probability: float
 
 
 def patterns(probability: float) -> dict[str, Tensor]:
-    """Eight neighbours along each direction, in the last dimension."""
+    """Eight neighbours along each dimension, in the last dimension."""
     mask = kept(keys(), probability=probability)
     return {
         "channels": mask[..., :128].reshape(-1, 8),
@@ -158,7 +158,7 @@ def patterns(probability: float) -> dict[str, Tensor]:
 
 
 def surprise(bits: Tensor) -> float:
-    """Chi-square of the 256 patterns of eight fair bits, in standard deviations from what is expected."""
+    """Chi-square of the 256 patterns of eight fair bits, in standard deviations."""
     bits = bits.reshape(-1, 8)
     numbers = (bits.long() << torch.arange(8)).sum(1)
     expected = len(bits) / 256

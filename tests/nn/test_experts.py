@@ -1,4 +1,4 @@
-"""The experts of one rank against small MLPs, one after the other; and what they keep for backward."""
+"""The experts of one rank against a loop over small MLPs, and the memory they save for backward."""
 
 from collections.abc import Sequence
 
@@ -103,7 +103,7 @@ MODULES = ("moe_act", "moe", "shared_experts")
 
 
 def run(modules: tuple[str, ...]) -> tuple[int, dict[str, Tensor]]:
-    """Bytes that autograd keeps between forward and backward, each piece of memory once; and all gradients."""
+    """Bytes that autograd saves between forward and backward, each storage once, and all gradients."""
     config = config_of(ALL)
     recompute = recompute_of(MemoryConfig("selective", recompute_modules=modules)) if modules else NOTHING
     options = ModelOptions(recompute=recompute)
@@ -139,7 +139,7 @@ def test_a_module_that_runs_again_gives_the_same_bits_and_keeps_less(modules: tu
 
 
 def test_the_activation_inside_experts_is_not_kept() -> None:
-    """[tokens × experts of each, inner width] in every layer, and what its own backward would keep of it."""
+    """The activation of every layer, and what its backward would save of it."""
     saved = run(())[0] - run(("moe_act",))[0]
     assert saved >= 4 * (2 * 16 * 2) * 24 * 4
 

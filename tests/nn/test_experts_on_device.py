@@ -1,4 +1,4 @@
-"""Experts that a device mixes by itself, against those whose tokens the host counts: outputs and every gradient."""
+"""Experts without synchronization of host and device against the other way: outputs and gradients."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from torch import Tensor
 
 from pentatron.nn import experts
 from pentatron.nn.experts import sorted_by_expert
-from pentatron.nn.moe import MoE, _by_own_expert
+from pentatron.nn.moe import MoE, _by_local_expert
 from pentatron.nn.recompute import Recompute
 from pentatron.ops.activation import weighted_activation, weighted_activation_backward
 from pentatron.ops.linear import DeferredGradients
@@ -15,7 +15,7 @@ from tests.nn.mixtures import HIDDEN, axes_with, layer, stream
 
 
 def found_by(model: MoE, on_device: bool) -> dict[str, Tensor]:
-    """What it makes of a stream, and gradients. On a CPU the device would not be asked; here it is told to."""
+    """Output and gradients. Forces the device path, which is not used on a CPU."""
     x = stream(2, 3, 16, HIDDEN).requires_grad_()
     model.experts.all_on = lambda x_TD: on_device  # type: ignore[method-assign, assignment]
     made = model(x)
@@ -83,7 +83,7 @@ def kept_bytes(model: MoE) -> int:
 
 
 def test_little_is_kept() -> None:
-    """Beside what the host's way keeps no second copy of the widest rows, nor what lies between the matrices."""
+    """Saves neither a second copy of the widest rows nor the activation."""
     pairs = 3 * 16 * 2
     models = [layer(), layer(), layer(axes=axes_with(Recompute(frozenset({"moe_act"}))))]
     for model, on_device in zip(models, (False, True, True)):
@@ -120,8 +120,9 @@ def test_pairs_are_sorted_by_expert_and_then_by_token() -> None:
 
 def test_rows_that_arrive_by_rank_are_sorted_by_expert() -> None:
     received = torch.tensor([[2, 0, 1], [1, 2, 0]])
-    # Rank 0 sent rows 0 and 1 for expert 0 and row 2 for expert 2, rank 1 row 3 for expert 0, rows 4 and 5 for expert 1.
-    assert _by_own_expert(received, 6).tolist() == [0, 1, 3, 4, 5, 2]
+    # Rank 0 sent rows 0 and 1 for expert 0 and row 2 for expert 2, rank 1 row 3 for expert 0 and rows 4 and 5
+    # for expert 1.
+    assert _by_local_expert(received, 6).tolist() == [0, 1, 3, 4, 5, 2]
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -152,7 +153,7 @@ def test_only_a_gpu_in_bf16_is_left_to_itself(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("on_device", [True, False])
 def test_weights_on_their_way_are_waited_for_at_the_door(on_device: bool) -> None:
-    """A gathering hangs its hooks where `_parameters_run_by` says. Those of single matrices would not run where a device mixes all experts."""
+    """All-gather hooks are on the modules that `_parameters_run_by` names; hooks of single matrices would not run."""
     model = layer("")
     expert_weights = {id(p) for p in model.experts.parameters()}
     doors = [m for _, m, held in _parameters_run_by(model) if expert_weights & {id(p) for p in held}]

@@ -75,7 +75,7 @@ def test_drawing_does_not_touch_the_global_generator() -> None:
 
 
 def test_any_rectangle_of_a_tensor_is_drawn_alike() -> None:
-    """Rows and columns that cross the blocks in which numbers are drawn."""
+    """Rows and columns that cross the blocks of the generators."""
     shape = (300, 170)
     everything = torch.empty(shape)
     normal_region(3, "w", shape, (0, 0), shape, everything)

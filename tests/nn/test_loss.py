@@ -1,4 +1,4 @@
-"""Losses from the stream, fused: against torch's cross entropy, whole and over split vocabularies, and what is kept."""
+"""Fused losses against torch's cross entropy, with whole and split vocabularies, and the memory they save."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ def head(where: TensorAxis = ALONE, dtype: torch.dtype = torch.float32, rows: in
 def computed(
     how: CrossEntropy, layer: VocabularyHead, x: Tensor, labels: Tensor = LABELS
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses, and the gradients of the stream and the weight."""
+    """Losses, and the gradients of the hidden states and the weight."""
     x = x.clone().requires_grad_()
     losses = layer(x, lambda head, x: how.of_stream(head, x, labels, VOCABULARY))
     (losses * WEIGHTS).sum().backward()
@@ -43,7 +43,7 @@ def computed(
 
 
 def torchs(x: Tensor, weight: Tensor, labels: Tensor = LABELS) -> tuple[Tensor, Tensor, Tensor]:
-    """The same in fp64, without padding."""
+    """torch's cross entropy in fp64, without padding."""
     x, weight = (t.detach().double().requires_grad_() for t in (x, weight))
     logits = (x @ weight.t())[..., :VOCABULARY]
     losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
@@ -79,7 +79,7 @@ def test_in_bf16_as_exact_as_the_plain_way() -> None:
 
 
 def test_the_check_sees_a_gradient_without_its_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control of the tests above."""
+    """Control of the tests above."""
 
     def forgetful(*given: Any) -> None:
         cross_entropy.write_gradient(*given[:4], torch.ones_like(given[4]), *given[5:])
@@ -97,7 +97,7 @@ def test_the_check_sees_a_gradient_without_its_weight(monkeypatch: pytest.Monkey
 
 
 def test_labels_that_are_no_words() -> None:
-    """-100 has no loss, as torch has it; anything else must not pass for a loss."""
+    """-100 has no loss, as in torch; any other invalid label must not give a finite loss."""
     layer, x, labels = head(), stream(1, BATCH, LENGTH, WIDTH), LABELS.clone()
     labels[0, 1] = -100
     agree(computed(FUSED, layer, x, labels), torchs(x, layer.weight, labels), 1e-5)
@@ -117,7 +117,7 @@ def test_minus_infinity_has_no_probability() -> None:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("rows", [16, 26])
 def test_a_split_vocabulary(sequence_parallel: bool, rows: int) -> None:
-    """With padding among a rank's words, and with a rank that has nothing else."""
+    """With padding in a rank's shard, and with a rank of padding only."""
     split, x = axis(sequence_parallel), stream(1, BATCH, 4, WIDTH) * 20
     labels, weights = LABELS[:, :4], WEIGHTS[:, :4]
     whole, part = head(rows=rows), head(split, rows=rows)
@@ -135,7 +135,7 @@ def test_a_split_vocabulary(sequence_parallel: bool, rows: int) -> None:
 
 
 def test_the_weights_gradient_may_come_later() -> None:
-    """In one product, however small the chunks: the gradients of all logits are kept for it anyway."""
+    """In one product, whatever the chunk size: the gradients of all logits are kept for it anyway."""
     expected, x = head(), stream(1, BATCH, LENGTH, WIDTH)
     wanted = computed(FUSED, expected, x)
     deferred = DeferredGradients()
@@ -150,7 +150,7 @@ def test_the_weights_gradient_may_come_later() -> None:
 
 
 def arrived(how: CrossEntropy, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
-    """Where logits were after their matmul, and where their gradient came from; chunk by chunk."""
+    """Addresses of the logits after their matrix product and of their gradients, chunk by chunk."""
     logits: list[int] = []
     gradients: list[int] = []
     # While they are alive, nothing else can be where they are.
@@ -201,7 +201,7 @@ def test_logits_of_others_stay() -> None:
 
 
 def test_without_gradients_few_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_module, "_EVALUATED", 4)
+    monkeypatch.setattr(loss_module, "_EVALUATION_CHUNK", 4)
     layer, x, sizes = head(), stream(1, BATCH, LENGTH, WIDTH), []
     multiplied = layer.multiplied
     monkeypatch.setattr(layer, "multiplied", lambda x: sizes.append(len(x)) or multiplied(x))
@@ -219,7 +219,7 @@ def test_on_a_cpu_nothing_is_fused_unless_asked_for() -> None:
 
 
 def test_logits_of_users_may_lie_in_any_order() -> None:
-    """As [sequence, batch, words] that was turned around, say."""
+    """Such as transposed [sequence, batch, vocabulary] logits."""
     torch.manual_seed(4)
     labels = torch.randint(9, (2, 5))
     found = []

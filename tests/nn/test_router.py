@@ -1,4 +1,4 @@
-"""The router against a slow one written from the formulas, one token and one expert at a time."""
+"""The router against a slow reference of the formulas, one token and one expert at a time."""
 
 import math
 from collections import Counter
@@ -108,7 +108,7 @@ def test_a_token_stays_within_its_groups() -> None:
 
 
 def test_router_in_a_precision_of_its_own() -> None:
-    """Logits of 256 and 256.5 are the same number in bf16."""
+    """Logits of 256 and 256.5 are equal in bf16."""
     x = torch.ones(1, 1, HIDDEN, dtype=torch.bfloat16)
     shares = {}
     for dtype in ("", "--moe-router-dtype fp32", "--moe-router-dtype fp64"):
@@ -128,7 +128,7 @@ def test_router_in_a_precision_of_its_own() -> None:
 
 
 def test_fp64_is_more_exact_than_fp32() -> None:
-    """Numbers of ten thousands that nearly cancel leave little of fp32's digits."""
+    """Values of ten thousand that nearly cancel leave few significant digits in fp32."""
     x = 1e4 * stream(2, 1, 64, HIDDEN)
     single, double = (router(f"--moe-router-pre-softmax --moe-router-dtype {d}") for d in ("fp32", "fp64"))
     with torch.no_grad():
@@ -168,6 +168,6 @@ def test_with_room_for_all_nothing_is_dropped() -> None:
 
 
 def test_the_choice_is_not_one_sided() -> None:
-    """Otherwise the tests above would look at a few experts only."""
+    """Control: otherwise the tests above would use a few experts only."""
     chosen = router()(stream(2, 2, 16, HIDDEN)).chosen_TK.flatten().tolist()
     assert len(Counter(chosen)) == 8

@@ -1,4 +1,4 @@
-"""Specs: what is built of them, and what is said about wrong ones."""
+"""Module specs: what they build, and the errors of wrong ones."""
 
 import dataclasses
 import sys
@@ -69,10 +69,10 @@ def test_a_class_may_be_named_by_its_path(tmp_path: Path, monkeypatch: pytest.Mo
         ),
         (("pentatron.nn.spec", "Thing"), r"ModuleSpec\(pentatron.nn.spec.Thing\): .* has no Thing"),
         (("pentatron.nn.spec",), r"ModuleSpec\(pentatron.nn.spec\): an import path has two words"),
-        (ModuleSpec(Part, params={"wide": 1}), r"ModuleSpec\(Part\): Part cannot be made of .*'wide'"),
+        (ModuleSpec(Part, params={"wide": 1}), r"ModuleSpec\(Part\): Part cannot be built from .*'wide'"),
         (
             ModuleSpec(Part, params={"width": 1}),
-            r"ModuleSpec\(Part\): Part cannot be made of .*multiple values",
+            r"ModuleSpec\(Part\): Part cannot be built from .*multiple values",
         ),
         (IdentityOp(), r"a slot wants a class, a function or a ModuleSpec, not IdentityOp"),
     ],
@@ -93,7 +93,7 @@ def test_a_mistake_inside_a_constructor_keeps_its_traceback() -> None:
 
 
 def test_attention_of_a_table() -> None:
-    """As the guide writes it: the table, and a configuration by hand."""
+    """As in the guide: the spec, and a configuration written by hand."""
     spec = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},

@@ -1,4 +1,4 @@
-"""The layers that are split over the tensor axis, each by itself, against the whole one."""
+"""Layers that are split over the tensor axis, each against the whole layer."""
 
 import pytest
 import torch
@@ -63,7 +63,7 @@ def test_column_then_row_is_the_whole_mlp(sequence_parallel: bool) -> None:
 @distributed(world=4)
 @pytest.mark.parametrize("vocabulary", [13, 16, 5])
 def test_cross_entropy_and_tables_over_a_split_vocabulary(vocabulary: int) -> None:
-    """With padding inside a rank's rows, none, and whole ranks that hold nothing but padding."""
+    """With padding in a rank's rows, without padding, and with ranks of padding only."""
     split, alone = axis(False), TensorAxis()
     ours, theirs = (
         drawn(VocabularyTable(16, vocabulary, 6, split)),

@@ -1,4 +1,6 @@
-"""Attention within a window against a masked softmax written out: output and all gradients, on one rank and on several."""
+"""Sliding-window attention against an explicit masked softmax: output and all gradients, on one rank and
+several.
+"""
 
 import math
 from collections.abc import Callable
@@ -41,8 +43,10 @@ def own(x_BNSH: Tensor, context: ContextAxis) -> Tensor:
 
 
 def distance(context: ContextAxis, window: int, length: int = LENGTH) -> float:
-    """How far output or a gradient is from the one written out, relative to its largest element (or 8: a token that sees
-    itself alone gives queries and keys no gradient); the worst of them."""
+    """Largest difference of output and gradients from the explicit formula, relative to the largest element.
+
+    At least 8 is assumed for it: a token that sees only itself gives queries and keys no gradient.
+    """
     inputs = [drawn(heads, seed, length) for seed, heads in enumerate((HEADS, GROUPS, GROUPS))]
     gradient = drawn(HEADS, 4, length)
     whole = [t.clone().requires_grad_() for t in inputs]

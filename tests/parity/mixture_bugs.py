@@ -46,12 +46,12 @@ def token_combined_with_the_wrong_weight() -> None:
 
 def tokens_returned_in_the_order_of_experts() -> None:
     """What comes back is not put where its token is."""
-    put_back = dispatch_module._put_back
+    put_back = dispatch_module._scatter_rows
 
     def as_it_came(rows: Tensor, order: Tensor, count: int) -> Tensor:
         return put_back(rows, order.sort().values, count)
 
-    dispatch_module._put_back = as_it_came
+    dispatch_module._scatter_rows = as_it_came
 
 
 def balance_judged_by_local_counts() -> None:
@@ -62,7 +62,7 @@ def balance_averaged_over_own_micro_batches() -> None:
     """Data-parallel ranks each take the mean over their own micro-batches, and all of them are added up."""
 
     def own(self: RouterLoads, micro_batches: int, scale: float = 1.0) -> None:
-        for load in self.own.values():
+        for load in self.local.values():
             load.begin_step(micro_batches, scale)
 
     RouterLoads.begin_step = own  # type: ignore[method-assign]

@@ -45,7 +45,7 @@ def kept_by_a_layer(words: str) -> int:
     totals = []
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         for each in model.layers.values():
-            x = model._through(x, [each], angles, None, None)
+            x = model._run_layers(x, [each], angles, None, None)
             totals.append(sum(tensor.untyped_storage().nbytes() for tensor in kept.values()))
     return [after - before for before, after in itertools.pairwise(totals)][-1]
 

@@ -90,7 +90,7 @@ def test_an_evaluation_has_no_more_than_planned(words: str, least: float) -> Non
 
 
 def test_logits_are_evaluated_as_many_at_a_time_as_planned() -> None:
-    assert activations._EVALUATED == loss._EVALUATED
+    assert activations._EVALUATED == loss._EVALUATION_CHUNK
 
 
 def test_where_they_are_a_choice_of_ours_nothing_is_made_of_them_but_a_line() -> None:

@@ -222,7 +222,7 @@ def test_what_a_spec_may_be(module: str, given: str) -> None:
         ("number", "gives a int; it must give a ModuleSpec of a layer"),
         ("nothing", "has no nothing"),
         ("undeclared", "Undeclared does not declare its parameters; derive it from DeclaringModule"),
-        ("narrow", "ModuleSpec(Narrow): Narrow cannot be made of (config=, layer_number=, axes=)"),
+        ("narrow", "ModuleSpec(Narrow): Narrow cannot be built from (config=, layer_number=, axes=)"),
     ],
 )
 def test_mistakes_are_said_before_anything_starts(

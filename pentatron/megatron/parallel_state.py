@@ -1,4 +1,4 @@
-"""`mpu`: the groups of this rank, under Megatron's names. Known while a run is under way."""
+"""`mpu`: ranks, sizes and process groups of the parallel axes. They are available inside a run."""
 
 from typing import Any
 
@@ -23,9 +23,9 @@ is_initialized = model_parallel_is_initialized
 
 
 def initialize_model_parallel(*sizes: Any, **named: Any) -> None:
-    """The layout is that of the run's flags."""
+    """Raises: the flags of the run set the layout."""
     raise UserError(
-        "initialize_model_parallel: the layout comes from the flags (--tensor-model-parallel-size and its kin) and is set up by "
+        "initialize_model_parallel: the layout comes from the flags (--tensor-model-parallel-size and the like) and is set up by "
         "pretrain() or initialize_megatron(); leave the call out"
     )
 
@@ -43,7 +43,7 @@ def get_tensor_model_parallel_rank() -> int:
 
 
 def get_tensor_model_parallel_src_rank() -> int:
-    """The first rank of this one's tensor group, among all."""
+    """Returns the global rank of the first rank of this tensor group."""
     world = current().world
     return world.everyone.rank - world.at.tensor
 
@@ -61,7 +61,7 @@ def get_pipeline_model_parallel_rank() -> int:
 
 
 def get_data_parallel_group(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> Any:
-    """Ranks that see other samples; with context parallelism, those that see other parts of the same ones as well."""
+    """Returns the data-parallel group, optionally with the context-parallel ranks."""
     return current().process_group("replicas" if with_context_parallel else "data")
 
 
@@ -79,7 +79,7 @@ def get_data_parallel_rank(with_context_parallel: bool = False, partial_data_par
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
-    """The first rank of this one's data-parallel group, among all."""
+    """Returns the global rank of the first rank of this data-parallel group."""
     world = current().world
     axis: Axis = "replicas" if with_context_parallel else "data"
     return next(members[0] for members in world.grid.groups(axis) if world.everyone.rank in members)
@@ -130,42 +130,42 @@ def get_embedding_group(check_initialized: bool = True) -> Any:
 
 
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:
-    """Stages on this rank; None where it has but one."""
+    """Returns the number of stages on this rank; None for a single stage."""
     count = current().config.virtual_stages
     return count if count > 1 else None
 
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
-    """Which of this rank's stages is built or computed now."""
+    """Returns the index of the stage that is being built or computed."""
     return current().virtual_rank
 
 
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
-    """Which stage questions such as `is_pipeline_last_stage` are about, until one is built or computed."""
+    """Selects the stage for `is_pipeline_last_stage` and the like, until the run builds or computes one."""
     run = current()
     if rank is None:
         run.stage = None
         return
-    if not 0 <= rank < len(run.own_stages):
-        raise UserError(f"virtual pipeline rank {rank}: this rank has {len(run.own_stages)} stages")
-    run.stage = run.own_stages[rank]
+    if not 0 <= rank < len(run.local_stages):
+        raise UserError(f"virtual pipeline rank {rank}: this rank has {len(run.local_stages)} stages")
+    run.stage = run.local_stages[rank]
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = False, vp_stage: int | None = None) -> bool:
-    """Whether the embedding is here: in the stage at work or, ignoring that, on this rank."""
-    return 0 in _asked(ignore_virtual, vp_stage)
+    """Whether the embedding is in the active stage, or with `ignore_virtual` on this rank."""
+    return 0 in _selected(ignore_virtual, vp_stage)
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = False, vp_stage: int | None = None) -> bool:
-    """Whether the loss is here: in the stage at work or, ignoring that, on this rank."""
-    return current().config.placement.stages - 1 in _asked(ignore_virtual, vp_stage)
+    """Whether the loss is computed in the active stage, or with `ignore_virtual` on this rank."""
+    return current().config.placement.stages - 1 in _selected(ignore_virtual, vp_stage)
 
 
-def _asked(ignore_virtual: bool, vp_stage: int | None) -> tuple[int, ...]:
-    """The stages that are meant; without one at work, all of this rank."""
+def _selected(ignore_virtual: bool, vp_stage: int | None) -> tuple[int, ...]:
+    """The stage of `vp_stage` or the active one; otherwise, or with `ignore_virtual`, all local stages."""
     run = current()
     if vp_stage is not None and not ignore_virtual:
-        return (run.own_stages[vp_stage],)
+        return (run.local_stages[vp_stage],)
     if run.stage is None or ignore_virtual:
-        return run.own_stages
+        return run.local_stages
     return (run.stage,)

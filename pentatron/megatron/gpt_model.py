@@ -1,4 +1,4 @@
-"""The language model inside a run: it finds its stage, what the stage before made, and the keys of dropout by itself."""
+"""`GPTModel` and module specs, which take process groups, stage and dropout keys from the run."""
 
 import dataclasses
 from typing import Any
@@ -7,22 +7,23 @@ import torch
 from torch import Tensor
 
 from pentatron.errors import UserError
-from pentatron.megatron.core.transformer.transformer_config import TransformerConfig, core_of
+from pentatron.megatron.config import TransformerConfig, core_of
 from pentatron.megatron.state import current, is_running
-from pentatron.models import gpt_model
+from pentatron.models import gpt_model, layer_specs
 from pentatron.models.causal_lm import CausalLM
 from pentatron.models.gpt_model import ProcessGroups
-from pentatron.nn.spec import ModuleSpec, TransformerBlockSubmodules
-from pentatron.settings.model import TransformerConfig as OwnConfig
+from pentatron.nn import spec
+from pentatron.nn.spec import ModuleSpec, Slot, TransformerBlockSubmodules
+from pentatron.settings.model import TransformerConfig as PentatronConfig
 from pentatron.train.model import StageCall
 
 
 class GPTModel(gpt_model.GPTModel):
-    """What is left out (None) is as the configuration says; the stage is that which the run builds."""
+    """A model, or the stage of it that the run builds. None takes a value from the configuration."""
 
     def __init__(
         self,
-        config: TransformerConfig | OwnConfig,
+        config: TransformerConfig | PentatronConfig,
         transformer_layer_spec: ModuleSpec | TransformerBlockSubmodules,
         vocab_size: int,
         max_sequence_length: int,
@@ -51,15 +52,15 @@ class GPTModel(gpt_model.GPTModel):
             mtp_block_spec=(mtp_block_spec, None),
         )
         if rope_scaling and core.rope_scaling_type != "llama3":
-            raise UserError("rope_scaling=True: how positions are stretched is said by --use-rope-scaling")
+            raise UserError("rope_scaling=True: set the scaling of rotary positions with --use-rope-scaling")
         if rope_scaling and rope_scaling_factor not in (None, core.rope_scaling_factor):
             raise UserError(
-                f"rope_scaling_factor={rope_scaling_factor}: how far positions are stretched is said by --rope-scaling-factor"
+                f"rope_scaling_factor={rope_scaling_factor}: set the factor with --rope-scaling-factor"
             )
-        stretched = core.rope_scaling_factor if core.rope_scaling_type == "linear" else None
-        if seq_len_interpolation_factor is not None and seq_len_interpolation_factor != stretched:
+        interpolation = core.rope_scaling_factor if core.rope_scaling_type == "linear" else None
+        if seq_len_interpolation_factor is not None and seq_len_interpolation_factor != interpolation:
             raise UserError(
-                f"seq_len_interpolation_factor={seq_len_interpolation_factor}: how positions are stretched is said by "
+                f"seq_len_interpolation_factor={seq_len_interpolation_factor}: set the factor with "
                 "--rotary-seq-len-interpolation-factor"
             )
         if pg_collection is None and is_running():
@@ -88,11 +89,11 @@ class GPTModel(gpt_model.GPTModel):
         self._checked_positions = False
 
     def receive(self, call: StageCall | None) -> None:
-        """What the next forward is about; None after it."""
+        """Sets the call of the program that the next forward belongs to; None after it."""
         self._call = call
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
-        """What the stage before made, for who runs a stage outside `pretrain`."""
+        """Sets the hidden states of the previous stage, for programs that run a stage outside `pretrain`."""
         self._input = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
     def forward(  # type: ignore[override]
@@ -105,9 +106,10 @@ class GPTModel(gpt_model.GPTModel):
         loss_mask: Tensor | None = None,
         **others: Any,
     ) -> Tensor:
-        """The loss of every token with labels, logits without; of a stage without head, the stream for the next one.
+        """Returns the loss of every token with labels and logits without; a stage without head returns hidden
+        states.
 
-        A stage that needs no tokens may be given None for all of them.
+        Inside a run, arguments that are None come from the micro-batch.
         """
         _refuse_others(
             **{name: (value, None) for name, value in {"decoder_input": decoder_input, **others}.items()}
@@ -125,22 +127,23 @@ class GPTModel(gpt_model.GPTModel):
         documents = batch.documents
         if attention_mask is not None and documents is None:
             documents = self.documents_of(attention_mask, tokens)
-        made = CausalLM.forward(
+        # Not `super()`, which takes documents as a mask.
+        output = CausalLM.forward(
             self, tokens, positions, labels, self._call.received, self._call.keys, documents=documents
         )
-        return self._without_padding(made, labels)
+        return self._without_padding(output, labels)
 
-    def _without_padding(self, made: Tensor, labels: Tensor | None) -> Tensor:
-        """Logits with those of the vocabulary's padding so low that a softmax gives them nothing; anything else as it is."""
+    def _without_padding(self, output: Tensor, labels: Tensor | None) -> Tensor:
+        """Masks logits of the vocabulary's padding; returns losses and hidden states unchanged."""
         if labels is not None or not self.post_process:
-            return made
-        width = made.shape[-1]
+            return output
+        width = output.shape[-1]
         words = self.vocab_size - self.axis.group.rank * width
         if words >= width:
-            return made
-        # Finite: a probability of zero times its logarithm is then zero, and not NaN.
-        low = torch.finfo(made.dtype).min / 2
-        return made.masked_fill(torch.arange(width, device=made.device) >= words, low)
+            return output
+        # Finite, not -inf: a probability of 0 times its logarithm is 0 then, not NaN.
+        low = torch.finfo(output.dtype).min / 2
+        return output.masked_fill(torch.arange(width, device=output.device) >= words, low)
 
     def _check(self, tokens: Tensor, positions: Tensor) -> None:
         assert self._call is not None
@@ -148,20 +151,50 @@ class GPTModel(gpt_model.GPTModel):
         if tokens.shape != expected:
             raise UserError(
                 f"forward_step gives the model tokens of shape {tuple(tokens.shape)}, but this rank computes {tuple(expected)}; "
-                "give it what data_iterator has (with context parallelism that is this rank's part of each sequence)"
+                "pass those of data_iterator (with context parallelism they are this rank's part of each sequence)"
             )
         if self.split_sequences and not self._checked_positions:
-            # Once: comparing numbers makes a GPU wait.
+            # Once per model: the comparison synchronizes host and device.
             self._checked_positions = True
             if not torch.equal(positions, self._call.batch.position_ids):
                 raise UserError(
-                    "with context parallelism a rank has part of each sequence, and position_ids count in the whole of it; give "
-                    "the model those of data_iterator"
+                    "with context parallelism a rank has part of each sequence, and position_ids count in the whole of it; pass "
+                    "those of data_iterator"
                 )
 
 
 def _refuse_others(**given: tuple[Any, Any]) -> None:
-    """Arguments that have but one value here."""
-    for name, (value, only) in given.items():
-        if value is not only and value != only:
+    """Raises unless each argument, given as (value, allowed value), has its allowed value."""
+    for name, (value, allowed) in given.items():
+        if value is not allowed and value != allowed:
             raise UserError(f"GPTModel: {name}={value!r} is not available; leave it out")
+
+
+def build_module(slot: Slot, *args: Any, **kwargs: Any) -> Any:
+    """Builds the module of a spec or class, spread over the ranks of the run if there is one.
+
+    Configurations among the arguments may be Megatron's.
+    """
+    converted = [_converted(value) for value in args]
+    named = {name: _converted(value) for name, value in kwargs.items()}
+    if is_running() and spec.takes(slot, object, "axes"):
+        named.setdefault("axes", current().groups.axes)
+    return spec.build_module(slot, *converted, **named)
+
+
+def _converted(value: Any) -> Any:
+    return core_of(value) if isinstance(value, TransformerConfig) else value
+
+
+def get_gpt_decoder_block_spec(
+    config: TransformerConfig | PentatronConfig,
+    use_transformer_engine: bool,
+    normalization: str | None = None,
+    qk_l2_norm: bool = False,
+    vp_stage: int | None = None,
+    pp_rank: int | None = None,
+) -> TransformerBlockSubmodules:
+    """Returns the specs of all layers, dense and with experts; each stage builds the layers it holds."""
+    return layer_specs.get_gpt_decoder_block_spec(
+        core_of(config), use_transformer_engine, normalization, qk_l2_norm, vp_stage
+    )

@@ -1,5 +1,0 @@
-"""Positions."""
-
-from pentatron.nn.rope import RotaryEmbedding
-
-__all__ = ["RotaryEmbedding"]

@@ -1,5 +1,0 @@
-"""Rotary positions."""
-
-from pentatron.nn.rope import RotaryEmbedding
-
-__all__ = ["RotaryEmbedding"]

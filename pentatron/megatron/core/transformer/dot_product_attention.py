@@ -1,5 +1,0 @@
-"""Attention between queries, keys and values."""
-
-from pentatron.nn.attention import DotProductAttention
-
-__all__ = ["DotProductAttention"]

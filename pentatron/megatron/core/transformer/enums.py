@@ -1,5 +1,0 @@
-"""Kinds of attention masks."""
-
-from pentatron.nn.spec import AttnMaskType
-
-__all__ = ["AttnMaskType"]

@@ -1,0 +1,206 @@
+"""`initialize_megatron()`, and the state of a run whose steps the program calls itself."""
+
+import atexit
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor
+
+from pentatron.cli.configure import prepare
+from pentatron.cli.environment import Worker
+from pentatron.cli.main import guarded
+from pentatron.cli.options import entry_help
+from pentatron.cli.output import say
+from pentatron.cli.train import check_spec, joined_run, launch_workers, launching_agent, needs_launcher
+from pentatron.cli.worker import this_worker
+from pentatron.cli.worker_errors import explain, last_words
+from pentatron.data.loader import Batch
+from pentatron.errors import UserError
+from pentatron.megatron.arguments import ExtraArguments, entry_of, notes_of, take_extra_arguments
+from pentatron.megatron.program import UserProgram, as_dictionary
+from pentatron.megatron.state import current, is_running, started_as
+from pentatron.monitor.terminal import outlive_output
+from pentatron.parallel.process_group import leave
+from pentatron.settings.run import RunConfig
+from pentatron.train.batches import micro_batches
+from pentatron.train.run_folder import write_last_words
+from pentatron.train.session import Session, open_session
+
+SETS = ("train", "validation", "test")
+
+
+class Stepwise:
+    """A run whose steps the program calls itself: its session, and which parts of it have been set up."""
+
+    def __init__(self, session: Session, program: UserProgram) -> None:
+        self.session = session
+        self.program = program
+        self.has_model = False
+        self.has_data = False
+
+    def require(self, model: bool = False, data: bool = False) -> None:
+        """Raises if a step is called before the model or the data is set up."""
+        if model and not self.has_model:
+            raise UserError("there is no model yet; call setup_model_and_optimizer() first")
+        if data and not self.has_data:
+            raise UserError("there is no data yet; call build_train_valid_test_data_iterators() first")
+
+
+class DataIterator(Iterator[dict[str, Tensor]]):
+    """Iterates over this rank's micro-batches of one of the sets."""
+
+    def __init__(self, stepwise: Stepwise, name: str) -> None:
+        self.stepwise = stepwise
+        self.name = name
+        self._batches: Iterator[Batch] | None = None
+
+    def next_batch(self) -> Batch:
+        """Returns the next micro-batch, with whole sequences."""
+        session = self.stepwise.session
+        # Late, because training continues behind the samples that were consumed up to the first call.
+        if self._batches is None:
+            datasets = session.trainer.datasets
+            samples: Any = {"train": datasets.train, "validation": datasets.valid, "test": datasets.test}[
+                self.name
+            ]
+            consumed = session.state.consumed_samples if self.name == "train" else 0
+            self._batches = micro_batches(session.config, session.world, samples, consumed)
+        return next(self._batches)
+
+    def __next__(self) -> dict[str, Tensor]:
+        return as_dictionary(self.next_batch())
+
+
+class RateSchedule:
+    """`opt_param_scheduler`: the learning rate of the next step. The training loop advances it."""
+
+    def __init__(self, stepwise: Stepwise) -> None:
+        self.stepwise = stepwise
+
+    def get_lr(self, param_group: Any = None) -> float:
+        self.stepwise.require(data=True)
+        trainer = self.stepwise.session.trainer
+        return trainer.schedule.learning_rate(trainer.state.scheduled_samples)
+
+
+def current_stepwise(model: bool = False, data: bool = False) -> Stepwise:
+    """Returns the run that `initialize_megatron()` opened; raises if a required part is not set up."""
+    stepwise = current().stepwise
+    if stepwise is None:
+        raise UserError(
+            "pretrain() runs all steps itself; to call them one by one begin with initialize_megatron()"
+        )
+    stepwise.require(model, data)
+    return stepwise
+
+
+def checked_iterator(iterator: Any, stepwise: Stepwise) -> DataIterator:
+    """Returns the iterator if it belongs to this run; of a list, one per virtual stage, the first."""
+    first = iterator[0] if isinstance(iterator, Sequence) and iterator else iterator
+    if not isinstance(first, DataIterator) or first.stepwise is not stepwise:
+        raise UserError(
+            "the data iterator is none of build_train_valid_test_data_iterators(); pass what that returned"
+        )
+    return first
+
+
+def initialize_megatron(
+    extra_args_provider: ExtraArguments | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+    get_embedding_ranks: Any = None,
+    get_position_embedding_ranks: Any = None,
+    **others: Any,
+) -> None:
+    """Reads the command line, joins the other processes and opens the run folder. The run ends at process
+    exit.
+
+    If the layout needs several processes and no launcher started this one, starts the workers and exits with
+    their exit code.
+    """
+    if others:
+        raise UserError(f"initialize_megatron: {next(iter(others))} is not available; leave it out")
+    notes = notes_of(
+        get_embedding_ranks=get_embedding_ranks, get_position_embedding_ranks=get_position_embedding_ranks
+    )
+    code = guarded(lambda: _begin(extra_args_provider, args_defaults or {}, notes), is_all=False)
+    if code or not is_running():
+        sys.exit(code)
+
+
+def _begin(provider: ExtraArguments | None, args_defaults: Mapping[str, Any], notes: list[str]) -> int:
+    entry, extra = entry_of(args_defaults)
+    typed = sys.argv[1:]
+    if "--help" in typed or "-h" in typed:
+        say(entry_help(entry, None))
+        return 0
+    words, added = take_extra_arguments(typed, provider, entry)
+    # The program names its data later, so the data flags are not checked here.
+    prepared = prepare(words, entry, own_data=True)
+    check_spec(prepared.resolved)
+    if prepared.worker is None and needs_launcher(prepared):
+        return launch_workers(prepared, [*(started_as() or (sys.argv[0],)), *typed])
+    worker = prepared.worker or Worker(0, 1, 0, 1, "none")
+    program = UserProgram(
+        None, _missing("model_provider"), _missing("forward_step"), {**extra, **added}, notes
+    )
+    program.reads_named_data = False
+    config = prepared.resolved.config
+    outlive_output()
+    try:
+        with ExitStack() as opening:
+            world, resolved = opening.enter_context(joined_run(prepared, worker))
+            session = opening.enter_context(
+                open_session(
+                    resolved, world, entry.resumes, launching_agent(), program, attempt=prepared.attempt
+                )
+            )
+            current().stepwise = Stepwise(session, program)
+            # Last, so that an exception above closes what was opened.
+            atexit.register(_end, opening.pop_all())
+    except Exception as error:
+        code = explain(error, config, worker)
+        if code is None:
+            raise
+        return code
+    sys.excepthook = _excepthook(sys.excepthook, config, worker)
+    return 0
+
+
+def _end(opened: ExitStack) -> None:
+    """Closes the run at process exit. The exit code tells the launcher whether it failed."""
+    opened.close()
+    if (launched := this_worker()) is not None:
+        launched.finished()
+
+
+def _missing(name: str) -> Callable[..., Any]:
+    def fail(*args: Any, **named: Any) -> Any:
+        raise UserError(f"no {name} was given yet")
+
+    return fail
+
+
+def _excepthook(previous: Callable[..., Any], config: RunConfig, worker: Worker) -> Callable[..., Any]:
+    """Returns an excepthook that reports exceptions as `pretrain()` does, with the same exit codes."""
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if is_running() and (stepwise := current().stepwise) is not None:
+            write_last_words(
+                stepwise.session.folder, current().world, error, lambda e: last_words(e, config, worker.rank)
+            )
+        # The process groups are abandoned, because closing them at exit would wait for the other ranks.
+        if worker.world_size > 1:
+            leave(failed=True)
+        code = explain(error, config, worker)
+        if code is None and (launched := this_worker()) is not None:
+            launched.failed(error)
+        elif code is None:
+            previous(kind, error, trace)
+        else:
+            # Otherwise Python exits with 1 after the hook.
+            raise SystemExit(code)
+
+    return hook

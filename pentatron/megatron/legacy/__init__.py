@@ -1,1 +1,0 @@
-"""Megatron's older models, which it advises against; there is nothing here. See megatron.core."""

@@ -1,0 +1,226 @@
+"""`pretrain()`, its steps one by one, and checkpoints, over Pentatron's session."""
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pentatron.cli.main import train_by
+from pentatron.errors import UserError
+from pentatron.megatron.arguments import ExtraArguments, entry_of, notes_of, take_extra_arguments
+from pentatron.megatron.datasets import DatasetProvider
+from pentatron.megatron.initialize import SETS, DataIterator, RateSchedule, checked_iterator, current_stepwise
+from pentatron.megatron.program import ForwardStep, UserProgram
+from pentatron.megatron.state import current, started_as
+from pentatron.megatron.utils import ModelType
+from pentatron.optim.build import AnyOptimizer
+
+
+def pretrain(
+    train_valid_test_dataset_provider: DatasetProvider | None,
+    model_provider: Callable[..., Any],
+    model_type: ModelType,
+    forward_step_func: ForwardStep,
+    process_non_loss_data_func: Any = None,
+    extra_args_provider: ExtraArguments | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+    get_embedding_ranks: Any = None,
+    get_position_embedding_ranks: Any = None,
+    non_loss_data_func: Any = None,
+) -> None:
+    """Trains as the command line says, and returns when training is done.
+
+    Exits the process after an error, after `--help`, and in the process that started the workers.
+    """
+    notes = notes_of(
+        process_non_loss_data_func=process_non_loss_data_func,
+        get_embedding_ranks=get_embedding_ranks,
+        get_position_embedding_ranks=get_position_embedding_ranks,
+        non_loss_data_func=non_loss_data_func,
+    )
+    entry, extra = entry_of(args_defaults or {})
+    script = sys.argv[0]
+    programs: list[UserProgram] = []
+
+    def program(words: list[str]) -> tuple[list[str], UserProgram]:
+        _require_decoder(model_type)
+        rest, added = take_extra_arguments(words, extra_args_provider, entry)
+        user_program = UserProgram(
+            train_valid_test_dataset_provider, model_provider, forward_step_func, {**extra, **added}, notes
+        )
+        programs.append(user_program)
+        return rest, user_program
+
+    code = train_by(program, entry, list(started_as()) or [script])
+    if code or not any(user_program.has_run for user_program in programs):
+        sys.exit(code)
+
+
+def _require_decoder(model_type: ModelType) -> None:
+    if model_type is not ModelType.encoder_or_decoder:
+        raise UserError(f"models here are decoders (ModelType.encoder_or_decoder), not {model_type}")
+
+
+def setup_model_and_optimizer(
+    model_provider_func: Callable[..., Any],
+    model_type: ModelType,
+    checkpointing_context: Mapping[str, Any] | None = None,
+    **others: Any,
+) -> tuple[list[Any], AnyOptimizer, RateSchedule]:
+    """Builds this rank's stages, the optimizer and the learning-rate schedule; loads a checkpoint if
+    resuming.
+    """
+    _require_decoder(model_type)
+    if others:
+        raise UserError(f"setup_model_and_optimizer: {next(iter(others))} is not available; leave it out")
+    stepwise = current_stepwise()
+    stepwise.program.model_provider = model_provider_func
+    stepwise.session.build()
+    stepwise.has_model = True
+    return list(stepwise.session.model.stages.values()), stepwise.session.optimizer, RateSchedule(stepwise)
+
+
+def build_train_valid_test_data_iterators(
+    train_valid_test_dataset_provider: DatasetProvider | None,
+) -> tuple[DataIterator, DataIterator | None, DataIterator | None]:
+    """Returns an iterator for each set, None for an empty one.
+
+    Repeated calls, one per virtual stage, share the data.
+    """
+    stepwise = current_stepwise(model=True)
+    session = stepwise.session
+    if not stepwise.has_data:
+        stepwise.program.dataset_provider = train_valid_test_dataset_provider
+        session.open_data()
+        session.prepare()
+        stepwise.has_data = True
+    datasets = session.trainer.datasets
+    train, valid, test = (
+        None if samples is None else DataIterator(stepwise, name)
+        for name, samples in zip(SETS, (datasets.train, datasets.valid, datasets.test), strict=True)
+    )
+    assert train is not None
+    return train, valid, test
+
+
+def train(
+    forward_step_func: ForwardStep,
+    model: list[Any],
+    optimizer: AnyOptimizer,
+    opt_param_scheduler: RateSchedule,
+    train_data_iterator: Any,
+    valid_data_iterator: Any,
+    process_non_loss_data_func: Any = None,
+    config: Any = None,
+    checkpointing_context: Mapping[str, Any] | None = None,
+    non_loss_data_func: Any = None,
+) -> tuple[int, float]:
+    """Trains to --train-iters and returns the last step and the FLOPs of all steps.
+
+    Exits the process after a signal.
+    """
+    stepwise = current_stepwise(model=True, data=True)
+    checked_iterator(train_data_iterator, stepwise)
+    for note in notes_of(
+        process_non_loss_data_func=process_non_loss_data_func, non_loss_data_func=non_loss_data_func
+    ):
+        current().display.say(f"note: {note}")
+    stepwise.program.forward_step = forward_step_func
+    ending = stepwise.session.trainer.train()
+    stepwise.session.conclude(ending)
+    if ending is not None:
+        sys.exit(ending.exit_code)
+    return stepwise.session.state.step, stepwise.session.state.flops
+
+
+def train_step(
+    forward_step_func: ForwardStep,
+    data_iterator: Any,
+    model: list[Any],
+    optimizer: AnyOptimizer,
+    opt_param_scheduler: RateSchedule,
+    config: Any = None,
+) -> tuple[dict[str, Tensor], int, float, None]:
+    """Trains one step; returns losses by name, 1 if the update was skipped, the gradient norm, and None."""
+    stepwise = current_stepwise(model=True, data=True)
+    iterator = checked_iterator(data_iterator, stepwise)
+    stepwise.program.forward_step = forward_step_func
+    trainer = stepwise.session.trainer
+    trainer.settle_batch_size()
+    count = trainer.config.accumulation_of(trainer.batch_size)
+    result, _ = trainer.advance([iterator.next_batch() for _ in range(count)])
+    trainer.checkpoints.settle()
+    return {"lm loss": torch.tensor(result.loss)}, int(not result.updated), result.gradient_norm, None
+
+
+def evaluate_and_print_results(
+    prefix: str,
+    forward_step_func: ForwardStep,
+    data_iterator: Any,
+    model: list[Any],
+    iteration: int,
+    process_non_loss_data_func: Any = None,
+    config: Any = None,
+    verbose: bool = False,
+    write_to_tensorboard: bool = True,
+    non_loss_data_func: Any = None,
+) -> None:
+    """Prints the loss of --eval-iters steps, and records it if `write_to_tensorboard`."""
+    stepwise = current_stepwise(model=True, data=True)
+    iterator = checked_iterator(data_iterator, stepwise)
+    stepwise.program.forward_step = forward_step_func
+    evaluation = stepwise.session.trainer.evaluation
+    loss = evaluation.test(prefix) if iterator.name == "test" else evaluation.validate(prefix)
+    if loss is not None and write_to_tensorboard:
+        stepwise.session.output.evaluated(iteration, {iterator.name: loss})
+
+
+# --- checkpoints ---
+
+
+def save_checkpoint(
+    iteration: int,
+    model: Any,
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    num_floating_point_operations_so_far: float,
+    checkpointing_context: Mapping[str, Any] | None = None,
+    train_data_iterator: Any = None,
+    ft_client: Any = None,
+    preprocess_common_state_dict_fn: Any = None,
+) -> None:
+    """Saves a checkpoint of the current step, unless it is saved already. It contains the data position."""
+    stepwise = current_stepwise(model=True, data=True)
+    step = stepwise.session.state.step
+    if iteration != step:
+        raise UserError(
+            f"save_checkpoint: the run is at iteration {step}, not {iteration}; pass what train() returned"
+        )
+    trainer = stepwise.session.trainer
+    trainer.save()
+    # The program may change weights or exit next, so an asynchronous save must have copied the weights.
+    trainer.checkpoints.saver.wait_until_copied()
+    if trainer.state.step >= trainer.total_steps:
+        trainer.checkpoints.settle(wait=True)
+
+
+def maybe_finalize_async_save(blocking: bool = False) -> None:
+    """Commits an asynchronous save if all ranks have written their part; `blocking` waits for them."""
+    stepwise = current_stepwise(model=True, data=True)
+    stepwise.session.trainer.checkpoints.settle(blocking)
+
+
+def preprocess_common_state_dict(common_state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a copy: the common state of a checkpoint has no rank-dependent entries here."""
+    return dict(common_state_dict)
+
+
+class BasicLocalCheckpointManager:
+    """Checkpoints on the local disks of nodes, which are not available."""
+
+    def __init__(self, root_local_ckpt_dir: str) -> None:
+        raise RuntimeError(
+            "the local checkpoint manager is not integrated; leave --non-persistent-ckpt-type local out, and save to a shared folder"
+        )
