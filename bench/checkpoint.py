@@ -36,7 +36,7 @@ from pentatron.checkpoint.format import Manifest, verify_files
 from pentatron.checkpoint.load import load_fragments
 from pentatron.checkpoint.save import Saver
 from pentatron.checkpoint.store import CheckpointStore
-from pentatron.checkpoint.tensor_file import BLOCK_BYTES, Outline, write_blocks
+from pentatron.checkpoint.tensor_file import BLOCK_BYTES, TensorSpec, write_blocks
 from pentatron.parallel.collectives import Group
 from pentatron.parallel.shards import Fragment, Shape, region
 
@@ -151,7 +151,7 @@ def save(folder: Path, fragments: list[Fragment]) -> Path:
 def write_one_file(folder: Path, state: dict[str, Tensor], hashed: bool) -> None:
     """A rank's file as a save writes it, with its sums or without, and nothing around it."""
     folder.mkdir()
-    outlines = {name: Outline(values.dtype, tuple(values.shape)) for name, values in state.items()}
+    outlines = {name: TensorSpec(values.dtype, tuple(values.shape)) for name, values in state.items()}
 
     def read(name: str, start: Shape, size: Shape) -> Tensor:
         return region(state[name], start, size)

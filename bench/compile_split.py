@@ -102,7 +102,7 @@ def ways(backend: str) -> dict[str, tuple[Multiply, DeferredGradients, Callable[
 def halves(run: nn.Module, x: Tensor, queue: DeferredGradients) -> int:
     """One forward and both halves of its backward; how many weight gradients waited between them."""
     made = run(x)
-    with queue.collecting((0, 0)):
+    with queue.collect((0, 0)):
         made.backward(torch.ones_like(made))
     waiting = len(queue._pending[0, 0])
     queue.compute((0, 0))

@@ -27,11 +27,11 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pentatron.checkpoint.links import their_shapes
-from pentatron.checkpoint.streaming import in_files
-from pentatron.checkpoint.tensor_file import BLOCK_BYTES, Outline, write_blocks
-from pentatron.hf.architecture import settings_of
+from pentatron.checkpoint.streaming import split_into_files
+from pentatron.checkpoint.tensor_file import BLOCK_BYTES, TensorSpec, write_blocks
+from pentatron.hf.architecture import settings_from_config
 from pentatron.hf.convert import config_for
-from pentatron.hf.names import links_of
+from pentatron.hf.names import tensor_links
 from pentatron.parallel.shards import Shape
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -76,16 +76,16 @@ def make_model(folder: Path, wanted: float) -> tuple[int, int]:
     layers = 1
     while True:
         description = {**SHAPE, "num_hidden_layers": layers}
-        config = config_for(settings_of(description))
-        shapes = their_shapes(links_of("llama", config.model, config.moe))
-        outlines = {name: Outline(torch.bfloat16, shape) for name, shape in shapes.items()}
+        config = config_for(settings_from_config(description))
+        shapes = their_shapes(tensor_links("llama", config.model, config.moe))
+        outlines = {name: TensorSpec(torch.bfloat16, shape) for name, shape in shapes.items()}
         total = sum(outline.bytes for outline in outlines.values())
         if total >= wanted:
             break
         layers += 1
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(description))
-    groups = list(in_files(outlines, SHARD_BYTES))
+    groups = list(split_into_files(outlines, SHARD_BYTES))
     names = [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
     # Random once: a disk does not mind the same block again, and making numbers takes longer than writing them.
     values = torch.randn(BLOCK_BYTES // 2).bfloat16()

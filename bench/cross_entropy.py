@@ -18,35 +18,35 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.steps import milliseconds_in_a_row
-from pentatron.nn.linear import VocabularyHead, VocabularyTable
+from pentatron.nn.linear import OutputLayer, VocabParallelEmbedding
 from pentatron.nn.loss import CrossEntropy
 from pentatron.parallel.axes import TensorAxis
 
 REPEATS = 5
 # The head, the stream, the labels and the words: losses.
-Way = Callable[[VocabularyTable, Tensor, Tensor, int], Tensor]
+Way = Callable[[VocabParallelEmbedding, Tensor, Tensor, int], Tensor]
 
 
 def ways(tokens: int) -> dict[str, Way]:
     compiled = torch.compile(lambda logits, labels: F.cross_entropy(logits.float(), labels, reduction="none"))
 
-    def by_compiler(head: VocabularyTable, x: Tensor, labels: Tensor, words: int) -> Tensor:
+    def by_compiler(head: VocabParallelEmbedding, x: Tensor, labels: Tensor, words: int) -> Tensor:
         logits = head.logits(x)[..., :words]
         return compiled(logits.flatten(0, 1), labels.flatten()).view(labels.shape)
 
     return {
-        "plain": CrossEntropy("off").of_stream,
+        "plain": CrossEntropy("off").from_hidden_states,
         "compiled": by_compiler,
-        "fused, native": CrossEntropy("on", "native").of_stream,
-        "fused, te": CrossEntropy("on", "te").of_stream,
-        "fused, te, 2 chunks": CrossEntropy("on", "te", -(-tokens // 2)).of_stream,
-        "fused, te, 4 chunks": CrossEntropy("on", "te", -(-tokens // 4)).of_stream,
+        "fused, native": CrossEntropy("on", "native").from_hidden_states,
+        "fused, te": CrossEntropy("on", "te").from_hidden_states,
+        "fused, te, 2 chunks": CrossEntropy("on", "te", -(-tokens // 2)).from_hidden_states,
+        "fused, te, 4 chunks": CrossEntropy("on", "te", -(-tokens // 4)).from_hidden_states,
     }
 
 
-def head_of(rows: int, words: int, width: int, dtype: torch.dtype) -> VocabularyHead:
+def head_of(rows: int, words: int, width: int, dtype: torch.dtype) -> OutputLayer:
     with torch.device("cuda"):
-        head = VocabularyHead(rows, words, width, TensorAxis())
+        head = OutputLayer(rows, words, width, TensorAxis())
     torch.nn.init.normal_(head.weight, std=width**-0.5)
     return head.to(dtype)
 

@@ -24,8 +24,8 @@ from bench.steps import milliseconds, synchronisations
 from pentatron.nn.init import draw_weights
 from pentatron.nn.moe import MoE
 from pentatron.nn.options import Axes, LayerOptions
-from pentatron.nn.recompute import NOTHING, Recompute, RecomputeSwitch
-from pentatron.parallel.shards import held_parameters
+from pentatron.nn.recompute import NO_RECOMPUTE, Recompute, RecomputeSwitch
+from pentatron.parallel.shards import sharded_parameters
 from pentatron.settings.core import CoreTransformerConfig
 from pentatron.settings.model import MoEConfig, TransformerConfig
 
@@ -37,7 +37,7 @@ class Way:
     name: str
     grouped: bool
     on_device: bool
-    recompute: Recompute = NOTHING
+    recompute: Recompute = NO_RECOMPUTE
 
 
 WAYS = (
@@ -67,7 +67,7 @@ def built(words: argparse.Namespace, way: Way) -> MoE:
     axes = Axes(options=LayerOptions(RecomputeSwitch(way.recompute)))
     with torch.device("cuda"):
         layer = MoE(CoreTransformerConfig.of(shape, moe), axes=axes)
-    draw_weights(held_parameters(layer), seed=1, std=0.02)
+    draw_weights(sharded_parameters(layer), seed=1, std=0.02)
     for parameter in layer.parameters():
         parameter.data = parameter.data.bfloat16()
     return layer.train()
@@ -108,7 +108,7 @@ def main() -> int:
         return 0
     x = torch.randn(words.tokens // LENGTH, LENGTH, words.hidden, device="cuda", dtype=torch.bfloat16)
     gradient = torch.randn_like(x)
-    chosen_by_itself = built(words, WAYS[1]).experts.all_on(x.flatten(0, 1))
+    chosen_by_itself = built(words, WAYS[1]).experts.can_run_on_device(x.flatten(0, 1))
 
     def run(layer: MoE) -> list[Tensor]:
         given = x.detach().requires_grad_()
@@ -131,7 +131,7 @@ def main() -> int:
     reference: list[Tensor] = []
     for way in WAYS:
         layer = built(words, way)
-        layer.experts.all_on = lambda x_TD, chosen=way.on_device: chosen  # type: ignore[method-assign, misc]
+        layer.experts.can_run_on_device = lambda x_TD, chosen=way.on_device: chosen  # type: ignore[method-assign, misc]
         found = run(layer)
         reference = reference or found
         apart = max(float((a - b).float().norm() / b.float().norm()) for a, b in zip(found, reference))

@@ -29,10 +29,10 @@ from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 from bench.cpu import in_turns  # noqa: E402
 from pentatron.cli.configure import prepare  # noqa: E402
-from pentatron.generate.continue_text import Ranks, load_stages, settings_of, speaking  # noqa: E402
+from pentatron.generate.continue_text import Ranks, build_generation_model, generation_config, load_stages  # noqa: E402
 from pentatron.generate.generate import Sampling, generate  # noqa: E402
 from pentatron.generate.source import open_source  # noqa: E402
-from pentatron.hf.architecture import config_of  # noqa: E402
+from pentatron.hf.architecture import config_from_settings  # noqa: E402
 from pentatron.parallel.world import single_process  # noqa: E402
 from pentatron.settings.entry import TRAIN  # noqa: E402
 
@@ -56,7 +56,7 @@ def save_model(folder: Path, preset: str, more: Sequence[str], dtype: torch.dtyp
         "cpu",
     ]
     config = prepare([*words, *more], TRAIN).resolved.config
-    written = config_of(config.model, config.moe)
+    written = config_from_settings(config.model, config.moe)
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**written)).to(dtype)
@@ -95,8 +95,8 @@ def ours(
 ) -> Callable[[], Texts]:
     source = open_source(folder)
     world = single_process(torch.device(device))
-    config = settings_of(source, Ranks())
-    model = speaking(load_stages(source, config, world, dtype), config, world)
+    config = generation_config(source, Ranks())
+    model = build_generation_model(load_stages(source, config, world, dtype), config, world)
 
     def work() -> Texts:
         found: Texts = [[] for _ in prompts]

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.steps import milliseconds_in_a_row
 from pentatron.layout.stages import StagePart
 from pentatron.models.causal_lm import CausalLM, build_stages
-from pentatron.nn.compiled import Compile
+from pentatron.nn.compiled import CompileOptions
 from pentatron.nn.options import Axes
 from pentatron.ops.fp8_linear import WeightScales
 from pentatron.ops.linear import DeferredGradients
@@ -54,7 +54,7 @@ OPTIONS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
 }
 
 
-def build(shape: str, backend: str, sequence: int, compile: Compile | None, more: str) -> CausalLM:
+def build(shape: str, backend: str, sequence: int, compile: CompileOptions | None, more: str) -> CausalLM:
     words = f"--preset {SHAPES[shape]} --num-layers {LAYERS} --seq-length {sequence} --bf16 --mock-data --train-iters 1 {more}"
     config = resolve(gather(words.split(), TRAIN), Facts(1, 1, 1)).config
     part = StagePart(tuple(range(LAYERS)), embedding=False, head=False)
@@ -121,7 +121,7 @@ def measure(
 ) -> Step:
     torch._dynamo.reset()
     counters.clear()
-    model = build(arguments.shape, backend, arguments.sequence, Compile() if compiled else None, more)
+    model = build(arguments.shape, backend, arguments.sequence, CompileOptions() if compiled else None, more)
     with options(option):
         width = next(iter(model.layers.values())).input_norm.weight.numel()  # type: ignore[union-attr,operator]
         step = Step(model, width, arguments.micro_batch, arguments.sequence)

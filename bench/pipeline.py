@@ -25,7 +25,7 @@ from pentatron.layout.ranks import Grid
 from pentatron.layout.schedules import training_schedule
 from pentatron.parallel.executor import Executor
 from pentatron.parallel.messages import open_messages
-from pentatron.parallel.world import World, connect
+from pentatron.parallel.world import World, create_groups
 from tests.harness import run_distributed
 from tests.harness.client import session_zygote
 
@@ -95,7 +95,7 @@ def their_step(world: World, virtual: int) -> Callable[[], object]:
 def milliseconds_per_micro_batch(kind: str, virtual: int, repeats: int) -> tuple[float, float]:
     """Ours and theirs: the quickest of `repeats` rounds of some steps each; whatever else runs only adds."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    world = connect(Grid(pipeline=ranks), rank, rank, CPU)
+    world = create_groups(Grid(pipeline=ranks), rank, rank, CPU)
     steps = (our_step(world, kind, virtual), their_step(world, virtual))
     times: tuple[list[float], list[float]] = ([], [])
     for round_number in range(repeats + 1):

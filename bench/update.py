@@ -19,11 +19,11 @@ from torch.optim.adamw import adamw
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench import steps
-from pentatron.ops.triton_update import Numbers, OnePass, Squares, Target
+from pentatron.ops.triton_update import AdamWParameters, FusedAdamWKernel, SumOfSquares, Target
 from pentatron.optim.update_rules import squared_norm
 
 _DEVICE = torch.device("cuda")
-_NUMBERS = Numbers(1e-5, 0.1, 0.9, 0.95, 1e-8, 5)
+_NUMBERS = AdamWParameters(1e-5, 0.1, 0.9, 0.95, 1e-8, 5)
 
 
 def sizes(layers: int, width: int, inner: int, vocabulary: int) -> list[int]:
@@ -96,10 +96,10 @@ def main() -> None:
     for block, warps in (map(int, words.split(":")) for words in given.blocks):
         told(
             f"one launch: norm, blocks of {block}, {warps} warps",
-            milliseconds(partial(Squares(block, warps), gradients)),
+            milliseconds(partial(SumOfSquares(block, warps), gradients)),
             2 * elements,
         )
-        spent = milliseconds(partial(OnePass(targets, block, warps), gradients, control, _NUMBERS))
+        spent = milliseconds(partial(FusedAdamWKernel(targets, block, warps), gradients, control, _NUMBERS))
         told(f"one pass: update, blocks of {block}, {warps} warps", spent, 28 * elements)
     by_torch(masters, moments, weights, gradients)
 

@@ -6,8 +6,8 @@ manipulation.
 
 Two formats use the same blocks. The sidecar of a data file stores the CRC-32 of every block, so that a block
 can be checked when it is first read. The manifest of a checkpoint stores one SHA-256 over them per file. A
-data file is written by one thread and may be continued by another process, so the state of `BlockSums` can be
-stored. A checkpoint is written at disk speed, so `ThreadedBlockSums` computes the blocks in a thread pool and
+data file is written by one thread and may be continued by another process, so the state of `BlockChecksums` can be
+stored. A checkpoint is written at disk speed, so `ThreadedBlockChecksums` computes the blocks in a thread pool and
 combines the CRCs of their parts.
 """
 
@@ -27,7 +27,7 @@ SHA256, CRC32 = "sha256", "crc32"
 READ_BYTES = 2**20
 
 # Progress callback, called with the number of bytes after each read.
-Tell = Callable[[int], None]
+ProgressCallback = Callable[[int], None]
 
 Data = bytes | memoryview
 
@@ -45,7 +45,7 @@ def crc32_of_stream(file: BinaryIO) -> int:
     return running
 
 
-def crc32_of_range(descriptor: int, start: int, size: int, tell: Tell | None = None) -> int:
+def crc32_of_range(descriptor: int, start: int, size: int, tell: ProgressCallback | None = None) -> int:
     """Returns the CRC-32 of `size` bytes of an open file from `start`, or of fewer at the end of the file."""
     running = 0
     for data in _reads(descriptor, start, size, tell):
@@ -53,7 +53,7 @@ def crc32_of_range(descriptor: int, start: int, size: int, tell: Tell | None = N
     return running
 
 
-def _reads(descriptor: int, start: int, left: int, tell: Tell | None) -> Iterator[memoryview]:
+def _reads(descriptor: int, start: int, left: int, tell: ProgressCallback | None) -> Iterator[memoryview]:
     """Yields a byte range in a buffer that is reused: each view is valid until the next one."""
     buffer = memoryview(bytearray(min(READ_BYTES, max(1, left))))
     while left > 0 and (size := os.preadv(descriptor, [buffer[:left]], start)):
@@ -72,7 +72,7 @@ def _parts_in_blocks(data: Data, filled: int, block_bytes: int) -> Iterator[memo
         filled = (filled + len(part)) % block_bytes
 
 
-class BlockSums:
+class BlockChecksums:
     """Computes the CRC-32 of each block of a byte stream, in the calling thread.
 
     `running` and `filled` are the CRC-32 and size of the incomplete block. A new object created with them
@@ -101,7 +101,7 @@ class BlockSums:
         return self.take_finished() + ([self.running] if self.filled else [])
 
 
-class ThreadedBlockSums:
+class ThreadedBlockChecksums:
     """Computes the digest of a byte stream (SHA-256 over the CRC-32 of its blocks) in a thread pool.
 
     `tensors` contains the CRC-32 of each tensor after `finish`. Every byte is read once: CRCs of parts are
@@ -142,9 +142,9 @@ class ThreadedBlockSums:
     def _sum_of_block(self, parts: "list[_Part]") -> int:
         crc = 0
         for part in parts:
-            crc = joined_crc32(crc, part.sum, part.bytes)
+            crc = crc32_combine(crc, part.sum, part.bytes)
             if part.tensor:
-                self.tensors[part.tensor] = joined_crc32(
+                self.tensors[part.tensor] = crc32_combine(
                     self.tensors.get(part.tensor, 0), part.sum, part.bytes
                 )
         return crc
@@ -169,7 +169,7 @@ def _digest(sums: Iterable[int]) -> str:
 
 
 def block_sums_of_file(
-    path: Path, block_bytes: int, threads: int = 1, cold: bool = False, tell: Tell | None = None
+    path: Path, block_bytes: int, threads: int = 1, cold: bool = False, tell: ProgressCallback | None = None
 ) -> Iterator[int]:
     """Yields the CRC-32 of each block of a file.
 
@@ -185,7 +185,7 @@ def block_sums_of_file(
                     range(0, size, block_bytes),
                 )
             return
-        sums = BlockSums(block_bytes)
+        sums = BlockChecksums(block_bytes)
         for data in _reads(descriptor, 0, size, tell):
             sums.update(data)
             yield from sums.take_finished()
@@ -193,9 +193,9 @@ def block_sums_of_file(
 
 
 def digest_of_file(
-    path: Path, block_bytes: int, threads: int = 1, cold: bool = False, tell: Tell | None = None
+    path: Path, block_bytes: int, threads: int = 1, cold: bool = False, tell: ProgressCallback | None = None
 ) -> str:
-    """Returns the digest that `ThreadedBlockSums` computes for the bytes of a file.
+    """Returns the digest that `ThreadedBlockChecksums` computes for the bytes of a file.
 
     If `block_bytes` is 0, SHA-256 of all bytes.
     """
@@ -215,16 +215,16 @@ def _size(descriptor: int, cold: bool) -> int:
     return os.fstat(descriptor).st_size
 
 
-class Sums(Protocol):
-    """Protocol of the checksums `SummedFile` updates: `BlockSums` or a hashlib digest."""
+class Checksum(Protocol):
+    """Protocol of the checksums `ChecksummedFile` updates: `BlockChecksums` or a hashlib digest."""
 
     def update(self, data: Any, /) -> object: ...
 
 
-class SummedFile:
+class ChecksummedFile:
     """A file that is checksummed while it is written. `bytes` and `sums` cover only successful writes."""
 
-    def __init__(self, file: BinaryIO, sums: Sums) -> None:
+    def __init__(self, file: BinaryIO, sums: Checksum) -> None:
         self.file, self.sums, self.bytes = file, sums, 0
 
     def write(self, data: Data) -> int:
@@ -242,7 +242,7 @@ _ONE = 1 << 31
 _DIVISOR = 0xEDB88320
 
 
-def joined_crc32(first: int, second: int, second_bytes: int) -> int:
+def crc32_combine(first: int, second: int, second_bytes: int) -> int:
     """Combines the CRC-32 of two consecutive byte ranges.
 
     This is zlib's crc32_combine, which Python does not expose.

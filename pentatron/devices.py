@@ -51,7 +51,7 @@ _CHIPS = {
 }
 
 
-def chip_of(device_name: str) -> Chip | None:
+def find_chip(device_name: str) -> Chip | None:
     """Returns the chip for a device name reported by the driver; None for a CPU or an unknown GPU."""
     words = f" {device_name.replace('-', ' ')} "
     return next((chip for name, chip in _CHIPS.items() if f" {name} " in words), None)
@@ -80,7 +80,7 @@ class Device:
 def _device(
     name: str, gigabytes: float, link: float, network: float = 50, processor: Chip | None = None
 ) -> Device:
-    chip = processor or chip_of(name)
+    chip = processor or find_chip(name)
     assert chip is not None, f"{name} must be in the table of chips"
     is_gpu = processor is None
     return Device(name, chip, int(gigabytes * GIB), link * _GIGA, network * _GIGA, is_gpu)
@@ -104,7 +104,7 @@ DEVICES = {
 }
 
 
-def device_named(name: str) -> Device:
+def find_device(name: str) -> Device:
     """Returns the device of this name in the table; UserError if it is unknown."""
     device = DEVICES.get(name.lower().replace(" ", "").replace("_", "-"))
     if device is None:

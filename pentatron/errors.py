@@ -14,7 +14,7 @@ class AgreedError(UserError):
     """An error that all ranks of a run raise with the same text, so it is printed once."""
 
 
-class NotSaved(AgreedError):
+class SaveError(AgreedError):
     """A checkpoint could not be written, for lack of space or permissions.
 
     Earlier checkpoints are intact, and a later save may succeed. `what` is the failure alone, without the
@@ -30,7 +30,7 @@ class FolderLost(AgreedError):
     """The folder that a run writes to was moved, removed, or taken over by another job."""
 
 
-class BadNumbers(AgreedError):
+class NonFiniteError(AgreedError):
     """A loss or gradient was NaN or inf.
 
     The exit code is Megatron-LM's: whether the result is reproducible.
@@ -56,7 +56,7 @@ class ConfigError(UserError):
             super().__init__(f"{len(self.problems)} problems in the configuration:\n{lines}")
 
 
-def file_sentence(error: OSError) -> str:
+def describe_os_error(error: OSError) -> str:
     """Formats an OSError as one sentence, with the fix for a full disk or missing permissions."""
     reason = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -1,8 +1,8 @@
 """Durable file writes: temporary names, fsync and atomic rename.
 
 A file is written under a temporary name in the same folder (a rename cannot cross file systems), synced with
-fsync and renamed; then the folder, which stores the name, is synced. `write_file` and `replaced` do this for
-one file, `whole_folder` for a folder. Checkpoints and data files consist of several files; their protocols
+fsync and renamed; then the folder, which stores the name, is synced. `write_file` and `atomic_write` do this for
+one file, `atomic_folder` for a folder. Checkpoints and data files consist of several files; their protocols
 (checkpoint/store.py, data/pair_writer.py) are built from the functions here.
 
 A killed process leaves its temporary files behind. The next writer removes them, unless a live process holds
@@ -26,7 +26,7 @@ TEMPORARY_SUFFIX = ".tmp"
 # --- fsync and rename ---
 
 
-def sync(file: IO[Any] | int) -> None:
+def fsync(file: IO[Any] | int) -> None:
     """Flushes an open file, or the file of a descriptor, to disk (fsync)."""
     if not isinstance(file, int):
         file.flush()
@@ -34,12 +34,12 @@ def sync(file: IO[Any] | int) -> None:
     os.fsync(file)
 
 
-def sync_data(descriptor: int) -> None:
+def fdatasync(descriptor: int) -> None:
     """Flushes the data of an open file to disk, with only the metadata needed to read it (fdatasync)."""
     os.fdatasync(descriptor)
 
 
-def sync_folder(path: Path) -> None:
+def fsync_folder(path: Path) -> None:
     """Syncs a folder. A new file or a rename in it survives a power failure only after this."""
     _sync_path(path, os.O_RDONLY)
 
@@ -47,7 +47,7 @@ def sync_folder(path: Path) -> None:
 def rename(path: Path, target: Path) -> None:
     """Renames a file or folder atomically, replacing a file of that name.
 
-    Durable only after `sync_folder`.
+    Durable only after `fsync_folder`.
     """
     path.rename(target)
 
@@ -56,7 +56,7 @@ def commit(temporary: Path, target: Path) -> None:
     """Syncs a finished temporary file, renames it to its target and syncs the folder."""
     _sync_path(temporary, os.O_RDWR)
     rename(temporary, target)
-    sync_folder(target.parent)
+    fsync_folder(target.parent)
 
 
 def make_folder(path: Path) -> None:
@@ -64,14 +64,14 @@ def make_folder(path: Path) -> None:
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in reversed(missing):
-        sync_folder(folder.parent)
+        fsync_folder(folder.parent)
 
 
-def write_new(path: Path, text: str) -> None:
+def write_new_synced(path: Path, text: str) -> None:
     """Writes and syncs a file that must not exist yet. Does not sync its folder."""
     with path.open("x", encoding="utf-8") as file:
         file.write(text)
-        sync(file)
+        fsync(file)
 
 
 def _sync_path(path: Path, flags: int) -> None:
@@ -112,7 +112,7 @@ def free_name(wanted: Path) -> Path:
     return _first_free(itertools.chain([wanted], numbered_names))
 
 
-def numbered(path: Path, separator: str, ending: str = "") -> Path:
+def next_numbered_name(path: Path, separator: str, ending: str = "") -> Path:
     """Returns the first of `NAME.1`, `NAME.2`, … that does not exist.
 
     `separator` precedes the number and `ending` follows it.
@@ -164,7 +164,7 @@ def _remove_if_free(path: Path, flags: int, remove: Callable[[Path], object]) ->
 
 
 def remove_leftover_folders(target: Path) -> None:
-    """Removes temporary folders of `target` that `whole_folder` left behind in a killed process."""
+    """Removes temporary folders of `target` that `atomic_folder` left behind in a killed process."""
     for folder in filter(Path.is_dir, hidden_names(target)):
         _remove_if_free(folder, os.O_RDONLY, _remove_tree)
 
@@ -178,12 +178,12 @@ def _remove_tree(folder: Path) -> None:
 
 def write_file(target: Path, content: bytes) -> None:
     """Writes a file atomically: on an error the old content stays."""
-    with replaced(target) as file:
+    with atomic_write(target) as file:
         file.write(content)
 
 
 @contextmanager
-def replaced(target: Path, suffix: str | None = None) -> Iterator[BinaryIO]:
+def atomic_write(target: Path, suffix: str | None = None) -> Iterator[BinaryIO]:
     """Context manager that yields a file that replaces `target` when the block ends without an error.
 
     Removes leftovers of `target` first. `suffix`: of the temporary name (default: `temporary_suffix()`).
@@ -201,7 +201,7 @@ def replaced(target: Path, suffix: str | None = None) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def whole_folder(target: Path) -> Iterator[Path]:
+def atomic_folder(target: Path) -> Iterator[Path]:
     """Context manager that yields a folder that becomes `target` when the block ends without an error.
 
     After an error it is removed. `target` must not exist or must be an empty folder.
@@ -213,9 +213,9 @@ def whole_folder(target: Path) -> Iterator[Path]:
         try:
             lock(descriptor)
             yield temporary
-            sync_folder(temporary)
+            fsync_folder(temporary)
             rename(temporary, target)
-            sync_folder(target.parent)
+            fsync_folder(target.parent)
         finally:
             os.close(descriptor)
     except BaseException:

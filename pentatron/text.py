@@ -21,12 +21,12 @@ def plural(number: int, noun: str) -> str:
     return noun if number == 1 else f"{noun}{suffix}"
 
 
-def counted(number: int, noun: str) -> str:
+def format_count(number: int, noun: str) -> str:
     """Formats a count with its noun: `1 file`, `2 files`, `1,024 files`."""
     return f"{number:,} {plural(number, noun)}"
 
 
-def in_digits(number: float, digits: int = 3) -> str:
+def format_significant(number: float, digits: int = 3) -> str:
     """Formats a number in significant digits, large numbers without an exponent: `1.23`, `999`, `1000`."""
     text = f"{number:.{digits}g}"
     return f"{number:.0f}" if "e+" in text else text
@@ -59,7 +59,7 @@ def in_gib(count: float, spec: str) -> str:
     return f"{count / 2**30:{spec}}"
 
 
-def abbreviated(number: float) -> str:
+def format_abbreviated(number: float) -> str:
     """Formats a count in three digits: `1.5 M`, `82 k`, `999`."""
     return _scaled(number, _THOUSANDS, 3) or f"{number:.0f}"
 
@@ -71,14 +71,16 @@ def parameter_count(number: float) -> str:
 
 def _scaled(number: float, units: Sequence[tuple[str, float]], digits: int) -> str:
     """Formats a number in its largest fitting unit; returns an empty string if it is below all units."""
-    return next((f"{in_digits(number / size, digits)} {unit}" for unit, size in units if number >= size), "")
+    return next(
+        (f"{format_significant(number / size, digits)} {unit}" for unit, size in units if number >= size), ""
+    )
 
 
 def seconds_text(seconds: float) -> str:
     """Formats a short duration in three digits: `12.3 ms`, `4.56 s`."""
     if not seconds:
         return "0 s"
-    return f"{in_digits(seconds * 1000)} ms" if seconds < 1 else f"{in_digits(seconds)} s"
+    return f"{format_significant(seconds * 1000)} ms" if seconds < 1 else f"{format_significant(seconds)} s"
 
 
 def duration(seconds: float) -> str:
@@ -104,9 +106,9 @@ def one_line(text: str) -> str:
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
-def spoken(text: str) -> str:
+def printable_without_secrets(text: str) -> str:
     """Removes control characters and secrets from text for a terminal or log."""
-    return redacted(printable(text))
+    return redact(printable(text))
 
 
 def _escaped(match: re.Match[str]) -> str:
@@ -116,34 +118,34 @@ def _escaped(match: re.Match[str]) -> str:
 
 # --- secrets ---
 
-HIDDEN = "***"
+REDACTED = "***"
 _SECRET_NAMES = r"API_?KEY|ACCESS_?KEY|SECRET|PASSWORD|PASSWD|CREDENTIALS?|AUTH_?TOKEN|ACCESS_?TOKEN"
 _SECRETS = (
     # user:password@ or token@ in a URL.
-    (re.compile(r"(?<=://)[^/\s@'\"]+(?=@)"), HIDDEN),
+    (re.compile(r"(?<=://)[^/\s@'\"]+(?=@)"), REDACTED),
     # WANDB_API_KEY=..., ?access_token=...; HF_TOKEN=... in capitals only: eos_token is not a secret.
-    (re.compile(rf"(?i)\b([A-Z0-9_]*(?:{_SECRET_NAMES})[A-Z0-9_]*\s*[=:]\s*)(?!\*\*\*)[^\s'\"&,;]+"), rf"\1{HIDDEN}"),
-    (re.compile(r"\b([A-Z][A-Z0-9]*(?:_[A-Z0-9]+)*_TOKEN\s*=\s*)(?!\*\*\*)[^\s'\"&,;]+"), rf"\1{HIDDEN}"),
-    (re.compile(r"(?i)([?&](?:token|key|sig|signature)=)[^\s'\"&]+"), rf"\1{HIDDEN}"),
-    (re.compile(r"(?i)\b(Bearer\s+)[A-Za-z0-9._~+/-]{16,}"), rf"\1{HIDDEN}"),
+    (re.compile(rf"(?i)\b([A-Z0-9_]*(?:{_SECRET_NAMES})[A-Z0-9_]*\s*[=:]\s*)(?!\*\*\*)[^\s'\"&,;]+"), rf"\1{REDACTED}"),
+    (re.compile(r"\b([A-Z][A-Z0-9]*(?:_[A-Z0-9]+)*_TOKEN\s*=\s*)(?!\*\*\*)[^\s'\"&,;]+"), rf"\1{REDACTED}"),
+    (re.compile(r"(?i)([?&](?:token|key|sig|signature)=)[^\s'\"&]+"), rf"\1{REDACTED}"),
+    (re.compile(r"(?i)\b(Bearer\s+)[A-Za-z0-9._~+/-]{16,}"), rf"\1{REDACTED}"),
     # Keys with a known format.
-    (re.compile(r"\b(?:hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_[A-Za-z0-9]{30,}|AKIA[0-9A-Z]{16})\b"), HIDDEN),
+    (re.compile(r"\b(?:hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_[A-Za-z0-9]{30,}|AKIA[0-9A-Z]{16})\b"), REDACTED),
 )  # fmt: skip
 
 
-def redacted(text: str) -> str:
+def redact(text: str) -> str:
     """Replaces everything that looks like a key or password by `***`."""
     for pattern, replacement in _SECRETS:
         text = pattern.sub(replacement, text)
     return text
 
 
-def redacted_value(value: Any) -> Any:
-    """Applies `redacted` to the value of a setting."""
+def redact_value(value: Any) -> Any:
+    """Applies `redact` to the value of a setting."""
     if isinstance(value, str):
-        return redacted(value)
+        return redact(value)
     if isinstance(value, tuple | list):
-        return type(value)(redacted_value(item) for item in value)
+        return type(value)(redact_value(item) for item in value)
     return value
 
 
@@ -162,7 +164,7 @@ def parse_json(text: str | bytes) -> Any:
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-def parse_document(text: str) -> Any:
+def parse_printable_json(text: str) -> Any:
     """Parses JSON whose strings are printed or written again.
 
     Also rejects unpaired surrogates, which UTF-8 cannot encode.
@@ -179,7 +181,7 @@ def parse_document(text: str) -> Any:
 # --- rendezvous ---
 
 
-def meeting_point(url: str) -> tuple[str, int] | None:
+def parse_rendezvous_url(url: str) -> tuple[str, int] | None:
     """Parses a rendezvous URL: `tcp://host:1234` returns (host, 1234), anything else None."""
     host, _, port = url.removeprefix("tcp://").rpartition(":")
     if not url.startswith("tcp://") or not host or not (port.isascii() and port.isdigit()):
@@ -197,7 +199,7 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // d for d in small)})
 
 
-def either(choices: list[int], limit: int = 12) -> str:
+def join_choices(choices: list[int], limit: int = 12) -> str:
     """Joins choices with `or`: `[1, 2, 3]` gives `1, 2 or 3`. Elides the middle of a long list."""
     if len(choices) > limit:
         shown = [*map(str, choices[: limit - 2]), "...", str(choices[-1])]

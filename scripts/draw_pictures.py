@@ -22,7 +22,7 @@ from pictures.zero import zero_stages  # noqa: E402
 
 from bench.performance_page import read_results  # noqa: E402
 from bench.whole_page import RESULTS  # noqa: E402
-from pentatron.cli.layout import picture  # noqa: E402
+from pentatron.cli.layout import draw_svg  # noqa: E402
 from pentatron.layout.check import check  # noqa: E402
 from pentatron.layout.ranks import Grid  # noqa: E402
 from pentatron.layout.schedules import training_schedule  # noqa: E402
@@ -50,7 +50,7 @@ def pictures() -> Iterator[tuple[str, str]]:
         schedule = training_schedule(kind, ranks, virtual, micro_batches)
         checked = check(schedule)
         title = f"{kind}: {ranks} ranks, {micro_batches} micro-batches, waiting {checked.bubble:.1%}"
-        yield f"schedule-{kind}.svg", picture(checked, schedule.placement, title)
+        yield f"schedule-{kind}.svg", draw_svg(checked, schedule.placement, title)
     yield "zero.svg", zero_stages(4)
     yield "context.svg", context_chunks(4)
     yield "experts.svg", expert_dispatch()

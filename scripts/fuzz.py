@@ -47,14 +47,14 @@ class Progress:
     def __init__(self, campaign: Campaign, shrink_seconds: float) -> None:
         self.campaign, self.shrink_seconds = campaign, shrink_seconds
         self.live = sys.stdout.isatty()
-        self.told, self.last = 0, -math.inf
+        self.mark_reported, self.last = 0, -math.inf
 
     def __call__(self, tally: Tally, passed: float) -> None:
-        for number, case, outcome in tally.failures[self.told :]:
+        for number, case, outcome in tally.failures[self.mark_reported :]:
             self.clear()
             name = f"seed {self.campaign.seed}, case {number}"
             report(name, case, outcome.failed, self.shrink_seconds, self.campaign.bug)
-        self.told = len(tally.failures)
+        self.mark_reported = len(tally.failures)
         line = f"{tally.run} of {self.campaign.wanted}: {tally.in_words()}; {self._left(tally, passed)}"
         if self.live:
             print(f"\r\x1b[K{line}", end="", flush=True)

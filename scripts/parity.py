@@ -29,7 +29,7 @@ from pentatron.compare.trial import (  # noqa: E402
     STEPS,
     WEIGHTS,
     failures,
-    worst,
+    largest_gap,
 )
 from tests.harness import GLOO, NCCL  # noqa: E402
 from tests.parity import ledger  # noqa: E402
@@ -78,7 +78,7 @@ def plant_all(jobs: int) -> list[tuple[str, Cell]]:
     found = []
     for task, cell in zip(tasks, judge_all(tasks, jobs)):
         found.append((task.bug, cell))
-        seen = worst(cell.judged)
+        seen = largest_gap(cell.judged)
         verdict = "caught" if not cell.passes else "MISSED"
         print(
             f"{verdict}  {task.bug:<45} {cell.family:<9} {cell.layout.name:<20} {seen.ratio:>10.3g} ×  {seen.what}"
@@ -115,7 +115,7 @@ def page(
     tables: list[list[list[Cell]]], bugs: list[tuple[str, Cell]], rounded: list[Rounded], seconds: float
 ) -> str:
     rows = [row for table in tables for row in table]
-    worst_cell = max((cell for row in rows for cell in row), key=lambda c: worst(c.judged).ratio)
+    worst_cell = max((cell for row in rows for cell in row), key=lambda c: largest_gap(c.judged).ratio)
     lines = [
         "# Parity: every layout computes the same numbers",
         "",
@@ -143,7 +143,7 @@ def page(
     lines += [
         "",
         f"{good} of {count} cells pass; the largest gap is {worst_cell.text} of what is allowed "
-        f"({worst(worst_cell.judged).what}, {worst_cell.family}, {worst_cell.layout.name}).",
+        f"({largest_gap(worst_cell.judged).what}, {worst_cell.family}, {worst_cell.layout.name}).",
         "",
         "## The net catches mistakes",
         "",
@@ -154,7 +154,7 @@ def page(
         "|---|---|---|---|---|",
     ]
     for bug, cell in bugs:
-        seen = worst(cell.judged)
+        seen = largest_gap(cell.judged)
         gap = f"{seen.ratio:.3g} ×" if not cell.passes else "**missed**"
         lines.append(f"| {bug} | {cell.family} | {cell.layout.name} | {gap} | {seen.what} |")
     lines += [

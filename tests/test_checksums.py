@@ -12,9 +12,9 @@ import pytest
 
 import pentatron.checksums as checksums
 from pentatron.checksums import (
-    BlockSums,
-    SummedFile,
-    ThreadedBlockSums,
+    BlockChecksums,
+    ChecksummedFile,
+    ThreadedBlockChecksums,
     block_sums_of_file,
     crc32_of_range,
     crc32_of_stream,
@@ -41,7 +41,7 @@ def test_parts_of_any_size_and_a_file_have_one_sum(
 ) -> None:
     monkeypatch.setattr(checksums, "READ_BYTES", 300)
     data = random.Random(size).randbytes(size)
-    adding, plain, begin = ThreadedBlockSums(BLOCK, threads), BlockSums(BLOCK), 0
+    adding, plain, begin = ThreadedBlockChecksums(BLOCK, threads), BlockChecksums(BLOCK), 0
     of_tensors = {"first": b"", "rest": b""}
     while begin < size:
         step = random.Random(begin).choice([1, 17, 900, 2500])
@@ -65,9 +65,9 @@ def test_parts_of_any_size_and_a_file_have_one_sum(
 def test_a_stream_is_continued_from_its_state() -> None:
     data = random.Random(1).randbytes(4 * BLOCK + 5)
     for cut in (0, 1, BLOCK, BLOCK + 1, 3 * BLOCK + 7, len(data)):
-        first = BlockSums(BLOCK)
+        first = BlockChecksums(BLOCK)
         first.update(data[:cut])
-        second = BlockSums(BLOCK, first.running, first.filled)
+        second = BlockChecksums(BLOCK, first.running, first.filled)
         second.update(data[cut:])
         assert first.take_finished() + second.take_last() == sums_by_definition(data)
         assert first.take_finished() == []
@@ -75,11 +75,11 @@ def test_a_stream_is_continued_from_its_state() -> None:
 
 def test_values_of_any_type_count_as_their_bytes() -> None:
     values = np.arange(600, dtype=np.uint32)
-    sums = BlockSums(BLOCK)
+    sums = BlockChecksums(BLOCK)
     sums.update(values.data)
     assert sums.take_last() == sums_by_definition(values.tobytes())
     held = io.BytesIO()
-    file = SummedFile(held, hashlib.sha256())
+    file = ChecksummedFile(held, hashlib.sha256())
     assert file.write(values.data) == file.bytes == values.nbytes and held.getvalue() == values.tobytes()
 
 
@@ -100,7 +100,7 @@ def test_a_write_that_fails_is_not_counted() -> None:
             raise OSError(28, "No space left on device")
 
     digest = hashlib.sha256()
-    file = SummedFile(Full(), digest)
+    file = ChecksummedFile(Full(), digest)
     with pytest.raises(OSError, match="No space"):
         file.write(b"lost")
     assert file.bytes == 0 and digest.hexdigest() == hashlib.sha256().hexdigest()

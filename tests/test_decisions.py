@@ -19,18 +19,18 @@ from pentatron.nn import compiled
 from pentatron.nn.experts import Experts
 from pentatron.nn.linear import WeightedModule
 from pentatron.nn.mlp import MLP
-from pentatron.ops.linear import one_kernel_can
+from pentatron.ops.linear import grouped_mm_supports
 from pentatron.optim import update_rules
 from pentatron.optim.build import build_optimizer
 from pentatron.optim.optimizer import Optimizer
-from pentatron.parallel.reduction import WholeReduction
+from pentatron.parallel.reduction import FullReduction
 from pentatron.parallel.world import single_process
 from pentatron.plan.shape import Shape
 from pentatron.settings.decision_types import Decisions, DeviceFacts
 from pentatron.settings.decisions import decide
 from pentatron.settings.resolve import notices_of_decisions
 from pentatron.settings.run import RunConfig, table
-from pentatron.train.graphs import record_steps
+from pentatron.train.graphs import build_graph_replay
 from pentatron.train.model import ParallelModel, build_parallel_model, model_dtype
 from tests.harness import run_distributed
 from tests.optim.tiny import here
@@ -119,7 +119,7 @@ def done(decisions: Decisions) -> tuple[object, ...]:
         (d.gate.in_second, d.gate.in_fp8),
         (d.loss.on, d.loss.on and (d.loss.implementation, d.loss.chunk)),
         (d.experts.on, d.experts.on_device),
-        (d.graphs.required, d.graphs.if_room),
+        (d.graphs.required, d.graphs.if_memory_allows),
         (d.fp8.format, d.fp8.format and d.fp8.by_rows, d.fp8.layers, d.fp8.head),
         *(d.update.on, d.offload.on, d.grad_overlap.on, d.param_overlap.on),
         *(d.allocations_recorded.on, d.torch_profiler.on),
@@ -290,7 +290,7 @@ BUILT: dict[str, tuple[Observed, Callable[[Decisions], object], tuple[str, ...]]
     ),
     "graphs": (
         lambda model: model.recording._recorder is not None,
-        lambda d: d.graphs.required or d.graphs.if_room,
+        lambda d: d.graphs.required or d.graphs.if_memory_allows,
         ("--cuda-graphs auto", "--cuda-graphs off", f"--cuda-graphs auto {MIXED} 32"),
     ),
     "layers in fp8": (
@@ -331,7 +331,7 @@ def test_what_is_built_is_what_was_decided(name: str) -> None:
         ("loss", "--no-cross-entropy-loss-fusion", {"loss": {"on": True}}),
         ("compilation", "--compile off", {"compilation": {"on": True}}),
         ("layers together", "--compile on", {"compilation": {"together": 2}}),
-        ("graphs", "--cuda-graphs off", {"graphs": {"if_room": True}}),
+        ("graphs", "--cuda-graphs off", {"graphs": {"if_memory_allows": True}}),
         ("layers in fp8", "--bf16 --fp8 hybrid", {"fp8": {"layers": range(1)}}),
         ("head in fp8", "--bf16 --fp8 hybrid", {"fp8": {"head": True}}),
         ("update", "--no-fused-update", {"optimizer": {"one_pass": True}}),
@@ -360,10 +360,10 @@ def test_experts_are_one_matmul_where_it_was_decided() -> None:
         experts = modules(model, Experts)[0]
         rows: Any = OnGPU()
         sizes = (*experts.linear_fc1.weight.shape[1:], *experts.linear_fc2.weight.shape[1:])
-        on_gpu = experts.grouped and one_kernel_can(rows, *sizes)
+        on_gpu = experts.grouped and grouped_mm_supports(rows, *sizes)
         decided = decide(model.config, H200).experts
         assert decided.on == decided.on_device == on_gpu
-        assert not decide(model.config, CPU).experts.on and not experts.all_on(torch.zeros(1, 64))
+        assert not decide(model.config, CPU).experts.on and not experts.can_run_on_device(torch.zeros(1, 64))
         seen.add(on_gpu)
     assert seen == {True, False}
 
@@ -376,7 +376,7 @@ def overlaps(words: str) -> tuple[tuple[object, ...], ...]:
     made = optimizer_of(model)
     hooks = any(m._forward_pre_hooks for m in modules(model, nn.Module))
     # Stages 0 and 1 of ZeRO reduce whole gradients.
-    found = {cast(WholeReduction, reduction).overlap for reduction in made._reductions.values()}
+    found = {cast(FullReduction, reduction).overlap for reduction in made._reductions.values()}
     d = model.decisions
     return (tuple(found), made._gathering.overlap, hooks), (
         (d.grad_overlap.on,),
@@ -451,6 +451,6 @@ def test_recordings_that_are_required_end_a_run_that_cannot_have_them() -> None:
         assert decided.required and bool(decided.problem) == bool(problem)
         if problem:
             with pytest.raises(UserError, match=problem):
-                record_steps(config, decided, torch.device("cpu"))
+                build_graph_replay(config, decided, torch.device("cpu"))
         else:
-            assert record_steps(config, decided, torch.device("cpu"))._recorder is not None
+            assert build_graph_replay(config, decided, torch.device("cpu"))._recorder is not None

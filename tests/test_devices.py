@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from pentatron.devices import DEVICES, chip_of
+from pentatron.devices import DEVICES, find_chip
 
 
 @pytest.mark.parametrize(
@@ -21,18 +21,18 @@ from pentatron.devices import DEVICES, chip_of
     ],
 )
 def test_dense_peaks_are_found_by_the_drivers_name(name: str, half: float) -> None:
-    found = chip_of(name)
+    found = find_chip(name)
     assert found is not None and found.half == half
 
 
 def test_an_unknown_device_has_no_peak() -> None:
-    assert chip_of("Some CPU with H2000 in its name") is None
+    assert find_chip("Some CPU with H2000 in its name") is None
 
 
 def test_a_planned_gpu_has_the_figures_of_its_chip() -> None:
     for device in DEVICES.values():
         if device.is_gpu:
-            assert device.chip == chip_of(device.name)
+            assert device.chip == find_chip(device.name)
     assert DEVICES["h100"].peak(2) == 989e12 and DEVICES["h100"].peak(4) == 67e12
 
 

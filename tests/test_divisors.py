@@ -2,7 +2,7 @@
 
 import pytest
 
-from pentatron.text import divisors, either
+from pentatron.text import divisors, join_choices
 
 
 @pytest.mark.parametrize("number", [1, 2, 7, 12, 36, 97, 1024, 12288])
@@ -21,4 +21,4 @@ def test_divisors(number: int) -> None:
     ],
 )
 def test_either(choices: list[int], words: str) -> None:
-    assert either(choices) == words
+    assert join_choices(choices) == words

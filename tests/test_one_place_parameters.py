@@ -11,7 +11,7 @@ from pentatron.compare.reshard import _world
 from pentatron.layout.stages import StagePart
 from pentatron.models.causal_lm import CausalLM, build_stages
 from pentatron.nn.options import axes_of
-from pentatron.parallel.shards import held_parameters
+from pentatron.parallel.shards import sharded_parameters
 from pentatron.plan.shape import Shape
 from pentatron.plan.static_memory import parameters_of, total_parameters
 from pentatron.settings import parameters
@@ -85,7 +85,7 @@ def stages_of(config: RunConfig, rank: int) -> dict[int, CausalLM]:
 def held_by(stage: CausalLM) -> list[Row]:
     return [
         (within_layer(held.name), tuple(held.parameter.shape), held.declared.copies)
-        for held in held_parameters(stage)
+        for held in sharded_parameters(stage)
     ]
 
 
@@ -120,7 +120,7 @@ def test_the_plan_counts_what_a_rank_holds(words: str, ranks: int, layout: str) 
     shape = Shape(config)
     for rank in range(ranks):
         stages = stages_of(config, rank)
-        held = sum(each.parameter.numel() for each in held_parameters(*stages.values()))
+        held = sum(each.parameter.numel() for each in sharded_parameters(*stages.values()))
         planned = parameters_of(shape, {number: config.stages[number] for number in stages})
         assert sum(each.elements for found in planned.values() for each in found) == held, rank
 
@@ -129,7 +129,7 @@ def test_the_plan_counts_what_a_rank_holds(words: str, ranks: int, layout: str) 
 def test_the_total_is_that_of_the_whole_model(words: str) -> None:
     config = resolved(f"{SIZES} {words}").config
     stage = stages_of(config, 0)[0]
-    whole = sum(piece.elements for each in held_parameters(stage) for piece in each.declared.pieces)
+    whole = sum(piece.elements for each in sharded_parameters(stage) for piece in each.declared.pieces)
     assert total_parameters(Shape(config))[0] == whole
 
 

@@ -3,11 +3,11 @@
 import pytest
 
 from pentatron.text import (
-    abbreviated,
     binary_size,
-    counted,
     decimal_size,
-    in_digits,
+    format_abbreviated,
+    format_count,
+    format_significant,
     in_gib,
     in_mib,
     parameter_count,
@@ -30,14 +30,16 @@ from pentatron.text import (
     ],
 )
 def test_three_digits_and_no_exponent(number: float, said: str) -> None:
-    assert in_digits(number) == said
+    assert format_significant(number) == said
 
 
 def test_a_number_that_rounds_up_to_a_thousand_of_its_unit() -> None:
-    assert in_digits(9999.7, 4) == "10000"
+    assert format_significant(9999.7, 4) == "10000"
     assert binary_size(999.7 * 2**20) == "1000 MiB" and binary_size(1023.4 * 2**20) == "1023 MiB"
     assert (
-        abbreviated(999_700) == "1000 k" and abbreviated(1_500_000) == "1.5 M" and abbreviated(999) == "999"
+        format_abbreviated(999_700) == "1000 k"
+        and format_abbreviated(1_500_000) == "1.5 M"
+        and format_abbreviated(999) == "999"
     )
     assert seconds_text(1234.5) == "1234 s" and seconds_text(0.9999) == "1000 ms" and seconds_text(0) == "0 s"
     assert parameter_count(8_030_261_248) == "8.03 B" and parameter_count(494_032_768) == "494 M"
@@ -70,4 +72,4 @@ def test_nouns_agree_with_their_number() -> None:
         and plural(4, "micro-batch") == "micro-batches"
         and plural(4, "epoch") == "epochs"
     )
-    assert counted(1, "file") == "1 file" and counted(1024, "step") == "1,024 steps"
+    assert format_count(1, "file") == "1 file" and format_count(1024, "step") == "1,024 steps"

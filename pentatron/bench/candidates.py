@@ -14,7 +14,7 @@ VARIANTS = ("zero", "sp", "schedules")
 _ZERO_STAGES = (0, 1, 2, 3)
 _SCHEDULES = ("1f1b", "gpipe", "zero-bubble", "zbv", "dualpipev")
 # Upper limit of the search for a micro-batch size.
-LARGEST = 65536
+MAX_MICRO_BATCH = 65536
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Candidate:
         return flags + (["--pipeline-schedule", self.schedule] if self.schedule is not None else [])
 
 
-def candidates(
+def all_layouts(
     processes: int, experts: int | None, fixed: Mapping[str, int], variants: Sequence[str]
 ) -> list[Candidate]:
     """Returns every layout of the processes, pure data parallelism first.
@@ -198,12 +198,12 @@ def _predicted_size(trials: Sequence[Trial], limit: float) -> int | None:
     return int(smaller + (limit - known[smaller]) / slope) if slope > 0 else None
 
 
-def largest(trials: Sequence[Trial]) -> Trial | None:
+def largest_fitting(trials: Sequence[Trial]) -> Trial | None:
     """Returns the trial of the largest size that fits."""
     return max((trial for trial in trials if trial.fits), key=lambda trial: trial.size, default=None)
 
 
-def lines(trials: Sequence[Trial]) -> list[str]:
+def trial_table(trials: Sequence[Trial]) -> list[str]:
     """Formats the trials as a table, by size."""
     rows = [f"{'micro-batch':>11}  {'memory':>9}  {'tokens/s':>9}"]
     for trial in sorted(trials, key=lambda trial: trial.size):

@@ -24,7 +24,7 @@ Row = dict[str, str]
 
 
 @dataclass(frozen=True)
-class Part:
+class Segment:
     """A segment of each bar, in one colour."""
 
     label: str
@@ -42,7 +42,7 @@ class Chart:
     file: str
     title: str
     axis: str
-    parts: Sequence[Part]
+    parts: Sequence[Segment]
     label: Callable[[Row], str]
     largest: float | None = None
     mark: float | None = None
@@ -65,14 +65,14 @@ CHARTS = (
         "throughput",
         "Throughput by layout",
         "tokens/s of all processes together",
-        [Part("tokens/s", _BLUE, _number("tokens_per_second"))],
+        [Segment("tokens/s", _BLUE, _number("tokens_per_second"))],
         lambda row: f"{float(row['tokens_per_second']):,.0f}",
     ),
     Chart(
         "memory",
         "Memory by layout",
         "peak MiB on the fullest rank (on a CPU: of the whole process)",
-        [Part("MiB", _GREEN, _number("memory_mib_per_rank"))],
+        [Segment("MiB", _GREEN, _number("memory_mib_per_rank"))],
         lambda row: f"{float(row['memory_mib_per_rank']):,.0f}",
     ),
     Chart(
@@ -80,9 +80,9 @@ CHARTS = (
         "Where the time of a step goes",
         "% of a step, mean of all ranks",
         [
-            Part("computing", _BLUE, lambda row: 100 - _percent("communication_share")(row)),
-            Part("waiting in collectives", _ORANGE, _percent("collective_share")),
-            Part("waiting for the pipeline", _GREY, _percent("pipeline_wait_share")),
+            Segment("computing", _BLUE, lambda row: 100 - _percent("communication_share")(row)),
+            Segment("waiting in collectives", _ORANGE, _percent("collective_share")),
+            Segment("waiting for the pipeline", _GREY, _percent("pipeline_wait_share")),
         ],
         lambda row: f"{100 - _percent('communication_share')(row):.0f} %",
         largest=100.0,

@@ -15,7 +15,7 @@ _GRACE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class Ended:
+class RankExits:
     """Exit codes by rank; negative ones are signals.
 
     `first`: the ranks that had failed at the first poll that saw a failure. `timed_out`: some ranks had to be
@@ -30,7 +30,7 @@ class Ended:
     def is_good(self) -> bool:
         return not self.timed_out and not any(self.exit_codes)
 
-    def killed(self, or_aborted: bool = False) -> str | None:
+    def killed_message(self, or_aborted: bool = False) -> str | None:
         """Returns the message if a signal killed the rank that failed first.
 
         SIGABRT counts only with `or_aborted`: a process may abort itself because another rank was lost.
@@ -43,7 +43,7 @@ class Ended:
         return None
 
 
-class Starter:
+class ForkServer:
     """Runs a function in one process per rank. `preload`: modules that the fork server imports."""
 
     def __init__(self, preload: Sequence[str]) -> None:
@@ -57,7 +57,7 @@ class Starter:
         processes: int,
         timeout: float,
         tick: Callable[[], None],
-    ) -> Ended:
+    ) -> RankExits:
         """Starts the processes and waits for them; calls `tick` at each poll."""
         workers = [
             # Not daemons, because a rank starts data workers and daemons may not have children.
@@ -90,7 +90,7 @@ class Starter:
                     worker.join()
         # `codes` is from before the kill, so ranks that were killed above do not count as failed.
         first = first or [rank for rank, code in enumerate(codes) if code]
-        return Ended([0 if code is None else code for code in codes], timed_out, first)
+        return RankExits([0 if code is None else code for code in codes], timed_out, first)
 
 
 def free_port() -> int:

@@ -12,11 +12,11 @@ from typing import Any, Literal
 from pentatron.bench import plot_results
 from pentatron.bench.candidates import Candidate
 from pentatron.errors import UserError
-from pentatron.files import numbered, rename, write_file
+from pentatron.files import next_numbered_name, rename, write_file
 from pentatron.monitor.metrics import read_metrics
 from pentatron.monitor.view import LEAST_UTILISATION, MOST_COMMUNICATION
 from pentatron.settings.run import RunConfig
-from pentatron.text import in_digits, in_mib
+from pentatron.text import format_significant, in_mib
 
 COLUMNS = (
     *("layout", "status", "reason", "processes", "data", "tensor", "context", "pipeline", "expert"),
@@ -190,7 +190,7 @@ class Table:
             f"{in_mib(max(m.memory_bytes), '>8,.0f')}",
             f"{_percent(m.communication_share):>6}",
             *([f"{'-' if m.utilisation is None else f'{m.utilisation:.0f}%':>5}"] if self.on_gpu else []),
-            f"{'-' if row.teraflops is None else in_digits(row.teraflops):>8}",
+            f"{'-' if row.teraflops is None else format_significant(row.teraflops):>8}",
             f"{_percent(row.mfu):>6}",
         ]
         return "  ".join([name, *cells])
@@ -204,7 +204,7 @@ def _percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.0f}%"
 
 
-def conclusions(rows: Sequence[Row]) -> list[str]:
+def summary_lines(rows: Sequence[Row]) -> list[str]:
     """Summarizes the results: the fastest and the leanest layout, communication and GPU utilisation."""
     finished = [(row, row.measured) for row in rows if row.measured is not None]
     if not finished:
@@ -270,6 +270,6 @@ class ResultsFolder:
                 f"{self.path} holds other files than a benchmark's, so it is not moved aside; name another folder with --out"
             )
         path = self.path.resolve()
-        aside = numbered(path, ".")
+        aside = next_numbered_name(path, ".")
         rename(path, aside)
         return aside

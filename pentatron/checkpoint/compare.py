@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pentatron.checkpoint.format import Manifest
 from pentatron.checkpoint.load import ROUTERS, WEIGHTS, StepReader
-from pentatron.checkpoint.tensor_file import DTYPES, Outline, Read, blocks
+from pentatron.checkpoint.tensor_file import DTYPES, ReadRectangle, TensorSpec, blocks
 from pentatron.parallel.shards import Shape
 
 # Integer dtypes by element size, to compare the bits of values.
@@ -24,12 +24,12 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
-class Side:
+class ComparedTensors:
     """One side of a comparison: tensors that are read by rectangles, from a step or another source."""
 
     name: str
-    outlines: Mapping[str, Outline]
-    read: Read
+    outlines: Mapping[str, TensorSpec]
+    read: ReadRectangle
 
 
 @dataclass
@@ -126,7 +126,9 @@ def _ulps(ours: Tensor, theirs: Tensor) -> int:
 
 
 @torch.no_grad()
-def compare_tensor(name: str, ours: Side, theirs: Side, tell: Callable[[int], None]) -> Difference:
+def compare_tensor(
+    name: str, ours: ComparedTensors, theirs: ComparedTensors, tell: Callable[[int], None]
+) -> Difference:
     """Compares one tensor block by block. `tell` gets the number of bytes read."""
     difference = Difference(name)
     a, b = ours.outlines[name], theirs.outlines[name]

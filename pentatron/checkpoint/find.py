@@ -12,8 +12,8 @@ from typing import Any
 
 from pentatron.checkpoint.format import FILE_NAME, DamagedCheckpoint, Manifest, read_manifest, verify_files
 from pentatron.checkpoint.load import ROUTERS, WEIGHTS
-from pentatron.checkpoint.retention import read_bases
-from pentatron.checkpoint.store import TRACKER, CheckpointStore, Found, require_one_step
+from pentatron.checkpoint.retention import read_base_steps
+from pentatron.checkpoint.store import TRACKER, Checkpoint, CheckpointStore, require_one_step
 from pentatron.checkpoint.untrusted import implausible
 from pentatron.checkpoint.verify import Check
 from pentatron.errors import UserError
@@ -27,22 +27,22 @@ LATEST = "latest"
 _MEGATRON_FILES = {"torch_dist": (".metadata", "*.distcp"), "torch": ("mp_rank_*",)}
 
 
-def checkpoints_of(run: Path) -> Path:
+def default_checkpoint_folder(run: Path) -> Path:
     """Default folder of a run's checkpoints."""
     return run / "checkpoints"
 
 
-def followed(path: Path) -> Path:
+def resolve_latest(path: Path) -> Path:
     """Resolves a `latest` file to the step it names; returns other paths unchanged."""
     if path.name != LATEST or not path.is_file():
         return path
-    step_name = pointed_at(path.parent)
+    step_name = read_latest(path.parent)
     # Untrusted: a name from a file must not contain a path.
     step = path.parent / step_name
     return step if Path(step_name).name == step_name and is_step(step) else path
 
 
-def pointed_at(steps: Path) -> str:
+def read_latest(steps: Path) -> str:
     """Content of `latest`, or an empty string. Only used if the user names the file."""
     return _read_line(steps / LATEST)
 
@@ -59,19 +59,19 @@ def is_step(path: Path) -> bool:
     return (path / FILE_NAME).is_file()
 
 
-def steps_at(path: Path) -> Path | None:
+def find_steps_folder(path: Path) -> Path | None:
     """Returns the folder of steps for a path: the path or its `checkpoints`.
 
     None if neither has steps, not even damaged ones.
     """
-    for folder in (path, checkpoints_of(path)):
+    for folder in (path, default_checkpoint_folder(path)):
         store = CheckpointStore(folder, keep=None)
         if store.steps() or store.damaged():
             return folder
     return None
 
 
-def read_step(folder: Path, verify: bool, check: Check = verify_files) -> Found:
+def read_step(folder: Path, verify: bool, check: Check = verify_files) -> Checkpoint:
     """Reads the step in this folder. `verify`: compare digests with `check`."""
     # Resolved, as related files are in the parent folder, which a symbolic link or `.` would hide.
     folder = folder.resolve()
@@ -82,10 +82,10 @@ def read_step(folder: Path, verify: bool, check: Check = verify_files) -> Found:
             check(folder, manifest)
     except DamagedCheckpoint as damage:
         raise UserError(f"{damage}; name another step") from None
-    return Found(folder, manifest)
+    return Checkpoint(folder, manifest)
 
 
-def megatron_step(path: Path) -> tuple[Path, str] | None:
+def find_megatron_checkpoint(path: Path) -> tuple[Path, str] | None:
     """Returns the Megatron-LM checkpoint for a path and its format, or None. Reads only the tracker file."""
     for folder in (path, _newest_iteration(path)):
         if folder is None or not folder.is_dir():
@@ -108,7 +108,7 @@ def _newest_iteration(path: Path) -> Path | None:
 
 def refuse_other_formats(path: Path) -> None:
     """Raises UserError if the folder contains a Megatron-LM checkpoint, with the option to read it."""
-    if (step := megatron_step(path)) is not None:
+    if (step := find_megatron_checkpoint(path)) is not None:
         folder, kind = step
         described = "format torch_dist" if kind == "torch_dist" else "older format, one file for each rank"
         raise UserError(
@@ -122,17 +122,17 @@ def refuse_other_formats(path: Path) -> None:
         )
 
 
-def find_step(path: Path, check: Check | None = None) -> tuple[Found, list[str]]:
+def find_step(path: Path, check: Check | None = None) -> tuple[Checkpoint, list[str]]:
     """Returns the step for a path, or its newest valid one, and a message about each newer invalid one.
 
     Compares digests only if `check` is given.
     """
-    path = followed(path)
+    path = resolve_latest(path)
     if is_step(path):
         return read_step(path, check is not None, check or verify_files), []
     if not path.is_dir():
         raise UserError(f"the folder {path} does not exist; name a run, its checkpoints, or one step of them")
-    store = CheckpointStore(steps_at(path) or path, keep=None)
+    store = CheckpointStore(find_steps_folder(path) or path, keep=None)
     newest, messages = store.newest_valid(check is not None, set_aside=False, check=check or verify_files)
     if newest is None:
         refuse_other_formats(path)
@@ -160,7 +160,7 @@ _PARALLEL_SIZES = (
 
 
 @dataclass(frozen=True)
-class StepFacts:
+class ListedStep:
     """A listed step. `manifest` is None if `problem` is set. Digests are not compared."""
 
     folder: Path
@@ -179,27 +179,27 @@ class StepFacts:
         return ", ".join([condition, *["base"] * self.is_base, *["latest"] * self.is_latest])
 
 
-def survey(path: Path) -> list[StepFacts]:
+def list_steps(path: Path) -> list[ListedStep]:
     """Lists the steps for a path, oldest first, including those set aside."""
-    path = followed(path)
+    path = resolve_latest(path)
     if is_step(path):
         folder = path.resolve()
-        return [_facts(folder, pointed_at(folder.parent), read_bases(folder.parent) or frozenset())]
-    steps = steps_at(path)
+        return [_facts(folder, read_latest(folder.parent), read_base_steps(folder.parent) or frozenset())]
+    steps = find_steps_folder(path)
     if steps is None:
         return []
-    store, pointed, bases = CheckpointStore(steps, keep=None), pointed_at(steps), read_bases(steps)
+    store, pointed, bases = CheckpointStore(steps, keep=None), read_latest(steps), read_base_steps(steps)
     return [_facts(folder, pointed, bases or frozenset()) for folder in (*store.steps(), *store.damaged())]
 
 
-def _facts(folder: Path, pointed: str, bases: frozenset[str]) -> StepFacts:
+def _facts(folder: Path, pointed: str, bases: frozenset[str]) -> ListedStep:
     manifest, problem = None, ""
     try:
         manifest = read_manifest(folder)
     except (DamagedCheckpoint, UserError) as error:
         problem = str(error)
     files = [path.lstat() for path in folder.iterdir() if path.is_file()]
-    return StepFacts(
+    return ListedStep(
         folder,
         max((file.st_mtime for file in files), default=folder.stat().st_mtime),
         sum(file.st_size for file in files),
@@ -219,7 +219,7 @@ def is_resumable(manifest: Manifest) -> bool:
     return is_sgd and not manifest.run_state.get("weights_only", False)
 
 
-def layout_words(config: Mapping[str, Any]) -> str:
+def format_layout(config: Mapping[str, Any]) -> str:
     """Formats the parallel sizes of a step: `tp2 pp2 dp2 zero1`, or `one process`."""
     saved = Settings.of_sections(config)
     sizes = [
@@ -250,7 +250,7 @@ _DERIVED = (
 _LARGEST = 2**63 - 1
 
 
-def saved_settings(found: Found) -> dict[str, Any]:
+def saved_settings(found: Checkpoint) -> dict[str, Any]:
     """Saved settings by name, from all sections.
 
     An unknown setting of the model is refused: it may change the model.
@@ -274,7 +274,7 @@ def saved_settings(found: Found) -> dict[str, Any]:
     return saved
 
 
-def _typed(found: Found, name: str, value: Any) -> Any:
+def _typed(found: Checkpoint, name: str, value: Any) -> Any:
     """Returns a saved value in the type of its setting. Raises UserError if it has another type."""
     item = table()[name]
     absent = value is None and (item.optional or item.section not in _USED)
@@ -299,7 +299,7 @@ def _is_valid(item: Setting, value: Any) -> bool:
     return not item.choices or item.section not in _USED or value in item.choices
 
 
-def architecture_of(found: Found) -> tuple[TransformerConfig, MoEConfig]:
+def saved_architecture(found: Checkpoint) -> tuple[TransformerConfig, MoEConfig]:
     """Model configuration of a step. Settings it lacks are newer than the step and have their defaults."""
     saved = saved_settings(found)
     model_settings, moe_settings = (

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pentatron.checkpoint.tensor_file import DTYPES, TORCH_FILES, FileRecord, piece_sums, write_tensors
-from pentatron.checkpoint.untrusted import check_types, is_inside, read_json, too_large
+from pentatron.checkpoint.tensor_file import DTYPES, TORCH_FILES, FileRecord, tensor_checksums, write_tensors
+from pentatron.checkpoint.untrusted import check_types, is_in_folder, oversized_file, read_json
 from pentatron.checksums import digest_of_file
 from pentatron.errors import UserError
 from pentatron.parallel.encoding import sendable
@@ -240,7 +240,7 @@ def _check_tensors(folder: Path, manifest: Manifest) -> None:
         for piece in record.pieces:
             stored[piece.file] += math.prod(piece.shape) * DTYPES[record.dtype].itemsize
     sizes = {name: file.bytes for name, file in manifest.files.items()}
-    if (file := too_large(stored, sizes)) is not None:
+    if (file := oversized_file(stored, sizes)) is not None:
         raise DamagedCheckpoint(
             f"{folder / FILE_NAME} lists {stored[file]} bytes of tensors in {file}, which has {sizes[file]} bytes"
         )
@@ -255,7 +255,7 @@ def _check_file(folder: Path, name: str, record: FileRecord) -> None:
     path = folder / name
     if not path.is_file():
         raise DamagedCheckpoint(f"{path} is missing")
-    if not is_inside(path, folder):
+    if not is_in_folder(path, folder):
         raise DamagedCheckpoint(f"{path} is a symbolic link out of its step, which is not followed")
     if path.stat().st_size != record.bytes:
         raise DamagedCheckpoint(f"{path} has {path.stat().st_size} bytes, not {record.bytes}")
@@ -286,10 +286,10 @@ def verify_some(folder: Path, manifest: Manifest, names: Sequence[str], cold: bo
     if bad:
         name, digest = bad[0]
         more = f" (and {len(bad) - 1} more files are damaged)" if len(bad) > 1 else ""
-        raise DamagedCheckpoint(f"{what_is_damaged(folder / name, manifest, digest)[1]}{more}")
+        raise DamagedCheckpoint(f"{locate_damage(folder / name, manifest, digest)[1]}{more}")
 
 
-def what_is_damaged(path: Path, manifest: Manifest, digest: str) -> tuple[list[str], str]:
+def locate_damage(path: Path, manifest: Manifest, digest: str) -> tuple[list[str], str]:
     """Returns the damaged tensors of a file whose digest is wrong, and a sentence about the damage.
 
     Tensors are located by their own CRC-32; without these, all tensors of the file are returned.
@@ -305,7 +305,7 @@ def what_is_damaged(path: Path, manifest: Manifest, digest: str) -> tuple[list[s
     if not pieces or any(piece.crc32 is None for _, piece in pieces.values()):
         return names, f"{wrong} it holds {len(names)} tensors, from {names[0] if names else 'none'} on"
     try:
-        sums = piece_sums(path)
+        sums = tensor_checksums(path)
     except (ValueError, TypeError) as error:
         return names, f"{wrong} its header is damaged ({error}), and with it all {len(pieces)} tensors"
     damaged = [key for key, (_, piece) in pieces.items() if sums.get(key) != piece.crc32]
@@ -321,7 +321,7 @@ def what_is_damaged(path: Path, manifest: Manifest, digest: str) -> tuple[list[s
 
 @sendable
 @dataclass(frozen=True)
-class Written:
+class RankWriteResult:
     """What one rank wrote, or why it could not.
 
     `failure`: an I/O error. `mistake`: a bug in the caller.
@@ -335,7 +335,7 @@ class Written:
 
 @sendable
 @dataclass(frozen=True)
-class Verdict:
+class SaveResult:
     """Outcome of a save, decided by rank 0: the folder of the step, or what went wrong.
 
     `to_check`: all ranks must read the step back before older ones are removed. `note`: an additional
@@ -352,12 +352,12 @@ class Verdict:
     keeps_older: bool = False
 
 
-def own_fragments(own: Mapping[str, Tensor]) -> list[Fragment]:
+def rank_local_fragments(own: Mapping[str, Tensor]) -> list[Fragment]:
     """Returns tensors that exist only on this rank as fragments that cover them."""
     return [Fragment(name, tuple(t.shape), (0,) * t.dim(), t) for name, t in own.items()]
 
 
-def write_part(path: Path, fragments: Sequence[Fragment]) -> Written:
+def write_rank_file(path: Path, fragments: Sequence[Fragment]) -> RankWriteResult:
     """Writes one rank's file, if it has any tensors.
 
     Errors are returned as text, to be gathered on all ranks.
@@ -378,11 +378,11 @@ def write_part(path: Path, fragments: Sequence[Fragment]) -> Written:
             name: replace(r, pieces=tuple(replace(piece, crc32=crc32.get(piece.key)) for piece in r.pieces))
             for name, r in _collect(records).items()
         }
-        return Written(file, tensors)
+        return RankWriteResult(file, tensors)
     except OSError as error:
-        return Written(failure=error.strerror or str(error))
+        return RankWriteResult(failure=error.strerror or str(error))
     except ValueError as error:
-        return Written(mistake=str(error))
+        return RankWriteResult(mistake=str(error))
 
 
 def _describe(fragment: Fragment, file: str) -> TensorRecord:
@@ -417,7 +417,7 @@ def _collect(records: Iterable[tuple[str, TensorRecord]]) -> dict[str, TensorRec
     }
 
 
-def whole_tensors(records: Iterable[tuple[str, TensorRecord]]) -> dict[str, TensorRecord]:
+def merge_tensor_records(records: Iterable[tuple[str, TensorRecord]]) -> dict[str, TensorRecord]:
     """Merges the records of all ranks. Raises ValueError unless the pieces cover every tensor exactly."""
     tensors = _collect(records)
     for name, record in tensors.items():

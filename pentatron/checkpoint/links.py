@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pentatron.checkpoint.tensor_file import Outline, Read, blocks, holds
+from pentatron.checkpoint.tensor_file import ReadRectangle, TensorSpec, blocks, represents_exactly
 from pentatron.errors import UserError
 from pentatron.parallel.shards import Fragment, Shape, overlap, region
 from pentatron.settings.model import TransformerConfig
@@ -81,7 +81,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor of theirs, and which rows of ours it holds (a key of `PARTS`).
+    """A tensor of theirs, and which rows of ours it holds (a key of `ROW_SELECTIONS`).
 
     `name` may contain `{base}` (prefix of the whole file), `{kind}` (`weight` or `bias`), `{layer}`, and
     `{expert}` if each expert has its own tensor. `transposed`: matrices are [inputs, outputs]; biases are not
@@ -95,7 +95,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """Table row: a tensor of ours and its possible sources. The first form is written, all are read."""
 
     ours: str
@@ -109,12 +109,12 @@ class NameTable:
     `unknown` is the error message for a tensor without a row, with its name as `{ours}`.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[TableRow, ...]
     unknown: str
 
 
 @dataclass(frozen=True)
-class Run:
+class RowRange:
     """`count` consecutive rows, from `ours` in our tensor and from `theirs` in theirs."""
 
     ours: int
@@ -122,31 +122,31 @@ class Run:
     count: int
 
 
-def _queries(model: TransformerConfig, rows: int) -> list[Run]:
+def _queries(model: TransformerConfig, rows: int) -> list[RowRange]:
     """Rows of the queries.
 
     In our QKV tensor, each group holds its queries, then one key and one value head.
     """
     groups, queries, width = _attention(model)
     rows_per_group, stride = queries * width, (queries + 2) * width
-    return [Run(g * stride, g * rows_per_group, rows_per_group) for g in range(groups)]
+    return [RowRange(g * stride, g * rows_per_group, rows_per_group) for g in range(groups)]
 
 
-def _keys(model: TransformerConfig, rows: int) -> list[Run]:
+def _keys(model: TransformerConfig, rows: int) -> list[RowRange]:
     groups, queries, width = _attention(model)
-    return [Run((g * (queries + 2) + queries) * width, g * width, width) for g in range(groups)]
+    return [RowRange((g * (queries + 2) + queries) * width, g * width, width) for g in range(groups)]
 
 
-def _values(model: TransformerConfig, rows: int) -> list[Run]:
-    return [Run(run.ours + run.count, run.theirs, run.count) for run in _keys(model, rows)]
+def _values(model: TransformerConfig, rows: int) -> list[RowRange]:
+    return [RowRange(run.ours + run.count, run.theirs, run.count) for run in _keys(model, rows)]
 
 
-def _queries_keys_values(model: TransformerConfig, rows: int) -> list[Run]:
+def _queries_keys_values(model: TransformerConfig, rows: int) -> list[RowRange]:
     """Rows of all queries, then all keys, then all values, in one tensor."""
-    runs: list[Run] = []
+    runs: list[RowRange] = []
     for part in (_queries, _keys, _values):
         offset = sum(run.count for run in runs)
-        runs += [Run(run.ours, offset + run.theirs, run.count) for run in part(model, rows)]
+        runs += [RowRange(run.ours, offset + run.theirs, run.count) for run in part(model, rows)]
     return runs
 
 
@@ -156,10 +156,10 @@ def _attention(model: TransformerConfig) -> Shape:
 
 
 # Row selections of our tensor, by the names that tables use.
-PARTS: dict[str, Callable[[TransformerConfig, int], list[Run]]] = {
-    "all": lambda model, rows: [Run(0, 0, rows)],
-    "first half": lambda model, rows: [Run(0, 0, rows // 2)],
-    "second half": lambda model, rows: [Run(rows // 2, 0, rows // 2)],
+ROW_SELECTIONS: dict[str, Callable[[TransformerConfig, int], list[RowRange]]] = {
+    "all": lambda model, rows: [RowRange(0, 0, rows)],
+    "first half": lambda model, rows: [RowRange(0, 0, rows // 2)],
+    "second half": lambda model, rows: [RowRange(rows // 2, 0, rows // 2)],
     "queries": _queries,
     "keys": _keys,
     "values": _values,
@@ -188,7 +188,7 @@ def links_by_table(
     return links
 
 
-def _row_of(table: NameTable, ours: str) -> tuple[Row, dict[str, str]]:
+def _row_of(table: NameTable, ours: str) -> tuple[TableRow, dict[str, str]]:
     """Returns the table row of a tensor and the values of its placeholders."""
     for row in table.rows:
         pattern = re.escape(row.ours).replace(r"\{layer\}", r"(?P<layer>\d+)")
@@ -199,7 +199,7 @@ def _row_of(table: NameTable, ours: str) -> tuple[Row, dict[str, str]]:
 
 
 def _links_of_tensor(
-    row: Row,
+    row: TableRow,
     ours: str,
     shape: Shape,
     fields: Mapping[str, str],
@@ -208,7 +208,7 @@ def _links_of_tensor(
 ) -> Iterator[Link]:
     """Yields the links of one tensor."""
     for source in _form(row, fields, names):
-        runs = PARTS[source.part](model, shape[_rows_axis(shape)])
+        runs = ROW_SELECTIONS[source.part](model, shape[_rows_axis(shape)])
         per_expert = "{expert}" in source.name
         for expert in range(shape[0]) if per_expert else (0,):
             theirs = source.name.format(expert=expert, **fields)
@@ -217,7 +217,7 @@ def _links_of_tensor(
                 yield _link(source, ours, shape, theirs, run, expert if per_expert else None, layer)
 
 
-def _form(row: Row, fields: Mapping[str, str], names: Collection[str] | None) -> tuple[Source, ...]:
+def _form(row: TableRow, fields: Mapping[str, str], names: Collection[str] | None) -> tuple[Source, ...]:
     """Returns the first form that exists in the file, else the first form."""
     for form in row.forms:
         if names is None or form[0].name.format(expert=0, **fields) in names:
@@ -231,7 +231,7 @@ def _rows_axis(shape: Shape) -> int:
 
 
 def _link(
-    source: Source, ours: str, shape: Shape, theirs: str, run: Run, expert: int | None, layer: int | None
+    source: Source, ours: str, shape: Shape, theirs: str, run: RowRange, expert: int | None, layer: int | None
 ) -> Link:
     """Returns the link of one run of rows."""
     axis = _rows_axis(shape)
@@ -278,8 +278,8 @@ def their_shapes(links: Iterable[Link]) -> dict[str, Shape]:
 
 
 # Dtypes the user may choose.
-BY_NAME = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_NAMES = {dtype: name for name, dtype in BY_NAME.items()} | {torch.float64: "fp64"}
+DTYPES_BY_NAME = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_NAMES = {dtype: name for name, dtype in DTYPES_BY_NAME.items()} | {torch.float64: "fp64"}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -290,19 +290,23 @@ def common_dtype(stored: Iterable[torch.dtype]) -> torch.dtype:
     """Returns the narrowest dtype that represents the values of all of these exactly."""
     dtypes = set(stored)
     candidates = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-    return next(candidate for candidate in candidates if all(holds(candidate, dtype) for dtype in dtypes))
+    return next(
+        candidate for candidate in candidates if all(represents_exactly(candidate, dtype) for dtype in dtypes)
+    )
 
 
-def require_room(name: str, stored: torch.dtype, wanted: torch.dtype) -> None:
+def require_exact_dtype(name: str, stored: torch.dtype, wanted: torch.dtype) -> None:
     """Refuses a dtype that would round values of this tensor."""
-    if not holds(wanted, stored):
+    if not represents_exactly(wanted, stored):
         raise UserError(
             f"{name} is {dtype_name(stored)}, of which {dtype_name(wanted)} cannot hold every value; leave out --dtype to keep "
             f"the type, or add --allow-narrowing to round the weights"
         )
 
 
-def reads_ours(links: Iterable[Link], theirs: Read, outlines: Mapping[str, Outline]) -> Read:
+def reads_ours(
+    links: Iterable[Link], theirs: ReadRectangle, outlines: Mapping[str, TensorSpec]
+) -> ReadRectangle:
     """Returns a reader of rectangles of our tensors from theirs."""
 
     def part(link: Link, at: Shape, extent: Shape) -> Tensor:
@@ -311,7 +315,9 @@ def reads_ours(links: Iterable[Link], theirs: Read, outlines: Mapping[str, Outli
     return _reader(by_ours(links), Link.shared_with_ours, part, outlines)
 
 
-def reads_theirs(links: Iterable[Link], ours: Read, outlines: Mapping[str, Outline]) -> Read:
+def reads_theirs(
+    links: Iterable[Link], ours: ReadRectangle, outlines: Mapping[str, TensorSpec]
+) -> ReadRectangle:
     """Returns a reader of rectangles of their tensors from ours."""
 
     def part(link: Link, at: Shape, extent: Shape) -> Tensor:
@@ -324,8 +330,8 @@ def _reader(
     links: Mapping[str, Sequence[Link]],
     intersection: Callable[[Link, Shape, Shape], tuple[Shape, Shape] | None],
     part: Callable[[Link, Shape, Shape], Tensor],
-    outlines: Mapping[str, Outline],
-) -> Read:
+    outlines: Mapping[str, TensorSpec],
+) -> ReadRectangle:
     """Returns a reader that assembles rectangles from the parts that the links of a tensor provide."""
 
     def read(name: str, start: Shape, size: Shape) -> Tensor:
@@ -347,7 +353,7 @@ def _reader(
     return read
 
 
-def fill(target: Fragment, links: Iterable[Link], theirs: Read) -> None:
+def fill(target: Fragment, links: Iterable[Link], theirs: ReadRectangle) -> None:
     """Overwrites a rectangle of our tensor in place; `links` are those of the tensor.
 
     Copies block by block.
@@ -374,7 +380,7 @@ def _subtract(at: Shape, start: Shape) -> Shape:
 def _cast(dtype: torch.dtype, values: Tensor, name: str) -> Tensor:
     """Converts values to a dtype. Rounding is allowed here; a finite value that becomes inf is an error."""
     cast = values.to(dtype)
-    if holds(dtype, values.dtype) or all(extreme.isfinite() for extreme in cast.aminmax()):
+    if represents_exactly(dtype, values.dtype) or all(extreme.isfinite() for extreme in cast.aminmax()):
         return cast
     overflowed = cast.isinf() & values.isfinite()
     if overflowed.any():

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pentatron.checkpoint.format import DamagedCheckpoint, Manifest, StoredPiece
-from pentatron.checkpoint.tensor_file import DTYPES, TORCH_FILES, blocks, holds
+from pentatron.checkpoint.tensor_file import DTYPES, TORCH_FILES, blocks, represents_exactly
 from pentatron.checkpoint.torch_file import TorchFile
 from pentatron.errors import UserError
 from pentatron.parallel.shards import Fragment, Shape, overlap, region
@@ -133,7 +133,9 @@ def _check_targets(folder: Path, manifest: Manifest, by_name: dict[str, list[Fra
                 f"check the parameters it was converted or trained with: the architecture must be the same, tensor and pipeline sizes need not"
             )
         dtype, is_weight = target.values.dtype, name.startswith(WEIGHTS)
-        if dtype != DTYPES[record.dtype] and not (is_weight and holds(dtype, DTYPES[record.dtype])):
+        if dtype != DTYPES[record.dtype] and not (
+            is_weight and represents_exactly(dtype, DTYPES[record.dtype])
+        ):
             advice = "; import the model again with --dtype fp32 --allow-narrowing" if is_weight else ""
             raise UserError(
                 f"checkpoint {folder} holds {name} as {record.dtype}, this run keeps it as {str(dtype).removeprefix('torch.')}{advice}"

@@ -174,7 +174,7 @@ class FolderLock:
 
 
 @contextmanager
-def folder_lock(
+def lock_folder(
     folder: Path,
     say: Callable[[str], None] | None = None,
     way_out: str = "stop it, or choose another --run-dir",
@@ -259,7 +259,7 @@ def _stat(path: Path) -> os.stat_result | None:
         raise
 
 
-def is_in_use(folder: Path) -> bool:
+def is_locked(folder: Path) -> bool:
     """Whether a process holds the kernel's lock of the folder."""
     try:
         with (folder / FILE_NAME).open("r+", encoding="utf-8") as file:

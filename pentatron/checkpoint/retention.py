@@ -32,25 +32,25 @@ class Retention:
 
         `steps` is oldest first.
         """
-        last = {number_of(step): step for step in steps}
-        replaced = [step for step in steps if last[number_of(step)] != step]
-        current = [step for step in steps if last[number_of(step)] == step]
+        last = {step_number(step): step for step in steps}
+        replaced = [step for step in steps if last[step_number(step)] != step]
+        current = [step for step in steps if last[step_number(step)] == step]
         beyond = [] if self.keep is None else current[: max(0, len(current) - self.keep)]
         old = [step for step in beyond if not self._is_permanent(step)]
         return [step for step in (*replaced, *old) if step not in protected]
 
     def _is_permanent(self, step: Path) -> bool:
-        number = number_of(step)
+        number = step_number(step)
         return self.every is not None and number is not None and number % self.every == 0
 
 
-def number_of(step: Path) -> int | None:
+def step_number(step: Path) -> int | None:
     """Returns the step number in a folder's name, or None."""
     match = STEP_NAME.fullmatch(step.name)
     return int(match[1] or match[3]) if match else None
 
 
-def hidden_while_replaced(step: Path) -> Path:
+def replaced_name(step: Path) -> Path:
     """Temporary name of a step while another save of it is committed."""
     return hidden_name(step.with_name(f"{_REPLACED}{step.name}"))
 
@@ -89,7 +89,7 @@ _BEFORE = ".before"
 
 
 @dataclass(frozen=True)
-class Bases:
+class BaseSteps:
     """`steps`: names of the steps in the folder when the run began.
 
     `origin`: source of its weights; None: initialised.
@@ -99,7 +99,7 @@ class Bases:
     origin: Path | None
 
 
-def read_record(folder: Path) -> Bases | None:
+def read_base_record(folder: Path) -> BaseSteps | None:
     """Returns what the run recorded when it began, or None."""
     path = folder / FILE_NAME
     try:
@@ -108,7 +108,7 @@ def read_record(folder: Path) -> Bases | None:
             raise ValueError("it is not a regular file")
         record = parse_json(path.read_text(encoding="utf-8"))
         origin = record.get("from")
-        return Bases(frozenset(map(str, record["steps"])), None if origin is None else Path(str(origin)))
+        return BaseSteps(frozenset(map(str, record["steps"])), None if origin is None else Path(str(origin)))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -118,13 +118,13 @@ def read_record(folder: Path) -> Bases | None:
         ) from None
 
 
-def read_bases(folder: Path) -> frozenset[str] | None:
+def read_base_steps(folder: Path) -> frozenset[str] | None:
     """Returns the names of the base steps, or None if nothing was recorded."""
-    record = read_record(folder)
+    record = read_base_record(folder)
     return None if record is None else record.steps
 
 
-def record_bases(folder: Path, steps: Iterable[Path], origin: Path | None) -> None:
+def write_base_record(folder: Path, steps: Iterable[Path], origin: Path | None) -> None:
     """Records the steps in the folder as the run begins, and the source of its weights."""
     make_folder(folder)
     _write_record(folder, {step.name for step in steps}, None if origin is None else origin.absolute())
@@ -135,11 +135,11 @@ def _write_record(folder: Path, steps: Iterable[str], origin: Path | None) -> No
     write_file(folder / FILE_NAME, (json.dumps(record, indent=1) + "\n").encode())
 
 
-def keep_base(step: Path) -> Path:
+def rename_base(step: Path) -> Path:
     """Renames a base step whose number is about to be saved by this run. Returns its new path."""
     renamed = free_name(step.with_name(f"{step.name}{_BEFORE}"))
     rename(step, renamed)
-    record = read_record(step.parent)
+    record = read_base_record(step.parent)
     if record is not None and step.name in record.steps:
         origin = renamed.absolute() if record.origin == step.absolute() else record.origin
         _write_record(step.parent, {*record.steps, renamed.name} - {step.name}, origin)
@@ -148,7 +148,7 @@ def keep_base(step: Path) -> Path:
 
 def restore_bases(folder: Path) -> None:
     """Restores the names of base steps that were renamed for a save that was never committed."""
-    bases = read_bases(folder) or frozenset()
+    bases = read_base_steps(folder) or frozenset()
     for name in bases:
         renamed = [p for p in sorted(folder.glob(f"{name}{_BEFORE}*")) if p.name not in bases]
         if renamed and not (folder / name).exists():

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pentatron.checkpoint.format import own_fragments
-from pentatron.checkpoint.store import CheckpointStore, Stages
+from pentatron.checkpoint.format import rank_local_fragments
+from pentatron.checkpoint.store import CheckpointStore, SaveStages
 from pentatron.checkpoint.tensor_file import BLOCK_BYTES
 from pentatron.parallel.collectives import Group
 from pentatron.parallel.shards import Fragment
@@ -136,7 +136,7 @@ def _copy_in_memory(values: Tensor, copy: Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedStep:
     """A committed step. `note`: an additional message for the user."""
 
     step: int
@@ -158,7 +158,7 @@ class Saver:
         self.store, self.group, self.background = store, group, background
         self._say = say
         self._copy = HostCopy()
-        self._pending: tuple[int, Stages] | None = None
+        self._pending: tuple[int, SaveStages] | None = None
         self._warned = False
 
     def begin(
@@ -176,7 +176,7 @@ class Saver:
         `own` are tensors that exist only on this rank.
         """
         assert self._pending is None, "one save at a time"
-        steady_list, changing_list = list(steady), [*changing, *own_fragments(own)]
+        steady_list, changing_list = list(steady), [*changing, *rank_local_fragments(own)]
         if self.background:
             copied_fragments = self._copy.begin(steady_list, changing_list)
         else:
@@ -198,7 +198,7 @@ class Saver:
         """The step that is being saved, or None."""
         return None if self._pending is None else self._pending[0]
 
-    def settle(self, wait: bool) -> Saved | None:
+    def settle(self, wait: bool) -> SavedStep | None:
         """Finishes a pending save: commits it if all ranks have written. Collective.
 
         Returns the saved step, or None if there is none or it is still being written (`wait=False`). Raises a
@@ -211,9 +211,9 @@ class Saver:
         if verdicts is None:
             return None
         self._pending = None
-        return Saved(step, self.store.outcome(step, verdicts), verdicts[0].note)
+        return SavedStep(step, self.store.outcome(step, verdicts), verdicts[0].note)
 
-    def settle_before_next(self) -> Saved | None:
+    def wait_for_previous(self) -> SavedStep | None:
         """Waits for the pending save before the next one starts; warns once that saves are too frequent."""
         if self._pending is None:
             return None

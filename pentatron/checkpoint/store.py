@@ -20,28 +20,28 @@ from pentatron.checkpoint.format import (
     FILE_NAME,
     DamagedCheckpoint,
     Manifest,
-    Verdict,
-    Written,
-    own_fragments,
+    RankWriteResult,
+    SaveResult,
+    merge_tensor_records,
+    rank_local_fragments,
     read_manifest,
     verify_files,
-    whole_tensors,
-    write_part,
+    write_rank_file,
 )
 from pentatron.checkpoint.retention import (
     STEP_NAME,
     Retention,
-    keep_base,
-    read_bases,
-    read_record,
-    record_bases,
+    read_base_record,
+    read_base_steps,
     remove_steps,
+    rename_base,
     restore_bases,
     restore_replaced,
+    write_base_record,
 )
-from pentatron.checkpoint.verify import Check, Obstacle, problem_of_share
-from pentatron.errors import FolderLost, NotSaved, UserError
-from pentatron.files import free_name, hidden_name, rename, sync_folder, write_new
+from pentatron.checkpoint.verify import Check, VerificationProblem, verify_rank_share
+from pentatron.errors import FolderLost, SaveError, UserError
+from pentatron.files import free_name, fsync_folder, hidden_name, rename, write_new_synced
 from pentatron.parallel.collectives import Group, broadcast_object, gather_objects, largest
 from pentatron.parallel.encoding import sendable
 from pentatron.parallel.shards import Fragment
@@ -54,7 +54,7 @@ _DAMAGED = ".damaged"
 
 @sendable
 @dataclass(frozen=True)
-class Found:
+class Checkpoint:
     """A checkpoint that passed its checks."""
 
     folder: Path
@@ -96,7 +96,7 @@ class CheckpointStore:
 
         All ranks' fragments cover every tensor exactly; `own` exists only on this rank.
         """
-        parts = (*fragments, *own_fragments(own))
+        parts = (*fragments, *rank_local_fragments(own))
         stages = self.start(step, lambda: parts, run_state, config, group, background=False)
         return self.outcome(step, stages.advance(wait=True))
 
@@ -108,26 +108,26 @@ class CheckpointStore:
         config: Mapping[str, Any],
         group: Group,
         background: bool,
-    ) -> "Stages":
+    ) -> "SaveStages":
         """Starts a save and returns its stages: write, commit, read back, remove old steps.
 
         `outcome` takes the result of the last stage. The folder must not be used otherwise until then.
         """
-        task = Save(self, step, self._make_temporary(step, group), run_state, config, group)
+        task = RankSave(self, step, self._make_temporary(step, group), run_state, config, group)
         stages: list[Stage] = [
             lambda _: task.write(parts()),
             task.commit,
             task.read_back,
             task.remove_outdated,
         ]
-        return Stages(stages, group, background)
+        return SaveStages(stages, group, background)
 
-    def write_own(self, temporary: Path, rank: int, parts: Sequence[Fragment]) -> Written:
+    def write_own(self, temporary: Path, rank: int, parts: Sequence[Fragment]) -> RankWriteResult:
         """Writes one rank's files in this store's format.
 
         Errors are returned as text, to be gathered on all ranks.
         """
-        return write_part(temporary / f"rank-{rank:05d}.safetensors", parts)
+        return write_rank_file(temporary / f"rank-{rank:05d}.safetensors", parts)
 
     def bytes_of(self, part: Fragment) -> int:
         """Size of a fragment on disk."""
@@ -146,13 +146,13 @@ class CheckpointStore:
         Raises ValueError unless the fragments cover every tensor exactly.
         """
         files = {written.file.name: written.file for written in everyone if written.file is not None}
-        tensors = whole_tensors(record for written in everyone for record in written.tensors.items())
+        tensors = merge_tensor_records(record for written in everyone for record in written.tensors.items())
         return Manifest(step, files, tensors, dict(run_state), dict(config))
 
     def outcome(self, step: int, verdicts: Sequence[Any] | None) -> Path:
         """Returns the folder of the saved step, or raises the error of the save on all ranks."""
         assert verdicts is not None, "the save is not done yet"
-        verdict: Verdict = verdicts[0]
+        verdict: SaveResult = verdicts[0]
         if verdict.lost:
             raise FolderLost(verdict.lost)
         if verdict.mistake:
@@ -168,7 +168,7 @@ class CheckpointStore:
     def _make_temporary(self, step: int, group: Group) -> Path:
         """Creates a temporary folder on rank 0. All ranks get its path or raise the same error."""
         folder = self.temporary(step)
-        verdict = Verdict(str(folder))
+        verdict = SaveResult(str(folder))
         if group.rank == 0:
             try:
                 self.guard(True)
@@ -176,15 +176,15 @@ class CheckpointStore:
                 self.remove_leftovers()
                 folder.mkdir(parents=True)
             except OSError as error:
-                verdict = Verdict(failure=f"rank 0: {error.strerror or error}")
+                verdict = SaveResult(failure=f"rank 0: {error.strerror or error}")
             except FolderLost as error:
-                verdict = Verdict(lost=str(error))
+                verdict = SaveResult(lost=str(error))
         return self.outcome(step, [broadcast_object(verdict, group)])
 
-    def _not_saved(self, step: int, reason: str) -> NotSaved:
+    def _not_saved(self, step: int, reason: str) -> SaveError:
         existing = next(p for p in (self.folder, *self.folder.parents) if p.exists())
         free = shutil.disk_usage(existing).free
-        return NotSaved(
+        return SaveError(
             f"the checkpoint of step {step} could not be saved to {self.folder} ({reason}; {in_mib(free, '.0f')} MiB free)",
             "earlier checkpoints are intact, and once this is fixed training can resume from the newest",
         )
@@ -192,17 +192,17 @@ class CheckpointStore:
     def commit(self, temporary: Path, manifest: Manifest) -> Path:
         """Commits a step whose files are written, and updates `latest`. Returns its final folder."""
         final = self.place(temporary, manifest)
-        sync_folder(self.folder)
+        fsync_folder(self.folder)
         self.update_latest(final)
         return final
 
     def place(self, temporary: Path, manifest: Manifest) -> Path:
         """Writes the manifest of a finished step and renames the folder to its final name.
 
-        Durable after `sync_folder`.
+        Durable after `fsync_folder`.
         """
-        write_new(temporary / FILE_NAME, manifest.to_json())
-        sync_folder(temporary)
+        write_new_synced(temporary / FILE_NAME, manifest.to_json())
+        fsync_folder(temporary)
         self.guard(True)
         # Chosen last: an earlier save of the same step may be renamed for it.
         final = self._free_step(manifest.step)
@@ -217,9 +217,9 @@ class CheckpointStore:
         """
         for name, text in (("latest", f"{step.name}\n"), (TRACKER, str(_order(step)[0]))):
             pointer = hidden_name(self.folder / "latest")
-            write_new(pointer, text)
+            write_new_synced(pointer, text)
             rename(pointer, self.folder / name)
-        sync_folder(self.folder)
+        fsync_folder(self.folder)
 
     def _free_step(self, step: int) -> Path:
         """Returns a free name for a step, newer than all saves of the same step.
@@ -232,9 +232,9 @@ class CheckpointStore:
 
     def _keep_bases(self, step: int) -> None:
         """Renames steps of this number that an earlier run left in the folder."""
-        bases = read_bases(self.folder) or ()
+        bases = read_base_steps(self.folder) or ()
         for base in [p for p in self.steps() if _order(p)[0] == step and p.name in bases]:
-            keep_base(base)
+            rename_base(base)
 
     def steps(self) -> list[Path]:
         """Finished steps, oldest first. Repeated saves of a step are in order."""
@@ -244,7 +244,7 @@ class CheckpointStore:
 
     def newest_valid(
         self, verify: bool, set_aside: bool, check: Check = verify_files
-    ) -> tuple[Found | None, list[str]]:
+    ) -> tuple[Checkpoint | None, list[str]]:
         """Returns the newest step that passes its checks, and a message about each newer one that does not.
 
         `check` compares digests. `set_aside` renames damaged steps; only the run that holds the folder may do
@@ -267,7 +267,7 @@ class CheckpointStore:
                     # Not read by Pentatron, and a disk error is reported by the next save.
                     with contextlib.suppress(OSError):
                         self.update_latest(folder)
-                return Found(folder, manifest), messages
+                return Checkpoint(folder, manifest), messages
             except DamagedCheckpoint as damage:
                 messages.append(str(damage))
                 if set_aside:
@@ -286,7 +286,7 @@ class CheckpointStore:
         If it has saved none and none was set aside as damaged, its base steps, with the one its weights come
         from last.
         """
-        steps, record = self.steps(), read_record(self.folder)
+        steps, record = self.steps(), read_base_record(self.folder)
         saved = [step for step in steps if record is None or step.name not in record.steps]
         if saved or record is None:
             return saved
@@ -294,31 +294,31 @@ class CheckpointStore:
             return []
         return sorted(steps, key=lambda step: record.origin is not None and step.name == record.origin.name)
 
-    def newest_own(self) -> int | None:
+    def newest_saved_step(self) -> int | None:
         """Number of the newest step saved by this run, or None."""
-        bases = read_bases(self.folder) or ()
+        bases = read_base_steps(self.folder) or ()
         newest, _ = self.newest_valid(verify=False, set_aside=False)
         return None if newest is None or newest.folder.name in bases else newest.manifest.step
 
-    def begin_again(self) -> None:
+    def start_new_run(self) -> None:
         """Marks all existing steps as bases of a new run, which starts from the newest of them."""
-        self.record_beginning(next(reversed(self._candidates()), None))
+        self.record_base_steps(next(reversed(self._candidates()), None))
 
-    def record_beginning(self, origin: Path | None) -> None:
+    def record_base_steps(self, origin: Path | None) -> None:
         """Records all existing steps as bases of this run, and `origin` as the source of its weights."""
-        record_bases(self.folder, [*self.steps(), *self.damaged()], origin)
+        write_base_record(self.folder, [*self.steps(), *self.damaged()], origin)
 
     def damaged(self) -> list[Path]:
         """Steps that were set aside as damaged."""
         return sorted(p for kind in ("step-", "iter_") for p in self.folder.glob(f"{kind}*{_DAMAGED}*"))
 
-    def trust(self, step: Path) -> None:
+    def mark_verified(self, step: Path) -> None:
         """Marks a step as read back and compared with its digests."""
         self._verified.add(step.name)
 
     def split_outdated(self, saved: int) -> tuple[list[Path], list[Path]]:
         """Splits this run's steps into those to keep and those to remove once `saved` is committed."""
-        bases = read_bases(self.folder) or ()
+        bases = read_base_steps(self.folder) or ()
         steps = [step for step in self.steps() if step.name not in bases]
         just_saved = [p for p in steps if _order(p)[0] == saved][-1:]
         outdated = Retention(self.keep, self.retain).outdated(steps, just_saved)
@@ -351,7 +351,7 @@ class CheckpointStore:
 
 
 @dataclass
-class Save:
+class RankSave:
     """The stages of one save on one rank."""
 
     store: CheckpointStore
@@ -360,13 +360,13 @@ class Save:
     run_state: Mapping[str, Any]
     config: Mapping[str, Any]
     group: Group
-    verdict: Verdict = field(default_factory=Verdict)
+    verdict: SaveResult = field(default_factory=SaveResult)
 
     def write(self, parts: Sequence[Fragment]) -> Any:
         """Stage 1, all ranks: writes this rank's files."""
         return self.store.write_own(self.temporary, self.group.rank, parts)
 
-    def commit(self, everyone: Sequence[Written]) -> Verdict:
+    def commit(self, everyone: Sequence[RankWriteResult]) -> SaveResult:
         """Stage 2, rank 0: commits the step if all ranks wrote their files and the fragments are complete."""
         if self.group.rank == 0:
             self.verdict = self._try_commit(everyone)
@@ -374,16 +374,16 @@ class Save:
                 shutil.rmtree(self.temporary, ignore_errors=True)
         return self.verdict
 
-    def _try_commit(self, everyone: Sequence[Written]) -> Verdict:
+    def _try_commit(self, everyone: Sequence[RankWriteResult]) -> SaveResult:
         """Commits the step.
 
         Order: manifest, rename, sync of the folder, read back of the manifest, `latest`.
         """
         for rank, written in enumerate(everyone):
             if written.mistake:
-                return Verdict(mistake=f"rank {rank}: {written.mistake}")
+                return SaveResult(mistake=f"rank {rank}: {written.mistake}")
             if written.failure:
-                return Verdict(failure=f"rank {rank}: {written.failure}")
+                return SaveResult(failure=f"rank {rank}: {written.failure}")
         final = None
         try:
             self.store.guard(True)
@@ -394,22 +394,22 @@ class Save:
             read_manifest(final)
             note = "; ".join(filter(None, (unsynced, self._update_latest(final))))
             to_check = not unsynced and self.store.needs_read_back(self.step)
-            return Verdict(str(final), to_check=to_check, note=note, keeps_older=bool(unsynced))
+            return SaveResult(str(final), to_check=to_check, note=note, keeps_older=bool(unsynced))
         except OSError as error:
-            return Verdict(failure=f"rank 0: {error.strerror or error}")
+            return SaveResult(failure=f"rank 0: {error.strerror or error}")
         except FolderLost as error:
-            return Verdict(lost=str(error))
+            return SaveResult(lost=str(error))
         except (DamagedCheckpoint, UserError) as error:
             if final is not None:
                 self.store.set_aside_failed(final)
-            return Verdict(failure=f"rank 0: {error}")
+            return SaveResult(failure=f"rank 0: {error}")
         except (ValueError, TypeError) as error:
-            return Verdict(mistake=str(error))
+            return SaveResult(mistake=str(error))
 
     def _sync_name(self) -> str:
         """Syncs the step's name; returns a warning if that fails, as the step itself is saved."""
         try:
-            sync_folder(self.store.folder)
+            fsync_folder(self.store.folder)
         except OSError as error:
             return (
                 f"the step is saved, but {self.store.folder} could not be synced to the disk ({error.strerror or error}), so that a power "
@@ -425,7 +425,7 @@ class Save:
             return f"the step is saved, but the file `latest` could not be made to name it ({error.strerror or error})"
         return ""
 
-    def read_back(self, verdicts: Sequence[Verdict]) -> Obstacle | None:
+    def read_back(self, verdicts: Sequence[SaveResult]) -> VerificationProblem | None:
         """Stage 3, all ranks: reads back this rank's share of the files if `to_check`."""
         if not verdicts[0].to_check:
             return None
@@ -433,10 +433,10 @@ class Save:
         try:
             manifest = read_manifest(folder)
         except (DamagedCheckpoint, UserError) as error:
-            return Obstacle(str(error), is_damage=True)
-        return problem_of_share(folder, manifest, self.group.rank, self.group.size, cold=True)
+            return VerificationProblem(str(error), is_damage=True)
+        return verify_rank_share(folder, manifest, self.group.rank, self.group.size, cold=True)
 
-    def remove_outdated(self, problems: Sequence[Obstacle | None]) -> Verdict:
+    def remove_outdated(self, problems: Sequence[VerificationProblem | None]) -> SaveResult:
         """Stage 4, rank 0: sets the step aside if it was damaged, otherwise removes outdated steps."""
         if self.group.rank != 0 or not self.verdict.final:
             return self.verdict
@@ -444,9 +444,9 @@ class Save:
         failures = [f"rank {rank}: {problem.text}" for rank, problem in enumerate(problems) if problem]
         if failures:
             self.store.set_aside_failed(final)
-            return Verdict(failure=failures[0])
+            return SaveResult(failure=failures[0])
         if self.verdict.to_check:
-            self.store.trust(final)
+            self.store.mark_verified(final)
         if self.verdict.keeps_older:
             return self.verdict
         try:
@@ -465,7 +465,7 @@ class Save:
 Stage = Callable[[Sequence[Any]], Any]
 
 
-class Stages:
+class SaveStages:
     """Runs a save in stages, gathering each stage's results on all ranks before the next.
 
     A stage may run in a background thread. Only the caller's thread runs collectives: in a second thread,

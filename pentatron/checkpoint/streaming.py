@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pentatron.checkpoint.format import Manifest, StoredPiece, TensorRecord, piece_key
 from pentatron.checkpoint.store import CheckpointStore
-from pentatron.checkpoint.tensor_file import DTYPES, FileRecord, Outline, Read, write_blocks
+from pentatron.checkpoint.tensor_file import DTYPES, FileRecord, ReadRectangle, TensorSpec, write_blocks
 from pentatron.monitor.display import Display
 from pentatron.parallel.shards import Shape
 from pentatron.text import decimal_rate, decimal_size
@@ -23,8 +23,8 @@ Rectangle = tuple[str, Shape, Shape]
 def save_streamed(
     store: CheckpointStore,
     step: int,
-    outlines: Mapping[str, Outline],
-    read: Read,
+    outlines: Mapping[str, TensorSpec],
+    read: ReadRectangle,
     run_state: Mapping[str, Any],
     config: Mapping[str, Any],
     file_bytes: int,
@@ -42,15 +42,15 @@ def save_streamed(
             f"weights-{number:05d}.safetensors",
             [(name, (0,) * len(o.shape), o.shape) for name, o in group.items()],
         )
-        for number, group in enumerate(in_files(outlines, file_bytes), 1)
+        for number, group in enumerate(split_into_files(outlines, file_bytes), 1)
     )
     source = Manifest(step, {}, tensors, dict(run_state), dict(config))
     return save_rectangles(store, source, read, contents, config)
 
 
-def in_files(outlines: Mapping[str, Outline], file_bytes: int) -> Iterator[dict[str, Outline]]:
+def split_into_files(outlines: Mapping[str, TensorSpec], file_bytes: int) -> Iterator[dict[str, TensorSpec]]:
     """Groups tensors in order into files of at most `file_bytes`, each with at least one tensor."""
-    group: dict[str, Outline] = {}
+    group: dict[str, TensorSpec] = {}
     size = 0
     for name, outline in outlines.items():
         if group and size + outline.bytes > file_bytes:
@@ -65,7 +65,7 @@ def in_files(outlines: Mapping[str, Outline], file_bytes: int) -> Iterator[dict[
 def save_rectangles(
     store: CheckpointStore,
     source: Manifest,
-    read: Read,
+    read: ReadRectangle,
     contents: Iterable[tuple[str, Sequence[Rectangle]]],
     config: Mapping[str, Any],
 ) -> Path:
@@ -84,7 +84,8 @@ def save_rectangles(
         }
         assert len(by_key) == len(rectangles), f"{file} would contain a rectangle twice"
         outlines = {
-            key: Outline(DTYPES[source.tensors[name].dtype], size) for key, (name, _, size) in by_key.items()
+            key: TensorSpec(DTYPES[source.tensors[name].dtype], size)
+            for key, (name, _, size) in by_key.items()
         }
         files[file] = write_blocks(temporary / file, outlines, _reader_by_key(by_key, read))
         for key, (name, start, size) in by_key.items():
@@ -100,7 +101,7 @@ def save_rectangles(
     return store.commit(temporary, manifest)
 
 
-def _reader_by_key(by_key: Mapping[str, Rectangle], read: Read) -> Read:
+def _reader_by_key(by_key: Mapping[str, Rectangle], read: ReadRectangle) -> ReadRectangle:
     """Returns a reader of parts of rectangles by the rectangle's key."""
 
     def read_part(key: str, start: Shape, size: Shape) -> Tensor:
@@ -140,7 +141,7 @@ class Progress:
     def seconds(self) -> float:
         return time.perf_counter() - self._start
 
-    def counting(self, read: Read) -> Read:
+    def counting(self, read: ReadRectangle) -> ReadRectangle:
         def counted(name: str, start: Shape, size: Shape) -> Tensor:
             values = read(name, start, size)
             self.add(values.nbytes)

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pentatron.checksums import CRC32, ThreadedBlockSums, crc32_of_range
-from pentatron.files import sync, sync_data
+from pentatron.checksums import CRC32, ThreadedBlockChecksums, crc32_of_range
+from pentatron.files import fdatasync, fsync
 from pentatron.parallel.encoding import sendable
 from pentatron.parallel.shards import Shape, region
 from pentatron.text import parse_json
@@ -67,7 +67,7 @@ _WIDER = {
 }
 
 
-def holds(kept: torch.dtype, stored: torch.dtype) -> bool:
+def represents_exactly(kept: torch.dtype, stored: torch.dtype) -> bool:
     """Whether the dtype `kept` represents every value of the dtype `stored`."""
     return kept == stored or kept in _WIDER.get(stored, ())
 
@@ -91,7 +91,7 @@ class FileRecord:
 
 
 @dataclass(frozen=True)
-class Outline:
+class TensorSpec:
     """Dtype and shape of a tensor that is not in memory yet."""
 
     dtype: torch.dtype
@@ -103,7 +103,7 @@ class Outline:
 
 
 # Returns the rectangle (start, size) of a tensor by name.
-Read = Callable[[str, Shape, Shape], Tensor]
+ReadRectangle = Callable[[str, Shape, Shape], Tensor]
 
 
 class _Writer:
@@ -114,7 +114,7 @@ class _Writer:
 
     def __init__(self, file: FileIO, hashed: bool) -> None:
         self.file, self.bytes = file, 0
-        self.blocks = ThreadedBlockSums(_SUM_BLOCK_BYTES, torch.get_num_threads()) if hashed else None
+        self.blocks = ThreadedBlockChecksums(_SUM_BLOCK_BYTES, torch.get_num_threads()) if hashed else None
         self._writing, self._flushing = (ThreadPoolExecutor(1) for _ in range(2))
         self._pending: collections.deque[Future[Any]] = collections.deque()
         self._batch: list[tuple[str, bytes | memoryview]] = []
@@ -152,7 +152,7 @@ class _Writer:
             if self._flush is not None:
                 # Raises the error of the previous fdatasync.
                 self._flush.result()
-            self._flush, self._unflushed = self._flushing.submit(sync_data, self.file.fileno()), 0
+            self._flush, self._unflushed = self._flushing.submit(fdatasync, self.file.fileno()), 0
 
     def _wait(self, limit: int) -> None:
         """Waits until at most `limit` operations are pending; raises their errors."""
@@ -176,7 +176,7 @@ class _Writer:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
     """Writes tensors to a safetensors file in blocks, and syncs it."""
-    outlines = {name: Outline(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    outlines = {name: TensorSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
     def read(name: str, start: Shape, size: Shape) -> Tensor:
         return region(tensors[name].detach(), start, size)
@@ -186,8 +186,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
 
 def write_blocks(
     path: Path,
-    outlines: Mapping[str, Outline],
-    read: Read,
+    outlines: Mapping[str, TensorSpec],
+    read: ReadRectangle,
     metadata: Mapping[str, str] | None = None,
     hashed: bool = True,
 ) -> FileRecord:
@@ -206,14 +206,14 @@ def write_blocks(
             digest = writer.finish()
         finally:
             writer.close()
-        sync(file)
+        fsync(file)
     # Sums per tensor, to locate damage within the file.
     crcs = {} if writer.blocks is None else writer.blocks.tensors
     sums = {name: f"{crcs.get(name, 0):08x}" for name in ordered} if hashed else {}
     return FileRecord(path.name, writer.bytes, digest, _SUM_BLOCK_BYTES, CRC32, sums)
 
 
-def _header(outlines: Mapping[str, Outline], metadata: Mapping[str, str] | None) -> bytes:
+def _header(outlines: Mapping[str, TensorSpec], metadata: Mapping[str, str] | None) -> bytes:
     entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     start = 0
     for name, outline in outlines.items():
@@ -250,7 +250,7 @@ def _host_bytes(tensor: Tensor) -> memoryview:
     return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def piece_sums(path: Path) -> dict[str, str]:
+def tensor_checksums(path: Path) -> dict[str, str]:
     """Returns the CRC-32 of every tensor of a file by key. Raises ValueError if the header is invalid."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")

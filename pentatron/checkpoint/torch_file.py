@@ -65,7 +65,7 @@ def _recorded_tensor(*arguments: Any) -> tuple[str, tuple[Any, ...]]:
     return "tensor", arguments
 
 
-def saved_tensor(data: memoryview) -> tuple[int, torch.dtype, Shape, Shape]:
+def read_tensor_metadata(data: memoryview) -> tuple[int, torch.dtype, Shape, Shape]:
     """Returns (first byte, dtype, shape, strides) of the tensor in an archive.
 
     Raises any exception if it is invalid.
@@ -108,12 +108,12 @@ def _sizes(numbers: Any) -> Shape:
     return sizes
 
 
-def saved_place(offset: int, length: int) -> str:
+def torch_save_position(offset: int, length: int) -> str:
     """Returns the place of a tensor of torch.save in a byte range of a file."""
     return f"saved:{offset}:{length}"
 
 
-def plain_place(offset: int, dtype: str, shape: Shape) -> str:
+def raw_data_position(offset: int, dtype: str, shape: Shape) -> str:
     """Returns the place of contiguous raw data at a byte offset."""
     return f"plain:{offset}:{dtype}:{_format_shape(shape)}"
 
@@ -178,7 +178,9 @@ class TorchFile:
         if not 0 <= offset <= offset + length <= len(self._memory):
             raise DamagedCheckpoint(f"the file ends before byte {offset + length}")
         try:
-            begin, dtype, size, strides = saved_tensor(memoryview(self._memory)[offset : offset + length])
+            begin, dtype, size, strides = read_tensor_metadata(
+                memoryview(self._memory)[offset : offset + length]
+            )
             count = 1 + sum((n - 1) * step for n, step in zip(size, strides)) if math.prod(size) else 0
             flat = torch.empty(0, dtype=dtype)
             if count:

@@ -11,7 +11,7 @@ from typing import Any
 from pentatron.checksums import CRC32, SHA256
 from pentatron.settings.run import table
 from pentatron.settings.settings import Settings
-from pentatron.text import binary_size, one_line, parse_document
+from pentatron.text import binary_size, one_line, parse_printable_json
 
 # Sizes that must be positive if given.
 _COUNTS = (
@@ -41,7 +41,7 @@ def read_json(path: Path) -> Any:
         raise ValueError("it is not a regular file")
     if path.stat().st_size > _LARGEST_MANIFEST:
         raise ValueError(f"it is larger than {binary_size(_LARGEST_MANIFEST)}")
-    return parse_document(path.read_text(encoding="utf-8"))
+    return parse_printable_json(path.read_text(encoding="utf-8"))
 
 
 def check_types(content: Mapping[str, Any]) -> None:
@@ -85,12 +85,12 @@ def _require(condition: bool, what: str, value: Any) -> None:
         raise ValueError(f"{what} is {text if len(text) <= 60 else f'{text[:57]}...'}")
 
 
-def too_large(stored: Mapping[str, int], files: Mapping[str, int]) -> str | None:
+def oversized_file(stored: Mapping[str, int], files: Mapping[str, int]) -> str | None:
     """Returns a file listed with more bytes of tensors than its size, or None."""
     return next((name for name, claimed in stored.items() if claimed > files[name]), None)
 
 
-def is_inside(path: Path, folder: Path) -> bool:
+def is_in_folder(path: Path, folder: Path) -> bool:
     """Whether a file is in its folder, not behind a symbolic link out of it."""
     return path.resolve().parent == folder.resolve()
 

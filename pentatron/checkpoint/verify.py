@@ -19,16 +19,16 @@ from pentatron.checkpoint.format import (
     DamagedCheckpoint,
     Manifest,
     check_sizes,
+    locate_damage,
     read_manifest,
     verify_some,
-    what_is_damaged,
 )
 from pentatron.checkpoint.load import StepReader
-from pentatron.checkpoint.retention import number_of
+from pentatron.checkpoint.retention import step_number
 from pentatron.checkpoint.tensor_file import DTYPES, blocks
-from pentatron.checksums import Tell, digest_of_file
+from pentatron.checksums import ProgressCallback, digest_of_file
 from pentatron.errors import UserError
-from pentatron.parallel.collectives import Group, broadcast_object, gather_objects, on_some_ranks
+from pentatron.parallel.collectives import Group, broadcast_object, gather_objects, run_on_some_ranks
 from pentatron.parallel.encoding import sendable
 from pentatron.parallel.shards import Shape
 
@@ -39,36 +39,36 @@ Check = Callable[[Path, Manifest], None]
 
 @sendable
 @dataclass(frozen=True)
-class Obstacle:
+class VerificationProblem:
     """Why a rank could not verify: damage, or an I/O error or permissions that may be temporary."""
 
     text: str
     is_damage: bool
 
 
-def share_of(names: Sequence[str], rank: int, ranks: int) -> list[str]:
+def files_of_rank(names: Sequence[str], rank: int, ranks: int) -> list[str]:
     """Files that one rank reads. In the layout that saved them, these are the ones it loads afterwards."""
     return [name for i, name in enumerate(sorted(names)) if i * ranks // len(names) == rank]
 
 
-def problem_of_share(
+def verify_rank_share(
     folder: Path, manifest: Manifest, rank: int, ranks: int, cold: bool = False
-) -> Obstacle | None:
+) -> VerificationProblem | None:
     """Verifies this rank's share of a step's files. Returns the problem, or None."""
     try:
         if rank == 0:
             check_sizes(folder, manifest)
-        verify_some(folder, manifest, share_of(list(manifest.files), rank, ranks), cold)
+        verify_some(folder, manifest, files_of_rank(list(manifest.files), rank, ranks), cold)
     except DamagedCheckpoint as damage:
-        return Obstacle(str(damage), is_damage=True)
+        return VerificationProblem(str(damage), is_damage=True)
     except OSError as error:
-        return Obstacle(
+        return VerificationProblem(
             f"{error.filename or folder} cannot be read ({error.strerror or error})", is_damage=False
         )
     return None
 
 
-def searched_together(search: Callable[[Check], T], group: Group) -> T:
+def search_on_all_ranks(search: Callable[[Check], T], group: Group) -> T:
     """Runs `search` on rank 0 and returns its result, or raises its error, on all ranks. Collective.
 
     The check passed to `search` is distributed over all ranks.
@@ -86,7 +86,7 @@ def searched_together(search: Callable[[Check], T], group: Group) -> T:
             folder, manifest = request
             _problems(folder, manifest, group)
 
-    result_here = on_some_ranks(True, lead if group.rank == 0 else serve_checks, group)
+    result_here = run_on_some_ranks(True, lead if group.rank == 0 else serve_checks, group)
     result: T = broadcast_object(result_here, group)
     return result
 
@@ -102,7 +102,7 @@ def _check_on_all_ranks(folder: Path, manifest: Manifest, group: Group) -> None:
         raise DamagedCheckpoint(problems[0][1].text)
 
 
-def _problems(folder: Path, manifest: Manifest, group: Group) -> list[tuple[int, Obstacle]]:
+def _problems(folder: Path, manifest: Manifest, group: Group) -> list[tuple[int, VerificationProblem]]:
     """Returns the problems of all ranks that have one, with their ranks. Collective.
 
     Ranks that see the same folder share its files. A rank that sees another one, such as a copy on its own
@@ -111,12 +111,12 @@ def _problems(folder: Path, manifest: Manifest, group: Group) -> list[tuple[int,
     identities = gather_objects(_identity(folder), group)
     same_folder = [rank for rank, identity in enumerate(identities) if identity == identities[group.rank]]
     if identities[group.rank] is None:
-        problem_here: Obstacle | None = Obstacle(
+        problem_here: VerificationProblem | None = VerificationProblem(
             f"{folder} does not exist for this rank; put the checkpoint where all machines see it, or on each of them",
             is_damage=False,
         )
     else:
-        problem_here = problem_of_share(folder, manifest, same_folder.index(group.rank), len(same_folder))
+        problem_here = verify_rank_share(folder, manifest, same_folder.index(group.rank), len(same_folder))
     return [
         (r, problem) for r, problem in enumerate(gather_objects(problem_here, group)) if problem is not None
     ]
@@ -138,7 +138,7 @@ def _identity(folder: Path) -> tuple[int, int, int] | None:
 
 
 @dataclass
-class Statistics:
+class TensorStatistics:
     """Statistics of a tensor. `least`, `most`, `mean` and `norm` cover its finite elements."""
 
     elements: int = 0
@@ -190,9 +190,9 @@ def read_blocks(reader: StepReader, name: str) -> Iterator[tuple[Shape, Tensor]]
 
 
 @torch.no_grad()
-def statistics_of(reader: StepReader, name: str) -> Statistics:
+def tensor_statistics(reader: StepReader, name: str) -> TensorStatistics:
     """Returns the statistics of a tensor of a step."""
-    statistics = Statistics()
+    statistics = TensorStatistics()
     for start, values in read_blocks(reader, name):
         statistics.add(values, start)
     return statistics
@@ -221,14 +221,14 @@ def open_manifest(folder: Path) -> tuple[Manifest | None, list[Problem]]:
         manifest = read_manifest(folder)
     except (DamagedCheckpoint, UserError) as error:
         return None, [Problem(str(error))]
-    number = number_of(folder)
+    number = step_number(folder)
     if number is not None and number != manifest.step:
         sentence = f"{folder} contains step {manifest.step}"
         return None, [Problem(sentence, expected=str(number), found=str(manifest.step))]
     return manifest, []
 
 
-def check_sums(folder: Path, manifest: Manifest, threads: int, tell: Tell) -> list[Problem]:
+def verify_digests(folder: Path, manifest: Manifest, threads: int, tell: ProgressCallback) -> list[Problem]:
     """Reads every file in parallel and compares its digest with the manifest."""
 
     def check(name: str) -> list[Problem]:
@@ -237,7 +237,7 @@ def check_sums(folder: Path, manifest: Manifest, threads: int, tell: Tell) -> li
             digest = digest_of_file(path, manifest.files[name].block_bytes, tell=tell)
             if digest == expected:
                 return []
-            names, sentence = what_is_damaged(path, manifest, digest)
+            names, sentence = locate_damage(path, manifest, digest)
         except OSError as error:
             sentence = f"{path} cannot be read ({error.strerror or error})"
             return [Problem(sentence, name, tuple(manifest.tensors_in(name)))]
@@ -247,7 +247,7 @@ def check_sums(folder: Path, manifest: Manifest, threads: int, tell: Tell) -> li
         return [problem for problems in pool.map(check, manifest.files) for problem in problems]
 
 
-def check_numbers(folder: Path, manifest: Manifest, tell: Tell) -> list[Problem]:
+def find_non_finite(folder: Path, manifest: Manifest, tell: ProgressCallback) -> list[Problem]:
     """Searches every floating-point tensor for NaN and inf. These are not file damage: the digests match."""
     problems: list[Problem] = []
     with StepReader(folder, manifest) as reader:
@@ -255,7 +255,7 @@ def check_numbers(folder: Path, manifest: Manifest, tell: Tell) -> list[Problem]
             if not DTYPES[record.dtype].is_floating_point:
                 continue
             try:
-                statistics = statistics_of(reader, name)
+                statistics = tensor_statistics(reader, name)
             except UserError as error:
                 problems.append(Problem(str(error), tensors=(name,)))
                 continue

@@ -13,34 +13,34 @@ from pathlib import Path
 
 from pentatron.bench import plot_results
 from pentatron.bench.candidates import (
-    LARGEST,
+    MAX_MICRO_BATCH,
     VARIANTS,
     Candidate,
     MicroBatch,
     Trial,
-    candidates,
+    all_layouts,
     default_sizes,
     find_largest,
-    largest,
-    lines,
+    largest_fitting,
+    trial_table,
 )
-from pentatron.bench.processes import Starter
-from pentatron.bench.results import ResultsFolder, Row, Table, conclusions, write_summary
+from pentatron.bench.processes import ForkServer
+from pentatron.bench.results import ResultsFolder, Row, Table, summary_lines, write_summary
 from pentatron.cli.bench_layout import (
-    HOW_TO_MEASURE,
+    BENCH_DEFAULTS,
+    BenchConfig,
     Progress,
-    Sweep,
-    command_of,
-    measured_layout,
-    prepared_layout,
+    measure_layout,
+    prepare_layout,
+    training_command,
 )
 from pentatron.cli.environment import find_worker
-from pentatron.cli.options import Options, flags_of, option, options_help, read_among, usage
+from pentatron.cli.options import Options, flags_of, option, options_help, parse_options_and_settings, usage
 from pentatron.cli.output import say
 from pentatron.errors import UserError
 from pentatron.launch.machine import host_memory
 from pentatron.plan.memory import memory_of
-from pentatron.settings.declaration import ABOVE_ZERO, ONE_OR_MORE, ZERO_OR_MORE
+from pentatron.settings.declaration import NON_NEGATIVE, ONE_OR_MORE, POSITIVE
 from pentatron.settings.entry import TRAIN
 from pentatron.settings.resolve import gather
 from pentatron.settings.run import RunConfig, table
@@ -72,13 +72,13 @@ class BenchOptions(Options):
         value="V ...",
     )
     steps: int = option(4, "measured steps", limit=ONE_OR_MORE)
-    warmup: int = option(2, "warm-up steps before them, which are not measured", limit=ZERO_OR_MORE)
+    warmup: int = option(2, "warm-up steps before them, which are not measured", limit=NON_NEGATIVE)
     out: str = option(
         "benchmark_results",
         "folder of the results; an earlier one of that name is moved aside",
         value="FOLDER",
     )
-    layout_timeout: float = option(600.0, "seconds a layout may take", value="S", limit=ABOVE_ZERO)
+    layout_timeout: float = option(600.0, "seconds a layout may take", value="S", limit=POSITIVE)
     list: bool = option(False, "list the layouts without running them")
     find_micro_batch: bool = option(
         False,
@@ -132,7 +132,7 @@ def bench_command(words: Sequence[str]) -> int:
         return 0
     if find_worker(os.environ) is not None:
         raise UserError("pentatron bench starts its processes itself; run it without a launcher")
-    options, settings = read_among(BenchOptions, words, _BENCH)
+    options, settings = parse_options_and_settings(BenchOptions, words, _BENCH)
     sweep, experts, fixed = _sweep(settings, options)
     if options.find_micro_batch:
         draft = gather(settings, _BENCH)
@@ -141,7 +141,7 @@ def bench_command(words: Sequence[str]) -> int:
         batch_is_given = any(draft.given(name) for name in ("global_batch_size", *_OTHER_BATCHES))
         return find_micro_batch(sweep, batch_is_given)
     variants = [name for word in options.variants for name in word.split(",") if name]
-    layouts = candidates(sweep.processes, experts, fixed, variants)
+    layouts = all_layouts(sweep.processes, experts, fixed, variants)
     if not layouts:
         raise UserError(
             f"no layout of {sweep.processes} processes has the sizes that were given; leave some of them out"
@@ -151,7 +151,7 @@ def bench_command(words: Sequence[str]) -> int:
     return _run(sweep, layouts)
 
 
-def _sweep(settings: Sequence[str], options: BenchOptions) -> tuple[Sweep, int | None, dict[str, int]]:
+def _sweep(settings: Sequence[str], options: BenchOptions) -> tuple[BenchConfig, int | None, dict[str, int]]:
     """Returns the sweep, the number of experts, and the axes whose size is given."""
     import torch
 
@@ -171,12 +171,12 @@ def _sweep(settings: Sequence[str], options: BenchOptions) -> tuple[Sweep, int |
         del sizes["vocab_size"]
     if any(draft.given(name) for name in _OTHER_BATCHES):
         del sizes["global_batch_size"]
-    entry = dataclasses.replace(plain, defaults={**sizes, "dataset_size": 1000, **HOW_TO_MEASURE})
+    entry = dataclasses.replace(plain, defaults={**sizes, "dataset_size": 1000, **BENCH_DEFAULTS})
     device = _query_gpu("print(torch.cuda.get_device_name())") if gpus else "CPU"
     launch = [] if draft.given("nproc_per_node") else ["--nproc-per-node", str(processes)]
     words = [*settings, *launch, "--train-iters", str(options.warmup + options.steps)]
     fixed = {axis: getattr(draft, name) for axis, name in _AXES.items() if draft.given(name)}
-    sweep = Sweep(
+    sweep = BenchConfig(
         settings,
         words,
         entry,
@@ -202,16 +202,16 @@ def _query_gpu(code: str) -> str:
     return queried.stdout.strip()
 
 
-def _list_layouts(sweep: Sweep, layouts: Sequence[Candidate]) -> int:
+def _list_layouts(sweep: BenchConfig, layouts: Sequence[Candidate]) -> int:
     width = max(len(layout.name) for layout in layouts)
     for layout in layouts:
-        _, prepared, reason = prepared_layout(sweep, layout)
+        _, prepared, reason = prepare_layout(sweep, layout)
         outcome = f"refused: {reason}" if prepared is None else " ".join(layout.words) or "no flags"
         say(f"{layout.name:<{width}}  {outcome}")
     return 0
 
 
-def _introduction(sweep: Sweep, count: int) -> list[str]:
+def _introduction(sweep: BenchConfig, count: int) -> list[str]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     lines = [
         f"{count} {plural(count, 'layout')} of {sweep.processes} {plural(sweep.processes, 'process')} on {sweep.device}, "
@@ -233,16 +233,16 @@ def _introduction(sweep: Sweep, count: int) -> list[str]:
     return lines
 
 
-def _run(sweep: Sweep, layouts: Sequence[Candidate]) -> int:
+def _run(sweep: BenchConfig, layouts: Sequence[Candidate]) -> int:
     from pentatron.monitor.display import open_display
-    from pentatron.monitor.terminal import outlive_output
+    from pentatron.monitor.terminal import ignore_output_errors
 
-    outlive_output()
+    ignore_output_errors()
     moved_to = sweep.folder.open()
     if moved_to is not None:
         say(f"the earlier results were moved to {moved_to}")
     display = open_display("auto" if sys.stdout.isatty() else "off")
-    starter = Starter(["pentatron.cli.bench_rank"])
+    starter = ForkServer(["pentatron.cli.bench_rank"])
     results = Table([layout.name for layout in layouts], sweep.on_gpu)
     rows = [Row(layout, "not run", sweep.processes, "", "the sweep ended before") for layout in layouts]
     write_summary(sweep.folder.summary, rows)
@@ -252,7 +252,7 @@ def _run(sweep: Sweep, layouts: Sequence[Candidate]) -> int:
             display.say(text)
         for number, layout in enumerate(layouts):
             live = Progress(display, layout.name, number, len(layouts)) if sys.stdout.isatty() else None
-            rows[number] = measured_layout(sweep, layout, starter, live)
+            rows[number] = measure_layout(sweep, layout, starter, live)
             write_summary(sweep.folder.summary, rows)
             display.say(results.line(rows[number]))
     except KeyboardInterrupt:
@@ -263,7 +263,7 @@ def _run(sweep: Sweep, layouts: Sequence[Candidate]) -> int:
     if interrupted:
         missing = sum(row.status == "not run" for row in rows)
         say(f"\nstopped; {missing} of {len(rows)} layouts were not measured")
-    say("\n" + "\n".join(conclusions(rows)))
+    say("\n" + "\n".join(summary_lines(rows)))
     utilisation = [row.measured.utilisation for row in rows if row.measured is not None]
     if sweep.on_gpu and utilisation and all(percent is None for percent in utilisation):
         say(
@@ -279,7 +279,7 @@ def _run(sweep: Sweep, layouts: Sequence[Candidate]) -> int:
     return 0 if any(row.status == "ok" for row in rows) else 1
 
 
-def find_micro_batch(sweep: Sweep, batch_is_given: bool) -> int:
+def find_micro_batch(sweep: BenchConfig, batch_is_given: bool) -> int:
     """Searches the largest micro-batch that fits by running real steps in subprocesses; without a GPU, by
     estimates only.
 
@@ -289,7 +289,7 @@ def find_micro_batch(sweep: Sweep, batch_is_given: bool) -> int:
     say(search.introduction())
     room = search.room()
     estimates = find_largest(search.sizes, 1, _USABLE * room, lambda size: search.estimate(size, room))
-    foreseen = largest(estimates)
+    foreseen = largest_fitting(estimates)
     if not sweep.on_gpu:
         # Real steps are not tried: filling the host memory would harm everything else on the machine.
         say(
@@ -307,9 +307,9 @@ def find_micro_batch(sweep: Sweep, batch_is_given: bool) -> int:
     return _report(search, trials)
 
 
-def _write_trials(sweep: Sweep, foreseen: Trial | None, trials: Sequence[Trial]) -> None:
+def _write_trials(sweep: BenchConfig, foreseen: Trial | None, trials: Sequence[Trial]) -> None:
     """Writes micro_batch.json, which bench/performance_page.py reads."""
-    best = largest(trials)
+    best = largest_fitting(trials)
     data = {
         "kind": "micro-batch",
         "device": sweep.device,
@@ -324,13 +324,13 @@ def _write_trials(sweep: Sweep, foreseen: Trial | None, trials: Sequence[Trial])
 
 
 def _report(search: "_MicroBatchSearch", trials: list[Trial]) -> int:
-    best = largest(trials)
+    best = largest_fitting(trials)
     if best is None:
         why = trials[-1].reason
         raise UserError(
             f"not even a micro-batch of {search.sizes[0]} fits ({why}); try --recompute-granularity full, a shorter --seq-length or more GPUs"
         )
-    for line in ["", *lines(trials), ""]:
+    for line in ["", *trial_table(trials), ""]:
         say(line)
     if best.size == search.sizes[-1]:
         say(f"largest: {best.size}, the largest possible here; more would fit")
@@ -348,14 +348,14 @@ def _report(search: "_MicroBatchSearch", trials: list[Trial]) -> int:
 class _MicroBatchSearch:
     """`sizes` are the possible micro-batch sizes; `rows` are the results of the runs."""
 
-    def __init__(self, sweep: Sweep, batch_is_given: bool) -> None:
+    def __init__(self, sweep: BenchConfig, batch_is_given: bool) -> None:
         self.sweep, self.batch_is_given = sweep, batch_is_given
         smallest, config = self._smallest()
         self.grid, self.rows = config.grid, list[Row]()
         total = config.train.global_batch_size
-        self.sizes: Sequence[int] = range(smallest, LARGEST + 1, smallest)
+        self.sizes: Sequence[int] = range(smallest, MAX_MICRO_BATCH + 1, smallest)
         double = MicroBatch(1, size=2 * smallest, global_batch=None)
-        prepared = prepared_layout(sweep, double)[1] if batch_is_given else None
+        prepared = prepare_layout(sweep, double)[1] if batch_is_given else None
         # With a given number of micro-batches the global batch size grows with the micro-batch, and any size
         # is possible.
         grows = prepared is not None and prepared.resolved.config.train.global_batch_size != total
@@ -372,7 +372,7 @@ class _MicroBatchSearch:
         for size in _SMALLEST:
             # A global batch size that every layout of these processes can divide.
             total = None if self.batch_is_given else size * self.sweep.processes
-            _, prepared, reason = prepared_layout(self.sweep, MicroBatch(1, size=size, global_batch=total))
+            _, prepared, reason = prepare_layout(self.sweep, MicroBatch(1, size=size, global_batch=total))
             if prepared is not None:
                 return size, prepared.resolved.config
             reasons.append(reason)
@@ -407,7 +407,7 @@ class _MicroBatchSearch:
         return free / -(-self.sweep.processes // count)
 
     def estimate(self, size: int, room: float) -> Trial:
-        _, prepared, reason = prepared_layout(self.sweep, self.candidate(size))
+        _, prepared, reason = prepare_layout(self.sweep, self.candidate(size))
         if prepared is None:
             return Trial(size, False, reason=reason)
         needed = memory_of(prepared.resolved.config, self.sweep.on_gpu).largest.total
@@ -416,17 +416,17 @@ class _MicroBatchSearch:
 
     def attempt(self, size: int) -> Trial:
         """Runs some real steps in subprocesses."""
-        row = measured_layout(self.sweep, self.candidate(size), Starter(["pentatron.cli.bench_rank"]), None)
+        row = measure_layout(self.sweep, self.candidate(size), ForkServer(["pentatron.cli.bench_rank"]), None)
         self.rows.append(row)
         write_summary(self.sweep.folder.summary, self.rows)
         trial = trial_of(size, row)
-        say(lines([trial])[1])
+        say(trial_table([trial])[1])
         return trial
 
     def command(self, size: int) -> str:
         candidate = self.candidate(size)
-        _, prepared, _ = prepared_layout(self.sweep, candidate)
-        return command_of(self.sweep, candidate, prepared)
+        _, prepared, _ = prepare_layout(self.sweep, candidate)
+        return training_command(self.sweep, candidate, prepared)
 
 
 def trial_of(size: int, row: Row) -> Trial:

@@ -10,17 +10,17 @@ from typing import Any
 from pentatron.bench.candidates import Candidate
 from pentatron.bench.results import ResultsFolder, Row, measure
 from pentatron.cli.configure import Prepared, prepare
-from pentatron.cli.environment import prepare_for_workers
+from pentatron.cli.environment import set_worker_environment
 from pentatron.errors import ConfigError, UserError
 from pentatron.settings.entry import EntryPoint
 from pentatron.settings.run import table
 
 # Logs metrics of every step; no progress bar, checkpoints or evaluation.
-HOW_TO_MEASURE = {"log_interval": 1, "progress_bar": "off", "save_checkpoints": False, "eval_interval": 0}
+BENCH_DEFAULTS = {"log_interval": 1, "progress_bar": "off", "save_checkpoints": False, "eval_interval": 0}
 
 
 @dataclass(frozen=True)
-class Sweep:
+class BenchConfig:
     """Settings of a benchmark. `settings` are the user's words, `words` those and the ones of the
     benchmark."""
 
@@ -39,7 +39,7 @@ class Sweep:
         return self.device != "CPU"
 
 
-def prepared_layout(sweep: Sweep, layout: Candidate) -> tuple[list[str], Prepared | None, str]:
+def prepare_layout(sweep: BenchConfig, layout: Candidate) -> tuple[list[str], Prepared | None, str]:
     """Returns the words of a layout and its configuration, or the reason why the rules refuse it."""
     words = [*sweep.words, *layout.words, "--run-dir", str(sweep.folder.run(layout.name))]
     try:
@@ -50,7 +50,7 @@ def prepared_layout(sweep: Sweep, layout: Candidate) -> tuple[list[str], Prepare
         return words, None, str(error)
 
 
-def command_of(sweep: Sweep, layout: Candidate, prepared: Prepared | None) -> str:
+def training_command(sweep: BenchConfig, layout: Candidate, prepared: Prepared | None) -> str:
     """Returns the command that trains this layout in the same way."""
     defaults: list[str] = []
     if prepared is not None:
@@ -58,7 +58,7 @@ def command_of(sweep: Sweep, layout: Candidate, prepared: Prepared | None) -> st
         origin = f"default of {sweep.entry.name}"
         for name, source in prepared.resolved.sources.items():
             # A switch that is off has no flag.
-            if source == origin and name not in HOW_TO_MEASURE and values[name] is not False:
+            if source == origin and name not in BENCH_DEFAULTS and values[name] is not False:
                 defaults += table()[name].written(values[name]).split()
     return shlex.join(["pentatron", "train", *defaults, *sweep.words, *layout.words])
 
@@ -78,19 +78,19 @@ class Progress:
         self.display.work("measuring", self.number, self.total, text)
 
 
-def measured_layout(sweep: Sweep, layout: Candidate, starter: Any, live: Progress | None) -> Row:
+def measure_layout(sweep: BenchConfig, layout: Candidate, starter: Any, live: Progress | None) -> Row:
     """Runs a layout and returns its row of the results."""
     from pentatron.bench.processes import free_port
-    from pentatron.cli.bench_rank import Job, reason_of_failure, work
-    from pentatron.devices import chip_of
+    from pentatron.cli.bench_rank import Job, reason_of_failure, run_rank
+    from pentatron.devices import find_chip
     from pentatron.settings.parameters import step_flops
 
-    words, prepared, reason = prepared_layout(sweep, layout)
-    row = Row(layout, "refused", sweep.processes, command_of(sweep, layout, prepared), reason)
+    words, prepared, reason = prepare_layout(sweep, layout)
+    row = Row(layout, "refused", sweep.processes, training_command(sweep, layout, prepared), reason)
     if prepared is None:
         return row
     config = prepared.resolved.config
-    prepare_for_workers(config.launch.threads_per_process)
+    set_worker_environment(config.launch.threads_per_process)
     metrics = sweep.folder.run(layout.name) / "metrics.jsonl"
     if live is not None:
         live.metrics = metrics
@@ -98,12 +98,16 @@ def measured_layout(sweep: Sweep, layout: Candidate, starter: Any, live: Progres
     output.mkdir(parents=True)
     job = Job(words, sweep.entry, sweep.processes, free_port(), output)
     outcome = starter.run(
-        work, lambda rank: (job, rank), sweep.processes, sweep.timeout, live or (lambda: None)
+        run_rank, lambda rank: (job, rank), sweep.processes, sweep.timeout, live or (lambda: None)
     )
     row = dataclasses.replace(row, config=config, device=sweep.device)
     if not outcome.is_good:
         late = f"no result after {sweep.timeout:.0f} s (--layout-timeout)" if outcome.timed_out else None
-        cause = late or outcome.killed() or reason_of_failure(job, outcome.killed(or_aborted=True))
+        cause = (
+            late
+            or outcome.killed_message()
+            or reason_of_failure(job, outcome.killed_message(or_aborted=True))
+        )
         cause = cause or f"exit codes {list(outcome.exit_codes)}"
         return dataclasses.replace(row, status="failed", reason=f"{cause}; see {output}")
     try:
@@ -112,6 +116,6 @@ def measured_layout(sweep: Sweep, layout: Candidate, starter: Any, live: Progres
         return dataclasses.replace(row, status="failed", reason=str(error))
     flops = step_flops(config.model, config.train.global_batch_size, config.model.seq_length, config.moe)
     teraflops = flops / measured.step_seconds / sweep.processes / 1e12
-    chip = chip_of(sweep.device)
+    chip = find_chip(sweep.device)
     mfu = teraflops / chip.teraflops(config.precision.name != "fp32") if chip else None
     return dataclasses.replace(row, status="ok", reason="", measured=measured, teraflops=teraflops, mfu=mfu)

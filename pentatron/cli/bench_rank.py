@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pentatron.cli.main import guarded
+from pentatron.cli.main import run_guarded
 from pentatron.cli.train import train
 from pentatron.settings.entry import EntryPoint
 
@@ -31,7 +31,7 @@ class Job:
         return self.folder / f"rank{rank}.txt"
 
 
-def work(job: Job, rank: int) -> None:
+def run_rank(job: Job, rank: int) -> None:
     """Entry point of a forked process."""
     with job.output(rank).open("w", encoding="utf-8") as out:
         os.dup2(out.fileno(), 1)
@@ -48,7 +48,7 @@ def work(job: Job, rank: int) -> None:
         TORCHELASTIC_RUN_ID="pentatron-bench",
     )
     try:
-        code = guarded(lambda: train(job.words, job.entry, ()))
+        code = run_guarded(lambda: train(job.words, job.entry, ()))
     except BaseException:
         traceback.print_exc()
         code = 1

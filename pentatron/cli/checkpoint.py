@@ -10,26 +10,26 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pentatron.cli.convert import until_stopped
+from pentatron.cli.convert import run_interruptible
 from pentatron.cli.options import (
     Options,
     flags_of,
     option,
     options_help,
-    read,
-    read_among,
+    parse_options,
+    parse_options_and_settings,
     section_help,
     synopsis,
 )
-from pentatron.cli.output import file_errors_told, remark, say, say_json
+from pentatron.cli.output import file_errors_as_user_errors, print_note, say, say_json
 from pentatron.errors import UserError
 from pentatron.settings.command_line import did_you_mean, is_flag
-from pentatron.settings.declaration import ONE_OR_MORE, ZERO_OR_MORE, Limit
-from pentatron.text import counted, decimal_size
+from pentatron.settings.declaration import NON_NEGATIVE, ONE_OR_MORE, Limit
+from pentatron.text import decimal_size, format_count
 
 if TYPE_CHECKING:
     from pentatron.checkpoint.verify import Problem
-    from pentatron.checksums import Tell
+    from pentatron.checksums import ProgressCallback
 
 # File name patterns of pickled weights.
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -48,7 +48,7 @@ class InspectOptions(Options):
 @dataclass(frozen=True)
 class VerifyOptions(Options):
     numbers: bool = option(False, "also check for NaN and inf")
-    threads: int | None = option(None, "threads that compute checksums", limit=ZERO_OR_MORE)
+    threads: int | None = option(None, "threads that compute checksums", limit=NON_NEGATIVE)
     json: bool = option(False, "print JSON")
     progress_bar: str = option("auto", "", choices=_PROGRESS_BAR)
 
@@ -83,7 +83,7 @@ class PruneOptions(Options):
         missing="set how many of the newest steps to keep, at least one: pentatron checkpoint prune PATH --keep N",
     )
     keep_every: int | None = option(
-        None, "also keep every such step", value="M", unlisted="--save-retain-interval", limit=ZERO_OR_MORE
+        None, "also keep every such step", value="M", unlisted="--save-retain-interval", limit=NON_NEGATIVE
     )
     dry_run: bool = option(False, "remove nothing")
     json: bool = option(False, "print JSON")
@@ -124,7 +124,7 @@ T = TypeVar("T", bound=Options)
 
 
 def checkpoint_command(words: Sequence[str]) -> int:
-    with file_errors_told():
+    with file_errors_as_user_errors():
         return _run(words)
 
 
@@ -151,7 +151,7 @@ def read_checkpoint_options(
     cls: type[T], words: Sequence[str], least: int, most: int | None, example: str
 ) -> tuple[T, list[str]]:
     """Reads options and between `least` and `most` paths."""
-    options, plain = read(cls, words, "pentatron checkpoint")
+    options, plain = parse_options(cls, words, "pentatron checkpoint")
     if len(plain) < least or (most is not None and len(plain) > most):
         raise UserError(f"name a checkpoint: pentatron checkpoint {example}")
     return options, plain
@@ -166,27 +166,31 @@ def _inspect(words: Sequence[str]) -> int:
 def _verify(words: Sequence[str]) -> int:
     options, paths = read_checkpoint_options(VerifyOptions, words, 1, None, "verify PATH")
     from pentatron.checkpoint.streaming import Progress
-    from pentatron.checkpoint.verify import check_numbers, check_sums, open_manifest
-    from pentatron.monitor.display import Silent, open_display
+    from pentatron.checkpoint.verify import find_non_finite, open_manifest, verify_digests
+    from pentatron.monitor.display import SilentDisplay, open_display
 
     folders = [folder for path in paths for folder in step_folders(Path(path))]
     threads = options.threads or min(8, os.cpu_count() or 1)
     verdicts: list[dict[str, Any]] = []
-    with contextlib.closing(Silent() if options.json else open_display(options.progress_bar)) as display:
+    with contextlib.closing(
+        SilentDisplay() if options.json else open_display(options.progress_bar)
+    ) as display:
         for folder in folders:
             manifest, problems = open_manifest(folder)
             if manifest is not None:
                 total = sum(record.bytes for record in manifest.files.values())
                 progress = Progress(display, f"verifying {folder.name}", total * (1 + options.numbers))
-                problems = check_sums(folder, manifest, threads, _thread_safe(progress.add))
+                problems = verify_digests(folder, manifest, threads, _thread_safe(progress.add))
                 if options.numbers and not problems:
-                    problems = check_numbers(folder, manifest, progress.add)
-                size = f"{counted(len(manifest.files), 'file')}, {decimal_size(total)}"
+                    problems = find_non_finite(folder, manifest, progress.add)
+                size = f"{format_count(len(manifest.files), 'file')}, {decimal_size(total)}"
                 if not problems and not options.json:
                     numbers = ", every number finite" if options.numbers else ""
-                    display.say(f"{folder}: ok ({size}, {counted(len(manifest.tensors), 'tensor')}{numbers})")
+                    display.say(
+                        f"{folder}: ok ({size}, {format_count(len(manifest.tensors), 'tensor')}{numbers})"
+                    )
             if problems and not folder.exists():
-                remark(f"{folder} was removed while this command ran, as a run does with old steps")
+                print_note(f"{folder} was removed while this command ran, as a run does with old steps")
                 continue
             for problem in problems if not options.json else ():
                 display.say(f"{folder}: DAMAGED: {problem.sentence}")
@@ -196,7 +200,7 @@ def _verify(words: Sequence[str]) -> int:
     return 1 if any(not verdict["ok"] for verdict in verdicts) else 0
 
 
-def _thread_safe(function: "Tell") -> "Tell":
+def _thread_safe(function: "ProgressCallback") -> "ProgressCallback":
     lock = threading.Lock()
 
     def locked(count: int) -> None:
@@ -217,21 +221,21 @@ def _verdict(folder: Path, problems: "Sequence[Problem]") -> dict[str, Any]:
 
 def step_folders(path: Path) -> list[Path]:
     """Returns the steps at a path, oldest first; raises an error that names the kind of any other folder."""
-    from pentatron.checkpoint.find import followed, is_step, steps_at
-    from pentatron.checkpoint.retention import number_of
+    from pentatron.checkpoint.find import find_steps_folder, is_step, resolve_latest
+    from pentatron.checkpoint.retention import step_number
     from pentatron.checkpoint.store import CheckpointStore
 
-    path = followed(path)
-    if is_step(path) or (path.is_dir() and number_of(path.resolve()) is not None):
+    path = resolve_latest(path)
+    if is_step(path) or (path.is_dir() and step_number(path.resolve()) is not None):
         return [path.resolve()]
-    steps = steps_at(path)
+    steps = find_steps_folder(path)
     folders = [] if steps is None else CheckpointStore(steps, keep=None).steps()
     if not folders:
-        raise nothing_at(path)
+        raise no_checkpoint_error(path)
     return folders
 
 
-def nothing_at(path: Path) -> UserError:
+def no_checkpoint_error(path: Path) -> UserError:
     """Returns the error of a path that has no steps."""
     if not path.exists():
         return UserError(f"{path} does not exist; name a run, its checkpoints, or one step of them")
@@ -250,7 +254,7 @@ def foreign_kind(path: Path) -> str | None:
         return None
     steps = sorted(p.name for p in path.glob("iter_*") if p.is_dir())
     inside = path / steps[-1] if steps else path
-    count = f" ({counted(len(steps), 'step')}, up to {steps[-1]})" if steps else ""
+    count = f" ({format_count(len(steps), 'step')}, up to {steps[-1]})" if steps else ""
     if (inside / ".metadata").exists() or next(inside.glob("*.distcp"), None) is not None:
         return f"a checkpoint of torch.distributed, as Megatron-LM's torch_dist format has it{count}; its metadata is pickle"
     if next(inside.glob("mp_rank_*"), None) is not None:
@@ -261,7 +265,7 @@ def foreign_kind(path: Path) -> str | None:
         weights = sorted(p.name for p in path.glob("*.safetensors"))
         pickled = sorted(p.name for pattern in _PICKLED for p in path.glob(pattern))
         weights_text = (
-            counted(len(weights), "safetensors file")
+            format_count(len(weights), "safetensors file")
             if weights
             else f"{pickled[0]} alone, which is pickle"
             if pickled
@@ -284,15 +288,15 @@ def _reshard(words: Sequence[str]) -> int:
 
     plain = list(takewhile(lambda word: not is_flag(word), words[:2]))
     entry = dataclasses.replace(ENTRY, own=flags_of(ReshardOptions))
-    options, rest = read_among(ReshardOptions, words[len(plain) :], entry)
+    options, rest = parse_options_and_settings(ReshardOptions, words[len(plain) :], entry)
     if len(plain) < 2:
         raise UserError("name the step and the output first: pentatron checkpoint reshard STEP OUT [...]")
     source, out = Path(plain[0]), Path(plain[1])
-    return until_stopped(out, lambda: _run_reshard(source, out, rest, options))
+    return run_interruptible(out, lambda: _run_reshard(source, out, rest, options))
 
 
 def _run_reshard(source: Path, out: Path, words: Sequence[str], options: ReshardOptions) -> int:
-    from pentatron.checkpoint.find import find_step, layout_words
+    from pentatron.checkpoint.find import find_step, format_layout
     from pentatron.checkpoint.format import verify_files
     from pentatron.compare.reshard import layout_for, reshard
     from pentatron.monitor.display import open_display
@@ -303,9 +307,9 @@ def _run_reshard(source: Path, out: Path, words: Sequence[str], options: Reshard
         say(f"note: {complaint}; {step.folder.name} is taken")
     with contextlib.closing(open_display(options.progress_bar)) as display:
         summary = reshard(step, out, config, display)
-    before, after = layout_words(step.manifest.config), layout_words(config.nested())
+    before, after = format_layout(step.manifest.config), format_layout(config.nested())
     say(
-        f"{summary.step}: {before} as {after}, {counted(summary.tensors, 'tensor')} in {counted(summary.files, 'file')}, {decimal_size(summary.bytes)} in "
+        f"{summary.step}: {before} as {after}, {format_count(summary.tensors, 'tensor')} in {format_count(summary.files, 'file')}, {decimal_size(summary.bytes)} in "
         f"{summary.seconds:.1f} s, bit by bit what {step.folder} holds (any layout loads either)"
     )
     return 0

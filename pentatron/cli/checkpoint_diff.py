@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pentatron.cli.checkpoint import DiffOptions, nothing_at, read_checkpoint_options
-from pentatron.cli.output import remark, show_report
+from pentatron.cli.checkpoint import DiffOptions, no_checkpoint_error, read_checkpoint_options
+from pentatron.cli.output import print_note, show_report
 
 if TYPE_CHECKING:
-    from pentatron.checkpoint.compare import Difference, Side
-    from pentatron.checkpoint.store import Found
+    from pentatron.checkpoint.compare import ComparedTensors, Difference
+    from pentatron.checkpoint.store import Checkpoint
 
 # Entries of each kind in the text report.
 _MOST_ENTRIES = 20
@@ -24,10 +24,10 @@ _MOST_ENTRIES = 20
 class _Opened:
     """A step or a Hugging Face folder, which has no `step`, opened for comparison."""
 
-    side: "Side"
+    side: "ComparedTensors"
     config: dict[str, Any]
     run_state: dict[str, Any]
-    step: "Found | None"
+    step: "Checkpoint | None"
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def diff(words: Sequence[str]) -> int:
     from pentatron.checkpoint.compare import NO_STATE, compare_tensor, differing_values
     from pentatron.checkpoint.load import WEIGHTS
     from pentatron.checkpoint.streaming import Progress
-    from pentatron.monitor.display import Silent, open_display
+    from pentatron.monitor.display import SilentDisplay, open_display
 
     with contextlib.ExitStack() as closing:
         first, second = (_open(Path(path), closing) for path in paths)
@@ -61,7 +61,7 @@ def diff(words: Sequence[str]) -> int:
         ]
         common = [name for name in names[0] if name in second.side.outlines]
         total = sum(opened.side.outlines[name].bytes for name in common for opened in (first, second))
-        display = Silent() if options.json else open_display(options.progress_bar)
+        display = SilentDisplay() if options.json else open_display(options.progress_bar)
         closing.callback(display.close)
         progress = Progress(display, "comparing", total)
         results = [compare_tensor(name, first.side, second.side, progress.add) for name in common]
@@ -83,43 +83,45 @@ def diff(words: Sequence[str]) -> int:
     return 0 if same else 1
 
 
-def _report_damage(steps: "Sequence[Found]") -> None:
+def _report_damage(steps: "Sequence[Checkpoint]") -> None:
     """Reports damaged files, since two steps may differ because of damage after saving."""
-    from pentatron.checkpoint.verify import check_sums
+    from pentatron.checkpoint.verify import verify_digests
 
     for step in steps:
-        for problem in check_sums(step.folder, step.manifest, min(8, os.cpu_count() or 1), lambda _: None):
-            remark(f"{problem.sentence}; the difference may be this damage")
+        for problem in verify_digests(
+            step.folder, step.manifest, min(8, os.cpu_count() or 1), lambda _: None
+        ):
+            print_note(f"{problem.sentence}; the difference may be this damage")
 
 
 def _open(path: Path, closing: contextlib.ExitStack) -> _Opened:
-    from pentatron.checkpoint.compare import Side
-    from pentatron.checkpoint.find import find_step, is_step, steps_at
+    from pentatron.checkpoint.compare import ComparedTensors
+    from pentatron.checkpoint.find import find_step, find_steps_folder, is_step
     from pentatron.checkpoint.load import StepReader
     from pentatron.compare.reshard import outlines_of
 
-    if not is_step(path) and steps_at(path) is None:
+    if not is_step(path) and find_steps_folder(path) is None:
         if (path / "config.json").is_file():
             return _open_huggingface(path, closing)
-        raise nothing_at(path)
+        raise no_checkpoint_error(path)
     step, complaints = find_step(path)
     for complaint in complaints:
-        remark(f"{complaint}; {step.folder.name} is compared")
+        print_note(f"{complaint}; {step.folder.name} is compared")
     reader = closing.enter_context(StepReader(step.folder, step.manifest))
-    side = Side(str(step.folder), outlines_of(step.manifest), reader.read)
+    side = ComparedTensors(str(step.folder), outlines_of(step.manifest), reader.read)
     return _Opened(side, step.manifest.config, step.manifest.run_state, step)
 
 
 def _open_huggingface(path: Path, closing: contextlib.ExitStack) -> _Opened:
-    from pentatron.checkpoint.compare import Side
+    from pentatron.checkpoint.compare import ComparedTensors
     from pentatron.checkpoint.load import WEIGHTS
-    from pentatron.hf.architecture import settings_in
+    from pentatron.hf.architecture import settings_from_folder
     from pentatron.hf.convert import ImportOptions, config_for, tensors_of
     from pentatron.hf.folder import open_folder
 
     folder = closing.enter_context(open_folder(path))
-    outlines, read = tensors_of(folder, config_for(settings_in(folder)), ImportOptions())
-    side = Side(
+    outlines, read = tensors_of(folder, config_for(settings_from_folder(folder)), ImportOptions())
+    side = ComparedTensors(
         str(path),
         {f"{WEIGHTS}{name}": outline for name, outline in outlines.items()},
         lambda name, start, size: read(name.removeprefix(WEIGHTS), start, size),

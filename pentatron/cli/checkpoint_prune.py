@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pentatron.checkpoint.lock import FolderLock, folder_lock
-from pentatron.checkpoint.retention import Retention, read_bases, remove_steps
+from pentatron.checkpoint.lock import FolderLock, lock_folder
+from pentatron.checkpoint.retention import Retention, read_base_steps, remove_steps
 from pentatron.checkpoint.store import CheckpointStore
-from pentatron.checkpoint.verify import Problem, check_sums, open_manifest
-from pentatron.checksums import Tell
-from pentatron.cli.checkpoint import PruneOptions, nothing_at, read_checkpoint_options
+from pentatron.checkpoint.verify import Problem, open_manifest, verify_digests
+from pentatron.checksums import ProgressCallback
+from pentatron.cli.checkpoint import PruneOptions, no_checkpoint_error, read_checkpoint_options
 from pentatron.cli.output import show_report
 from pentatron.errors import UserError
-from pentatron.monitor.terminal import outlive_output
-from pentatron.text import counted, decimal_size
+from pentatron.monitor.terminal import ignore_output_errors
+from pentatron.text import decimal_size, format_count
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class Pruning:
 
 def exclusive_access(steps: Path) -> AbstractContextManager[FolderLock]:
     """Locks the folder of steps, as a job does that saves there."""
-    return folder_lock(steps, way_out="or let it remove old steps itself (--keep-checkpoints N)")
+    return lock_folder(steps, way_out="or let it remove old steps itself (--keep-checkpoints N)")
 
 
-def plan_pruning(steps: Path, rule: Retention, threads: int, tell: Tell) -> Pruning:
+def plan_pruning(steps: Path, rule: Retention, threads: int, tell: ProgressCallback) -> Pruning:
     """Selects the steps to remove. Compares the checksums of the newest step, and of older ones only if it is
     damaged."""
-    names = read_bases(steps) or frozenset()
+    names = read_base_steps(steps) or frozenset()
     all_steps = CheckpointStore(steps, keep=None).steps()
     saved, bases = ([p for p in all_steps if (p.name in names) is is_base] for is_base in (False, True))
     damaged: list[Problem] = []
@@ -48,7 +48,7 @@ def plan_pruning(steps: Path, rule: Retention, threads: int, tell: Tell) -> Prun
         step = saved[number - 1]
         manifest, problems = open_manifest(step)
         if manifest is not None:
-            problems = check_sums(step, manifest, threads, tell)
+            problems = verify_digests(step, manifest, threads, tell)
         if not problems:
             removed = rule.outdated(saved[:number], protected=[step])
             kept = [p for p in saved if p not in removed]
@@ -61,15 +61,15 @@ def plan_pruning(steps: Path, rule: Retention, threads: int, tell: Tell) -> Prun
 def prune(words: Sequence[str]) -> int:
     options, paths = read_checkpoint_options(PruneOptions, words, 1, 1, "prune PATH --keep N")
     if not options.dry_run:
-        outlive_output()
-    from pentatron.checkpoint.find import is_step, steps_at
+        ignore_output_errors()
+    from pentatron.checkpoint.find import find_steps_folder, is_step
 
     path = Path(paths[0])
     if is_step(path):
         raise UserError(f"{path} is one step; name the run or the folder that its steps lie in")
-    steps = steps_at(path)
+    steps = find_steps_folder(path)
     if steps is None:
-        raise nothing_at(path)
+        raise no_checkpoint_error(path)
     steps = steps.resolve()
     rule = Retention(options.keep, options.keep_every or None)
     with exclusive_access(steps):
@@ -97,7 +97,7 @@ def _as_text(pruning: Pruning, steps: Path, sizes: Mapping[Path, int], dry_run: 
         yield f"{word} {step.name}: {decimal_size(size)}"
     kept = [*pruning.bases, *pruning.kept]
     yield (
-        f"{steps}: {word} {counted(len(sizes), 'step')}, {decimal_size(sum(sizes.values()))}; "
+        f"{steps}: {word} {format_count(len(sizes), 'step')}, {decimal_size(sum(sizes.values()))}; "
         f"{len(kept)} stay{'s' * (len(kept) == 1)}, and {pruning.verified.name} is verified"
     )
 

@@ -9,14 +9,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pentatron.cli.checkpoint import InspectOptions, nothing_at, read_checkpoint_options
+from pentatron.cli.checkpoint import InspectOptions, no_checkpoint_error, read_checkpoint_options
 from pentatron.cli.output import show_report
 from pentatron.errors import UserError
 from pentatron.settings.settings import Settings
-from pentatron.text import counted, decimal_size
+from pentatron.text import decimal_size, format_count
 
 if TYPE_CHECKING:
-    from pentatron.checkpoint.find import StepFacts
+    from pentatron.checkpoint.find import ListedStep
     from pentatron.checkpoint.format import Manifest
 
 _SHOWN_FILES = 12
@@ -38,11 +38,11 @@ def inspect(words: Sequence[str]) -> int:
         paths, pattern = [str(pattern)], "*"
     if not paths:
         raise UserError("name a checkpoint: pentatron checkpoint inspect PATH")
-    from pentatron.checkpoint.find import survey
+    from pentatron.checkpoint.find import list_steps
 
-    steps = survey(Path(paths[0]))
+    steps = list_steps(Path(paths[0]))
     if not steps:
-        raise nothing_at(Path(paths[0]))
+        raise no_checkpoint_error(Path(paths[0]))
     if options.stats:
         pattern = pattern or "*"
     if len(steps) > 1 and pattern is not None:
@@ -56,8 +56,8 @@ def inspect(words: Sequence[str]) -> int:
     return 0
 
 
-def _table(steps: "Sequence[StepFacts]") -> list[str]:
-    from pentatron.checkpoint.find import is_resumable, layout_words
+def _table(steps: "Sequence[ListedStep]") -> list[str]:
+    from pentatron.checkpoint.find import format_layout, is_resumable
 
     head = ("step", "saved", "size", "files", "layout", "holds", "state")
     rows = []
@@ -66,7 +66,7 @@ def _table(steps: "Sequence[StepFacts]") -> list[str]:
         files = layout = content = "?"
         if manifest is not None:
             content = "resumable" if is_resumable(manifest) else "weights only"
-            layout, files = layout_words(manifest.config), str(len(manifest.files))
+            layout, files = format_layout(manifest.config), str(len(manifest.files))
         saved, size = _when(facts.saved_at), decimal_size(facts.bytes)
         rows.append((facts.folder.name, saved, size, files, layout, content, facts.state))
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
@@ -76,12 +76,12 @@ def _table(steps: "Sequence[StepFacts]") -> list[str]:
     total = sum(facts.bytes for facts in steps)
     problems = [f"{facts.folder.name}: {facts.problem}" for facts in steps if facts.problem]
     note = "sizes and structure are checked here; `pentatron checkpoint verify` compares every checksum"
-    return [*lines, "", f"{counted(len(steps), 'step')}, {decimal_size(total)}; {note}", *problems]
+    return [*lines, "", f"{format_count(len(steps), 'step')}, {decimal_size(total)}; {note}", *problems]
 
 
-def _step_lines(facts: "StepFacts", pattern: str | None, with_statistics: bool) -> Iterator[str]:
-    from pentatron.checkpoint.find import is_resumable, layout_words
-    from pentatron.train.preflight import told
+def _step_lines(facts: "ListedStep", pattern: str | None, with_statistics: bool) -> Iterator[str]:
+    from pentatron.checkpoint.find import format_layout, is_resumable
+    from pentatron.train.preflight import describe_environment
 
     yield f"{facts.folder}: {facts.state}"
     if facts.manifest is None:
@@ -91,13 +91,13 @@ def _step_lines(facts: "StepFacts", pattern: str | None, with_statistics: bool) 
     environment: Any = manifest.run_state.get("environment") or ""
     # An edited manifest may have anything here, which is then shown as it is.
     with contextlib.suppress(TypeError, AttributeError):
-        environment = told(environment) if environment else ""
+        environment = describe_environment(environment) if environment else ""
     rows = {
         "step": str(manifest.step),
-        "saved": f"{_when(facts.saved_at)}, {decimal_size(facts.bytes)} in {counted(len(manifest.files), 'file')}",
+        "saved": f"{_when(facts.saved_at)}, {decimal_size(facts.bytes)} in {format_count(len(manifest.files), 'file')}",
         "holds": "all that resuming needs" if is_resumable(manifest) else "weights only",
         "model": _model(manifest),
-        "layout": layout_words(manifest.config),
+        "layout": format_layout(manifest.config),
         "state": _state(manifest.run_state),
         "per dataset": _pairs(manifest.run_state.get("drawn")),
         "learning rate": _learning_rate(manifest),
@@ -111,7 +111,7 @@ def _step_lines(facts: "StepFacts", pattern: str | None, with_statistics: bool) 
     names = list(manifest.files)
     for name in names[:_SHOWN_FILES]:
         record = manifest.files[name]
-        yield f"  {name:<28} {decimal_size(record.bytes):>12}  {counted(len(manifest.tensors_in(name)), 'tensor')}  sha256 {record.sha256[:12]}…"
+        yield f"  {name:<28} {decimal_size(record.bytes):>12}  {format_count(len(manifest.tensors_in(name)), 'tensor')}  sha256 {record.sha256[:12]}…"
     if len(names) > _SHOWN_FILES:
         yield f"  and {len(names) - _SHOWN_FILES} more (--json has all)"
     kinds = Counter(name.partition("/")[0] for name in manifest.tensors)
@@ -177,9 +177,9 @@ def _pairs(table: Any) -> str:
     return ", ".join(f"{name} {value}" for name, value in table.items())
 
 
-def _tensor_data(facts: "StepFacts", pattern: str, with_statistics: bool) -> Iterator[dict[str, Any]]:
+def _tensor_data(facts: "ListedStep", pattern: str, with_statistics: bool) -> Iterator[dict[str, Any]]:
     from pentatron.checkpoint.load import StepReader
-    from pentatron.checkpoint.verify import statistics_of
+    from pentatron.checkpoint.verify import tensor_statistics
 
     manifest = facts.manifest
     assert manifest is not None
@@ -201,7 +201,7 @@ def _tensor_data(facts: "StepFacts", pattern: str, with_statistics: bool) -> Ite
                 "files": sorted({piece.file for piece in record.pieces}),
             }
             if with_statistics:
-                statistics = statistics_of(reader, name)
+                statistics = tensor_statistics(reader, name)
                 row |= {
                     "min": statistics.least if statistics.finite else None,
                     "max": statistics.most if statistics.finite else None,
@@ -214,7 +214,7 @@ def _tensor_data(facts: "StepFacts", pattern: str, with_statistics: bool) -> Ite
 
 
 def _tensor_line(row: Mapping[str, Any]) -> str:
-    text = f"  {row['name']}  {row['dtype']} {row['shape']}  {counted(row['pieces'], 'piece')}"
+    text = f"  {row['name']}  {row['dtype']} {row['shape']}  {format_count(row['pieces'], 'piece')}"
     if "norm" not in row:
         return text
     numbers = ", ".join(f"{name} {_shortened(row[name])}" for name in ("min", "max", "mean", "norm"))
@@ -226,8 +226,8 @@ def _shortened(value: float | None) -> str:
     return "none" if value is None or math.isnan(value) else f"{value:.4g}"
 
 
-def _step_data(facts: "StepFacts", pattern: str | None, with_statistics: bool) -> dict[str, Any]:
-    from pentatron.checkpoint.find import is_resumable, layout_words
+def _step_data(facts: "ListedStep", pattern: str | None, with_statistics: bool) -> dict[str, Any]:
+    from pentatron.checkpoint.find import format_layout, is_resumable
 
     data: dict[str, Any] = {
         "folder": str(facts.folder),
@@ -244,7 +244,7 @@ def _step_data(facts: "StepFacts", pattern: str | None, with_statistics: bool) -
     data |= {
         "step": manifest.step,
         "resumable": is_resumable(manifest),
-        "layout": layout_words(manifest.config),
+        "layout": format_layout(manifest.config),
         "run_state": manifest.run_state,
         "config": manifest.config,
         "files": {name: record.bytes for name, record in manifest.files.items()},

@@ -5,26 +5,31 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pentatron.cli.environment import Worker, find_worker, launched_too_often, timeout_seconds
-from pentatron.cli.loaded import TOKENIZER, learn_from_loaded, told_by_a_model, use_hub_folder
-from pentatron.cli.worker import this_attempt, this_worker
-from pentatron.data.indexed import missing_pairs
+from pentatron.cli.environment import Worker, find_worker, nccl_timeout_seconds, nested_launcher_notices
+from pentatron.cli.loaded import (
+    TOKENIZER,
+    adopt_checkpoint_settings,
+    replace_hub_name,
+    settings_from_checkpoint,
+)
+from pentatron.cli.worker import current_attempt, current_worker
+from pentatron.data.indexed import missing_pairs_message
 from pentatron.errors import ConfigError, UserError
 from pentatron.launch.machine import usable_cores
 from pentatron.settings.data_paths import (
     NAMED,
     Blend,
-    counted_by_the_run,
-    names_files,
-    trained_files,
-    without_epochs,
+    is_counted_in_run,
+    training_files,
+    training_files_flag,
+    why_no_epochs,
 )
 from pentatron.settings.entry import EntryPoint
-from pentatron.settings.resolve import Resolved, foreseen, gather, problems_beside, resolve
+from pentatron.settings.resolve import Resolved, derived_settings, gather, problems_independent_of, resolve
 from pentatron.settings.run import table
-from pentatron.settings.settings import Draft, Facts, Start, start_of, unset
-from pentatron.settings.training_rules import is_weight, named_text
-from pentatron.supervise.attempts import FIRST, Attempt
+from pentatron.settings.settings import Draft, Facts, Start, is_unset, start_of
+from pentatron.settings.training_rules import first_text_file, is_weight
+from pentatron.supervise.attempts import FIRST_ATTEMPT, Attempt
 
 # Limits of file systems, in bytes. The path leaves room for the files that a run creates below its folder.
 _LONGEST_NAME, _LONGEST_PATH = 255, 3800
@@ -58,35 +63,43 @@ def prepare(
     worker = None if planned else find_worker(os.environ)
     draft = gather(words, entry)
     _check_folder_names(draft)
-    find_tokenizer(draft)
-    learn_vocabulary(draft)
+    download_tokenizer(draft)
+    set_vocabulary_size(draft)
     _use_nccl_timeout(draft, os.environ)
     if worker is not None:
-        draft.notices += launched_too_often(os.environ)
+        draft.notices += nested_launcher_notices(os.environ)
     if draft.job_id is None and "SLURM_JOB_ID" in os.environ:
         draft.derive("environment SLURM_JOB_ID", job_id=os.environ["SLURM_JOB_ID"])
     facts = planned or _local_facts(draft, worker)
-    if unset(draft.threads_per_process) and planned is None and (threads := asked_threads(facts)):
+    if (
+        is_unset(draft.threads_per_process)
+        and planned is None
+        and (threads := threads_from_environment(facts))
+    ):
         draft.derive("environment OMP_NUM_THREADS", threads_per_process=threads)
     if starts and not own_data and worker is None:
         # Workers check this after the rendezvous, because a file may be missing on one machine only.
         _check_data_files(draft)
-    attempt = FIRST
+    attempt = FIRST_ATTEMPT
     if planned is None:
-        attempt = this_attempt(os.environ, Path(foreseen(draft, facts).run_dir))
+        attempt = current_attempt(os.environ, Path(derived_settings(draft, facts).run_dir))
     if attempt.restarted:
         _resume_after_restart(draft, facts)
-    start = start_of(foreseen(draft, facts), draft.given("load"), entry.resumes or attempt.restarted)
+    start = start_of(derived_settings(draft, facts), draft.given("load"), entry.resumes or attempt.restarted)
     try:
-        learn_from_loaded(draft, facts, start)
+        adopt_checkpoint_settings(draft, facts, start)
     except UserError as error:
-        others = problems_beside(draft, facts, told_by_a_model(draft)) if draft.given("load") else []
+        others = (
+            problems_independent_of(draft, facts, settings_from_checkpoint(draft))
+            if draft.given("load")
+            else []
+        )
         if not others:
             raise
         raise ConfigError([str(error), *others]) from None
     if not own_data and not facts.launcher:
         # Workers of another launcher count after the rendezvous, for the same reason.
-        learn_epoch(draft)
+        count_epoch_samples(draft)
     return Prepared(resolve(draft, facts), facts, worker, attempt, start)
 
 
@@ -107,7 +120,7 @@ def _check_data_files(draft: Draft) -> None:
 
 def _missing_prefixes(words: tuple[str, ...], name: str) -> str:
     try:
-        return missing_pairs(Blend.parse(words, table()[name].flag).prefixes)
+        return missing_pairs_message(Blend.parse(words, table()[name].flag).prefixes)
     except UserError:
         # The rule about blends reports the syntax error.
         return ""
@@ -118,27 +131,27 @@ def _missing_conversations(words: tuple[str, ...]) -> str:
     # Weights are not files: the rule about conversations refuses them.
     if missing is None or any(is_weight(word) for word in words):
         return ""
-    from pentatron.data.conversations import no_file
+    from pentatron.data.conversations import missing_file_message
 
-    return no_file(missing)
+    return missing_file_message(missing)
 
 
-def learn_epoch(draft: Draft) -> None:
+def count_epoch_samples(draft: Draft) -> None:
     """For `--epochs`: counts the samples of one pass over the training data, from its index files.
 
     Needs the sequence length. Marks `epochs` as wrong if the files cannot be read.
     """
     is_wrong = not draft.wrong.keys().isdisjoint(("seq_length", *NAMED))
-    if draft.epochs is None or not names_files(draft) or is_wrong or counted_by_the_run(draft):
+    if draft.epochs is None or not training_files_flag(draft) or is_wrong or is_counted_in_run(draft):
         return
-    if named_text(draft.data_path or ()):
+    if first_text_file(draft.data_path or ()):
         # A rule refuses text files that are not tokenized.
         return
-    from pentatron.data.gpt_dataset import samples_of_files
+    from pentatron.data.gpt_dataset import count_epoch_samples
 
     try:
-        if not without_epochs(draft):
-            draft.epoch_samples = samples_of_files(*trained_files(draft), draft.seq_length)
+        if not why_no_epochs(draft):
+            draft.epoch_samples = count_epoch_samples(*training_files(draft), draft.seq_length)
     except UserError as error:
         draft.wrong["epochs"] = str(error)
 
@@ -164,13 +177,13 @@ def _check_folder_names(draft: Draft) -> None:
 def _resume_after_restart(draft: Draft, facts: Facts) -> None:
     """Makes a restart resume the run, even if the command says `--fresh`."""
     draft.derive("started again after a failure", fresh=False)
-    if not foreseen(draft, facts).save_checkpoints:
+    if not derived_settings(draft, facts).save_checkpoints:
         draft.notices.append(
             "the job was restarted, and this command saves no checkpoint, so training starts at step 0; --save keeps what is trained"
         )
 
 
-def asked_threads(facts: Facts) -> int:
+def threads_from_environment(facts: Facts) -> int:
     """Returns OMP_NUM_THREADS of the user; 0 if it is unset, or the 1 that torchrun sets by default."""
     text = os.environ.get("OMP_NUM_THREADS", "").strip()
     threads = int(text) if text.isascii() and text.isdigit() else 0
@@ -183,7 +196,7 @@ def _local_facts(draft: Draft, worker: Worker | None) -> Facts:
     if worker is not None:
         has_address = "MASTER_ADDR" in os.environ
         # The name is for other launchers: pentatron's own one is this program.
-        launcher = "" if this_worker() is not None else worker.launcher
+        launcher = "" if current_worker() is not None else worker.launcher
         return Facts(worker.world_size, worker.local_size, cores, launcher, has_address)
     processes = draft.nproc_per_node
     if processes is None:
@@ -196,23 +209,23 @@ def _local_facts(draft: Draft, worker: Worker | None) -> Facts:
     return Facts(max(1, processes), max(1, processes), cores)
 
 
-def find_tokenizer(draft: Draft) -> None:
+def download_tokenizer(draft: Draft) -> None:
     """Downloads the tokenizer if `--tokenizer-model` names a model of the hub."""
     name = draft.tokenizer_model
     if name is None or Path(name).exists():
         return
     try:
-        use_hub_folder(draft, "tokenizer_model")
+        replace_hub_name(draft, "tokenizer_model")
     except UserError as error:
         # Reported as one problem, although the vocabulary size may be unknown without the tokenizer.
-        open_size = unset(draft.vocab_size) and unset(draft.padded_vocab_size)
+        open_size = is_unset(draft.vocab_size) and is_unset(draft.padded_vocab_size)
         wrong = "vocab_size" if open_size else "tokenizer_model"
         draft.wrong[wrong] = f"Tokenizer not found: {error}; check --tokenizer-model"
 
 
-def learn_vocabulary(draft: Draft) -> None:
+def set_vocabulary_size(draft: Draft) -> None:
     """Takes the vocabulary size from the tokenizer that is named."""
-    if not unset(draft.vocab_size) or not unset(draft.padded_vocab_size):
+    if not is_unset(draft.vocab_size) or not is_unset(draft.padded_vocab_size):
         return
     kind, model, vocab_file, merge_file = (getattr(draft, name) for name in TOKENIZER)
     unusable = table()["tokenizer_type"].refuses(kind) or "vocab_size" in draft.wrong
@@ -233,7 +246,7 @@ def _use_nccl_timeout(draft: Draft, environment: Mapping[str, str]) -> None:
     name = "distributed_timeout_minutes"
     if "NCCL_TIMEOUT" not in environment:
         return
-    seconds = timeout_seconds(environment)
+    seconds = nccl_timeout_seconds(environment)
     written = f"NCCL_TIMEOUT={environment['NCCL_TIMEOUT']}"
     if seconds is None:
         draft.notices.append(f"{written} has no effect: it must be a number of seconds above 0")

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from pentatron.cli.options import Options, option, options_help, read
-from pentatron.cli.output import complain, say
+from pentatron.cli.options import Options, option, options_help, parse_options
+from pentatron.cli.output import print_error, say
 from pentatron.errors import UserError
-from pentatron.monitor.terminal import outlive_output
+from pentatron.monitor.terminal import ignore_output_errors
 
 if TYPE_CHECKING:
     import torch
 
-    from pentatron.checkpoint.store import Found
+    from pentatron.checkpoint.store import Checkpoint
     from pentatron.hf.convert import ExportOptions as HfExportOptions
 
 _UNITS = {
@@ -115,11 +115,11 @@ def _convert(
         say(usage)
         return 0
     name = f"pentatron {call.split()[0]}"
-    options, plain = read(cls, words, name)
+    options, plain = parse_options(cls, words, name)
     if len(plain) != 2:
         raise UserError(f"say {what} and what to make: pentatron {call} ({name} --help)")
     out = Path(plain[1])
-    return until_stopped(out, lambda: run(plain[0], out, options))
+    return run_interruptible(out, lambda: run(plain[0], out, options))
 
 
 def run_import(source: str, out: Path, options: ImportOptions) -> int:
@@ -150,7 +150,13 @@ def run_import(source: str, out: Path, options: ImportOptions) -> int:
 
 
 def _export(checkpoint: str, out: Path, options: ExportOptions) -> int:
-    from pentatron.checkpoint.find import find_step, followed, is_step, megatron_step, steps_at
+    from pentatron.checkpoint.find import (
+        find_megatron_checkpoint,
+        find_step,
+        find_steps_folder,
+        is_step,
+        resolve_latest,
+    )
     from pentatron.checkpoint.format import DamagedCheckpoint, Manifest
     from pentatron.compare.logits import require_transformers
     from pentatron.hf.convert import DamagedStep
@@ -168,8 +174,8 @@ def _export(checkpoint: str, out: Path, options: ExportOptions) -> int:
         options.max_shard_size,
         not options.no_check,
     )
-    path = followed(Path(checkpoint))
-    if options.ckpt_format and megatron_step(path) and not steps_at(path):
+    path = resolve_latest(Path(checkpoint))
+    if options.ckpt_format and find_megatron_checkpoint(path) and not find_steps_folder(path):
         step, remarks = read_megatron(path)
         return _export_step(step, [f"note: {remark}" for remark in remarks], out, conversion, options)
     damaged: dict[Path, str] = {}
@@ -191,17 +197,17 @@ def _export(checkpoint: str, out: Path, options: ExportOptions) -> int:
 
 
 def _export_step(
-    step: "Found", notes: Sequence[str], out: Path, conversion: "HfExportOptions", options: ExportOptions
+    step: "Checkpoint", notes: Sequence[str], out: Path, conversion: "HfExportOptions", options: ExportOptions
 ) -> int:
     from pentatron.compare.logits import compare_logits
-    from pentatron.generate.source import tokenizer_place
+    from pentatron.generate.source import tokenizer_path
     from pentatron.hf.convert import export_step, trained_dtype
     from pentatron.hf.small_files import FOLDER_NAME, has_tokenizer, small_files
     from pentatron.monitor.display import open_display
 
     lines = [*notes, *_dtype_notes(step, conversion.dtype)]
     if not has_tokenizer(small_files(step.folder.parent / FOLDER_NAME, conversion.tokenizer)):
-        tokenizer = tokenizer_place(step.folder, step.manifest.config)
+        tokenizer = tokenizer_path(step.folder, step.manifest.config)
         flag = f"{tokenizer} adds the one it was trained with" if tokenizer else "DIR adds one"
         lines.append(f"note: no tokenizer came with this model, so the folder has none; --tokenizer {flag}")
 
@@ -217,7 +223,7 @@ def _export_step(
     return 0
 
 
-def _dtype_notes(step: "Found", dtype: "torch.dtype | None") -> list[str]:
+def _dtype_notes(step: "Checkpoint", dtype: "torch.dtype | None") -> list[str]:
     """Returns a note if the run stored its weights in another type than it computed with."""
     from pentatron.checkpoint.links import dtype_name
     from pentatron.hf.convert import stored_dtypes, trained_dtype
@@ -233,15 +239,15 @@ def _dtype_notes(step: "Found", dtype: "torch.dtype | None") -> list[str]:
 
 
 def _dtype(name: str | None) -> "torch.dtype | None":
-    from pentatron.checkpoint.links import BY_NAME
+    from pentatron.checkpoint.links import DTYPES_BY_NAME
 
-    return BY_NAME[name] if name else None
+    return DTYPES_BY_NAME[name] if name else None
 
 
-def until_stopped(out: Path, convert: Callable[[], int]) -> int:
+def run_interruptible(out: Path, convert: Callable[[], int]) -> int:
     """Runs a conversion, which Ctrl-C and SIGTERM end with nothing left behind. A closed output does not end
     it."""
-    outlive_output()
+    ignore_output_errors()
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
@@ -250,7 +256,7 @@ def until_stopped(out: Path, convert: Callable[[], int]) -> int:
     try:
         return convert()
     except KeyboardInterrupt:
-        complain(f"stopped; {out} was not made and nothing is left of it")
+        print_error(f"stopped; {out} was not made and nothing is left of it")
         return 130
     finally:
         signal.signal(signal.SIGTERM, previous_handler)

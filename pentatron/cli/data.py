@@ -9,19 +9,28 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pentatron.cli.configure import find_tokenizer, learn_epoch, learn_vocabulary
-from pentatron.cli.loaded import learn_from_named
-from pentatron.cli.options import Options, flags_of, option, options_help, read, read_among, synopsis, usage
-from pentatron.cli.output import file_errors_told, say, say_json, show_report
+from pentatron.cli.configure import count_epoch_samples, download_tokenizer, set_vocabulary_size
+from pentatron.cli.loaded import adopt_named_checkpoint
+from pentatron.cli.options import (
+    Options,
+    flags_of,
+    option,
+    options_help,
+    parse_options,
+    parse_options_and_settings,
+    synopsis,
+    usage,
+)
+from pentatron.cli.output import file_errors_as_user_errors, say, say_json, show_report
 from pentatron.errors import UserError
-from pentatron.monitor.terminal import outlive_output
+from pentatron.monitor.terminal import ignore_output_errors
 from pentatron.settings.command_line import did_you_mean
-from pentatron.settings.data_paths import names_files
+from pentatron.settings.data_paths import training_files_flag
 from pentatron.settings.entry import EntryPoint
 from pentatron.settings.files import read_data_files
 from pentatron.settings.resolve import Resolved, gather, resolve
 from pentatron.settings.run import table
-from pentatron.settings.settings import Facts, unset
+from pentatron.settings.settings import Facts, is_unset
 
 if TYPE_CHECKING:
     from pentatron.data.loader import SampleSource
@@ -94,25 +103,25 @@ def show_samples(words: Sequence[str]) -> int:
     import torch
 
     from pentatron.checkpoint.state import TrainState
-    from pentatron.data.datasets import arrange, open_data, settle_epochs
+    from pentatron.data.datasets import build_datasets, open_data, resolve_epochs
     from pentatron.monitor.display import PlainLines
     from pentatron.parallel.world import single_process
     from pentatron.supervise.launcher import scratch_folder
 
     if words and (run_config := Path(words[0]) / "config.yaml").is_file():
         raise UserError(f"'{words[0]}' is no flag; the samples of that run: --config {run_config}")
-    options, settings = read_among(ShowOptions, words, SHOW)
+    options, settings = parse_options_and_settings(ShowOptions, words, SHOW)
     indices = options.index or _FIRST_SAMPLES
     resolved, world = _resolve(settings, options.part, indices.stop), single_process(torch.device("cpu"))
     # Notices go to stderr, because stdout may be JSON.
     display = PlainLines(sys.stderr)
     with scratch_folder("show") as folder:
-        resolved = settle_epochs(resolved, world, folder, display)
+        resolved = resolve_epochs(resolved, world, folder, display)
         config = resolved.config
         for notice in resolved.notices:
             display.say(f"note: {notice}")
         opened = open_data(config, world, folder, display)
-        datasets = arrange(opened, config, world, TrainState(), folder, display)
+        datasets = build_datasets(opened, config, world, TrainState(), folder, display)
         source = {"train": datasets.train, "valid": datasets.valid, "test": datasets.test}[options.part]
         if source is None:
             raise UserError(_empty_part(config.data, options.part, datasets.untested))
@@ -151,12 +160,12 @@ def _resolve(words: Sequence[str], part: str, stop: int) -> Resolved:
         if item.section in _IGNORED and name != "load":
             draft.assign("default", **{name: item.default})
     read_data_files(draft)
-    find_tokenizer(draft)
-    learn_vocabulary(draft)
-    learn_from_named(draft, facts)
-    if unset(draft.vocab_size) and names_files(draft) and "vocab_size" not in draft.wrong:
+    download_tokenizer(draft)
+    set_vocabulary_size(draft)
+    adopt_named_checkpoint(draft, facts)
+    if is_unset(draft.vocab_size) and training_files_flag(draft) and "vocab_size" not in draft.wrong:
         draft.assign("default", vocab_size=_MAX_VOCAB_SIZE)
-    learn_epoch(draft)
+    count_epoch_samples(draft)
     if all(getattr(draft, name) is None for name in ("train_iters", "train_samples", "epochs")):
         draft.assign("default", train_iters=stop)
     if part == "train":
@@ -165,7 +174,7 @@ def _resolve(words: Sequence[str], part: str, stop: int) -> Resolved:
 
 
 def _available(source: "SampleSource", read: int | None) -> tuple[int, str] | None:
-    """Returns how many samples can be shown, with a sentence; None for endless data. `read` is the number the
+    """Returns how many samples can be shown, with a sentence; None for endless data. `parse_options` is the number the
     whole run reads."""
     length = len(source) if isinstance(source, Sized) else None
     if read is not None and (length is None or read < length):
@@ -257,7 +266,7 @@ A PREFIX is the name of a .bin/.idx pair without its ending.
 
 
 def data_command(words: Sequence[str]) -> int:
-    with file_errors_told():
+    with file_errors_as_user_errors():
         return _run(words)
 
 
@@ -279,19 +288,21 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _describe(words: Sequence[str]) -> int:
-    from pentatron.data.inspect import describe, described
+    from pentatron.data.inspect import describe, format_description
 
-    options, prefixes = read(DescribeOptions, words, "pentatron data")
+    options, prefixes = parse_options(DescribeOptions, words, "pentatron data")
     _need(prefixes, 1, "describe PREFIX")
     pairs = [describe(_stem(prefix)) for prefix in prefixes]
-    show_report(pairs, options.json, lambda pairs: "\n\n".join(map(described, pairs)), lambda pairs: pairs)
+    show_report(
+        pairs, options.json, lambda pairs: "\n\n".join(map(format_description, pairs)), lambda pairs: pairs
+    )
     return 0
 
 
 def _verify(words: Sequence[str]) -> int:
     from pentatron.data.inspect import verify
 
-    options, prefixes = read(VerifyOptions, words, "pentatron data")
+    options, prefixes = parse_options(VerifyOptions, words, "pentatron data")
     _need(prefixes, 1, "verify PREFIX")
     wrong = 0
     for prefix in map(_stem, prefixes):
@@ -306,9 +317,9 @@ def _verify(words: Sequence[str]) -> int:
 def _merge(words: Sequence[str]) -> int:
     from pentatron.data.pair_writer import merge
 
-    options, prefixes = read(MergeOptions, words, "pentatron data")
+    options, prefixes = parse_options(MergeOptions, words, "pentatron data")
     _need(prefixes, 2, "merge OUT PREFIX")
-    outlive_output()
+    ignore_output_errors()
     output, *sources = map(_stem, prefixes)
     if output in sources:
         raise UserError(f"{output} cannot be merged into itself; choose another name for the result")
@@ -327,9 +338,9 @@ def _merge(words: Sequence[str]) -> int:
 def _seal(words: Sequence[str]) -> int:
     from pentatron.data.inspect import seal
 
-    _, prefixes = read(Options, words, "pentatron data")
+    _, prefixes = parse_options(Options, words, "pentatron data")
     _need(prefixes, 1, "seal PREFIX")
-    outlive_output()
+    ignore_output_errors()
     for prefix in map(_stem, prefixes):
         facts = seal(prefix)
         say(

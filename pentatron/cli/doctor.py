@@ -9,9 +9,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pentatron.cli.options import Options, option, options_help, read, usage
+from pentatron.cli.options import Options, option, options_help, parse_options, usage
 from pentatron.cli.output import say, say_json
-from pentatron.launch.machine import NOTE, OK, PROBLEM, Finding, all_reduce, look, matmul
+from pentatron.launch.machine import (
+    NOTE,
+    OK,
+    PROBLEM,
+    Finding,
+    check_all_reduce,
+    check_matmul,
+    inspect_machine,
+)
 
 
 @dataclass(frozen=True)
@@ -36,8 +44,8 @@ def doctor_command(words: Sequence[str]) -> int:
         say(USAGE)
         return 0
     stray = "pentatron doctor takes no words; '{word}' is one"
-    options, _ = read(DoctorOptions, words, "pentatron doctor", stray=stray)
-    findings = look(os.environ, Path.cwd())
+    options, _ = parse_options(DoctorOptions, words, "pentatron doctor", stray=stray)
+    findings = inspect_machine(os.environ, Path.cwd())
     if not options.no_trials and importlib.util.find_spec("torch") is not None:
         findings += _trials()
     problems = [finding for finding in findings if finding.state == PROBLEM]
@@ -58,10 +66,10 @@ def _trials() -> list[Finding]:
     if sys.platform == "linux":
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    findings = [matmul("cpu"), *(matmul(f"cuda:{number}") for number in range(gpus))]
-    findings.append(all_reduce("gloo", 2, environment))
+    findings = [check_matmul("cpu"), *(check_matmul(f"cuda:{number}") for number in range(gpus))]
+    findings.append(check_all_reduce("gloo", 2, environment))
     if gpus and torch.distributed.is_nccl_available():
-        findings.append(all_reduce("nccl", gpus, environment))
+        findings.append(check_all_reduce("nccl", gpus, environment))
     return findings
 
 

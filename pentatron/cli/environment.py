@@ -10,12 +10,12 @@ from pentatron.errors import UserError
 from pentatron.parallel.rendezvous import (
     GLOO_INTERFACE,
     LISTENER,
-    MeetingPoint,
+    Rendezvous,
+    is_single_machine,
     job_secret,
     loopback_variables,
-    stays_on_this_machine,
 )
-from pentatron.text import meeting_point as parsed_meeting_point
+from pentatron.text import parse_rendezvous_url as parsed_meeting_point
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def tasks_per_node(text: str) -> list[int]:
     return tasks
 
 
-def launched_too_often(environment: Mapping[str, str]) -> list[str]:
+def nested_launcher_notices(environment: Mapping[str, str]) -> list[str]:
     """Detects a common mistake in batch scripts: several tasks per node with a torchrun in each."""
     text = environment.get("SLURM_STEP_NUM_TASKS", "")
     tasks = int(text) if text.isdecimal() else 1
@@ -114,13 +114,13 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
         ) from None
 
 
-def announce_worker(worker: Worker, meeting_point: str | None) -> None:
+def export_rank_variables(worker: Worker, meeting_point: str | None) -> None:
     """Exports the variables of `env://` rendezvous (RANK, MASTER_ADDR, ...) that the launcher has not set."""
     os.environ.update(
         RANK=str(worker.rank), WORLD_SIZE=str(worker.world_size), LOCAL_RANK=str(worker.local_rank)
     )
     if meeting_point is not None and "MASTER_ADDR" not in os.environ:
-        host, port = split_meeting_point(meeting_point)
+        host, port = parse_init_method(meeting_point)
         os.environ.update(MASTER_ADDR=host, MASTER_PORT=port)
     if "MASTER_ADDR" not in os.environ:
         raise UserError(
@@ -130,7 +130,7 @@ def announce_worker(worker: Worker, meeting_point: str | None) -> None:
     os.environ.setdefault("MASTER_PORT", "29500")
 
 
-def meeting_point(worker: Worker) -> MeetingPoint | None:
+def rendezvous_address(worker: Worker) -> Rendezvous | None:
     """Returns the rendezvous address of the ranks from the environment; None for one process.
 
     If all ranks are on this machine, sets the variables that make gloo and NCCL listen on loopback only.
@@ -139,11 +139,11 @@ def meeting_point(worker: Worker) -> MeetingPoint | None:
         # A program written for Megatron initializes a process group of one rank.
         os.environ.update(loopback_variables(os.environ, [GLOO_INTERFACE]))
         return None
-    if stays_on_this_machine(os.environ):
+    if is_single_machine(os.environ):
         os.environ.update(loopback_variables(os.environ))
     # Removed, so that child processes of this rank do not try to use the socket.
     listener = os.environ.pop(LISTENER, "")
-    return MeetingPoint(
+    return Rendezvous(
         os.environ["MASTER_ADDR"],
         _number(os.environ, "MASTER_PORT"),
         is_served=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
@@ -152,7 +152,7 @@ def meeting_point(worker: Worker) -> MeetingPoint | None:
     )
 
 
-def split_meeting_point(url: str) -> tuple[str, str]:
+def parse_init_method(url: str) -> tuple[str, str]:
     """Parses `tcp://host:1234` to (host, 1234)."""
     address = parsed_meeting_point(url)
     if address is None:
@@ -162,7 +162,7 @@ def split_meeting_point(url: str) -> tuple[str, str]:
     return address[0], str(address[1])
 
 
-def prepare_for_workers(threads: int) -> list[str]:
+def set_worker_environment(threads: int) -> list[str]:
     """Sets the environment that workers inherit, except what the user has set; returns what was set."""
     defaults = {"OMP_NUM_THREADS": str(threads)}
     if sys.platform == "linux":
@@ -173,12 +173,12 @@ def prepare_for_workers(threads: int) -> list[str]:
     return [f"{name}={value}" for name, value in missing.items()]
 
 
-def require_repeatable_kernels() -> None:
+def set_cublas_workspace() -> None:
     """Sets a fixed cuBLAS workspace size, without which cuBLAS is not deterministic."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-def timeout_seconds(environment: Mapping[str, str]) -> float | None:
+def nccl_timeout_seconds(environment: Mapping[str, str]) -> float | None:
     """Returns NCCL_TIMEOUT if it is a positive number.
 
     Guides tell users to set it, but torch does not read it.

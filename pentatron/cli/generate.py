@@ -8,12 +8,18 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pentatron.cli.environment import Worker, announce_worker, find_worker, meeting_point, prepare_for_workers
-from pentatron.cli.options import Options, option, options_help, read
-from pentatron.cli.output import complain, remark, say
+from pentatron.cli.environment import (
+    Worker,
+    export_rank_variables,
+    find_worker,
+    rendezvous_address,
+    set_worker_environment,
+)
+from pentatron.cli.options import Options, option, options_help, parse_options
+from pentatron.cli.output import print_error, print_note, say
 from pentatron.errors import AgreedError, UserError
 from pentatron.launch.machine import usable_cores
-from pentatron.settings.declaration import ONE_OR_MORE, SEED, SHARE, ZERO_OR_MORE
+from pentatron.settings.declaration import FRACTION, NON_NEGATIVE, ONE_OR_MORE, SEED
 
 if TYPE_CHECKING:
     from pentatron.generate.source import ModelSource
@@ -59,12 +65,12 @@ class SamplingOptions(Options):
         limit=ONE_OR_MORE,
     )
     temperature: float = option(
-        0.8, "0 always takes the likeliest token, as --greedy does", limit=ZERO_OR_MORE
+        0.8, "0 always takes the likeliest token, as --greedy does", limit=NON_NEGATIVE
     )
     greedy: bool = option(False, "always take the likeliest token")
-    top_k: int = option(40, "only the N likeliest tokens; 0: all", limit=ZERO_OR_MORE)
+    top_k: int = option(40, "only the N likeliest tokens; 0: all", limit=NON_NEGATIVE)
     top_p: float = option(
-        1.0, "only the fewest tokens that are X of the probability together; 1: all", limit=SHARE
+        1.0, "only the fewest tokens that are X of the probability together; 1: all", limit=FRACTION
     )
     seed: int = option(0, "for the same text again, on any device and any number of ranks", limit=SEED)
     json: bool = option(
@@ -104,9 +110,9 @@ class DeviceOptions(Options):
         choices=("auto", "float32", "fp32", "bfloat16", "bf16"),
         value="auto|float32|bfloat16",
     )
-    threads: int | None = option(None, "CPU threads of one process (cores / processes)", limit=ZERO_OR_MORE)
+    threads: int | None = option(None, "CPU threads of one process (cores / processes)", limit=NON_NEGATIVE)
     batch_size: int = option(16, "prompts continued together", limit=ONE_OR_MORE)
-    master_port: int | None = option(None, "rendezvous port (a free one)", limit=ZERO_OR_MORE)
+    master_port: int | None = option(None, "rendezvous port (a free one)", limit=NON_NEGATIVE)
 
 
 @dataclass(frozen=True)
@@ -164,7 +170,7 @@ def generate_command(words: Sequence[str], restart: Sequence[str] = _RESTART) ->
     worker = find_worker(os.environ)
     if words[:1] == [_WORKER]:
         return _work(_read_request(Path(words[1])), worker)
-    options, plain = read(GenerateOptions, words, "pentatron generate")
+    options, plain = parse_options(GenerateOptions, words, "pentatron generate")
     if options.greedy:
         options = replace(options, temperature=0.0)
     if not plain:
@@ -177,7 +183,7 @@ def generate_command(words: Sequence[str], restart: Sequence[str] = _RESTART) ->
     is_first = worker is None or worker.rank == 0
     folder, complaints = find_weights(plain[0], verify=is_first)
     for complaint in complaints:
-        remark(complaint)
+        print_note(complaint)
     request = Request(str(folder), _prompts(plain[1:], options) if is_first else [], options)
     if worker is not None or _ranks(request).world_size == 1:
         return _work(request, worker)
@@ -231,13 +237,13 @@ def _prompts(words: Sequence[str], options: GenerateOptions) -> list[Any]:
 def _launch(request: Request, restart: Sequence[str]) -> int:
     """Starts the ranks. Raises their errors here, which is seconds earlier and only once."""
     from pentatron.parallel.world import require_gpu
-    from pentatron.supervise.launcher import READER_LEFT, run_workers, scratch_folder
+    from pentatron.supervise.launcher import BROKEN_PIPE, run_workers, scratch_folder
 
     if request.options.device == "cuda":
         require_gpu()
     _open_model(request)
     world = _ranks(request).world_size
-    prepare_for_workers(_threads(request, world))
+    set_worker_environment(_threads(request, world))
     with scratch_folder("generate") as folder:
         file = folder / "request.json"
         file.write_text(json.dumps(asdict(request)), encoding="utf-8")
@@ -246,8 +252,8 @@ def _launch(request: Request, restart: Sequence[str]) -> int:
     if ended.stopped_by is not None:
         raise KeyboardInterrupt
     # For these exit codes a rank has printed the error, or there is none.
-    if ended.exit_code not in (0, _USER_ERROR, READER_LEFT):
-        complain(ended.story(world))
+    if ended.exit_code not in (0, _USER_ERROR, BROKEN_PIPE):
+        print_error(ended.story(world))
         return 1
     return ended.exit_code
 
@@ -267,11 +273,11 @@ def _work(request: Request, worker: Worker | None) -> int:
     worker = worker or Worker(0, 1, 0, 1, "none")
     torch.set_num_threads(_threads(request, worker.local_size))
     if worker.world_size > 1:
-        announce_worker(worker, None)
+        export_rank_variables(worker, None)
     device = choose_device(request.options.device, worker.local_rank)
     ranks = (worker.rank, worker.local_rank)
     shared = {**config.shared(), "folder": request.folder}
-    point = meeting_point(worker)
+    point = rendezvous_address(worker)
     try:
         with (
             open_world(config.grid, *ranks, device, _TIMEOUT_MINUTES, shared, point) as world,
@@ -281,7 +287,7 @@ def _work(request: Request, worker: Worker | None) -> int:
     except AgreedError:
         raise
     except UserError as error:
-        complain(str(error) if worker.world_size == 1 else f"rank {worker.rank}: {error}")
+        print_error(str(error) if worker.world_size == 1 else f"rank {worker.rank}: {error}")
         return _USER_ERROR
     return 0
 
@@ -307,42 +313,42 @@ def _layout_text(request: Request) -> str:
 
 
 def _open_model(request: Request) -> tuple["ModelSource", "RunConfig"]:
-    from pentatron.generate.continue_text import settings_of
+    from pentatron.generate.continue_text import generation_config
     from pentatron.generate.source import open_source
 
     source = open_source(Path(request.folder), request.options.spec)
-    return source, settings_of(source, _ranks(request))
+    return source, generation_config(source, _ranks(request))
 
 
 def _generate(request: Request, source: "ModelSource", config: "RunConfig", world: "World") -> None:
     import torch
 
-    from pentatron.cli.generate_output import Words
-    from pentatron.generate.continue_text import load_stages, speaking, texts_of
+    from pentatron.cli.generate_output import PromptTexts
+    from pentatron.generate.continue_text import build_generation_model, generate_texts, load_stages
     from pentatron.generate.generate import Sampling
-    from pentatron.parallel.collectives import broadcast_object, on_some_ranks
+    from pentatron.parallel.collectives import broadcast_object, run_on_some_ranks
 
     options = request.options
     half = options.dtype in ("bfloat16", "bf16") or (options.dtype == "auto" and world.device.type == "cuda")
     dtype = torch.bfloat16 if half else torch.float32
 
-    def tokenized() -> Words:
-        return Words(request.prompts, options.tokens is not None, source, options.tokenizer_model)
+    def tokenized() -> PromptTexts:
+        return PromptTexts(request.prompts, options.tokens is not None, source, options.tokenizer_model)
 
-    words = on_some_ranks(world.is_first, tokenized, world.everyone)
+    words = run_on_some_ranks(world.is_first, tokenized, world.everyone)
     prompts, stop = broadcast_object((words.ids, words.stop) if words else None, world.everyone)
-    stages = on_some_ranks(True, lambda: load_stages(source, config, world, dtype), world.everyone)
+    stages = run_on_some_ranks(True, lambda: load_stages(source, config, world, dtype), world.everyone)
     assert stages is not None
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
-    model = speaking(stages, config, world)
-    texts = texts_of(model, prompts, options.max_new_tokens, sampling, stop, options.batch_size)
+    model = build_generation_model(stages, config, world)
+    texts = generate_texts(model, prompts, options.max_new_tokens, sampling, stop, options.batch_size)
     if words is None:
         # Other ranks take part in the generation, which the generator drives.
         for _ in texts:
             pass
         return
     for note in _unused_options(options, config.grid.world_size):
-        remark(note)
+        print_note(note)
     type_name = str(dtype).removeprefix("torch.")
-    remark(f"{request.folder}: {type_name} on {world.device.type}, {_layout_text(request)}")
+    print_note(f"{request.folder}: {type_name} on {world.device.type}, {_layout_text(request)}")
     words.show(texts, options.json)

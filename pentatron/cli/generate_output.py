@@ -4,15 +4,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pentatron.cli.output import remark, say_json_rows, show_generated
+from pentatron.cli.output import print_note, say_json_rows, show_generated
 from pentatron.data.tokenizer import FileTokenizer, Tokenizer
 from pentatron.errors import UserError
-from pentatron.generate.continue_text import Shown, Text
-from pentatron.generate.generate import require_room
+from pentatron.generate.continue_text import NewText, Text
+from pentatron.generate.generate import check_prompts
 from pentatron.generate.source import ModelSource
 
 
-class Words:
+class PromptTexts:
     """Prompts with their token ids (`ids`) and the stop tokens (`stop`); prints the generated texts.
 
     `prompts` are texts or, with `as_tokens`, token ids.
@@ -33,7 +33,7 @@ class Words:
         end = _end_of_document(self.tokenizer)
         self.stop = source.stop or frozenset(end)
         self.ids = [prompt if as_tokens else self._encoded(prompt, source) or end for prompt in prompts]
-        require_room(self.ids, model.vocab_size, self.positions)
+        check_prompts(self.ids, model.vocab_size, self.positions)
 
     def _find_tokenizer(self, source: ModelSource, named: str | None) -> Tokenizer | None:
         try:
@@ -41,13 +41,13 @@ class Words:
         except UserError as error:
             if not self.as_tokens:
                 raise
-            remark(f"tokens are not shown as text: {error}")
+            print_note(f"tokens are not shown as text: {error}")
             return None
 
     def _encoded(self, prompt: str, source: ModelSource) -> list[int]:
         assert self.tokenizer is not None
         if source.follows_file and isinstance(self.tokenizer, FileTokenizer):
-            return self.tokenizer.encode_as_configured(prompt)
+            return self.tokenizer.encode_with_special_tokens(prompt)
         return self.tokenizer.encode(prompt)
 
     def show(self, updates: Iterable[tuple[int, Text]], as_json: bool) -> None:
@@ -71,7 +71,7 @@ class Words:
 
     def _stream(self, updates: Iterable[tuple[int, Text]]) -> None:
         show_generated(self._prompt(0))
-        text, shown = None, Shown(self.tokenizer) if self.tokenizer is not None else None
+        text, shown = None, NewText(self.tokenizer) if self.tokenizer is not None else None
         for _, text in updates:
             if not self.as_tokens and shown is not None:
                 show_generated(shown.more(text))
@@ -96,7 +96,7 @@ class Words:
     def _note_position_limit(self, number: int, text: Text | None) -> None:
         if text is not None and text.end == "positions":
             which = f" of prompt {number + 1}" if len(self.prompts) > 1 else ""
-            remark(f"the text{which} ends here: the model is made for {self.positions} tokens in all")
+            print_note(f"the text{which} ends here: the model is made for {self.positions} tokens in all")
 
     def _data(self, number: int, text: Text) -> dict[str, Any]:
         return {
@@ -112,5 +112,5 @@ def _end_of_document(tokenizer: Tokenizer | None) -> list[int]:
     try:
         return [] if tokenizer is None else [tokenizer.eod]
     except UserError as error:
-        remark(f"texts end at --max-new-tokens alone: {error}")
+        print_note(f"texts end at --max-new-tokens alone: {error}")
         return []

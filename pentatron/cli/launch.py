@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pentatron.cli.configure import prepare
-from pentatron.cli.options import Options, flags_of, option, options_help, read_among
+from pentatron.cli.options import Options, flags_of, option, options_help, parse_options_and_settings
 from pentatron.cli.output import say
 from pentatron.errors import ConfigError, UserError
-from pentatron.launch.job import Job, problems_of, variables_of_a_job
+from pentatron.launch.job import Job, job_problems, job_variables
 from pentatron.launch.scripts import WRITTEN_BY, batch_script, node_script
 from pentatron.settings.command_line import did_you_mean
 from pentatron.settings.entry import ENTRY_POINTS, PRETRAIN_GPT, TRAIN, EntryPoint
 from pentatron.settings.run import RunConfig
 from pentatron.settings.settings import Facts
 from pentatron.supervise.processes import SAFE_PATH
-from pentatron.text import counted, plural, redacted
+from pentatron.text import format_count, plural, redact
 
 _KINDS = ("slurm", "torchrun")
 
@@ -102,7 +102,9 @@ def launch_command(words: Sequence[str]) -> int:
         separator = rest.index("--")
         rest, passed = rest[:separator], rest[separator + 1 :]
     refused = {} if kind == "slurm" else _SLURM_ONLY
-    options, settings = read_among(SlurmOptions, rest, lambda options: _program(options.script)[0], refused)
+    options, settings = parse_options_and_settings(
+        SlurmOptions, rest, lambda options: _program(options.script)[0], refused
+    )
     entry, program = _program(options.script)
     job, config, notes = _checked_job(kind, options, settings, entry, [*program, *settings, *passed])
     equation = _layout_equation(job, config)
@@ -116,7 +118,7 @@ def launch_command(words: Sequence[str]) -> int:
     file = Path(options.write or f"{job.name}.{'sbatch' if kind == 'slurm' else 'sh'}")
     _write_script(file, text)
     say(f"{file}: {equation}")
-    if redacted(text) != text:
+    if redact(text) != text:
         say(
             "note: the script contains what looks like a key, so only you can read it; better export that in your shell, jobs inherit it"
         )
@@ -177,13 +179,13 @@ def _checked_job(
         restarts=options.max_restarts,
     )
     # Before the settings, whose rules need a valid number of processes.
-    if problems := problems_of(job):
+    if problems := job_problems(job):
         raise ConfigError(problems)
     cores = job.cpus or os.cpu_count() or 1
     prepared = prepare(settings, entry, Facts(job.world_size, job.processes, cores, "torchrun", True))
     config = prepared.resolved.config
     job = dataclasses.replace(job, uses_gpus=config.launch.device != "cpu")
-    job = dataclasses.replace(job, variables=tuple(variables_of_a_job(job, config)))
+    job = dataclasses.replace(job, variables=tuple(job_variables(job, config)))
     return job, config, [*prepared.resolved.notices, *_performance_notes(job, config, kind)]
 
 
@@ -212,9 +214,9 @@ def _performance_notes(job: Job, config: RunConfig, kind: str) -> list[str]:
         notes.append(
             "no checkpoint is saved, so a job that is restarted begins at step 0; --save keeps what is trained"
         )
-    if kind == "slurm" and not job.cpus and "--exclusive" not in job.batch_lines:
+    if kind == "slurm" and not job.cpus and "--exclusive" not in job.sbatch_options:
         notes.append(
-            f"without --cpus-per-task Slurm may give one core to the {counted(job.processes, 'worker')} of a node; say how many cores "
+            f"without --cpus-per-task Slurm may give one core to the {format_count(job.processes, 'worker')} of a node; say how many cores "
             f"they may use, or --sbatch=--exclusive for the whole node"
         )
     return notes
@@ -228,7 +230,7 @@ def _write_script(file: Path, text: str) -> None:
                 raise UserError(
                     f"{file} is not a script that pentatron wrote, so it is kept; choose another name with --write"
                 )
-        private = redacted(text) != text
+        private = redact(text) != text
         if private:
             # Permissions are set before the key is written, so that no other user can read it in between.
             file.touch(mode=0o600)

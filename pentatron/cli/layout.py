@@ -11,14 +11,22 @@ from html import escape
 from pathlib import Path
 from typing import TypeVar
 
-from pentatron.cli.layout_report import Report, as_data, as_text
-from pentatron.cli.loaded import learn_from_named
-from pentatron.cli.options import Options, flags_of, option, options_help, read_among, section_help, usage
-from pentatron.cli.output import paint, say, show_report
+from pentatron.cli.layout_report import LayoutReport, as_data, as_text
+from pentatron.cli.loaded import adopt_named_checkpoint
+from pentatron.cli.options import (
+    Options,
+    flags_of,
+    option,
+    options_help,
+    parse_options_and_settings,
+    section_help,
+    usage,
+)
+from pentatron.cli.output import say, say_unescaped, show_report
 from pentatron.errors import UserError
 from pentatron.layout.actions import Kind, Placement
-from pentatron.layout.check import NAMES, Checked, Slot
-from pentatron.layout.stages import written_stages
+from pentatron.layout.check import NAMES, ScheduleProperties, Slot
+from pentatron.layout.stages import parse_layout
 from pentatron.settings.entry import LAYOUT, EntryPoint
 from pentatron.settings.resolve import gather, resolve
 from pentatron.settings.settings import Draft, Facts
@@ -73,15 +81,15 @@ def layout_command(words: Sequence[str]) -> int:
     if "--help" in words or "-h" in words:
         say("\n".join([USAGE, *section_help(LAYOUT, "parallel")]))
         return 0
-    options, settings = read_among(
+    options, settings = parse_options_and_settings(
         LayoutOptions, words, dataclasses.replace(LAYOUT, own=flags_of(LayoutOptions))
     )
     file = Path(options.draw) if options.draw else None
-    report = describe(settings)
+    report = resolve_layout(settings)
     if file is not None:
         try:
             file.write_text(
-                picture(report.checked, report.placement, report.schedule_in_words), encoding="utf-8"
+                draw_svg(report.checked, report.placement, report.schedule_in_words), encoding="utf-8"
             )
         except OSError as error:
             raise UserError(f"--draw {file}: {error.strerror}; name a file that can be written") from None
@@ -93,22 +101,22 @@ def layout_command(words: Sequence[str]) -> int:
     elif options.draw is not None:
         colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
         width = max(_NARROWEST, shutil.get_terminal_size((110, 24)).columns)
-        paint("\n" + "\n".join(rows(report.checked, report.placement, width, colours)))
+        say_unescaped("\n" + "\n".join(draw_text(report.checked, report.placement, width, colours)))
     elif report.placement.stages > 1:
         say("\nadd --draw to see the schedule")
     return 0
 
 
-def describe(words: Sequence[str], entry: EntryPoint = LAYOUT) -> Report:
+def resolve_layout(words: Sequence[str], entry: EntryPoint = LAYOUT) -> LayoutReport:
     """Resolves the layout of the words; raises all problems at once."""
     draft = gather(words, entry)
     facts = _facts(draft)
-    is_named = learn_from_named(draft, facts) or draft.preset is not None
+    is_named = adopt_named_checkpoint(draft, facts) or draft.preset is not None
     stands_in = not is_named and _stand_in(draft)
     _settle_batch(draft)
     resolved = resolve(draft, facts, built_only=False)
     per_machine = facts.local_processes if draft.given("nproc_per_node") else None
-    return Report(resolved.config, per_machine, tuple(resolved.notices), stands_in)
+    return LayoutReport(resolved.config, per_machine, tuple(resolved.notices), stands_in)
 
 
 def _facts(draft: Draft) -> Facts:
@@ -159,7 +167,7 @@ def _layers(draft: Draft) -> int:
     per_stage = draft.num_layers_per_virtual_pipeline_stage
     if draft.pipeline_model_parallel_layout is not None:
         try:
-            return max(1, "".join(written_stages(draft.pipeline_model_parallel_layout)).count("t"))
+            return max(1, "".join(parse_layout(draft.pipeline_model_parallel_layout)).count("t"))
         except ValueError:
             # The rules report what is wrong with it.
             return ranks * virtual
@@ -170,7 +178,7 @@ def _layers(draft: Draft) -> int:
     return int(sum(given) + 4 * virtual * max(0, ranks - len(given)))
 
 
-def letter(placement: Placement, stage: int) -> str:
+def stage_letter(placement: Placement, stage: int) -> str:
     """Returns the letter of a stage among those of its rank: a, b, ...; empty if each rank has one stage."""
     stages = placement.stages_of(placement.rank_of[stage])
     return "" if len(stages) == 1 else _letter(stages.index(stage))
@@ -181,10 +189,10 @@ def _letter(index: int) -> str:
 
 
 def _label(placement: Placement, slot: Slot) -> str:
-    return f"{slot.action.kind.value}{slot.action.micro_batch}{letter(placement, slot.action.stage)}"
+    return f"{slot.action.kind.value}{slot.action.micro_batch}{stage_letter(placement, slot.action.stage)}"
 
 
-def rows(checked: Checked, placement: Placement, width: int, colours: bool) -> list[str]:
+def draw_text(checked: ScheduleProperties, placement: Placement, width: int, colours: bool) -> list[str]:
     """Draws the schedule as lines of at most `width` characters; a long one is split into several blocks."""
     cell = 1 + max(len(_label(placement, slot)) for slots in checked.timeline for slot in slots)
     margin = len(f"rank {placement.ranks - 1} ")
@@ -240,7 +248,7 @@ def _stage_colour(palette: Sequence[T], placement: Placement, slot: Slot) -> T:
     return palette[stages.index(slot.action.stage) % len(palette)]
 
 
-def _legend(checked: Checked, placement: Placement) -> list[str]:
+def _legend(checked: ScheduleProperties, placement: Placement) -> list[str]:
     kinds = {slot.action.kind for slots in checked.timeline for slot in slots}
     names = "F0 forward, "
     if Kind.INPUT in kinds:
@@ -262,7 +270,7 @@ def _legend(checked: Checked, placement: Placement) -> list[str]:
     return lines
 
 
-def picture(checked: Checked, placement: Placement, title: str) -> str:
+def draw_svg(checked: ScheduleProperties, placement: Placement, title: str) -> str:
     """Draws the schedule as an SVG."""
     legend = _picture_legend(checked, placement)
     # The width of the text depends on the viewer's font; this fits wide ones.
@@ -290,7 +298,7 @@ def picture(checked: Checked, placement: Placement, title: str) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _picture_legend(checked: Checked, placement: Placement) -> list[str]:
+def _picture_legend(checked: ScheduleProperties, placement: Placement) -> list[str]:
     colours = "blue: forward, green: backward (takes two steps), grey: waiting; the numbers are micro-batches"
     if any(checked.deferred):
         colours = (
@@ -304,7 +312,7 @@ def _svg_slot(slot: Slot, placement: Placement, y: int) -> str:
     palettes = {Kind.FORWARD: _PICTURE_FORWARD, Kind.WEIGHT: _PICTURE_WEIGHT}
     palette = palettes.get(slot.action.kind, _PICTURE_BACKWARD)
     x, width = _LEFT + slot.start * _STEP, (slot.end - slot.start) * _STEP
-    text = f"{slot.action.micro_batch}{letter(placement, slot.action.stage)}"
+    text = f"{slot.action.micro_batch}{stage_letter(placement, slot.action.stage)}"
     return (
         f"<g><title>{NAMES.get(slot.action.kind, slot.action.kind.name.lower())} of micro-batch {slot.action.micro_batch}, stage "
         f'{slot.action.stage}</title><rect x="{x}" y="{y}" width="{width - 1}" height="{_ROW - 4}" rx="2" '

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from pentatron.layout.actions import Placement
-from pentatron.layout.check import Checked, check
+from pentatron.layout.check import ScheduleProperties, check
 from pentatron.layout.ranks import Axis, Grid
 from pentatron.settings.parameters import costs_of, is_tied
 from pentatron.settings.run import RunConfig, size_problem
@@ -85,13 +85,13 @@ _BAR = 24
 
 
 @dataclass(frozen=True)
-class Report:
+class LayoutReport:
     """A layout and what follows from it. `stands_in`: no model was named, so that its shape is assumed."""
 
     config: RunConfig
     per_machine: int | None
     notices: tuple[str, ...]
-    stands_in: bool
+    is_assumed_model: bool
 
     @property
     def grid(self) -> Grid:
@@ -102,7 +102,7 @@ class Report:
         return self.config.placement
 
     @cached_property
-    def checked(self) -> Checked:
+    def checked(self) -> ScheduleProperties:
         return check(self.config.schedule(self.config.accumulation))
 
     @property
@@ -150,14 +150,14 @@ class Report:
         return None if self.per_machine is None else rank // self.per_machine
 
 
-def as_text(report: Report, everything: bool) -> str:
+def as_text(report: LayoutReport, everything: bool) -> str:
     blocks = [_equation(report), _ranks(report, everything), _groups(report, everything)]
     blocks += [_stages(report), _schedule(report), batch_table(report.config)]
     blocks.append("\n".join(f"note: {notice}" for notice in report.notices))
     return "\n\n".join(block for block in blocks if block)
 
 
-def _equation(report: Report) -> str:
+def _equation(report: LayoutReport) -> str:
     grid = report.grid
     lines = [
         f"{grid.world_size} {plural(grid.world_size, 'process')} = {grid.tensor} tensor × "
@@ -175,7 +175,7 @@ def _equation(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _ranks(report: Report, everything: bool) -> str:
+def _ranks(report: LayoutReport, everything: bool) -> str:
     grid = report.grid
     columns = [axis.replace("_", " ") for axis in (*_DENSE, *(_SPARSE if report.has_experts else ()))]
     if report.per_machine is not None:
@@ -190,13 +190,13 @@ def _ranks(report: Report, everything: bool) -> str:
     return "\n".join(lines)
 
 
-def _rank(report: Report, rank: int, columns: Sequence[str]) -> str:
+def _rank(report: LayoutReport, rank: int, columns: Sequence[str]) -> str:
     place = {**dataclasses.asdict(report.grid.coordinates(rank)), "machine": report.machine(rank)}
     cells = ((place[column.replace(" ", "_")], max(8, len(column))) for column in columns)
     return f"{rank:>6}" + "".join(f"  {value:>{width}}" for value, width in cells)
 
 
-def _groups(report: Report, everything: bool) -> str:
+def _groups(report: LayoutReport, everything: bool) -> str:
     if not report.axes:
         return ""
     lines = ["Process groups: ranks that communicate with each other", ""]
@@ -219,9 +219,9 @@ def _members(ranks: Sequence[int], everything: bool) -> str:
     return ",".join(map(str, ranks))
 
 
-def _stages(report: Report) -> str:
+def _stages(report: LayoutReport) -> str:
     model, shares = report.config.model, report.shares
-    stands_in = " (no model is named: this shape is assumed)" if report.stands_in else ""
+    stands_in = " (no model is named: this shape is assumed)" if report.is_assumed_model else ""
     lines = [f"Stages: {model.num_layers} layers, {model.hidden_size} wide{stands_in}", ""]
     lines.append(f"  stage  pipeline rank  {'layers':<9}  {'also holds':<14}  share of the computation")
     for stage, part in enumerate(report.config.stages):
@@ -239,7 +239,7 @@ def _layers(numbers: Sequence[int]) -> str:
     return f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else "".join(map(str, numbers))
 
 
-def _recompute(report: Report) -> list[str]:
+def _recompute(report: LayoutReport) -> list[str]:
     """Describes what is recomputed in backward, and what a micro-batch keeps for it."""
     memory = report.config.memory
     if memory.recompute_granularity is None:
@@ -265,7 +265,7 @@ def _recompute(report: Report) -> list[str]:
     return lines
 
 
-def _schedule(report: Report) -> str:
+def _schedule(report: LayoutReport) -> str:
     checked, ranks = report.checked, report.grid.pipeline
     tokens = f"{report.config.train.micro_batch_size} × {report.config.model.seq_length} tokens"
     lines = [f"Schedule: {report.schedule_in_words}, {tokens} each", ""]
@@ -298,7 +298,7 @@ def _schedule(report: Report) -> str:
     return "\n".join(lines)
 
 
-def as_data(report: Report) -> dict[str, Any]:
+def as_data(report: LayoutReport) -> dict[str, Any]:
     grid, checked = report.grid, report.checked
     return {
         "world_size": grid.world_size,
@@ -347,5 +347,5 @@ def as_data(report: Report) -> dict[str, Any]:
             ],
         },
         "notes": list(report.notices),
-        "model_is_made_up": report.stands_in,
+        "model_is_made_up": report.is_assumed_model,
     }

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pentatron.errors import UserError
-from pentatron.settings.data_paths import names_files
-from pentatron.settings.loaded import LOADED, NOT_IN_WEIGHTS, adopt
-from pentatron.settings.resolve import foreseen
+from pentatron.settings.data_paths import training_files_flag
+from pentatron.settings.loaded import LOADED_PREFIX, NOT_IN_WEIGHTS, adopt_architecture
+from pentatron.settings.resolve import derived_settings
 from pentatron.settings.run import table
-from pentatron.settings.settings import KEPT, Draft, Facts, Settings, Start, another_run, unset
+from pentatron.settings.settings import KEPT_PREFIX, Draft, Facts, Settings, Start, is_unset, other_run_error
 from pentatron.text import divisors, plural
 
 if TYPE_CHECKING:
@@ -30,9 +30,9 @@ LAYOUT_OF_STEP = (
 _BY_RANK = ("rank_batch_size", "micro_batch_size", "gradient_accumulation_steps", "num_microbatches")
 
 
-def learn_from_loaded(draft: Draft, facts: Facts, start: Start) -> None:
+def adopt_checkpoint_settings(draft: Draft, facts: Facts, start: Start) -> None:
     """Adopts the settings of the checkpoint to load, and marks contradicting settings as wrong."""
-    save = Path(foreseen(draft, facts).save)
+    save = Path(derived_settings(draft, facts).save)
     use_named_step(draft, save)
     # Imported late: the libraries that read checkpoints take a second to import.
     if start is Start.RESUME and save.is_dir():
@@ -43,7 +43,7 @@ def learn_from_loaded(draft: Draft, facts: Facts, start: Start) -> None:
             settings = _adopt_from_own_run(draft, facts, own)
             keep_global_batch(draft, facts, settings, str(own.folder))
             return
-    if unset(draft.load):
+    if is_unset(draft.load):
         return
     if Path(draft.load).resolve() == save.resolve():
         # The folder may hold a foreign model that the run saves beside; the run's own steps are handled
@@ -56,9 +56,9 @@ def learn_from_loaded(draft: Draft, facts: Facts, start: Start) -> None:
                 from pentatron.checkpoint.find import refuse_other_formats
 
                 refuse_other_formats(save)
-            nothing_to_load(draft)
+            require_checkpoint(draft)
             return
-    learn_from_named(draft, facts)
+    adopt_named_checkpoint(draft, facts)
 
 
 def _adopt_from_own_run(draft: Draft, facts: Facts, own: "Source") -> Mapping[str, Any]:
@@ -74,23 +74,25 @@ def _adopt_from_own_run(draft: Draft, facts: Facts, own: "Source") -> Mapping[st
     settings = _adopt_source(draft, facts, own, way_out, is_own=True)
     if not (draft.given("run_dir") or draft.given("save")):
         for name in draft.wrong.keys() - known:
-            draft.wrong[name] = f"{another_run(foreseen(draft, facts).run_dir)}: {draft.wrong[name]}"
+            draft.wrong[name] = (
+                f"{other_run_error(derived_settings(draft, facts).run_dir)}: {draft.wrong[name]}"
+            )
     return settings
 
 
-def told_by_a_model(draft: Draft) -> set[str]:
+def settings_from_checkpoint(draft: Draft) -> set[str]:
     """Returns the settings that stay unknown if the checkpoint to load is not found."""
     known = {name for name, item in table().items() if item.section in ("model", "moe")} - NOT_IN_WEIGHTS
     layout = LAYOUT_OF_STEP if draft.use_mp_args_from_checkpoint_args else ()
     return {"load", "vocab_size", *known, *TOKENIZER, *layout}
 
 
-def learn_from_named(draft: Draft, facts: Facts) -> bool:
+def adopt_named_checkpoint(draft: Draft, facts: Facts) -> bool:
     """Adopts the settings of the model that `--load` names; returns False if there is nothing to load.
 
     Raises at once if it cannot be loaded, because further checks would only report the missing architecture.
     """
-    if unset(draft.load):
+    if is_unset(draft.load):
         return False
     from pentatron.generate.source import find_source, named_source
 
@@ -98,12 +100,12 @@ def learn_from_named(draft: Draft, facts: Facts) -> bool:
     if draft.load == draft.save and find_source(Path(draft.load), megatron) is None:
         # `--load` and `--save` name the same folder, which is empty at the first start.
         return False
-    use_hub_folder(draft, "load")
+    replace_hub_name(draft, "load")
     _adopt_source(draft, facts, named_source(draft.load, megatron), "or load another model")
     return True
 
 
-def use_hub_folder(draft: Draft, name: str) -> None:
+def replace_hub_name(draft: Draft, name: str) -> None:
     """Replaces a hub model name by the folder of its download.
 
     Every process of a machine may call this: the locks of the cache let one of them download while the others
@@ -127,11 +129,11 @@ def _adopt_source(
     settings = source.architecture(is_own)
     if not source.is_huggingface:
         adopt_layout(draft, settings, str(source.folder))
-    adopt(draft, facts, settings, str(source.folder), way_out)
+    adopt_architecture(draft, facts, settings, str(source.folder), way_out)
     folder = source.small_files
     has_tokenizer = any(getattr(draft, name) is not None for name in TOKENIZER)
-    if not has_tokenizer and names_files(draft) and (folder / _TOKENIZER_FILE).is_file():
-        draft.assign(f"{LOADED}{folder}", tokenizer_model=str(folder))
+    if not has_tokenizer and training_files_flag(draft) and (folder / _TOKENIZER_FILE).is_file():
+        draft.assign(f"{LOADED_PREFIX}{folder}", tokenizer_model=str(folder))
         draft.notices.append(f"tokenizer from {folder}")
     return settings
 
@@ -143,9 +145,9 @@ def keep_global_batch(draft: Draft, facts: Facts, saved: Mapping[str, Any], orig
     """
     before = Settings.defaults(**saved)
     total, ranks = before.global_batch_size, before.data_parallel_size
-    if unset(total) or not unset(draft.global_batch_size) or draft.step_batch_size_schedule:
+    if is_unset(total) or not is_unset(draft.global_batch_size) or draft.step_batch_size_schedule:
         return
-    now = foreseen(draft, facts)
+    now = derived_settings(draft, facts)
     is_unchanged = all(
         getattr(draft, name) == getattr(before, name)
         for name in _BY_RANK
@@ -157,8 +159,8 @@ def keep_global_batch(draft: Draft, facts: Facts, saved: Mapping[str, Any], orig
     if not draft.given("micro_batch_size"):
         # The largest size that divides the samples of a rank and needs no more memory than before.
         micro = max(d for d in divisors(total // data or 1) if d <= before.micro_batch_size)
-        draft.derive(f"{KEPT} {origin}", micro_batch_size=micro)
-    draft.derive(f"{KEPT} {origin}", global_batch_size=total)
+        draft.derive(f"{KEPT_PREFIX} {origin}", micro_batch_size=micro)
+    draft.derive(f"{KEPT_PREFIX} {origin}", global_batch_size=total)
     had = f"{ranks} {plural(ranks or 0, 'data-parallel rank')}"
     draft.notices.append(
         f"the run keeps its {total} samples a step, which it had on {had}; on {data}, the batch settings of a rank would make "
@@ -171,17 +173,17 @@ def use_named_step(draft: Draft, own_checkpoints: Path) -> None:
     number = draft.ckpt_step
     if number is None or not draft.given("load"):
         return
-    from pentatron.checkpoint.find import megatron_step, steps_at
-    from pentatron.checkpoint.retention import number_of
+    from pentatron.checkpoint.find import find_megatron_checkpoint, find_steps_folder
+    from pentatron.checkpoint.retention import step_number
     from pentatron.checkpoint.store import CheckpointStore
 
     load, origin = draft.load, draft.source("load")
-    folder = steps_at(Path(load))
+    folder = find_steps_folder(Path(load))
     steps = [] if folder is None else CheckpointStore(folder, keep=None).steps()
     # A step that was saved again has a suffix; the last one is the newest.
-    chosen = [step for step in steps if number_of(step) == number]
+    chosen = [step for step in steps if step_number(step) == number]
     megatron_folder = Path(load) / f"iter_{number:07d}"
-    if not chosen and draft.ckpt_format is not None and megatron_step(megatron_folder):
+    if not chosen and draft.ckpt_format is not None and find_megatron_checkpoint(megatron_folder):
         draft.assign(origin, load=str(megatron_folder))
         return
     if not chosen:
@@ -198,7 +200,7 @@ def use_named_step(draft: Draft, own_checkpoints: Path) -> None:
     draft.assign(origin, load=str(chosen[-1]))
 
 
-def nothing_to_load(draft: Draft) -> None:
+def require_checkpoint(draft: Draft) -> None:
     """Raises if `--load` holds no checkpoint yet and `--exit-on-missing-checkpoint` is given."""
     if draft.exit_on_missing_checkpoint and draft.given("load"):
         raise UserError(
@@ -217,7 +219,7 @@ def adopt_layout(draft: Draft, saved: Mapping[str, Any], origin: str) -> None:
         if name in saved and not draft.given(name) and getattr(draft, name) != saved[name]
     ]
     for name in adopted:
-        draft.assign(f"{LOADED}{origin}", **{name: saved[name]})
+        draft.assign(f"{LOADED_PREFIX}{origin}", **{name: saved[name]})
     if adopted:
         shown = " ".join(table()[name].written(saved[name]) for name in adopted)
         draft.notices.append(f"layout from {origin}: {shown}")

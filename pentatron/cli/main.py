@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from pentatron.cli.output import complain, say
-from pentatron.cli.worker import Supervised, leave_parents_job, this_worker
+from pentatron.cli.output import print_error, say
+from pentatron.cli.worker import SupervisedWorker, clear_inherited_worker_variables, current_worker
 from pentatron.errors import AgreedError, UserError
-from pentatron.monitor.terminal import OutputLost, own_streams, whole_output
+from pentatron.monitor.terminal import OutputLost, replace_streams, require_complete_output
 from pentatron.settings.command_line import did_you_mean
 from pentatron.settings.entry import TRAIN, EntryPoint
 from pentatron.supervise.processes import SAFE_PATH
@@ -55,7 +55,7 @@ Command = Callable[[Sequence[str]], int]
 def main(words: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if words is None else words)
     with _safe_path_for_children():
-        return guarded(lambda: _dispatch(words))
+        return run_guarded(lambda: _dispatch(words))
 
 
 @contextmanager
@@ -71,19 +71,19 @@ def _safe_path_for_children() -> Iterator[None]:
             os.environ[SAFE_PATH] = before
 
 
-def guarded(action: Callable[[], int], is_all: bool = True) -> int:
+def run_guarded(action: Callable[[], int], is_all: bool = True) -> int:
     """Runs a command and returns its exit code; an error that the user can fix becomes one sentence.
 
     `is_all`: the process ends after the action, so a worker reports to its launcher that it has finished.
     """
-    own_streams()
-    # Before `this_worker`, which reads the variables that this removes.
-    leave_parents_job()
-    worker = this_worker()
+    replace_streams()
+    # Before `current_worker`, which reads the variables that this removes.
+    clear_inherited_worker_variables()
+    worker = current_worker()
     try:
         if worker is None:
             return _reporting_errors(action)
-        worker.follow_launcher()
+        worker.attach_to_launcher()
         return _as_worker(action, worker, is_all)
     finally:
         if "torch" in sys.modules:
@@ -92,7 +92,7 @@ def guarded(action: Callable[[], int], is_all: bool = True) -> int:
             gc.collect()
 
 
-def _as_worker(action: Callable[[], int], worker: Supervised, is_all: bool) -> int:
+def _as_worker(action: Callable[[], int], worker: SupervisedWorker, is_all: bool) -> int:
     """Records an exception for the launcher, which prints only that of the rank that failed first."""
     try:
         code = _reporting_errors(action)
@@ -110,42 +110,44 @@ def _reporting_errors(action: Callable[[], int]) -> int:
     # All ranks end with the same error, so only rank 0 prints it.
     is_first_rank = os.environ.get("RANK", "0") == "0"
     try:
-        with whole_output():
+        with require_complete_output():
             return action()
     except UserError as error:
         if is_first_rank:
-            complain(str(error))
+            print_error(str(error))
         elif os.environ.get("LOCAL_RANK") == "0" and not isinstance(error, AgreedError):
             # A file or tokenizer may be missing on this machine only, and then rank 0 has no error to print.
-            complain(f"rank {os.environ['RANK']}: {error}")
+            print_error(f"rank {os.environ['RANK']}: {error}")
         return error.exit_code
     except OutputLost as error:
         if error.errno == errno.EPIPE:
             # The reader of the pipe (head, less) has exited: the exit code that a shell gives for SIGPIPE.
             return 128 + signal.SIGPIPE
-        complain(f"the output cannot be written ({error.strerror}); write it to another file, or make room")
+        print_error(
+            f"the output cannot be written ({error.strerror}); write it to another file, or make room"
+        )
         return UserError.exit_code
     except StoppedEarly as stopped:
         if is_first_rank:
-            complain(str(stopped))
+            print_error(str(stopped))
         return 128 + stopped.number
     except PermissionError as error:
         if error.filename is None:
             raise
-        complain(
+        print_error(
             f"{error.filename} cannot be opened ({error.strerror}); choose another place, or ask its owner"
         )
         return UserError.exit_code
     except KeyboardInterrupt:
         if is_first_rank:
-            complain("stopped at once; checkpoints that were saved before are intact")
+            print_error("stopped at once; checkpoints that were saved before are intact")
         return 130
     except OSError as error:
         file = _file_of_error(error) if error.errno in (errno.ENOSPC, errno.EDQUOT) else None
         if file is None:
             raise
         # A log or a metrics file: a checkpoint that cannot be written is reported where it is saved.
-        complain(
+        print_error(
             f"{file} cannot be written ({error.strerror}); make room on its disk, or choose another place; "
             f"checkpoints that were saved before are intact"
         )
@@ -172,10 +174,10 @@ def run_entry(entry: EntryPoint) -> None:
     words = sys.argv[1:]
     script = sys.argv[0]
     with _safe_path_for_children():
-        sys.exit(guarded(lambda: _train(words, entry, [script])))
+        sys.exit(run_guarded(lambda: _train(words, entry, [script])))
 
 
-def train_by(
+def train_program(
     take_words: Callable[[list[str]], tuple[list[str], "Program"]], entry: EntryPoint, restart: Sequence[str]
 ) -> int:
     """Trains the user's own program.
@@ -188,14 +190,14 @@ def train_by(
         left, program = take_words(words)
         return _train(left, entry, restart, program, words)
 
-    return guarded(action)
+    return run_guarded(action)
 
 
 def run_command(command: Command) -> None:
     """Main function of a script that is one command."""
     words = sys.argv[1:]
     with _safe_path_for_children():
-        sys.exit(guarded(lambda: command(words)))
+        sys.exit(run_guarded(lambda: command(words)))
 
 
 def _train(

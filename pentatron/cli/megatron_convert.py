@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pentatron.cli.convert import ImportOptions, run_import, until_stopped
-from pentatron.cli.options import Options, option, options_help, read
+from pentatron.cli.convert import ImportOptions, run_import, run_interruptible
+from pentatron.cli.options import Options, option, options_help, parse_options
 from pentatron.cli.output import say
 from pentatron.errors import UserError
 from pentatron.settings.command_line import did_you_mean
@@ -108,7 +108,7 @@ def convert_command(words: Sequence[str]) -> int:
         say(USAGE)
         return 0
     stray = "convert.py takes only flags, not '{word}'; convert.py --help lists them"
-    options, _ = read(ConvertOptions, words, "convert.py", stray=stray)
+    options, _ = parse_options(ConvertOptions, words, "convert.py", stray=stray)
     for note in _notes(options):
         say(f"note: {note}")
     source, out = options.load_dir, Path(options.save_dir)
@@ -128,7 +128,7 @@ def convert_command(words: Sequence[str]) -> int:
             ),
         )
 
-    return until_stopped(out, convert)
+    return run_interruptible(out, convert)
 
 
 def _notes(options: ConvertOptions) -> list[str]:

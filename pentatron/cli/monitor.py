@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pentatron.cli.options import Options, option, options_help, read, usage
-from pentatron.cli.output import paint, say
+from pentatron.cli.options import Options, option, options_help, parse_options, usage
+from pentatron.cli.output import say, say_unescaped
 from pentatron.errors import UserError
-from pentatron.monitor.metrics import Followed, Follower
-from pentatron.monitor.report import FAILED
-from pentatron.monitor.view import Run, Screen, seconds_a_step, status_line, view
+from pentatron.monitor.metrics import MetricsFollower, RunMetrics
+from pentatron.monitor.report import ERROR_PREFIX
+from pentatron.monitor.view import RunStatus, Screen, render_view, seconds_per_step, status_line
 from pentatron.settings.declaration import Limit
 from pentatron.settings.run import table
-from pentatron.settings.schedule import plan_of
+from pentatron.settings.schedule import batch_plan_of
 from pentatron.settings.settings import Settings
-from pentatron.text import counted, duration, parse_json
+from pentatron.text import duration, format_count, parse_json
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,11 @@ def monitor_command(words: Sequence[str]) -> int:
     if "--help" in words or "-h" in words:
         say(USAGE)
         return 0
-    options, plain = read(MonitorOptions, words, "pentatron monitor")
+    options, plain = parse_options(MonitorOptions, words, "pentatron monitor")
     if len(plain) > 1:
         raise UserError(f"one run at a time: {plain[1]} is not needed")
     folder = Path(plain[0]) if plain else newest_run(Path())
-    follower = Follower(folder / "metrics.jsonl")
+    follower = MetricsFollower(folder / "metrics.jsonl")
     if not follower.path.exists():
         if not folder.is_dir():
             raise UserError(
@@ -77,7 +77,7 @@ def monitor_command(words: Sequence[str]) -> int:
         seen = follower.poll()
         run = look(folder, seen)
         if options.once or run.state in _ENDED:
-            paint("\n".join(view(run, seen, _screen())))
+            say_unescaped("\n".join(render_view(run, seen, _screen())))
         elif sys.stdout.isatty():
             _redraw_until_end(folder, follower, options.interval)
         else:
@@ -88,14 +88,14 @@ def monitor_command(words: Sequence[str]) -> int:
     return 0
 
 
-def _redraw_until_end(folder: Path, follower: Follower, interval: float) -> None:
+def _redraw_until_end(folder: Path, follower: MetricsFollower, interval: float) -> None:
     out = sys.stdout
     out.write(_CLEAR + _HIDE_CURSOR)
     try:
         while True:
             seen = follower.poll()
             run = look(folder, seen)
-            lines = [*view(run, seen, _screen()), "", "Ctrl-C leaves; the run continues"]
+            lines = [*render_view(run, seen, _screen()), "", "Ctrl-C leaves; the run continues"]
             ended = run.state in _ENDED
             shown = lines[:-2] if ended else lines
             frame = f"{_REST_OF_LINE}\n".join(shown[: max(1, _screen().height - 1)])
@@ -109,7 +109,7 @@ def _redraw_until_end(folder: Path, follower: Follower, interval: float) -> None
         out.flush()
 
 
-def _print_until_end(folder: Path, follower: Follower, interval: float) -> None:
+def _print_until_end(folder: Path, follower: MetricsFollower, interval: float) -> None:
     say(f"watching {folder}")
     shown = -1
     while True:
@@ -119,7 +119,7 @@ def _print_until_end(folder: Path, follower: Follower, interval: float) -> None:
             shown = seen.step
             say(status_line(run, seen))
         if run.state in _ENDED:
-            paint("\n".join(["", *view(run, seen, _screen())]))
+            say_unescaped("\n".join(["", *render_view(run, seen, _screen())]))
             return
         time.sleep(interval)
 
@@ -142,7 +142,7 @@ def newest_run(root: Path) -> Path:
     return max(metrics, key=lambda path: path.stat().st_mtime).parent
 
 
-def look(folder: Path, seen: Followed) -> Run:
+def look(folder: Path, seen: RunMetrics) -> RunStatus:
     """Reads the state of the run from its files."""
     saved = _saved_settings(folder)
     total = saved.train_iters
@@ -152,7 +152,7 @@ def look(folder: Path, seen: Followed) -> Run:
         )
     state, details = _state(folder, seen, total)
     samples_left, checkpoint = _samples_left(saved, seen, total), _checkpoint(folder, saved)
-    return Run(str(folder), state, details, total, checkpoint, samples_left, _restarts(folder))
+    return RunStatus(str(folder), state, details, total, checkpoint, samples_left, _restarts(folder))
 
 
 def _restarts(folder: Path) -> str:
@@ -161,7 +161,7 @@ def _restarts(folder: Path) -> str:
     try:
         rows = list(_intact_rows((folder / "restarts.jsonl").read_bytes()))
         last, lost = rows[-1], sum(row["steps_lost"] for row in rows)
-        return f"{len(rows)}, {counted(lost, 'step')} lost; the last: rank {last['rank']} {last['how']} after step {last['after_step']}"
+        return f"{len(rows)}, {format_count(lost, 'step')} lost; the last: rank {last['rank']} {last['how']} after step {last['after_step']}"
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return ""
 
@@ -187,20 +187,20 @@ def _saved_settings(folder: Path) -> Settings:
     return Settings.defaults(**values)
 
 
-def _samples_left(saved: Settings, seen: Followed, total: int) -> int | None:
+def _samples_left(saved: Settings, seen: RunMetrics, total: int) -> int | None:
     """Returns the samples of the remaining steps by the batch plan; None if the files do not have the
     information."""
     consumed = seen.recent[-1].get("consumed_samples") if seen.recent else None
     if not isinstance(consumed, int) or not saved.global_batch_size:
         return None
     try:
-        plan = plan_of(saved)
+        plan = batch_plan_of(saved)
         return plan.advance(consumed, max(0, total - seen.step)) - consumed
     except (ValueError, TypeError):
         return None
 
 
-def _state(folder: Path, seen: Followed, total: int) -> tuple[str, str]:
+def _state(folder: Path, seen: RunMetrics, total: int) -> tuple[str, str]:
     """Returns the state of the run, and a line of details if there are any."""
     is_done = seen.step >= total
     if is_done and _has_closing_line(folder):
@@ -209,7 +209,7 @@ def _state(folder: Path, seen: Followed, total: int) -> tuple[str, str]:
     alive = _is_alive(folder)
     if alive is False:
         return _end_state(folder, seen)
-    timeout = max(_SILENT_SECONDS, _SILENT_STEPS * seconds_a_step(seen)) if seen.recent else math.inf
+    timeout = max(_SILENT_SECONDS, _SILENT_STEPS * seconds_per_step(seen)) if seen.recent else math.inf
     if silence > timeout:
         process = (
             "its process is alive" if alive else "whether its process is alive cannot be determined from here"
@@ -259,12 +259,12 @@ def _is_alive(folder: Path) -> bool | None:
     return True
 
 
-def _end_state(folder: Path, seen: Followed) -> tuple[str, str]:
+def _end_state(folder: Path, seen: RunMetrics) -> tuple[str, str]:
     """Returns the state of a run whose process is gone, with the stop reason or the failure from its log."""
     for line in reversed(_log_lines(folder)[-_LAST_LINES:]):
         if f"after step {seen.step};" in line or "before the first step;" in line:
             return "stopped", line.strip()
-        if line.startswith(FAILED):
+        if line.startswith(ERROR_PREFIX):
             return "crashed", line.strip()
     return (
         "crashed",

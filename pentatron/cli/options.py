@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from pentatron.errors import ConfigError, UserError
-from pentatron.settings.command_line import did_you_mean, is_flag, normal, parse_flags
+from pentatron.settings.command_line import did_you_mean, is_flag, normalize_flag, parse_flags
 from pentatron.settings.declaration import Limit, Setting, Spelling, coerce, setting, settings_of
 from pentatron.settings.entry import ENTRY_POINTS, TRAIN, EntryPoint
 from pentatron.settings.run import sections, table
@@ -118,7 +118,7 @@ def flags_of(cls: type[Options]) -> tuple[str, ...]:
     return tuple(spelling.flag for one in _options_of(cls) for spelling in one.setting.spellings)
 
 
-def idle(options: Options) -> list[str]:
+def options_without_effect(options: Options) -> list[str]:
     """Returns why given options have no effect."""
     values = [(one.setting, getattr(options, one.setting.name)) for one in _options_of(type(options))]
     return [
@@ -174,7 +174,7 @@ def _synopses(cls: type[Options]) -> list[str]:
 # --- parsing ---
 
 
-def read(
+def parse_options(
     cls: type[T],
     words: Sequence[str],
     command: str,
@@ -198,7 +198,7 @@ def read(
         if not is_flag(word):
             positional.append(word)
         elif not parser.take(word, queue):
-            guess = did_you_mean(normal(word), parser.flags, "--")
+            guess = did_you_mean(normalize_flag(word), parser.flags, "--")
             parser.problems.append(
                 f"unknown flag {word.partition('=')[0]}{guess}; {command} --help lists them"
             )
@@ -209,7 +209,7 @@ def read(
     return parser.checked(cls), positional
 
 
-def read_among(
+def parse_options_and_settings(
     cls: type[T],
     words: Sequence[str],
     entry: EntryPoint | Callable[[T], EntryPoint],
@@ -258,14 +258,14 @@ class _Parser:
     def take(self, word: str, queue: list[str]) -> bool:
         """Parses one option and takes its values from the queue; returns False if the word is no option."""
         typed, equals, written = word.partition("=")
-        if (why := self._refused.get(normal(word))) is not None:
+        if (why := self._refused.get(normalize_flag(word))) is not None:
             self.problems.append(f"{typed} {why}")
             # Its values would be reported as further errors.
             _take_values(queue)
             return True
-        if normal(word) not in self._by_flag:
+        if normalize_flag(word) not in self._by_flag:
             return False
-        one, spelling = self._by_flag[normal(word)]
+        one, spelling = self._by_flag[normalize_flag(word)]
         try:
             value = self._value(one, spelling, typed, written if equals else None, queue)
             self._given[one.setting.name] = typed, value
@@ -313,7 +313,7 @@ class _Parser:
         return coerce(one.setting, written, typed)
 
     def _is_known_flag(self, word: str) -> bool:
-        return is_flag(word) and "=" not in word and normal(word) in {*self._by_flag, *self._foreign}
+        return is_flag(word) and "=" not in word and normalize_flag(word) in {*self._by_flag, *self._foreign}
 
 
 def _take_values(queue: list[str]) -> list[str]:

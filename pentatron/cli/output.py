@@ -6,33 +6,33 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from pentatron.errors import UserError, file_sentence
+from pentatron.errors import UserError, describe_os_error
 from pentatron.monitor.terminal import OutputLost
-from pentatron.text import spoken
+from pentatron.text import printable_without_secrets
 
 Report = TypeVar("Report")
 
 
 def say(text: str) -> None:
     """Prints a line. Control characters are escaped, because the text may quote untrusted files."""
-    paint(spoken(text))
+    say_unescaped(printable_without_secrets(text))
 
 
-def paint(text: str) -> None:
+def say_unescaped(text: str) -> None:
     """Prints a line as it is, with terminal escape sequences such as colours."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
 
-def complain(text: str) -> None:
+def print_error(text: str) -> None:
     """Prints an error or a warning to stderr."""
-    sys.stderr.write(f"pentatron: {spoken(text)}\n")
+    sys.stderr.write(f"pentatron: {printable_without_secrets(text)}\n")
     sys.stderr.flush()
 
 
-def remark(text: str) -> None:
+def print_note(text: str) -> None:
     """Prints a note to stderr, because stdout may be JSON for another program."""
-    sys.stderr.write(f"note: {spoken(text)}\n")
+    sys.stderr.write(f"note: {printable_without_secrets(text)}\n")
     sys.stderr.flush()
 
 
@@ -78,7 +78,7 @@ def say_json_rows(rows: Iterable[Any]) -> None:
 
 
 @contextmanager
-def file_errors_told() -> Iterator[None]:
+def file_errors_as_user_errors() -> Iterator[None]:
     """Converts an `OSError` about a file of the command to a `UserError`."""
     try:
         yield
@@ -86,4 +86,4 @@ def file_errors_told() -> Iterator[None]:
         # An OSError too, but about standard output, which `guarded` handles.
         raise
     except OSError as error:
-        raise UserError(file_sentence(error)) from error
+        raise UserError(describe_os_error(error)) from error

@@ -9,24 +9,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pentatron.cli.configure import find_tokenizer, learn_vocabulary
-from pentatron.cli.loaded import learn_from_named
-from pentatron.cli.options import Options, flags_of, option, options_help, read_among, usage
+from pentatron.cli.configure import download_tokenizer, set_vocabulary_size
+from pentatron.cli.loaded import adopt_named_checkpoint
+from pentatron.cli.options import Options, flags_of, option, options_help, parse_options_and_settings, usage
 from pentatron.cli.output import say, show_report
-from pentatron.cli.plan_report import Report, as_text, command, parts_of, speed_of
-from pentatron.devices import DEVICES, GIB, Device, device_named
+from pentatron.cli.plan_report import PlanReport, as_text, memory_parts, speed_of, training_command_lines
+from pentatron.devices import DEVICES, GIB, Device, find_device
 from pentatron.errors import UserError
-from pentatron.plan.search import LAYOUT, Layout, Search, usable
+from pentatron.plan.search import LAYOUT_SETTINGS, Layout, Search, usable_memory
 from pentatron.plan.static_memory import total_parameters
 from pentatron.plan.timing import EFFICIENCY
 from pentatron.settings.command_line import is_flag
 from pentatron.settings.decisions import requires_graphs
-from pentatron.settings.declaration import ONE_OR_MORE, SHARE, Limit
+from pentatron.settings.declaration import FRACTION, ONE_OR_MORE, Limit
 from pentatron.settings.entry import EntryPoint
-from pentatron.settings.loaded import adopt
+from pentatron.settings.loaded import adopt_architecture
 from pentatron.settings.presets import presets
-from pentatron.settings.resolve import foreseen, gather
-from pentatron.settings.settings import Draft, Facts, unset
+from pentatron.settings.resolve import derived_settings, gather
+from pentatron.settings.settings import Draft, Facts, is_unset
 from pentatron.text import divisors, parse_json
 
 _OTHERS = [name for name in DEVICES if name != "h100"]
@@ -54,7 +54,7 @@ class PlanOptions(Options):
     efficiency: float = option(
         EFFICIENCY,
         "share of the peak that matmuls reach",
-        limit=Limit(SHARE.holds, "a share of the peak; use a number such as 0.5"),
+        limit=Limit(FRACTION.holds, "a share of the peak; use a number such as 0.5"),
     )
     top: int = option(8, "how many layouts to list", limit=ONE_OR_MORE)
     json: bool = option(False, "print JSON")
@@ -96,14 +96,14 @@ def plan_command(words: Sequence[str]) -> int:
     if "--help" in words or "-h" in words:
         say(USAGE)
         return 0
-    report, options = describe(words)
+    report, options = plan_layouts(words)
     show_report(report, options.json, as_text, as_data)
     return 0
 
 
-def describe(words: Sequence[str]) -> tuple[Report, PlanOptions]:
+def plan_layouts(words: Sequence[str]) -> tuple[PlanReport, PlanOptions]:
     folder = words[0] if words and not is_flag(words[0]) else None
-    options, settings = read_among(PlanOptions, words[folder is not None :], PLAN)
+    options, settings = parse_options_and_settings(PlanOptions, words[folder is not None :], PLAN)
     draft = gather(settings, PLAN)
     device = _device(options)
     world = options.gpus or draft.world_size or _visible_gpus() or 8
@@ -124,14 +124,14 @@ def describe(words: Sequence[str]) -> tuple[Report, PlanOptions]:
     search = Search(
         draft, device, world, options.gpus_per_machine, options.efficiency, free_batch, host_memory
     )
-    given = [name for name in LAYOUT if draft.given(name) and name != "micro_batch_size"]
+    given = [name for name in LAYOUT_SETTINGS if draft.given(name) and name != "micro_batch_size"]
     layouts = search.layouts()
     slow_bf16 = []
     if draft.bf16 and not device.chip.bf16:
         slow_bf16 = [
             f"{device.name} multiplies no matrices in bf16, so that --bf16 is slow there: use --fp16"
         ]
-    report = Report(
+    report = PlanReport(
         search=search,
         given=search.as_given() if given else None,
         layouts=layouts,
@@ -150,7 +150,7 @@ def describe(words: Sequence[str]) -> tuple[Report, PlanOptions]:
 
 
 def _device(options: PlanOptions) -> Device:
-    device = device_named(options.gpu or "h100")
+    device = find_device(options.gpu or "h100")
     if options.gpu_memory is None:
         return device
     name = device.name if options.gpu else f"{options.gpu_memory:g} GB GPU (else as {device.name})"
@@ -169,26 +169,26 @@ def _visible_gpus() -> int:
 def _learn_model(draft: Draft, facts: Facts, folder: str | None) -> None:
     if folder is not None:
         _learn_folder(draft, facts, folder)
-    elif not unset(draft.load):
-        learn_from_named(draft, facts)
+    elif not is_unset(draft.load):
+        adopt_named_checkpoint(draft, facts)
     elif not any(draft.given(name) for name in _MODEL):
         raise UserError(
             "which model? Give --preset NAME (pentatron presets lists them), a Hugging Face folder, --config FILE, or its "
             "shape: --num-layers, --hidden-size ..."
         )
-    find_tokenizer(draft)
-    learn_vocabulary(draft)
+    download_tokenizer(draft)
+    set_vocabulary_size(draft)
 
 
 def _learn_folder(draft: Draft, facts: Facts, folder: str) -> None:
     """Reads the model's settings from config.json; the weights need not exist."""
-    from pentatron.hf.architecture import settings_of
+    from pentatron.hf.architecture import settings_from_config
 
     path = Path(folder) / "config.json" if Path(folder).is_dir() else Path(folder)
     if not path.is_file():
         _require_model(folder)
         draft.assign("flag --load", load=folder)
-        learn_from_named(draft, facts)
+        adopt_named_checkpoint(draft, facts)
         return
     try:
         config = parse_json(path.read_text(encoding="utf-8"))
@@ -196,7 +196,7 @@ def _learn_folder(draft: Draft, facts: Facts, folder: str) -> None:
         raise UserError(f"{path} cannot be read as JSON ({error}); name a Hugging Face folder") from None
     if not isinstance(config, dict):
         raise UserError(f"{path} holds no settings of a model; name a Hugging Face folder")
-    adopt(draft, facts, settings_of(config), str(path.parent), "or plan another model")
+    adopt_architecture(draft, facts, settings_from_config(config), str(path.parent), "or plan another model")
     draft.assign("flag --load", load=str(path.parent))
 
 
@@ -229,7 +229,9 @@ def _assign_defaults(draft: Draft, device: Device, world: int) -> list[str]:
     assumed = []
     if not draft.given("seq_length"):
         longest = (
-            foreseen(draft, Facts(world)).max_position_embeddings if draft.max_position_embeddings else None
+            derived_settings(draft, Facts(world)).max_position_embeddings
+            if draft.max_position_embeddings
+            else None
         )
         length = min(_DEFAULT_LENGTH, longest or _DEFAULT_LENGTH)
         draft.assign("flag --seq-length", seq_length=length)
@@ -242,13 +244,13 @@ def _assign_defaults(draft: Draft, device: Device, world: int) -> list[str]:
         half = "bf16" if device.chip.bf16 else "fp16"
         draft.assign(f"flag --{half}", **{half: True})
         assumed.append(f"{half} (--{half})" + ("" if device.chip.bf16 else f", as {device.name} has no bf16"))
-    if unset(draft.vocab_size) and unset(draft.padded_vocab_size):
+    if is_unset(draft.vocab_size) and is_unset(draft.padded_vocab_size):
         draft.assign("flag --vocab-size", vocab_size=32768)
         assumed.append("32768 words (--vocab-size)")
     return assumed
 
 
-def as_data(report: Report) -> dict[str, Any]:
+def as_data(report: PlanReport) -> dict[str, Any]:
     parameters, active = total_parameters(report.shape)
     chosen = report.chosen
     return {
@@ -258,13 +260,13 @@ def as_data(report: Report) -> dict[str, Any]:
         "flops_per_step": report.shown.estimate.flops,
         "gpus": report.search.world,
         "gpu": _device_data(report.search.device),
-        "usable_bytes": int(usable(report.search.device)),
+        "usable_bytes": int(usable_memory(report.search.device)),
         "advice": dataclasses.asdict(report.advice),
         "given": None if report.given is None else _layout_data(report, report.given),
         "layouts": [_layout_data(report, layout) for layout in report.layouts],
         "varied": report.varied,
         "kept": report.search.kept,
-        "command": None if chosen is None else command(report.search, chosen[0]),
+        "command": None if chosen is None else training_command_lines(report.search, chosen[0]),
         "command_of": None if chosen is None else chosen[1],
         "assumed": list(report.assumed),
         "notes": list(report.notices),
@@ -285,7 +287,7 @@ def _device_data(device: Device) -> dict[str, Any]:
     }
 
 
-def _layout_data(report: Report, layout: Layout) -> Mapping[str, Any]:
+def _layout_data(report: PlanReport, layout: Layout) -> Mapping[str, Any]:
     estimate = layout.estimate
     speed, utilisation = speed_of(layout)
     return {
@@ -293,11 +295,11 @@ def _layout_data(report: Report, layout: Layout) -> Mapping[str, Any]:
         "settings": dict(layout.settings),
         "fits": layout.fits,
         "bytes": [
-            {**parts_of(rank), "spared": rank.spared, "host": rank.held.in_host, "total": rank.total}
+            {**memory_parts(rank), "spared": rank.spared, "host": rank.held.in_host, "total": rank.total}
             for rank in layout.memory.ranks
         ],
         "largest_bytes": layout.largest.total,
-        "largest_bytes_if_recorded": None if layout.if_recorded is None else layout.if_recorded.total,
+        "largest_bytes_if_recorded": None if layout.with_graphs is None else layout.with_graphs.total,
         "bubble": estimate.bubble,
         "sent_bytes": dataclasses.asdict(estimate.traffic),
         "seconds": {

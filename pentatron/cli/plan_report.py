@@ -7,9 +7,9 @@ from functools import cached_property
 from typing import Any
 
 from pentatron.plan.advice import TRADE_OFFS, Advice, advise, by_expert_size
-from pentatron.plan.fit import footprint_line
+from pentatron.plan.fit import megatron_estimate_line
 from pentatron.plan.memory import RankMemory
-from pentatron.plan.search import LAYOUT, SIZES, Layout, Search, usable
+from pentatron.plan.search import DIVISION_SETTINGS, LAYOUT_SETTINGS, Layout, Search, usable_memory
 from pentatron.plan.shape import Shape
 from pentatron.plan.static_memory import total_parameters
 from pentatron.settings.command_line import is_flag
@@ -40,7 +40,7 @@ _AXES = {"tensor": "TP", "context": "CP", "pipeline": "PP", "data": "DP", "exper
 
 
 @dataclass(frozen=True)
-class Report:
+class PlanReport:
     """Result of a search. `given` is the layout the user wrote, if any; `layouts` are those found, the best
     first."""
 
@@ -71,7 +71,7 @@ class Report:
     @property
     def varied(self) -> list[str]:
         """Given sizes that the list varies nevertheless."""
-        return [name for name in SIZES if self.search.draft.given(name)]
+        return [name for name in DIVISION_SETTINGS if self.search.draft.given(name)]
 
     @cached_property
     def advice(self) -> Advice:
@@ -82,7 +82,7 @@ class Report:
         return self.shown.shape
 
 
-def as_text(report: Report) -> str:
+def as_text(report: PlanReport) -> str:
     blocks = [
         _model(report),
         _tree(report),
@@ -96,7 +96,7 @@ def as_text(report: Report) -> str:
     return "\n\n".join(block for block in blocks if block)
 
 
-def _model(report: Report) -> str:
+def _model(report: PlanReport) -> str:
     shape, config, search = report.shape, report.shape.config, report.search
     model, train = config.model, config.train
     parameters, active = total_parameters(shape)
@@ -120,7 +120,7 @@ def _model(report: Report) -> str:
     )
 
 
-def _tree(report: Report) -> str:
+def _tree(report: PlanReport) -> str:
     advice = report.advice
     width = max(len(answer.question) for answer in advice.tree)
     lines = ["How to divide it", ""]
@@ -131,7 +131,7 @@ def _tree(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _list(report: Report) -> str:
+def _list(report: PlanReport) -> str:
     search, fitting = report.search, [layout for layout in report.layouts if layout.fits]
     if not report.layouts:
         return f"No other layout of {search.world} GPUs is possible with {_flags(search.kept)}"
@@ -140,7 +140,7 @@ def _list(report: Report) -> str:
     else:
         host = search.host_memory
         host_text = "" if host is None else f", and a machine {binary_size(host)} of its own"
-        title = f"No layout fits: a GPU has room for {binary_size(usable(search.device))}{host_text}. The smallest are"
+        title = f"No layout fits: a GPU has room for {binary_size(usable_memory(search.device))}{host_text}. The smallest are"
     lines = [title, "", *_rows(report, (fitting or report.layouts)[: report.top])]
     if report.varied or search.kept:
         lines += ["", f"  {_varied_text(report)}"]
@@ -149,7 +149,7 @@ def _list(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _varied_text(report: Report) -> str:
+def _varied_text(report: PlanReport) -> str:
     """Describes which given settings the list varies and which it keeps."""
     kept, draft = report.search.kept, report.search.draft
     parts = []
@@ -162,14 +162,14 @@ def _varied_text(report: Report) -> str:
 
 
 def _flag_words(settings: Mapping[str, Any]) -> list[str]:
-    return [word for name, value in settings.items() for word in words_of(name, value)]
+    return [word for name, value in settings.items() for word in setting_words(name, value)]
 
 
 def _flags(settings: Mapping[str, Any]) -> str:
     return " ".join(_flag_words(settings))
 
 
-def _remedies(report: Report) -> str:
+def _remedies(report: PlanReport) -> str:
     config = report.shape.config
     ways = ["more GPUs (--gpus)", f"a shorter --seq-length (now {config.model.seq_length})"]
     if (config.train.micro_batch_size or 1) > 1:
@@ -177,7 +177,7 @@ def _remedies(report: Report) -> str:
     return "try " + ", ".join(ways) + ", or a smaller model (--num-layers, --hidden-size)"
 
 
-def _rows(report: Report, layouts: Sequence[Layout]) -> Iterator[str]:
+def _rows(report: PlanReport, layouts: Sequence[Layout]) -> Iterator[str]:
     sparse = any(layout.shape.sparse_layers for layout in layouts)
     split = any(layout.shape.grid.context > 1 for layout in layouts)
     heads = ["TP", "PP", *(["CP"] if split else []), *(["EP"] if sparse else []), "DP"]
@@ -190,7 +190,7 @@ def _rows(report: Report, layouts: Sequence[Layout]) -> Iterator[str]:
         yield _row(report, number, layout, split, sparse, width)
 
 
-def _row(report: Report, number: int, layout: Layout, split: bool, sparse: bool, width: int) -> str:
+def _row(report: PlanReport, number: int, layout: Layout, split: bool, sparse: bool, width: int) -> str:
     """Formats a row of the list; `width` is that of the ZeRO column."""
     grid, config = layout.shape.grid, layout.config
     stages = f"{grid.pipeline}×{config.virtual_stages}" if config.virtual_stages > 1 else f"{grid.pipeline}"
@@ -229,7 +229,7 @@ def _name(layout: Layout) -> str:
     return ", ".join(sizes) or "one GPU"
 
 
-def _detail(report: Report) -> str:
+def _detail(report: PlanReport) -> str:
     layout = report.shown
     title = "The layout as given" if report.given is not None else "The first of the list"
     lines = [f"{title}: {_name(layout)}; it {_verdict(layout)}", ""]
@@ -242,13 +242,13 @@ def _verdict(layout: Layout) -> str:
     if layout.lacks_host_memory:
         assert layout.host_memory is not None
         return (
-            f"does NOT fit: {_in_host(layout)} needs {binary_size(layout.host_of_a_machine)} of a machine's memory, which is "
+            f"does NOT fit: {_in_host(layout)} needs {binary_size(layout.machine_host_bytes)} of a machine's memory, which is "
             f"{binary_size(layout.host_memory)}"
         )
-    return f"does NOT fit: there is room for {binary_size(usable(layout.device))}"
+    return f"does NOT fit: there is room for {binary_size(usable_memory(layout.device))}"
 
 
-def parts_of(rank: RankMemory) -> dict[str, int]:
+def memory_parts(rank: RankMemory) -> dict[str, int]:
     static = rank.held
     return {
         "weights": static.weights,
@@ -273,7 +273,7 @@ def _memory(layout: Layout) -> Iterator[str]:
     def row(title: str, cells: Iterable[str], note: str) -> str:
         return f"  {title:<16}{''.join(f'{cell:>10}' for cell in cells)}  {note}"
 
-    parts = [parts_of(ranks[rank]) for rank in shown]
+    parts = [memory_parts(ranks[rank]) for rank in shown]
     for name, meaning in (_PARTS | {"optimizer": _optimizer(layout)}).items():
         if any(part[name] for part in parts):
             yield row(name, [binary_size(part[name]) for part in parts], meaning)
@@ -283,11 +283,11 @@ def _memory(layout: Layout) -> Iterator[str]:
     bar = _bar(max(rank.total for rank in ranks) / layout.device.memory)
     totals = [binary_size(ranks[rank].total) for rank in shown]
     yield row("together", totals, f"{bar} of {binary_size(layout.device.memory)}")
-    if (recorded := layout.if_recorded) is not None:
+    if (recorded := layout.with_graphs) is not None:
         note = "small layers are captured as CUDA graphs if there is room; --cuda-graphs off avoids them"
         yield row("with graphs", [binary_size(recorded.total)], note)
     if layout.memory.host:
-        machine = binary_size(layout.host_of_a_machine)
+        machine = binary_size(layout.machine_host_bytes)
         limit = "not compared with what it has: --host-memory GB"
         if layout.host_memory is not None:
             limit = f"of {binary_size(layout.host_memory)}"
@@ -297,7 +297,7 @@ def _memory(layout: Layout) -> Iterator[str]:
 
 def _in_host(layout: Layout) -> str:
     static = layout.largest.held
-    parts = {"the optimizer": static.host, "the copy that is saved in the background": static.saving}
+    parts = {"the optimizer": static.host, "the copy that is saved in the background": static.async_save_copy}
     return " and ".join(name for name, count in parts.items() if count)
 
 
@@ -334,10 +334,10 @@ def _pipeline(layout: Layout) -> Iterator[str]:
         f"  time of a step   {seconds_text(estimate.seconds)}: computing {seconds_text(estimate.computing)}, waiting "
         f"{seconds_text(estimate.waiting)}, sending {seconds_text(estimate.sending.total)}; {speed:,.0f} tokens/s/GPU, MFU {utilisation:.0%}"
     )
-    yield f"  Megatron-LM's    {footprint_line(config)}"
+    yield f"  Megatron-LM's    {megatron_estimate_line(config)}"
 
 
-def _experts(report: Report) -> str:
+def _experts(report: PlanReport) -> str:
     rows = by_expert_size(report.shown)
     lines = [
         f"  EP {size:<4} {binary_size(total):>9} a GPU, of which experts' weights {binary_size(weights)}"
@@ -348,7 +348,7 @@ def _experts(report: Report) -> str:
     )
 
 
-def _assumptions(report: Report) -> str:
+def _assumptions(report: PlanReport) -> str:
     device, search = report.search.device, report.search
     rate = device.peak(report.shape.width) / 1e12
     lines = [
@@ -367,8 +367,8 @@ def _assumptions(report: Report) -> str:
 
 
 def command_block(search: Search, layout: Layout, which: str) -> str:
-    lines = [f"To train {which}", "", *(f"  {line}" for line in command(search, layout))]
-    if not names_data(search):
+    lines = [f"To train {which}", "", *(f"  {line}" for line in training_command_lines(search, layout))]
+    if not has_data_flags(search):
         lines.append("  (with your own data: --data-path PREFIX instead of --mock-data)")
     if search.world > search.per_machine:
         machines = search.world // search.per_machine
@@ -378,7 +378,7 @@ def command_block(search: Search, layout: Layout, which: str) -> str:
     return "\n".join(lines)
 
 
-def command(search: Search, layout: Layout) -> list[str]:
+def training_command_lines(search: Search, layout: Layout) -> list[str]:
     """Returns the lines of the training command."""
     lines = [_launcher(search), *(line for part in _settings(search, layout) for line in _wrapped(part))]
     continued = [f"{line} {chr(92)}" for line in lines[:-1]] + lines[-1:]
@@ -406,7 +406,7 @@ def settings_words(search: Search, layout: Layout) -> list[str]:
     return [word for part in _settings(search, layout) for word in part]
 
 
-def names_data(search: Search) -> bool:
+def has_data_flags(search: Search) -> bool:
     draft = search.draft
     return any(draft.given(name) or draft.source(name).startswith("preset") for name in _DATA)
 
@@ -417,14 +417,14 @@ def _settings(search: Search, layout: Layout) -> tuple[list[str], list[str]]:
     layout_settings = {n: v for n, v in layout.settings.items() if v != table()[n].default}
     layout_words = [*_flag_words(layout_settings), *_flag_words(_overrides_of_files(search, layout))]
     if "micro_batch_size" not in layout.settings and draft.given("micro_batch_size"):
-        layout_words += words_of("micro_batch_size", draft.micro_batch_size)
+        layout_words += setting_words("micro_batch_size", draft.micro_batch_size)
     from_flags = [
-        n for n in table() if draft.source(n).startswith("flag") and n not in (*LAYOUT, *_NOT_COPIED)
+        n for n in table() if draft.source(n).startswith("flag") and n not in (*LAYOUT_SETTINGS, *_NOT_COPIED)
     ]
     other_words = _flag_words({name: getattr(draft, name) for name in from_flags})
-    if not names_data(search):
+    if not has_data_flags(search):
         other_words.append("--mock-data")
-    other_words += words_of("train_iters", draft.train_iters if draft.given("train_iters") else _STEPS)
+    other_words += setting_words("train_iters", draft.train_iters if draft.given("train_iters") else _STEPS)
     if search.device.name == "CPU process" and not draft.given("device"):
         other_words += ["--device", "cpu"]
     return layout_words, other_words
@@ -434,12 +434,12 @@ def _overrides_of_files(search: Search, layout: Layout) -> dict[str, Any]:
     """Returns sizes of the layout that equal the defaults but must be written, because a file that the
     command names sets them differently."""
     draft, parallel = search.draft, layout.config.parallel
-    in_file = [n for n in SIZES if draft.given(n) and not draft.source(n).startswith("flag")]
+    in_file = [n for n in DIVISION_SETTINGS if draft.given(n) and not draft.source(n).startswith("flag")]
     sizes = {name: getattr(parallel, name) for name in in_file if name not in layout.settings}
     return {n: size for n, size in sizes.items() if isinstance(size, int) and size != getattr(draft, n)}
 
 
-def words_of(name: str, value: Any) -> list[str]:
+def setting_words(name: str, value: Any) -> list[str]:
     item = table()[name]
     if isinstance(value, bool):
         return [item.written(value)]

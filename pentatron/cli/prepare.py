@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pentatron.cli.options import Options, idle, option, options_help, read
-from pentatron.cli.output import complain, say
+from pentatron.cli.options import Options, option, options_help, options_without_effect, parse_options
+from pentatron.cli.output import print_error, say
 from pentatron.data.text_files import TEXT_DOCUMENTS, expand_inputs
-from pentatron.data.tokenizer import TOKENIZER_TYPES, TokenizerChoice
+from pentatron.data.tokenizer import TOKENIZER_TYPES, TokenizerSettings
 from pentatron.errors import UserError
-from pentatron.monitor.terminal import outlive_output
+from pentatron.monitor.terminal import ignore_output_errors
 from pentatron.settings.declaration import ONE_OR_MORE
-from pentatron.text import abbreviated, counted, plural
+from pentatron.text import format_abbreviated, format_count, plural
 
 if TYPE_CHECKING:
-    from pentatron.data.prepare import Counts, Job, Outcome
+    from pentatron.data.prepare import Counts, Outcome, PrepareJob
 
 _PADDED = "the vocabulary is padded by the model, not in the data"
 _NO_SPLITTER = "there is no sentence splitter here"
@@ -122,7 +122,7 @@ def prepare_command(words: Sequence[str]) -> int:
     if "--help" in words or "-h" in words:
         say(USAGE)
         return 0
-    outlive_output()
+    ignore_output_errors()
     job, log_interval = _read(words)
     # Threads of the tokenizer in every worker process would oversubscribe the cores.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -131,30 +131,30 @@ def prepare_command(words: Sequence[str]) -> int:
             outcome = prepare(job, progress.report, progress.say)
         except KeyboardInterrupt:
             progress.close()
-            complain("stopped; the same command resumes where this one stopped")
+            print_error("stopped; the same command resumes where this one stopped")
             return 130
     _print_summary(job, outcome)
     return 0
 
 
-def _read(words: Sequence[str]) -> "tuple[Job, int]":
-    from pentatron.data.encode import Recipe
-    from pentatron.data.prepare import Job
+def _read(words: Sequence[str]) -> "tuple[PrepareJob, int]":
+    from pentatron.data.encode import EncodingSettings
+    from pentatron.data.prepare import PrepareJob
 
     stray = "'{word}' is no flag; write --input {word}"
-    options, _ = read(PrepareOptions, words, "pentatron prepare", REFUSED, stray)
-    for notice in idle(options):
+    options, _ = parse_options(PrepareOptions, words, "pentatron prepare", REFUSED, stray)
+    for notice in options_without_effect(options):
         say(f"note: {notice}")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    choice = TokenizerChoice(
+    choice = TokenizerSettings(
         options.tokenizer_type,
         _resolve_tokenizer(options.tokenizer_model),
         options.vocab_size or None,
         options.vocab_file,
         options.merge_file,
     )
-    recipe = Recipe(choice, options.json_keys, options.append_eod, options.split_sentences)
-    job = Job(
+    recipe = EncodingSettings(choice, options.json_keys, options.append_eod, options.split_sentences)
+    job = PrepareJob(
         expand_inputs(options.input),
         Path(options.output_prefix),
         recipe,
@@ -183,7 +183,7 @@ def _resolve_tokenizer(name: str | None) -> str | None:
     return str(folder)
 
 
-def _print_summary(job: "Job", outcome: "Outcome") -> None:
+def _print_summary(job: "PrepareJob", outcome: "Outcome") -> None:
     from pentatron.data.indexed import IndexedDataset
     from pentatron.data.inspect import document_lengths
 
@@ -196,14 +196,14 @@ def _print_summary(job: "Job", outcome: "Outcome") -> None:
         counts = outcome.counts
         speed = outcome.tokens_now / max(outcome.seconds, 1e-9)
         say(
-            f"{counted(counts.documents, 'document')}, {counts.tokens:,} tokens in {outcome.seconds:.1f} s "
+            f"{format_count(counts.documents, 'document')}, {counts.tokens:,} tokens in {outcome.seconds:.1f} s "
             f"({speed:,.0f} tokens/s, {job.workers} {plural(job.workers, 'worker')})"
             f"{', resumed after an interruption' if outcome.resumed else ''}"
         )
         if counts.blank_lines:
-            say(f"{counted(counts.blank_lines, 'blank line')} left out")
+            say(f"{format_count(counts.blank_lines, 'blank line')} left out")
         if counts.bad_lines:
-            say(f"{counted(counts.bad_lines, 'bad line')} left out, the first:")
+            say(f"{format_count(counts.bad_lines, 'bad line')} left out, the first:")
             for line in outcome.bad:
                 say(f"  {line}")
     for prefix in job.outputs:
@@ -213,7 +213,7 @@ def _print_summary(job: "Job", outcome: "Outcome") -> None:
             continue
         mean = lengths.tokens / lengths.documents
         say(
-            f"\n{prefix}: {counted(lengths.documents, 'document')} of {lengths.shortest:,} to {lengths.longest:,} tokens, "
+            f"\n{prefix}: {format_count(lengths.documents, 'document')} of {lengths.shortest:,} to {lengths.longest:,} tokens, "
             f"{mean:,.1f} on average"
         )
         say("\n".join(lengths.lines()))
@@ -277,7 +277,7 @@ class _BarProgress(_LineProgress):
         if self._before < 0:
             self._before = counts.tokens
         speed = (counts.tokens - self._before) / max(time.monotonic() - self._started, 1e-9)
-        facts = f"{counts.documents:,} documents, {abbreviated(counts.tokens)} tokens, {abbreviated(speed)}/s"
+        facts = f"{counts.documents:,} documents, {format_abbreviated(counts.tokens)} tokens, {format_abbreviated(speed)}/s"
         self._progress.update(self._task, completed=counts.read, total=total, facts=facts)
 
     def close(self) -> None:

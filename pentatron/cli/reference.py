@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pentatron.cli.options import Options, option, read, usage
+from pentatron.cli.options import Options, option, parse_options, usage
 from pentatron.cli.output import say, show_generated
 from pentatron.errors import UserError
 from pentatron.settings.declaration import ONE_OR_MORE
@@ -29,7 +29,7 @@ def reference_command(words: Sequence[str]) -> int:
     if "--help" in words or "-h" in words:
         say(USAGE)
         return 0
-    options, plain = read(ReferenceOptions, words, "huggingface_reference.py")
+    options, plain = parse_options(ReferenceOptions, words, "huggingface_reference.py")
     if plain or not options.model_path or not options.prompt:
         raise UserError('say which model to ask and what: --model_path FOLDER --prompt "Hello, world!"')
     folder, prompt, count = options.model_path, options.prompt, options.max_new_tokens

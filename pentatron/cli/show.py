@@ -7,7 +7,7 @@ from typing import Any
 
 from pentatron.cli.configure import Prepared, prepare
 from pentatron.cli.layout_report import batch_table
-from pentatron.cli.options import Options, flags_of, option, options_help, read_among, usage
+from pentatron.cli.options import Options, flags_of, option, options_help, parse_options_and_settings, usage
 from pentatron.cli.output import say, show_report
 from pentatron.errors import UserError
 from pentatron.settings.command_line import did_you_mean
@@ -71,7 +71,7 @@ def config_command(words: Sequence[str]) -> int:
     if "--help" in words or "-h" in words:
         say(CONFIG_USAGE)
         return 0
-    options, settings = read_among(ConfigOptions, words, lambda options: options.entry)
+    options, settings = parse_options_and_settings(ConfigOptions, words, lambda options: options.entry)
     prepared = prepare(settings, options.entry)
     show_report(prepared, options.json, lambda prepared: _setting_lines(prepared, options.all), _json)
     return 0

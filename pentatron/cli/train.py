@@ -17,26 +17,26 @@ from typing import TYPE_CHECKING
 from pentatron.cli.configure import Prepared, prepare
 from pentatron.cli.environment import (
     Worker,
-    announce_worker,
-    meeting_point,
-    prepare_for_workers,
-    require_repeatable_kernels,
+    export_rank_variables,
+    rendezvous_address,
+    set_cublas_workspace,
+    set_worker_environment,
 )
-from pentatron.cli.output import complain, say
-from pentatron.cli.worker import BEGAN, this_worker
-from pentatron.cli.worker_errors import check_room, explain, last_words
+from pentatron.cli.output import print_error, say
+from pentatron.cli.worker import BEGAN, current_worker
+from pentatron.cli.worker_errors import check_memory, failure_log_message, report_error
 from pentatron.errors import UserError
-from pentatron.launch.job import CONNECTIONS, connections_for, describe, interface_problem
-from pentatron.monitor.terminal import outlive_output
-from pentatron.parallel.rank_status import Whereabouts
-from pentatron.parallel.rendezvous import reach, waiting_aloud, what_is_waited_for
+from pentatron.launch.job import CONNECTIONS, cuda_connections, environment_notices, interface_problem
+from pentatron.monitor.terminal import ignore_output_errors
+from pentatron.parallel.rank_status import RankStatus
+from pentatron.parallel.rendezvous import slow_rendezvous_notice, slow_rendezvous_text, wait_for_rendezvous
 from pentatron.settings.entry import EntryPoint
 from pentatron.settings.resolve import Resolved
 from pentatron.settings.run import RunConfig
-from pentatron.settings.settings import Start, how_to_go_on
-from pentatron.supervise.hang import STACKS
-from pentatron.supervise.heartbeat import beating
-from pentatron.supervise.signals import watched_here
+from pentatron.settings.settings import Start, how_to_resume
+from pentatron.supervise.hang import STACKS_SIGNAL
+from pentatron.supervise.heartbeat import running_heartbeat
+from pentatron.supervise.signals import signals_to_watch
 from pentatron.text import plural
 from pentatron.train.run_folder import RunFolder
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     import torch
 
     from pentatron.parallel.world import World
-    from pentatron.supervise.launcher import Ended
+    from pentatron.supervise.launcher import JobResult
     from pentatron.train.model import Program
 
 # Parameters of glibc's mallopt (malloc.h). 32 MiB is the largest mmap threshold that glibc accepts.
@@ -72,7 +72,7 @@ def train(
         restart: the words after `python` that run this program again.
         typed: all words of the command line, if the program has consumed some of them.
     """
-    outlive_output()
+    ignore_output_errors()
     started = time.time()
     own_data = program is not None and not program.reads_named_data
     prepared = prepare(words, entry, starts=True, own_data=own_data)
@@ -109,11 +109,11 @@ def check_spec(resolved: Resolved) -> None:
 
 
 @contextmanager
-def joined_run(prepared: Prepared, worker: Worker) -> "Iterator[tuple[World, Resolved]]":
+def joined_process_group(prepared: Prepared, worker: Worker) -> "Iterator[tuple[World, Resolved]]":
     """Joins the process group of the run; yields the world and the settings with the device's notices."""
     import torch
 
-    from pentatron.parallel.collectives import on_some_ranks
+    from pentatron.parallel.collectives import run_on_some_ranks
     from pentatron.parallel.world import choose_device, open_world
 
     config = prepared.resolved.config
@@ -121,52 +121,54 @@ def joined_run(prepared: Prepared, worker: Worker) -> "Iterator[tuple[World, Res
     given = dict(os.environ)
     torch.set_num_threads(config.launch.threads_per_process)
     if config.precision.deterministic_mode:
-        require_repeatable_kernels()
+        set_cublas_workspace()
         torch.use_deterministic_algorithms(True)
     if worker.world_size > 1:
-        announce_worker(worker, config.launch.init_method)
+        export_rank_variables(worker, config.launch.init_method)
     # Before the first CUDA call, which reads the variable.
-    limit_connections(config)
+    set_cuda_connections(config)
     device = choose_device(config.launch.device, worker.local_rank)
     if device.type == "cpu":
         keep_freed_memory()
-    check_room(config, device, worker)
+    check_memory(config, device, worker)
     timeout = config.launch.distributed_timeout_minutes
-    point = meeting_point(worker)
+    point = rendezvous_address(worker)
 
     def warn(text: str) -> None:
-        complain(f"rank {worker.rank}: {text}")
+        print_error(f"rank {worker.rank}: {text}")
 
     if point is not None:
-        reach(point, worker.rank, timeout * 60, warn)
-    reminder = what_is_waited_for(worker.rank, worker.world_size, launching_agent() is not None)
-    status = Whereabouts()
+        wait_for_rendezvous(point, worker.rank, timeout * 60, warn)
+    reminder = slow_rendezvous_text(worker.rank, worker.world_size, launcher_pid() is not None)
+    status = RankStatus()
     ranks = (worker.rank, worker.local_rank)
     with (
         _heartbeats(status, config, worker),
-        waiting_aloud(reminder, warn) as all_joined,
+        slow_rendezvous_notice(reminder, warn) as all_joined,
         open_world(config.grid, *ranks, device, timeout, config.shared(), point, status) as world,
     ):
         all_joined()
-        on_some_ranks(world.uses_nccl, lambda: require_interface(os.environ), world.everyone)
-        notes = variable_notes(given, world.device, worker.world_size == 1, world.uses_nccl)
-        yield world, prepared.resolved.telling(notes)
+        run_on_some_ranks(world.uses_nccl, lambda: check_nccl_interface(os.environ), world.everyone)
+        notes = variable_notices(given, world.device, worker.world_size == 1, world.uses_nccl)
+        yield world, prepared.resolved.with_notices(notes)
 
 
 @contextmanager
-def _heartbeats(status: Whereabouts, config: RunConfig, worker: Worker) -> "Iterator[None]":
+def _heartbeats(status: RankStatus, config: RunConfig, worker: Worker) -> "Iterator[None]":
     """Sends heartbeats to pentatron's launcher or, under another launcher, to the other ranks."""
-    from pentatron.supervise.hang import Limits
-    from pentatron.supervise.peers import PeerWatch
+    from pentatron.supervise.hang import HangLimits
+    from pentatron.supervise.peers import PeerWatchdog
 
-    supervised = this_worker()
-    limits = Limits(config.launch.heartbeat_timeout, config.launch.distributed_timeout_minutes * 60)
+    supervised = current_worker()
+    limits = HangLimits(config.launch.heartbeat_timeout, config.launch.distributed_timeout_minutes * 60)
     if supervised is not None or worker.world_size == 1 or config.launch.heartbeat_timeout == 0:
-        with beating(None if supervised is None else supervised.heart(status, limits)):
+        with running_heartbeat(None if supervised is None else supervised.heart(status, limits)):
             yield
         return
-    peers = PeerWatch(status, worker.rank, worker.world_size, Path(config.run.run_dir), limits, complain)
-    status.when_opened = peers.start
+    peers = PeerWatchdog(
+        status, worker.rank, worker.world_size, Path(config.run.run_dir), limits, print_error
+    )
+    status.on_opened = peers.start
     yield
     peers.close()
 
@@ -187,14 +189,14 @@ def keep_freed_memory() -> bool:
     )
 
 
-def limit_connections(config: RunConfig) -> None:
+def set_cuda_connections(config: RunConfig) -> None:
     """Sets CUDA_DEVICE_MAX_CONNECTIONS; CUDA reads it once, when it is initialized."""
-    variable = connections_for(config)
+    variable = cuda_connections(config)
     if variable is not None and config.launch.device != "cpu":
         os.environ.setdefault(variable.name, variable.value)
 
 
-def variable_notes(given: Mapping[str, str], device: "torch.device", alone: bool, nccl: bool) -> list[str]:
+def variable_notices(given: Mapping[str, str], device: "torch.device", alone: bool, nccl: bool) -> list[str]:
     """Returns notices about variables of NCCL and CUDA.
 
     Args:
@@ -202,7 +204,7 @@ def variable_notes(given: Mapping[str, str], device: "torch.device", alone: bool
         nccl: whether the run uses NCCL.
     """
     on_gpu = device.type == "cuda"
-    notes = describe(given, on_gpu, nccl, alone)
+    notes = environment_notices(given, on_gpu, nccl, alone)
     if on_gpu and CONNECTIONS not in given and CONNECTIONS in os.environ:
         written = f"{CONNECTIONS}={os.environ[CONNECTIONS]}"
         notes.append(
@@ -211,16 +213,16 @@ def variable_notes(given: Mapping[str, str], device: "torch.device", alone: bool
     return notes
 
 
-def require_interface(environment: Mapping[str, str]) -> None:
+def check_nccl_interface(environment: Mapping[str, str]) -> None:
     """Raises if NCCL_SOCKET_IFNAME names no network interface; NCCL itself fails later and less clearly."""
     problem = interface_problem(environment, [name for _, name in socket.if_nameindex()])
     if problem is not None:
         raise UserError(f"{socket.gethostname()}: {problem}")
 
 
-def launching_agent() -> int | None:
+def launcher_pid() -> int | None:
     """Returns the pid of the launcher if it forwards signals; training stops once that process has died."""
-    if (worker := this_worker()) is not None:
+    if (worker := current_worker()) is not None:
         return worker.launcher
     return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
@@ -233,23 +235,23 @@ def _work(
     from pentatron.train.session import run_training
 
     config = prepared.resolved.config
-    if this_worker() is None:
+    if current_worker() is None:
         # Writes stack traces on the signal and continues, as in a worker of pentatron's launcher.
-        faulthandler.register(STACKS, file=2)
+        faulthandler.register(STACKS_SIGNAL, file=2)
     try:
-        with joined_run(prepared, worker) as (world, resolved):
+        with joined_process_group(prepared, worker) as (world, resolved):
             outcome = run_training(
                 resolved,
                 world,
                 entry.resumes,
-                launching_agent(),
+                launcher_pid(),
                 program or CONFIGURED,
                 started,
-                lambda error: last_words(error, config, worker.rank),
+                lambda error: failure_log_message(error, config, worker.rank),
                 prepared.attempt,
             )
     except Exception as error:
-        code = explain(error, config, worker)
+        code = report_error(error, config, worker)
         if code is None:
             raise
         return code
@@ -262,10 +264,10 @@ def _work(
 
 def launch_workers(prepared: Prepared, python_words: Sequence[str]) -> int:
     """Starts one process of this program per rank, supervises them, and restarts them after a failure."""
-    outlive_output()
-    from pentatron.supervise.hang import JobWatch, Limits
+    ignore_output_errors()
+    from pentatron.supervise.hang import HangLimits, JobWatchdog
     from pentatron.supervise.launcher import run_workers
-    from pentatron.supervise.processes import listening
+    from pentatron.supervise.processes import recording_signals
     from pentatron.supervise.supervisor import Supervisor
 
     config, ranks = prepared.resolved.config, prepared.facts.world_size
@@ -276,16 +278,16 @@ def launch_workers(prepared: Prepared, python_words: Sequence[str]) -> int:
 
         require_gpu()
     folder.create()
-    variables = prepare_for_workers(config.launch.threads_per_process)
+    variables = set_worker_environment(config.launch.threads_per_process)
     inherited = f" with {', '.join(variables)}" if variables else ""
-    limits = Limits(config.launch.heartbeat_timeout, config.launch.distributed_timeout_minutes * 60)
+    limits = HangLimits(config.launch.heartbeat_timeout, config.launch.distributed_timeout_minutes * 60)
     say(f"starting {ranks} {plural(ranks, 'process')}{inherited} ...")
-    with listening(watched_here()) as signals:
+    with recording_signals(signals_to_watch()) as signals:
 
-        def attempt(restart: int) -> "Ended":
+        def attempt(restart: int) -> "JobResult":
             environment = {**os.environ, BEGAN: repr(prepared.attempt.began)}
             job = (ranks, config.launch.master_port, environment, os.getpid())
-            return run_workers(python_words, *job, signals, JobWatch(limits, folder.path), restart)
+            return run_workers(python_words, *job, signals, JobWatchdog(limits, folder.path), restart)
 
         ended = Supervisor(
             attempt,
@@ -295,8 +297,8 @@ def launch_workers(prepared: Prepared, python_words: Sequence[str]) -> int:
             signals,
             prepared.start is Start.RESUME,
             lambda: _saved_step(config),
-            complain,
-            way_on=how_to_go_on(prepared.start, config.checkpoint.save),
+            print_error,
+            resume_hint=how_to_resume(prepared.start, config.checkpoint.save),
         ).run()
     if ended.exit_code == 0:
         _print_next_commands(config, folder)
@@ -318,7 +320,7 @@ def _saved_step(config: RunConfig) -> int | None:
             return None if output[-1] == "None" else int(output[-1])
     from pentatron.checkpoint.store import CheckpointStore
 
-    return CheckpointStore(Path(config.checkpoint.save), None).newest_own()
+    return CheckpointStore(Path(config.checkpoint.save), None).newest_saved_step()
 
 
 def _program_name(called: Path) -> str:

@@ -9,13 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pentatron.cli.environment import announce_worker, find_worker, meeting_point, prepare_for_workers
-from pentatron.cli.layout import describe
-from pentatron.cli.options import Options, flags_of, option, options_help, read_among, usage
-from pentatron.cli.output import complain, say, show_report
+from pentatron.cli.environment import (
+    export_rank_variables,
+    find_worker,
+    rendezvous_address,
+    set_worker_environment,
+)
+from pentatron.cli.layout import resolve_layout
+from pentatron.cli.options import Options, flags_of, option, options_help, parse_options_and_settings, usage
+from pentatron.cli.output import print_error, say, show_report
 from pentatron.errors import ConfigError, UserError
 from pentatron.settings.entry import LAYOUT
-from pentatron.settings.rules import not_available
+from pentatron.settings.rules import unsupported_features
 from pentatron.settings.run import RunConfig
 from pentatron.text import plural
 
@@ -59,13 +64,13 @@ def verify_command(words: Sequence[str], restart: Sequence[str] = _RESTART) -> i
         return 0
     if _WORKER in words:
         return _work(Path(words[-1]))
-    options, settings = read_among(VerifyOptions, words, VERIFY)
-    full = describe(settings, VERIFY).config
+    options, settings = parse_options_and_settings(VerifyOptions, words, VERIFY)
+    full = resolve_layout(settings, VERIFY).config
     config = _small_model(full, options.shrink_data)
     if not options.json:
-        from pentatron.compare.verify import left_out
+        from pentatron.compare.verify import uncompared_settings
 
-        for note in left_out(full):
+        for note in uncompared_settings(full):
             say(f"note: {note}")
     verdict, seconds = _compare(config, restart, quiet=options.json)
     show_report(
@@ -82,7 +87,7 @@ def verify_command(words: Sequence[str], restart: Sequence[str] = _RESTART) -> i
 
 def _small_model(config: RunConfig, shrink: bool) -> RunConfig:
     """Returns the settings of a small model in the same layout; raises if it needs too many processes."""
-    if missing := not_available(config.settings):
+    if missing := unsupported_features(config.settings):
         raise ConfigError(missing)
     from pentatron.compare.verify import fewest_replicas, small_twin
 
@@ -106,14 +111,21 @@ def _small_model(config: RunConfig, shrink: bool) -> RunConfig:
 def _compare(config: RunConfig, restart: Sequence[str], quiet: bool) -> tuple["Verdict", float]:
     import torch
 
-    from pentatron.compare.verify import in_words, judge, read_ranks, run_rank, run_reference, write_settings
+    from pentatron.compare.verify import (
+        compare_trajectories,
+        describe_config,
+        read_ranks,
+        run_rank,
+        run_reference,
+        write_settings,
+    )
     from pentatron.parallel.world import single_process
     from pentatron.supervise.launcher import scratch_folder
 
     started = time.perf_counter()
     world = config.grid.world_size
     progress = (lambda text: None) if quiet else say
-    progress(f"{in_words(config)}\n\none process ...")
+    progress(f"{describe_config(config)}\n\none process ...")
     reference = run_reference(config)
     progress(f"{world} {plural(world, 'process')} in the layout ...")
     with scratch_folder("verify") as folder:
@@ -124,13 +136,13 @@ def _compare(config: RunConfig, restart: Sequence[str], quiet: bool) -> tuple["V
             _run_ranks(world, [*restart, _WORKER, str(folder)], config)
         results = read_ranks(folder, world)
     progress("")
-    return judge(results, reference), time.perf_counter() - started
+    return compare_trajectories(results, reference), time.perf_counter() - started
 
 
 def _run_ranks(world: int, python_words: Sequence[str], config: RunConfig) -> None:
     from pentatron.supervise.launcher import run_workers
 
-    prepare_for_workers(1)
+    set_worker_environment(1)
     ended = run_workers(python_words, world, config.launch.master_port, os.environ, os.getpid())
     if ended.stopped_by is not None:
         raise KeyboardInterrupt
@@ -149,15 +161,15 @@ def _work(folder: Path) -> int:
         raise UserError(f"{_WORKER} is for the processes that verify starts itself; leave it out")
     config = read_settings(folder)
     torch.set_num_threads(1)
-    announce_worker(worker, None)
+    export_rank_variables(worker, None)
     ranks = (worker.rank, worker.local_rank)
     device = torch.device("cpu")
-    point = meeting_point(worker)
+    point = rendezvous_address(worker)
     try:
         with open_world(config.grid, *ranks, device, _TIMEOUT_MINUTES, config.shared(), point) as world:
             run_rank(config, world, folder)
     except UserError as error:
-        complain(f"rank {worker.rank}: {error}")
+        print_error(f"rank {worker.rank}: {error}")
         return 2
     return 0
 

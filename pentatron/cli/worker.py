@@ -14,13 +14,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pentatron.parallel.rank_status import Whereabouts
-from pentatron.parallel.rendezvous import lost_contact
-from pentatron.supervise.attempts import Attempt, Launched, attempt_in
-from pentatron.supervise.hang import STACKS, Limits, stacks_path
-from pentatron.supervise.heartbeat import Heart, beat_path, read_beat
-from pentatron.supervise.launcher import JOB, LAUNCHER, OF_A_WORKER, OF_OUR_LAUNCHER, RESTART, hold_folder
-from pentatron.supervise.processes import begin_work, crash_path, end_work, write_record
+from pentatron.parallel.rank_status import RankStatus
+from pentatron.parallel.rendezvous import collective_error
+from pentatron.supervise.attempts import Attempt, LauncherState, identify_attempt
+from pentatron.supervise.hang import STACKS_SIGNAL, HangLimits, stacks_path
+from pentatron.supervise.heartbeat import HeartbeatWriter, heartbeat_path, read_heartbeat
+from pentatron.supervise.launcher import (
+    JOB_FOLDER,
+    LAUNCHER_PID,
+    LAUNCHER_VARIABLES,
+    RESTART_COUNT,
+    WORKER_VARIABLES,
+    lock_folder,
+)
+from pentatron.supervise.processes import crash_path, mark_done, mark_working, write_record
 
 # Marks the process that the worker variables are for: its child processes inherit them but are not workers.
 WORKER = "PENTATRON_WORKER"
@@ -32,7 +39,7 @@ _HEARTBEAT_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
-class Supervised:
+class SupervisedWorker:
     """A worker process of pentatron's own launcher. `restarts`: number of restarts of the job so far."""
 
     folder: Path
@@ -40,7 +47,7 @@ class Supervised:
     rank: int
     restarts: int
 
-    def follow_launcher(self) -> None:
+    def attach_to_launcher(self) -> None:
         """Requests SIGTERM on the death of the launcher, and enables stack traces for crashes and hangs."""
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -48,23 +55,23 @@ class Supervised:
             # The launcher died before prctl: no signal will come.
             sys.exit(128 + signal.SIGTERM)
         # The lock keeps later jobs from removing the folder as stale while this process is alive.
-        hold_folder(self.folder)
-        begin_work(self.folder, self.rank)
+        lock_folder(self.folder)
+        mark_working(self.folder, self.rank)
         # Both files stay open until the process ends: faulthandler writes to their descriptors.
         faulthandler.enable(crash_path(self.folder, self.rank).open("w", encoding="utf-8"))
-        faulthandler.register(STACKS, stacks_path(self.folder, self.rank).open("w", encoding="utf-8"))
+        faulthandler.register(STACKS_SIGNAL, stacks_path(self.folder, self.rank).open("w", encoding="utf-8"))
 
-    def heart(self, where: Whereabouts, limits: Limits) -> Heart:
+    def heart(self, where: RankStatus, limits: HangLimits) -> HeartbeatWriter:
         """Returns the heartbeat that reports the status of this rank to the launcher."""
-        path = beat_path(self.folder, self.rank)
+        path = heartbeat_path(self.folder, self.rank)
         watchdog = _OrphanWatchdog(self, where, limits)
         host = socket.gethostname()
-        return Heart(path, self.rank, host, where, _HEARTBEAT_SECONDS, at_pulse=watchdog.check)
+        return HeartbeatWriter(path, self.rank, host, where, _HEARTBEAT_SECONDS, at_pulse=watchdog.check)
 
     def finished(self) -> None:
         """Records that this rank completed its work, which exit code 0 alone does not prove."""
         with contextlib.suppress(OSError):
-            end_work(self.folder, self.rank)
+            mark_done(self.folder, self.rank)
 
     def lost(self, sentence: str) -> None:
         """Records a failure that the loss of another rank caused; only that rank's error is printed."""
@@ -73,7 +80,7 @@ class Supervised:
     def failed(self, error: BaseException) -> None:
         """Records the stack trace of an exception for the launcher."""
         text = "".join(traceback.format_exception(error))
-        is_consequence = isinstance(error, RuntimeError) and lost_contact(str(error), 0) is not None
+        is_consequence = isinstance(error, RuntimeError) and collective_error(str(error), 0) is not None
         self._write("lost" if is_consequence else "exception", text)
 
     def _write(self, kind: str, text: str) -> None:
@@ -92,7 +99,7 @@ class Supervised:
 class _OrphanWatchdog:
     """Kills the job if its launcher has died and this rank hangs; a healthy orphan stops at its next step."""
 
-    def __init__(self, worker: Supervised, where: Whereabouts, limits: Limits) -> None:
+    def __init__(self, worker: SupervisedWorker, where: RankStatus, limits: HangLimits) -> None:
         self.worker, self.where = worker, where
         # --heartbeat-timeout 0 turns off the launcher's hang detection, but an orphan has nothing else to end
         # it: None stands for the automatic limit.
@@ -112,7 +119,7 @@ class _OrphanWatchdog:
 
     def _kill_job(self) -> None:
         """Kills all ranks, because a rank that is stopped (SIGSTOP) cannot kill itself; this process last."""
-        beats = [read_beat(path) for path in self.worker.folder.glob("*.beat")]
+        beats = [read_heartbeat(path) for path in self.worker.folder.glob("*.beat")]
         shutil.rmtree(self.worker.folder, ignore_errors=True)
         for pid in [beat.pid for beat in beats if beat is not None and beat.pid != os.getpid()]:
             if _belongs_to_job(pid, self.worker.folder):
@@ -126,23 +133,23 @@ def _belongs_to_job(pid: int, folder: Path) -> bool:
     if not Path("/proc/self/environ").exists():
         return True
     try:
-        return f"{JOB}={folder}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        return f"{JOB_FOLDER}={folder}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return False
 
 
-def this_worker() -> Supervised | None:
+def current_worker() -> SupervisedWorker | None:
     """Returns this process as a worker, if pentatron's own launcher started it."""
-    if any(name not in os.environ for name in (LAUNCHER, JOB, RESTART, "RANK")):
+    if any(name not in os.environ for name in (LAUNCHER_PID, JOB_FOLDER, RESTART_COUNT, "RANK")):
         return None
     if os.environ.get(WORKER, marker := _marker()).partition("\n")[0] != str(os.getpid()):
         return None
     os.environ[WORKER] = marker
-    launcher, rank, restarts = (int(os.environ[name]) for name in (LAUNCHER, "RANK", RESTART))
-    return Supervised(Path(os.environ[JOB]), launcher, rank, restarts)
+    launcher, rank, restarts = (int(os.environ[name]) for name in (LAUNCHER_PID, "RANK", RESTART_COUNT))
+    return SupervisedWorker(Path(os.environ[JOB_FOLDER]), launcher, rank, restarts)
 
 
-def leave_parents_job() -> None:
+def clear_inherited_worker_variables() -> None:
     """Removes worker variables that a command, such as one in a user's hook, inherited from a worker.
 
     Keeps variables that another launcher has set since, such as a torchrun that the worker started.
@@ -154,32 +161,36 @@ def leave_parents_job() -> None:
     current = _marker().split("\n")
     names: tuple[str, ...] = ()
     if inherited[1:] == current[1:]:
-        names = OF_A_WORKER
+        names = WORKER_VARIABLES
     elif inherited[1] == current[1]:
-        names = OF_OUR_LAUNCHER
+        names = LAUNCHER_VARIABLES
     for name in names:
         os.environ.pop(name, None)
 
 
 def _marker() -> str:
     """Returns the value of `WORKER`: the pid, and the job, rank and port, which another launcher changes."""
-    return "\n".join([str(os.getpid()), *(os.environ.get(name, "") for name in (JOB, "RANK", "MASTER_PORT"))])
+    return "\n".join(
+        [str(os.getpid()), *(os.environ.get(name, "") for name in (JOB_FOLDER, "RANK", "MASTER_PORT"))]
+    )
 
 
-def this_attempt(environment: Mapping[str, str], run_dir: Path) -> Attempt:
+def current_attempt(environment: Mapping[str, str], run_dir: Path) -> Attempt:
     """Detects whether this start is a restart by pentatron's launcher, by torchrun or by Slurm (requeue)."""
-    launchers: dict[str, Launched] = {}
+    launchers: dict[str, LauncherState] = {}
     if _TORCHRUN_RESTARTS in environment:
-        launchers["torchrun"] = Launched(_torchrun_id(environment), _count(environment, _TORCHRUN_RESTARTS))
+        launchers["torchrun"] = LauncherState(
+            _torchrun_id(environment), _count(environment, _TORCHRUN_RESTARTS)
+        )
     if "SLURM_JOB_ID" in environment or "SLURM_RESTART_COUNT" in environment:
-        launchers["slurm"] = Launched(
+        launchers["slurm"] = LauncherState(
             environment.get("SLURM_JOB_ID"), _count(environment, "SLURM_RESTART_COUNT")
         )
-    worker = this_worker()
+    worker = current_worker()
     if worker is not None and worker.restarts > 0:
         attempt = Attempt(True, launchers)
     else:
-        attempt = attempt_in(run_dir, launchers)
+        attempt = identify_attempt(run_dir, launchers)
     began = time.monotonic()
     if worker is not None:
         # All attempts of a job share one time limit, which counts from the start of the launcher.

@@ -4,22 +4,22 @@ import re
 from typing import TYPE_CHECKING
 
 from pentatron.cli.environment import Worker
-from pentatron.cli.output import complain
-from pentatron.cli.worker import this_worker
+from pentatron.cli.output import print_error
+from pentatron.cli.worker import current_worker
 from pentatron.errors import AgreedError, UserError
 from pentatron.launch.machine import host_memory
-from pentatron.parallel.rendezvous import MeetingError, checklist, lost_contact
-from pentatron.plan.fit import Room, Verdict, judge, judge_host, out_of_memory
+from pentatron.parallel.rendezvous import RendezvousError, checklist, collective_error
+from pentatron.plan.fit import AvailableMemory, Verdict, check_device_memory, check_host_memory, out_of_memory
 from pentatron.settings.decision_types import DeviceFacts
 from pentatron.settings.decisions import decide
 from pentatron.settings.run import RunConfig
-from pentatron.train.run_folder import sentence_of
+from pentatron.train.run_folder import error_message
 
 if TYPE_CHECKING:
     import torch
 
 USER_ERROR = 2
-LOST = 1
+LOST_RANK = 1
 # Parts of torch's error messages: for a kernel without a deterministic version, for memory in the private
 # pools of CUDA graphs, and for host OOM, which is a plain RuntimeError.
 _NONDETERMINISTIC = "does not have a deterministic implementation"
@@ -27,7 +27,7 @@ _GRAPH_POOLS = "private pools"
 _HOST_OOM = ("DefaultCPUAllocator", "can't allocate memory", "not enough memory")
 
 
-def unrepeatable(error: RuntimeError) -> UserError | None:
+def nondeterminism_error(error: RuntimeError) -> UserError | None:
     """Converts torch's error about a nondeterministic kernel; None for any other error."""
     match = re.search(rf"(\S+)[^.]*{_NONDETERMINISTIC}", str(error))
     if match is None:
@@ -37,7 +37,7 @@ def unrepeatable(error: RuntimeError) -> UserError | None:
     )
 
 
-def check_room(config: RunConfig, device: "torch.device", worker: Worker) -> None:
+def check_memory(config: RunConfig, device: "torch.device", worker: Worker) -> None:
     """Estimates the memory of this rank: warns if it may run out, and raises if the run cannot fit.
 
     Called before the rendezvous, so that no rank waits for one that was refused. Ranks of the same pipeline
@@ -52,13 +52,13 @@ def check_room(config: RunConfig, device: "torch.device", worker: Worker) -> Non
         import torch
 
         sharing = worker.sharing(torch.cuda.device_count())
-    room = room_of(device, sharing)
-    _report(None if room is None else judge(config, at.pipeline, room), config, worker)
+    room = available_memory(device, sharing)
+    _report(None if room is None else check_device_memory(config, at.pipeline, room), config, worker)
     in_background = config.checkpoint.async_save and config.checkpoint.save_checkpoints
     offloads = decide(config, DeviceFacts(device.type)).offload.on
     if device.type != "cpu" and (offloads or in_background):
         host = _host_room(worker.local_size)
-        _report(None if host is None else judge_host(config, host), config, worker)
+        _report(None if host is None else check_host_memory(config, host), config, worker)
 
 
 def _report(verdict: Verdict | None, config: RunConfig, worker: Worker) -> None:
@@ -71,26 +71,30 @@ def _report(verdict: Verdict | None, config: RunConfig, worker: Worker) -> None:
         raise refusal(f"{verdict.sentence}; to try all the same: --no-check-memory")
     if first_of_stage:
         prefix = f"rank {worker.rank}: " if config.grid.pipeline > 1 else ""
-        complain(f"warning: {prefix}{verdict.sentence}")
+        print_error(f"warning: {prefix}{verdict.sentence}")
 
 
-def room_of(device: "torch.device", local_processes: int) -> Room | None:
+def available_memory(device: "torch.device", local_processes: int) -> AvailableMemory | None:
     """Returns total and free memory of one process on the device; None if the system does not report it."""
     if device.type == "cuda":
         import torch
 
         free, total = torch.cuda.mem_get_info(device)
         sharing = -(-local_processes // torch.cuda.device_count())
-        return Room("GPU", total / sharing, free / sharing)
+        return AvailableMemory("GPU", total / sharing, free / sharing)
     return _host_room(local_processes)
 
 
-def _host_room(local_processes: int) -> Room | None:
+def _host_room(local_processes: int) -> AvailableMemory | None:
     host = host_memory()
-    return None if host is None else Room("host", host[0] / local_processes, host[1] / local_processes)
+    return (
+        None
+        if host is None
+        else AvailableMemory("host", host[0] / local_processes, host[1] / local_processes)
+    )
 
 
-def memory_sentence(error: BaseException, config: RunConfig, rank: int) -> str | None:
+def out_of_memory_message(error: BaseException, config: RunConfig, rank: int) -> str | None:
     """Returns the message for an out-of-memory error of the device or the host; None for any other error."""
     import torch
 
@@ -107,16 +111,16 @@ def _first_line(error: BaseException) -> str:
     return text.split(". GPU ")[0].split(" If reserved but")[0].rstrip(".")
 
 
-def explain(error: BaseException, config: RunConfig, worker: Worker) -> int | None:
+def report_error(error: BaseException, config: RunConfig, worker: Worker) -> int | None:
     """Prints the message for an error of this rank and returns its exit code; None: it needs a traceback.
 
     An `AgreedError` was raised on all ranks, so only rank 0 prints it.
     """
     if isinstance(error, AgreedError):
         if worker.rank == 0:
-            complain(str(error))
+            print_error(str(error))
         return error.exit_code
-    if isinstance(error, MeetingError):
+    if isinstance(error, RendezvousError):
         _print_lost_ranks(error, worker)
         return USER_ERROR
     if isinstance(error, UserError):
@@ -130,42 +134,48 @@ def explain(error: BaseException, config: RunConfig, worker: Worker) -> int | No
     lost = _lost_ranks(error, config)
     if worker.world_size == 1 or lost is None:
         return None
-    if (supervised := this_worker()) is not None:
+    if (supervised := current_worker()) is not None:
         supervised.lost(str(lost))
     else:
         _print_lost_ranks(lost, worker)
-    return LOST
+    return LOST_RANK
 
 
-def last_words(error: BaseException, config: RunConfig, rank: int) -> str | None:
+def failure_log_message(error: BaseException, config: RunConfig, rank: int) -> str | None:
     """Returns the log line for the error that ended a rank; None if another rank was lost before."""
     message = _torch_error_message(error, config, rank)
     if message is None and _lost_ranks(error, config) is not None:
         return None
-    return message or sentence_of(error)
+    return message or error_message(error)
 
 
 def _torch_error_message(error: BaseException, config: RunConfig, rank: int) -> str | None:
     """Returns the message for an error of torch that the user can fix; None for any other error."""
     if not isinstance(error, RuntimeError | MemoryError):
         return None
-    nondeterministic = unrepeatable(error) if isinstance(error, RuntimeError) else None
-    return str(nondeterministic) if nondeterministic is not None else memory_sentence(error, config, rank)
+    nondeterministic = nondeterminism_error(error) if isinstance(error, RuntimeError) else None
+    return (
+        str(nondeterministic) if nondeterministic is not None else out_of_memory_message(error, config, rank)
+    )
 
 
 def _lost_ranks(error: BaseException, config: RunConfig) -> UserError | None:
     if not isinstance(error, RuntimeError):
         return None
     later = config.launch.distributed_timeout_seconds_after_init
-    return lost_contact(str(error), later / 60 if later else config.launch.distributed_timeout_minutes)
+    return collective_error(str(error), later / 60 if later else config.launch.distributed_timeout_minutes)
 
 
 def _print_error(problem: object, worker: Worker) -> None:
-    complain(str(problem) if worker.world_size == 1 else f"rank {worker.rank}: {problem}")
+    print_error(str(problem) if worker.world_size == 1 else f"rank {worker.rank}: {problem}")
 
 
 def _print_lost_ranks(error: UserError, worker: Worker) -> None:
-    complain(f"rank {worker.rank}: {error}")
-    if isinstance(error, MeetingError) and worker.local_size < worker.world_size and worker.local_rank == 0:
+    print_error(f"rank {worker.rank}: {error}")
+    if (
+        isinstance(error, RendezvousError)
+        and worker.local_size < worker.world_size
+        and worker.local_rank == 0
+    ):
         # Printed once per machine, because the user may see the output of one machine only.
-        complain("\n".join(checklist("every machine")))
+        print_error("\n".join(checklist("every machine")))

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from pentatron.checkpoint.find import architecture_of
+from pentatron.checkpoint.find import saved_architecture
 from pentatron.checkpoint.load import WEIGHTS, StepReader
-from pentatron.checkpoint.store import Found
+from pentatron.checkpoint.store import Checkpoint
 from pentatron.errors import UserError
 from pentatron.models.causal_lm import CausalLM, build_model
-from pentatron.parallel.shards import fragments_of, held_parameters
+from pentatron.parallel.shards import fragments_of, sharded_parameters
 
 _CPU = torch.device("cpu")
 _SEQUENCES, _TOKENS = 2, 32
@@ -44,12 +44,12 @@ def require_transformers() -> Any:
     return transformers
 
 
-def compare_logits(checkpoint: Found, folder: Path, rounded: torch.dtype | None = None) -> Comparison:
+def compare_logits(checkpoint: Checkpoint, folder: Path, rounded: torch.dtype | None = None) -> Comparison:
     """Raises if the models differ.
 
     `rounded`: the dtype that the weights of one were rounded to, applied to both.
     """
-    model, _ = architecture_of(checkpoint)
+    model, _ = saved_architecture(checkpoint)
     length = min(_TOKENS, model.max_position_embeddings)
     generator = torch.Generator().manual_seed(1)
     tokens_BS = torch.randint(0, model.vocab_size, (_SEQUENCES, length), generator=generator)
@@ -74,11 +74,11 @@ def _reference_model(folder: Path, rounded: torch.dtype | None) -> Any:
     return model.float().eval()
 
 
-def _checkpoint_model(checkpoint: Found, rounded: torch.dtype | None) -> CausalLM:
-    config, moe = architecture_of(checkpoint)
+def _checkpoint_model(checkpoint: Checkpoint, rounded: torch.dtype | None) -> CausalLM:
+    config, moe = saved_architecture(checkpoint)
     model = build_model(config, seed=0, device=_CPU, moe=moe).eval()
     with StepReader(checkpoint.folder, checkpoint.manifest) as step:
-        for held in held_parameters(model):
+        for held in sharded_parameters(model):
             for _, fragment in fragments_of(held, held.parameter.data.view(-1)):
                 size = tuple(fragment.values.shape)
                 values = step.read(f"{WEIGHTS}{fragment.tensor}", fragment.start, size)

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import torch
 
-from pentatron.checkpoint.compare import Side, compare_tensor
+from pentatron.checkpoint.compare import ComparedTensors, compare_tensor
 from pentatron.checkpoint.find import read_step, saved_settings
 from pentatron.checkpoint.format import Manifest
 from pentatron.checkpoint.load import ROUTERS, WEIGHTS, StepReader
-from pentatron.checkpoint.store import CheckpointStore, Found
+from pentatron.checkpoint.store import Checkpoint, CheckpointStore
 from pentatron.checkpoint.streaming import Progress, Rectangle, save_rectangles
-from pentatron.checkpoint.tensor_file import DTYPES, Outline
+from pentatron.checkpoint.tensor_file import DTYPES, TensorSpec
 from pentatron.errors import UserError
 from pentatron.hf.small_files import FOLDER_NAME, copy_files, new_folder, small_files
 from pentatron.layout.ranks import Axis, Grid
@@ -29,10 +29,10 @@ from pentatron.models.causal_lm import CausalLM, build_stages
 from pentatron.models.router_load import RouterLoads
 from pentatron.monitor.display import Display
 from pentatron.nn.options import axes_of
-from pentatron.optim.build import has_copies
-from pentatron.optim.optimizer import plans_of
+from pentatron.optim.build import has_replicas
+from pentatron.optim.optimizer import plan_stage_buckets
 from pentatron.parallel.collectives import Group
-from pentatron.parallel.shards import Fragment, fragments_in, held_parameters
+from pentatron.parallel.shards import Fragment, fragments_in, sharded_parameters
 from pentatron.parallel.world import World
 from pentatron.settings.entry import EntryPoint
 from pentatron.settings.resolve import gather, resolve
@@ -51,7 +51,7 @@ def fragments_of_rank(config: RunConfig, rank: int) -> Iterator[Fragment]:
     parts = {number: config.stages[number] for number in config.placement.stages_of(world.at.pipeline)}
     axes = axes_of(world, config.parallel)
     stages = build_stages(config.model, config.moe, parts, axes, None, _META)
-    if config.parallel.zero_stage == 3 and has_copies(stages, world):
+    if config.parallel.zero_stage == 3 and has_replicas(stages, world):
         fragments = _zero3_shards(stages, world)
     else:
         fragments = _bucket_shares(stages, world, config)
@@ -73,7 +73,7 @@ def _world(grid: Grid, rank: int) -> World:
 
 def _bucket_shares(stages: Mapping[int, CausalLM], world: World, config: RunConfig) -> Iterator[Fragment]:
     """Fragments of a rank's share of each bucket, which is split across the ranks with copies of it."""
-    plans = plans_of(stages, world, config.parallel.ddp_bucket_size)
+    plans = plan_stage_buckets(stages, world, config.parallel.ddp_bucket_size)
     for plan in itertools.chain.from_iterable(plans.values()):
         share = plan.own_share()
         values = torch.empty(len(share), device=_META)
@@ -85,12 +85,12 @@ def _bucket_shares(stages: Mapping[int, CausalLM], world: World, config: RunConf
 def _zero3_shards(stages: Mapping[int, CausalLM], world: World) -> Iterator[Fragment]:
     """Fragments of a rank's shards in ZeRO 3."""
     # Imported late, because FSDP imports torch's compiler, which other layouts do not need.
-    from pentatron.parallel.zero3 import SHARED_OVER, share_of
+    from pentatron.parallel.zero3 import SHARD_AXES, shard_bounds
 
-    for held in itertools.chain.from_iterable(held_parameters(stage) for stage in stages.values()):
-        shared, instances = SHARED_OVER[held.declared.copies]
+    for held in itertools.chain.from_iterable(sharded_parameters(stage) for stage in stages.values()):
+        shared, instances = SHARD_AXES[held.declared.copies]
         group = world.group(shared)
-        start, size = share_of(tuple(held.parameter.shape), group.rank, group.size)
+        start, size = shard_bounds(tuple(held.parameter.shape), group.rank, group.size)
         for piece, fragment in fragments_in(held, torch.empty(size, device=_META), start):
             if world.is_first_of({instances, *piece.replicated_over}):
                 yield fragment
@@ -117,7 +117,7 @@ class Resharded:
     seconds: float
 
 
-def layout_for(source: Found, words: Sequence[str]) -> RunConfig:
+def layout_for(source: Checkpoint, words: Sequence[str]) -> RunConfig:
     """Returns the configuration of a step in the layout of the flags; sizes that are not given are 1."""
     draft = gather(words, ENTRY)
     other_flags = [
@@ -158,7 +158,7 @@ def _facts(draft: Draft) -> Facts:
     return Facts(max(1, world), max(1, world))
 
 
-def reshard(source: Found, out: Path, config: RunConfig, display: Display) -> Resharded:
+def reshard(source: Checkpoint, out: Path, config: RunConfig, display: Display) -> Resharded:
     """Writes the step into the new folder `out`, and compares it with the source before the final rename."""
     manifest = source.manifest
     outlines = outlines_of(manifest)
@@ -170,17 +170,17 @@ def reshard(source: Found, out: Path, config: RunConfig, display: Display) -> Re
         contents = _contents(source, config)
         step = save_rectangles(store, manifest, progress.counting(reader.read), contents, settings)
         copy_files(small_files(source.folder.parent / FOLDER_NAME), folder / FOLDER_NAME)
-        _require_equal(Side(str(source.folder), outlines, reader.read), step, display)
+        _require_equal(ComparedTensors(str(source.folder), outlines, reader.read), step, display)
         files = len(list(step.glob("*.safetensors")))
         name = step.name
     return Resharded(out / name, files, len(outlines), total, progress.seconds)
 
 
-def outlines_of(manifest: Manifest) -> dict[str, Outline]:
-    return {name: Outline(DTYPES[record.dtype], record.shape) for name, record in manifest.tensors.items()}
+def outlines_of(manifest: Manifest) -> dict[str, TensorSpec]:
+    return {name: TensorSpec(DTYPES[record.dtype], record.shape) for name, record in manifest.tensors.items()}
 
 
-def _contents(source: Found, config: RunConfig) -> Iterator[tuple[str, list[Rectangle]]]:
+def _contents(source: Checkpoint, config: RunConfig) -> Iterator[tuple[str, list[Rectangle]]]:
     """Yields the contents of each file, rank after rank. A rank without contents has no file."""
     manifest = source.manifest
     kinds = sorted({name.partition("/")[0] for name in manifest.tensors})
@@ -231,13 +231,13 @@ def _writer(name: str, world: int) -> int | None:
     return int(match[1]) if int(match[1]) < world else 0
 
 
-def _require_equal(source: Side, step: Path, display: Display) -> None:
+def _require_equal(source: ComparedTensors, step: Path, display: Display) -> None:
     """Reads the new step and raises unless every tensor equals the source."""
     written = read_step(step, verify=False)
     total = sum(outline.bytes for outline in source.outlines.values())
     progress = Progress(display, "comparing", 2 * total)
     with StepReader(written.folder, written.manifest) as reader:
-        other = Side(str(step), outlines_of(written.manifest), reader.read)
+        other = ComparedTensors(str(step), outlines_of(written.manifest), reader.read)
         for name in source.outlines:
             result = compare_tensor(name, source, other, progress.add)
             if not result.is_equal:

@@ -20,7 +20,7 @@ from pentatron.nn.init import normal_region
 from pentatron.optim.build import AnyOptimizer, build_optimizer
 from pentatron.optim.loss_scale import LossScaler
 from pentatron.optim.schedule import learning_rate
-from pentatron.parallel.shards import Fragment, held_parameters, region
+from pentatron.parallel.shards import Fragment, region, sharded_parameters
 from pentatron.parallel.world import World
 from pentatron.settings.run import RunConfig
 from pentatron.train.model import ParallelModel, build_parallel_model, model_dtype
@@ -35,7 +35,7 @@ WEIGHTS = 1e-4
 SMALL = 1e-3
 
 # A fragment for the process that compares: name, logical shape, start, values.
-Sent = tuple[str, tuple[int, ...], tuple[int, ...], Tensor]
+SentFragment = tuple[str, tuple[int, ...], tuple[int, ...], Tensor]
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Trajectory:
     tokens: list[int] = field(default_factory=list)
     # By kind: "gradients N" of the first and the last step, and "weights". Each kind covers every logical
     # tensor once over all ranks.
-    fragments: dict[str, list[Sent]] = field(default_factory=dict)
+    fragments: dict[str, list[SentFragment]] = field(default_factory=dict)
     validation: float = 0.0
     # Digest of the bytes of every region of weights this rank holds, by name, start and shape.
     held: dict[tuple[str, tuple[int, ...], tuple[int, ...]], str] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class Gap:
         return not self.ratio <= 1.0
 
 
-def assemble(fragments: Iterable[Sent]) -> dict[str, Tensor]:
+def assemble(fragments: Iterable[SentFragment]) -> dict[str, Tensor]:
     """Assembles the logical tensors from the fragments of all ranks; each element must occur exactly once."""
     whole: dict[str, Tensor] = {}
     covered: dict[str, Tensor] = {}
@@ -84,7 +84,7 @@ def assemble(fragments: Iterable[Sent]) -> dict[str, Tensor]:
     return whole
 
 
-def gathered(ranks: Sequence[Trajectory], kind: str) -> dict[str, Tensor]:
+def gather_tensors(ranks: Sequence[Trajectory], kind: str) -> dict[str, Tensor]:
     """Assembles the tensors of one kind from all ranks."""
     return assemble(fragment for rank in ranks for fragment in rank.fragments[kind])
 
@@ -101,8 +101,8 @@ def gaps(ranks: Sequence[Trajectory], reference: Trajectory) -> list[Gap]:
     last = len(reference.losses)
     for step, tolerance in ((1, GRADIENTS[1]), (last, GRADIENTS[STEPS])):
         kind = f"gradients {step}"
-        result += _tensors(kind, gathered(ranks, kind), gathered([reference], kind), tolerance)
-    weights, expected = gathered(ranks, "weights"), gathered([reference], "weights")
+        result += _tensors(kind, gather_tensors(ranks, kind), gather_tensors([reference], kind), tolerance)
+    weights, expected = gather_tensors(ranks, "weights"), gather_tensors([reference], "weights")
     if weights.keys() != expected.keys():
         result.append(Gap("the set of tensors", math.inf))
     result += [
@@ -153,11 +153,11 @@ def _bare(name: str) -> str:
     return name.partition("/")[2] or name
 
 
-def worst(judged: Sequence[Gap]) -> Gap:
-    return max(judged, key=size)
+def largest_gap(judged: Sequence[Gap]) -> Gap:
+    return max(judged, key=gap_size)
 
 
-def size(gap: Gap) -> float:
+def gap_size(gap: Gap) -> float:
     return math.inf if math.isnan(gap.ratio) else gap.ratio
 
 
@@ -197,17 +197,17 @@ class UnevenMasks:
 def run_trial(config: RunConfig, world: World) -> Trajectory:
     """Trains a new model on this rank of the layout."""
     model = build_parallel_model(config, world)
-    reveal(model)
+    perturb_norms_and_biases(model)
     optimizer = build_optimizer(
         model.stages, world, config.optim, model.decisions.optimizer, model_dtype(config)
     )
-    return follow(config, world, model, optimizer)
+    return train_and_record(config, world, model, optimizer)
 
 
-def reveal(model: ParallelModel) -> None:
+def perturb_norms_and_biases(model: ParallelModel) -> None:
     """Adds N(0, 0.1) noise to norm weights and biases, because exact ones and zeros hide mistakes."""
     for stage in model.stages.values():
-        for held in held_parameters(stage):
+        for held in sharded_parameters(stage):
             if held.decays:
                 continue
             for piece in held.declared.pieces:
@@ -217,7 +217,7 @@ def reveal(model: ParallelModel) -> None:
                 region(held.parameter.data, piece.local, piece.size).add_(0.1 * noise.to(held.parameter))
 
 
-def follow(
+def train_and_record(
     config: RunConfig, world: World, model: ParallelModel, optimizer: AnyOptimizer, first_step: int = 0
 ) -> Trajectory:
     """Trains for the length of the run, from `first_step` on, and records the results."""
@@ -239,7 +239,7 @@ def follow(
         trajectory.norms.append(result.gradient_norm)
         trajectory.tokens.append(result.tokens)
     trajectory.fragments["weights"] = [
-        s for s in sent(optimizer.fragments(owned_only=True)) if s[0].startswith("weights/")
+        s for s in copy_fragments(optimizer.fragments(owned_only=True)) if s[0].startswith("weights/")
     ]
     trajectory.held = {
         (f.tensor, f.start, tuple(f.values.shape)): digest(f.values) for f in optimizer.model_weights()
@@ -264,13 +264,13 @@ def keep_gradients(optimizer: AnyOptimizer, trajectory: Trajectory, name: str) -
     take_norm = optimizer.squared_norm
 
     def also_keep() -> Tensor:
-        trajectory.fragments[name] = sent(optimizer.gradients(owned_only=True))
+        trajectory.fragments[name] = copy_fragments(optimizer.gradients(owned_only=True))
         del optimizer.squared_norm
         return take_norm()
 
     optimizer.squared_norm = also_keep  # type: ignore[method-assign]
 
 
-def sent(fragments: Iterator[Fragment]) -> list[Sent]:
+def copy_fragments(fragments: Iterator[Fragment]) -> list[SentFragment]:
     """Copies fragments to the CPU."""
     return [(f.tensor, f.shape, f.start, f.values.detach().cpu().clone()) for f in fragments]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pentatron.compare.trial import STEPS, Gap, Trajectory, gaps, run_trial, size
+from pentatron.compare.trial import STEPS, Gap, Trajectory, gap_size, gaps, run_trial
 from pentatron.errors import ConfigError
 from pentatron.nn.router import loss_weights
 from pentatron.parallel.world import World, single_process
@@ -167,7 +167,7 @@ def _problems(s: Settings) -> list[str]:
     return problems_of(started)
 
 
-def alone(config: RunConfig) -> RunConfig:
+def single_process_config(config: RunConfig) -> RunConfig:
     """Returns the configuration of the same model on one process, without recompute and sharding.
 
     The whole batch is one micro-batch, unless balancing or capacity depends on micro-batches.
@@ -182,7 +182,7 @@ def alone(config: RunConfig) -> RunConfig:
     )
 
 
-def in_words(config: RunConfig) -> str:
+def describe_config(config: RunConfig) -> str:
     """Describes the configuration of a comparison."""
     m, t, grid = config.model, config.train, config.grid
     return (
@@ -214,7 +214,7 @@ def _expert_ranks_in_words(config: RunConfig) -> str:
     return f" ({grid.expert_tensor} expert tensor × {grid.expert} expert × {grid.expert_data} expert data)"
 
 
-def left_out(config: RunConfig) -> list[str]:
+def uncompared_settings(config: RunConfig) -> list[str]:
     """Lists the settings that are not compared, with the reason."""
     notes, decisions = [], decide(config, DeviceFacts())
     if config.precision.bf16 or config.precision.fp16:
@@ -246,7 +246,7 @@ def read_settings(folder: Path) -> RunConfig:
 
 
 def run_reference(config: RunConfig) -> Trajectory:
-    return run_trial(alone(config), single_process(torch.device("cpu")))
+    return run_trial(single_process_config(config), single_process(torch.device("cpu")))
 
 
 def run_rank(config: RunConfig, world: World, folder: Path) -> None:
@@ -289,7 +289,7 @@ class Verdict:
         for gap in self.judged:
             if not gap.tensor:
                 name = gap.what.partition(" on rank")[0]
-                largest[name] = max(largest.get(name, 0.0), size(gap))
+                largest[name] = max(largest.get(name, 0.0), gap_size(gap))
         return list(largest.items())
 
     def tensors(self) -> list[tuple[str, dict[str, float]]]:
@@ -297,9 +297,9 @@ class Verdict:
         by_tensor: dict[str, dict[str, float]] = {}
         for gap in self.judged:
             if gap.tensor:
-                by_tensor.setdefault(gap.tensor, {})[gap.kind] = size(gap)
+                by_tensor.setdefault(gap.tensor, {})[gap.kind] = gap_size(gap)
         return sorted(by_tensor.items(), key=lambda item: -max(item[1].values()))
 
 
-def judge(ranks: Sequence[Trajectory], reference: Trajectory) -> Verdict:
+def compare_trajectories(ranks: Sequence[Trajectory], reference: Trajectory) -> Verdict:
     return Verdict(gaps(ranks, reference))

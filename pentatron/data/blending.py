@@ -21,7 +21,7 @@ Floats = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int16]
 
 # Dataset numbers are stored as int16.
-MOST_DATASETS = 32767
+MAX_DATASETS = 32767
 SURPLUS = 0.005
 # Draws computed sequentially; they also show how far behind its share each dataset is when it is chosen.
 _SEQUENTIAL_DRAWS = 2048
@@ -30,7 +30,7 @@ _WARM_UP_DRAWS = 256
 
 
 @dataclass(frozen=True)
-class Member:
+class BlendMember:
     """A corpus of a blend, the documents read from it, and its treatment of document boundaries."""
 
     source: TokenSource
@@ -48,7 +48,7 @@ class SampleRecipe:
     surplus: float = SURPLUS
     cache: IndexCache | None = None
 
-    def build(self, member: Member, number: int | None, later: Sequence[int] = ()) -> GPTDataset:
+    def build(self, member: BlendMember, number: int | None, later: Sequence[int] = ()) -> GPTDataset:
         return GPTDataset(
             member.source,
             member.documents,
@@ -83,7 +83,7 @@ class BlendedDataset:
 
 
 def build_blend(
-    members: Sequence[Member],
+    members: Sequence[BlendMember],
     weights: Sequence[float] | None,
     numbers: Sequence[int] | None,
     recipe: SampleRecipe,
@@ -93,7 +93,7 @@ def build_blend(
     The order is built for `numbers[0]` samples and extended to each later number in turn, so that a longer
     run keeps the samples it has already drawn.
     """
-    if len(members) > MOST_DATASETS:
+    if len(members) > MAX_DATASETS:
         raise UserError(f"a blend of {len(members)} datasets is too large; merge some of them")
     if len(members) == 1 and weights is None:
         return recipe.build(members[0], *((numbers[0], numbers[1:]) if numbers else (None,)))
@@ -101,27 +101,27 @@ def build_blend(
         return _by_size(members, numbers, recipe)
     if not numbers:
         raise UserError("a blend with weights has no natural end; leave the weights out to read all of it")
-    return _by_weight(members, normalised(weights), numbers, recipe)
+    return _by_weight(members, normalize_weights(weights), numbers, recipe)
 
 
-def normalised(weights: Sequence[float]) -> list[float]:
+def normalize_weights(weights: Sequence[float]) -> list[float]:
     array = np.array(weights, dtype=np.float64)
     shares: list[float] = (array / np.sum(array)).tolist()
     return shares
 
 
-def targets(number: int, weights: Sequence[float], surplus: float = 0.0) -> list[int]:
+def samples_per_dataset(number: int, weights: Sequence[float], surplus: float = 0.0) -> list[int]:
     """Returns the samples of each dataset in a blend of `number` samples, increased by `surplus`."""
     return [math.ceil(math.ceil(number * weight) * (1 + surplus)) for weight in weights]
 
 
 def _by_weight(
-    members: Sequence[Member], weights: list[float], numbers: Sequence[int], recipe: SampleRecipe
+    members: Sequence[BlendMember], weights: list[float], numbers: Sequence[int], recipe: SampleRecipe
 ) -> BlendedDataset:
-    sizes = [sum(targets(number, weights)) for number in numbers]
+    sizes = [sum(samples_per_dataset(number, weights)) for number in numbers]
     # Normalised a second time, as in Megatron-LM: the rounding affects the order.
-    order = _cached_order(normalised(weights), sizes[-1], recipe.cache)
-    built = [targets(number, weights, recipe.surplus) for number in numbers]
+    order = _cached_order(normalize_weights(weights), sizes[-1], recipe.cache)
+    built = [samples_per_dataset(number, weights, recipe.surplus) for number in numbers]
     drawn = [_count_draws(order, size, len(members)) for size in sizes]
     datasets = []
     for k, member in enumerate(members):
@@ -133,14 +133,14 @@ def _by_weight(
 
 
 def _by_size(
-    members: Sequence[Member], numbers: Sequence[int] | None, recipe: SampleRecipe
+    members: Sequence[BlendMember], numbers: Sequence[int] | None, recipe: SampleRecipe
 ) -> BlendedDataset:
     lengths = [epoch_samples(m.source.sequence_lengths, m.documents, recipe.sequence_length) for m in members]
     if numbers is None:
         order = exhaustive_order(lengths)
-        places = places_within(order, len(members))
+        places = positions_in_datasets(order, len(members))
         return BlendedDataset([recipe.build(m, None) for m in members], {"order": order, "places": places})
-    cached = _cached_order(normalised(lengths), numbers[-1], recipe.cache)
+    cached = _cached_order(normalize_weights(lengths), numbers[-1], recipe.cache)
     drawn = [_count_draws(cached, number, len(members)) for number in numbers]
     return BlendedDataset(
         [recipe.build(member, None, [row[k] for row in drawn]) for k, member in enumerate(members)], cached
@@ -158,7 +158,7 @@ def _cached_order(weights: list[float], size: int, cache: IndexCache | None) -> 
 
     def build() -> Arrays:
         order = greedy_order(weights, size)
-        return {"order": order, "places": places_within(order, len(weights))}
+        return {"order": order, "places": positions_in_datasets(order, len(weights))}
 
     return (cache or IndexCache()).get({"weights": weights, "size": size}, size, build)
 
@@ -205,7 +205,7 @@ def exhaustive_order(sizes: Sequence[int]) -> Ids:
     total = sum(sizes)
     shares = np.array(sizes, dtype=np.float64) / float(total)
     order = greedy_order(shares.tolist(), total)
-    beyond = places_within(order, len(sizes)) >= np.array(sizes, dtype=np.int64)[order]
+    beyond = positions_in_datasets(order, len(sizes)) >= np.array(sizes, dtype=np.int64)[order]
     end = int(beyond.argmax()) if beyond.any() else total
     counts = np.bincount(order[:end], minlength=len(sizes)).astype(np.float64)
     for i in range(end, total):
@@ -216,7 +216,7 @@ def exhaustive_order(sizes: Sequence[int]) -> Ids:
     return order
 
 
-def places_within(order: Ids, datasets: int) -> npt.NDArray[np.int64]:
+def positions_in_datasets(order: Ids, datasets: int) -> npt.NDArray[np.int64]:
     """Returns for each draw the number of earlier draws from the same dataset."""
     places = np.empty(len(order), dtype=np.int64)
     # A stable sort groups the draws by dataset in their order. NumPy sorts int16 by radix, in linear time.

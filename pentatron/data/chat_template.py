@@ -266,7 +266,7 @@ atexit.register(_SANDBOX.close)
 os.register_at_fork(after_in_child=_SANDBOX.forget)
 
 
-def end_rendering() -> None:
+def stop_sandbox() -> None:
     """Stops the sandbox process, if one was started; it exits with this process at the latest."""
     _SANDBOX.close()
 

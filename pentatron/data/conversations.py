@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pentatron.data.chat_template import ChatTemplate, Message, Span, TemplateRefusal
-from pentatron.data.text_files import JSON_LINES, is_json, read_chunks
+from pentatron.data.text_files import JSON_LINES, is_json_lines, read_chunks
 from pentatron.data.tokenizer import Tokenizer
 from pentatron.errors import UserError
 from pentatron.text import parse_json
@@ -56,10 +56,10 @@ class Tokens:
 class _OffsetTokenizer(Protocol):
     """A tokenizer that returns the character offsets of each token."""
 
-    def encode_with_places(self, texts: Sequence[str]) -> list[tuple[list[int], list[Span]]]: ...
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[Span]]]: ...
 
 
-class Writer:
+class ConversationEncoder:
     """Converts conversations to texts and tokens.
 
     Without a template, texts are concatenated and followed by an end-of-document token.
@@ -106,7 +106,7 @@ def apply_template(template: ChatTemplate, conversation: Conversation) -> list[M
     rendered = template.render_cuts(messages, tools, cuts)
     whole = rendered[0]
     if whole.generated is not None:
-        if conversation.learned != tuple(answers_of(messages)):
+        if conversation.learned != tuple(assistant_indices(messages)):
             raise UserError("leaves out answers, which a template with {% generation %} marks cannot do")
         return [MarkedText(whole.text, whole.generated)]
     spans: list[tuple[str, Span]] = []
@@ -143,7 +143,7 @@ def encode_marked(
     """Tokenizes whole texts; a token counts in the loss if any of its characters does."""
     if not isinstance(tokenizer, _OffsetTokenizer):
         return [_encode_by_prefix(tokenizer, text) for text in texts]
-    encoded = tokenizer.encode_with_places([text.text for text in texts])
+    encoded = tokenizer.encode_with_offsets([text.text for text in texts])
     return [(ids, _overlap(offsets, text)) for (ids, offsets), text in zip(encoded, texts)]
 
 
@@ -172,20 +172,20 @@ def _encode_by_prefix(tokenizer: Tokenizer, text: MarkedText) -> tuple[list[int]
     return ids, np.arange(len(ids)) >= shared
 
 
-def answers_of(messages: Sequence[Message]) -> list[int]:
+def assistant_indices(messages: Sequence[Message]) -> list[int]:
     """Returns the indices of the assistant's messages."""
     return [place for place, message in enumerate(messages) if message["role"] == ASSISTANT]
 
 
-def no_file(path: Path) -> str:
+def missing_file_message(path: Path) -> str:
     return f"there is no file {path}; with --sft, --data-path takes files of JSON lines: {FORMS}"
 
 
 def read_conversations(path: Path) -> Iterator[tuple[int, Conversation, int]]:
     """Yields the number and conversation of each line of a file, and the bytes read so far."""
     if not path.is_file():
-        raise UserError(no_file(path))
-    if not is_json(path):
+        raise UserError(missing_file_message(path))
+    if not is_json_lines(path):
         raise UserError(f"{path} is plain text, and --sft reads JSON lines: {FORMS}")
     for chunk in read_chunks([path], JSON_LINES, CHUNK_BYTES):
         for number, line in enumerate(chunk.data.split(b"\n"), chunk.first_line):
@@ -238,7 +238,9 @@ def _chat(messages: Any, tools: Any, before: int = 0) -> Conversation:
         if not (isinstance(content, str | list) or calls):
             raise UserError(f"has no content in message {place} ({message['role']})")
     learned = [
-        place for place in answers_of(messages) if place >= before and _weight(messages[place], place) != 0
+        place
+        for place in assistant_indices(messages)
+        if place >= before and _weight(messages[place], place) != 0
     ]
     if not learned:
         raise UserError(f"has no answer to learn from: no message has the role {ASSISTANT}")

@@ -13,7 +13,7 @@ from typing import Any
 
 from pentatron.data.indexed import pair_paths, sidecar_path, token_dtype
 from pentatron.data.pair_writer import IndexedDatasetWriter
-from pentatron.data.tokenizer import FileTokenizer, identify, train_bpe
+from pentatron.data.tokenizer import FileTokenizer, identify_tokenizer, train_bpe
 from pentatron.errors import UserError
 from pentatron.files import TEMPORARY_SUFFIX, write_file
 from pentatron.text import parse_json
@@ -87,7 +87,7 @@ def prepare_python_corpus(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     report = progress or (lambda stage, done, total: None)
-    with only_one(folder):
+    with folder_lock(folder):
         sources = _read_sources(max_bytes, report)
         recipe = {"recipe": RECIPE, "vocab_size": vocab_size, "max_bytes": max_bytes}
         identity = {**recipe, "sources_sha256": sources.fingerprint}
@@ -118,7 +118,7 @@ def _build(
     tokenizer = FileTokenizer(_tokenizer_path(folder))
     tokens = 0
     with IndexedDatasetWriter(
-        _prefix(folder), token_dtype(tokenizer.vocab_size), identify(tokenizer)
+        _prefix(folder), token_dtype(tokenizer.vocab_size), identify_tokenizer(tokenizer)
     ) as writer:
         for batch in _batches(_reported(sources, tokenizing, report)):
             for ids in tokenizer.encode_batch(batch):
@@ -200,7 +200,7 @@ def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
 
 
 @contextmanager
-def only_one(folder: Path) -> Iterator[None]:
+def folder_lock(folder: Path) -> Iterator[None]:
     """Holds an exclusive lock on a folder; a second process waits, then finds the result of the first."""
     with (folder / ".lock").open("w") as file:
         # The kernel releases the lock when the file is closed, also if the process is killed.

@@ -11,19 +11,19 @@ import numpy as np
 import numpy.typing as npt
 
 from pentatron.checkpoint.state import TrainState
-from pentatron.data.blending import Member, SampleRecipe, build_blend
+from pentatron.data.blending import BlendMember, SampleRecipe, build_blend
 from pentatron.data.corpus import PreparedCorpus, prepare_python_corpus
 from pentatron.data.gpt_dataset import (
     SyntheticDataset,
-    documents_of,
-    mock_indexed,
+    count_epoch_samples,
+    mock_sequences,
     require_documents,
     require_text,
-    samples_of_files,
+    split_documents,
 )
 from pentatron.data.identity import DataIdentity, FileIdentity, require_same_data
 from pentatron.data.indexed import IndexedDataset
-from pentatron.data.inspect import refuse_other_tokenizer
+from pentatron.data.inspect import require_same_tokenizer
 from pentatron.data.loader import EpochShuffle, SampleSource
 from pentatron.data.sampling import (
     SPLIT_NAMES,
@@ -38,18 +38,18 @@ from pentatron.data.sft import build_conversations, count_sequences
 from pentatron.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
 from pentatron.errors import AgreedError, UserError
 from pentatron.monitor.display import Display
-from pentatron.parallel.collectives import broadcast_object, on_some_ranks
+from pentatron.parallel.collectives import broadcast_object, run_on_some_ranks
 from pentatron.parallel.world import World
 from pentatron.settings.data_paths import (
     Blend,
-    counted_by_the_run,
-    names_files,
-    trained_files,
-    without_epochs,
+    is_counted_in_run,
+    training_files,
+    training_files_flag,
+    why_no_epochs,
 )
 from pentatron.settings.resolve import Resolved
 from pentatron.settings.run import RunConfig
-from pentatron.settings.settings import unset
+from pentatron.settings.settings import is_unset
 from pentatron.settings.training import DataConfig
 from pentatron.text import decimal_size
 
@@ -101,7 +101,7 @@ class Datasets:
         return by_name
 
 
-class Parts(NamedTuple):
+class SplitDatasets(NamedTuple):
     """The training, validation and test samples in order."""
 
     train: TrainingSamples
@@ -109,12 +109,12 @@ class Parts(NamedTuple):
     test: SampleSource | None
 
 
-Order = Callable[["Numbers", IndexCache], Parts]
+Order = Callable[["OrderSizes", IndexCache], SplitDatasets]
 # The documents of each file to train, validate and test with.
-Members = tuple[list[Member], list[Member] | None, list[Member] | None]
+Members = tuple[list[BlendMember], list[BlendMember] | None, list[BlendMember] | None]
 
 
-class Numbers(NamedTuple):
+class OrderSizes(NamedTuple):
     """The numbers of samples for which the orders were built, initially and each time they were extended."""
 
     train: Sequence[int]
@@ -171,7 +171,7 @@ def open_data(config: RunConfig, world: World, data_folder: Path, display: Displ
     return _open_synthetic(config, data.dataset_size or 0)
 
 
-def arrange(
+def build_datasets(
     opened: OpenedData, config: RunConfig, world: World, state: TrainState, folder: Path, display: Display
 ) -> Datasets:
     """Builds the datasets in the order recorded in the train state, extended if the run is longer.
@@ -180,7 +180,7 @@ def arrange(
     it, or build the same order in memory.
     """
     require_same_data(opened.identity, world)
-    wanted, validated, _ = wanted_samples(config)
+    wanted, validated, _ = required_samples(config)
     # A run that has used other batch sizes consumes a different number of samples than the plan.
     steps_left = max(0, (config.train.train_iters or 0) - state.step)
     wanted = max(wanted, config.batch_plan.advance(state.consumed_samples, steps_left))
@@ -198,13 +198,13 @@ def arrange(
     cache_folder = folder / "order" if cache_path is None else Path(cache_path)
     least_entries = _LEAST_CACHED_ENTRIES if cache_path is None else 0
 
-    def build(writes_cache: bool) -> Parts:
+    def build(writes_cache: bool) -> SplitDatasets:
         cache = IndexCache(
             cache_folder, writes_cache, least_entries, lambda text: display.say(f"note: {text}")
         )
-        return opened.order(Numbers(state.ordered_for, state.valid_ordered_for), cache)
+        return opened.order(OrderSizes(state.ordered_for, state.valid_ordered_for), cache)
 
-    built = on_some_ranks(world.local_rank == 0, lambda: build(True), world.everyone)
+    built = run_on_some_ranks(world.local_rank == 0, lambda: build(True), world.everyone)
     datasets = Datasets(*(built or build(False)), opened.tokenizer, opened.names, opened.untested)
     # Other names, or counts that do not add up, mean that the data was changed on purpose: count again.
     if not set(opened.names) <= set(state.drawn) or sum(state.drawn.values()) != state.consumed_samples:
@@ -222,9 +222,11 @@ def _open_files(
     """Opens prepared files. With a `split`, all blends read their share of the same files."""
     sources: dict[str, IndexedDataset] = {}
     boundaries: dict[str, Boundaries | None] = {}
-    members: list[list[Member] | None] = []
+    members: list[list[BlendMember] | None] = []
     untested = ""
-    for part, (name, blend, size) in enumerate(zip(SPLIT_NAMES, blends, wanted_samples(config), strict=True)):
+    for part, (name, blend, size) in enumerate(
+        zip(SPLIT_NAMES, blends, required_samples(config), strict=True)
+    ):
         if blend is None or size == 0 or (split is not None and not parse_split(split)[part]):
             members.append(None)
             continue
@@ -232,7 +234,7 @@ def _open_files(
             if prefix not in sources:
                 sources[prefix] = IndexedDataset(prefix, config.model.vocab_size)
                 if tokenizer is not None:
-                    refuse_other_tokenizer(sources[prefix], tokenizer)
+                    require_same_tokenizer(sources[prefix], tokenizer)
                 boundaries[prefix] = boundaries_of(
                     config.data, partial(_end_of_document, sources[prefix], tokenizer)
                 )
@@ -264,7 +266,7 @@ def _open_files(
 
 def _too_small(source: IndexedDataset, split: str, least: int) -> str:
     """Returns why the test share of a split is too small, or an empty string."""
-    documents = documents_of(source, split)[-1]
+    documents = split_documents(source, split)[-1]
     assert documents is not None
     tokens = int(source.sequence_lengths[documents.start : documents.stop].sum(dtype=np.int64))
     if tokens >= least:
@@ -272,24 +274,26 @@ def _too_small(source: IndexedDataset, split: str, least: int) -> str:
     return f"--split {split} leaves {tokens} tokens of {source.prefix} to test with, and {least} are needed"
 
 
-def _member(source: IndexedDataset, split: str | None, name: str, boundaries: Boundaries | None) -> Member:
+def _member(
+    source: IndexedDataset, split: str | None, name: str, boundaries: Boundaries | None
+) -> BlendMember:
     if split is None:
         require_text(source)
-        return Member(source, range(len(source)), boundaries)
-    documents = documents_of(source, split)[SPLIT_NAMES.index(name)]
+        return BlendMember(source, range(len(source)), boundaries)
+    documents = split_documents(source, split)[SPLIT_NAMES.index(name)]
     assert documents is not None
     require_documents(source, documents, split, name)
-    return Member(source, documents, boundaries)
+    return BlendMember(source, documents, boundaries)
 
 
 def _build_parts(
     config: RunConfig,
     members: Members,
     weights: Sequence[Sequence[float] | None],
-    numbers: Numbers,
+    numbers: OrderSizes,
     cache: IndexCache,
-) -> Parts:
-    data, wanted = config.data, wanted_samples(config)
+) -> SplitDatasets:
+    data, wanted = config.data, required_samples(config)
     recipe = SampleRecipe(
         config.model.seq_length,
         config.run.seed,
@@ -311,15 +315,15 @@ def _build_parts(
         valid = build_blend(members[1], weights[1], numbers.valid, recipe)
     if members[2] is not None:
         test = build_blend(members[2], weights[2], [wanted.test], recipe)
-    return Parts(train, valid, test)
+    return SplitDatasets(train, valid, test)
 
 
 def _open_conversations(config: RunConfig, world: World, folder: Path, display: Display) -> OpenedData:
-    tokenizer = tokenizer_of_conversations(config, world)
-    wanted = wanted_samples(config)
+    tokenizer = load_conversation_tokenizer(config, world)
+    wanted = required_samples(config)
     built = build_conversations(config, tokenizer, world, folder, display, wanted.valid > 0, wanted.test > 0)
     return OpenedData(
-        lambda numbers, cache: Parts(built.train, built.valid, built.test),
+        lambda numbers, cache: SplitDatasets(built.train, built.valid, built.test),
         tokenizer,
         config.data.data_path,
         built.fingerprint,
@@ -330,12 +334,12 @@ def _open_conversations(config: RunConfig, world: World, folder: Path, display: 
 
 def _open_mock(config: RunConfig) -> OpenedData:
     vocabulary = config.model.vocab_size
-    source = mock_indexed(vocabulary)
+    source = mock_sequences(vocabulary)
     ends = boundaries_of(config.data, lambda: source.eod)
     train, valid, test = (
-        [Member(source, part or range(0), ends)] if size else None
+        [BlendMember(source, part or range(0), ends)] if size else None
         for part, size in zip(
-            split_ranges(parse_split(_MOCK_SPLIT), len(source)), wanted_samples(config), strict=True
+            split_ranges(parse_split(_MOCK_SPLIT), len(source)), required_samples(config), strict=True
         )
     )
     assert train is not None
@@ -349,7 +353,7 @@ def _open_mock(config: RunConfig) -> OpenedData:
 
 def _open_synthetic(config: RunConfig, size: int) -> OpenedData:
     vocabulary, seed = config.model.vocab_size, config.run.seed
-    length, wanted = config.model.seq_length, wanted_samples(config)
+    length, wanted = config.model.seq_length, required_samples(config)
     synthetic = SyntheticDataset(size, vocabulary, length, seed)
     # Samples of the same cycle that training never reads, however long the run becomes.
     valid, test = (
@@ -357,7 +361,7 @@ def _open_synthetic(config: RunConfig, size: int) -> OpenedData:
         for count, first in ((wanted.valid, size), (wanted.test, _FIRST_TEST_SAMPLE))
     )
     return OpenedData(
-        lambda numbers, cache: Parts(EpochShuffle(synthetic, seed), valid, test),
+        lambda numbers, cache: SplitDatasets(EpochShuffle(synthetic, seed), valid, test),
         None,
         ("synthetic",),
         f"synthetic {size} {vocabulary}",
@@ -365,7 +369,7 @@ def _open_synthetic(config: RunConfig, size: int) -> OpenedData:
     )
 
 
-class Wanted(NamedTuple):
+class SampleCounts(NamedTuple):
     """Numbers of samples to train, validate and test with."""
 
     train: int
@@ -373,7 +377,7 @@ class Wanted(NamedTuple):
     test: int
 
 
-def wanted_samples(config: RunConfig) -> Wanted:
+def required_samples(config: RunConfig) -> SampleCounts:
     """Returns the samples needed by training, all validations and the test, counted as in Megatron-LM."""
     train = config.train
     evaluated = train.eval_iters * config.eval_batch[0]
@@ -382,7 +386,7 @@ def wanted_samples(config: RunConfig) -> Wanted:
     times = train.train_iters // train.eval_interval + 1 if train.eval_interval else 1
     # Without an evaluation interval, only an explicitly named test set is used.
     tests = validates or config.data.test_data_path
-    return Wanted(
+    return SampleCounts(
         config.spans.total,
         times * evaluated if validates else 0,
         evaluated if tests else 0,
@@ -401,9 +405,9 @@ def _end_of_document(source: IndexedDataset, tokenizer: Tokenizer | None) -> int
     return source.tokenizer.eod
 
 
-def tokenizer_of_conversations(config: RunConfig, world: World) -> Tokenizer:
+def load_conversation_tokenizer(config: RunConfig, world: World) -> Tokenizer:
     """Loads the tokenizer on every rank; an error on one rank is raised on all."""
-    tokenizer = on_some_ranks(
+    tokenizer = run_on_some_ranks(
         True, lambda: configured_tokenizer(config.data, config.model.vocab_size), world.everyone
     )
     assert tokenizer is not None, "the rules refuse conversations without a tokenizer"
@@ -420,7 +424,7 @@ def configured_tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer 
     )
 
 
-def settle_epochs(
+def resolve_epochs(
     resolved: Resolved, world: World, folder: Path, display: Display, own_data: bool = False
 ) -> Resolved:
     """Resolves the run length of `--epochs` by counting the samples of one epoch.
@@ -432,38 +436,38 @@ def settle_epochs(
     if resolved.open is None:
         return resolved
     if own_data:
-        if unset(config.train.train_iters):
+        if is_unset(config.train.train_iters):
             raise AgreedError(
                 f"how many steps --epochs {config.train.epochs} are is not known: the program supplies its own data; give --train-iters instead"
             )
         return resolved
     data = config.data
-    if not counted_by_the_run(data) and (not names_files(data) or without_epochs(data)):
+    if not is_counted_in_run(data) and (not training_files_flag(data) or why_no_epochs(data)):
         return resolved
     world.whereabouts.phase = "opening the data"
-    counted = on_some_ranks(True, lambda: _count(config, world, folder, display), world.everyone)
+    counted = run_on_some_ranks(True, lambda: _count(config, world, folder, display), world.everyone)
     # Nodes with different data are detected later; until then all ranks need the same length, or they
     # would hang.
     samples = broadcast_object(counted, world.everyone)
-    settled = on_some_ranks(True, lambda: resolved.with_epoch(samples), world.everyone)
+    settled = run_on_some_ranks(True, lambda: resolved.with_epoch(samples), world.everyone)
     assert settled is not None
     return settled
 
 
 def _count(config: RunConfig, world: World, folder: Path, display: Display) -> int:
     if config.data.sft:
-        tokenizer = tokenizer_of_conversations(config, world)
+        tokenizer = load_conversation_tokenizer(config, world)
         return count_sequences(config, tokenizer, world, folder, display)
     prefixes, split = (
         ((str(prepare_corpus(config, world, folder, display).prefix),), config.data.split)
         if config.data.corpus
-        else trained_files(config.data)
+        else training_files(config.data)
     )
-    return samples_of_files(prefixes, split, config.model.seq_length)
+    return count_epoch_samples(prefixes, split, config.model.seq_length)
 
 
 def prepare_corpus(config: RunConfig, world: World, folder: Path, display: Display) -> PreparedCorpus:
     """Prepares the corpus on local rank 0 of every node; the other ranks wait, then find it prepared."""
     prepare = partial(prepare_python_corpus, folder, config.model.vocab_size, config.data.corpus_bytes)
-    prepared = on_some_ranks(world.local_rank == 0, lambda: prepare(display.work), world.everyone)
+    prepared = run_on_some_ranks(world.local_rank == 0, lambda: prepare(display.work), world.everyone)
     return prepared or prepare()

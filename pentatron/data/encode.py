@@ -16,20 +16,20 @@ import numpy.typing as npt
 
 from pentatron.data.indexed import token_dtype
 from pentatron.data.text_files import JSON_LINES, Chunk
-from pentatron.data.tokenizer import NotEncoded, Tokenizer, TokenizerChoice
+from pentatron.data.tokenizer import EncodingError, Tokenizer, TokenizerSettings
 from pentatron.errors import UserError
 
 # Invalid lines described per chunk; all are counted.
 MOST_DESCRIBED = 5
 # Chunks read but not yet written, per worker: a slow chunk must neither block the others nor exhaust memory.
-AHEAD = 4
+MAX_PENDING_CHUNKS = 4
 
 
 @dataclass(frozen=True)
-class Recipe:
+class EncodingSettings:
     """Settings that determine the tokens of a document."""
 
-    tokenizer: TokenizerChoice
+    tokenizer: TokenizerSettings
     keys: tuple[str, ...]
     append_eod: bool
     # Whether each text is a list of sentences, stored as one sequence each.
@@ -60,7 +60,7 @@ class EncodedChunk:
 class Encoder:
     """Tokenizes chunks with one tokenizer."""
 
-    def __init__(self, recipe: Recipe, tokenizer: Tokenizer) -> None:
+    def __init__(self, recipe: EncodingSettings, tokenizer: Tokenizer) -> None:
         self.recipe = recipe
         self.tokenizer = tokenizer
         self.dtype = token_dtype(tokenizer.vocab_size)
@@ -129,7 +129,7 @@ class Encoder:
                 return f"holds half a surrogate pair, which is no character ({error.reason})"
             try:
                 self.tokenizer.encode(text)
-            except NotEncoded as error:
+            except EncodingError as error:
                 return f"cannot be encoded by the tokenizer ({error.reason})"
             except UserError as error:
                 return str(error).rstrip(".")
@@ -220,7 +220,7 @@ def _kind(value: Any) -> str:
     return names.get(type(value), "a number")
 
 
-def work(connection: Connection, recipe: Recipe) -> None:
+def run_worker(connection: Connection, recipe: EncodingSettings) -> None:
     """Runs the loop of a worker until the other end of the connection is closed."""
     # Ctrl-C is sent to all processes of the terminal; the parent decides and stops the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -236,7 +236,7 @@ def work(connection: Connection, recipe: Recipe) -> None:
 class Workers(AbstractContextManager["Workers"]):
     """Up to `count` worker processes in a context manager; they exit with this process."""
 
-    def __init__(self, recipe: Recipe, count: int) -> None:
+    def __init__(self, recipe: EncodingSettings, count: int) -> None:
         self._recipe, self._count = recipe, count
         self._processes: dict[Connection, Any] = {}
 
@@ -244,7 +244,7 @@ class Workers(AbstractContextManager["Workers"]):
         # Spawned, not forked: a fork copies locks that threads of this process may hold.
         context = multiprocessing.get_context("spawn")
         connection, worker_end = context.Pipe()
-        process = context.Process(target=work, args=(worker_end, self._recipe), daemon=True)
+        process = context.Process(target=run_worker, args=(worker_end, self._recipe), daemon=True)
         # A worker inherits the signal mask: SIGINT stays blocked until the worker ignores it. Starting the
         # resource tracker unblocks signals, so it is started first.
         resource_tracker.ensure_running()
@@ -274,7 +274,7 @@ class Workers(AbstractContextManager["Workers"]):
         done: dict[int, EncodedChunk] = {}
         following, more = 0, True
         while more or pending:
-            while more and len(busy) < self._count and len(pending) < AHEAD * self._count:
+            while more and len(busy) < self._count and len(pending) < MAX_PENDING_CHUNKS * self._count:
                 entry = next(source, None)
                 if entry is None:
                     more = False

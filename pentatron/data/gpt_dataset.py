@@ -15,14 +15,14 @@ from pentatron.data.sampling import (
     IndexCache,
     Sample,
     SampleIndex,
+    array_digest,
     build_sample_index,
-    digest_of,
     epoch_samples,
     parse_split,
     split_ranges,
 )
 from pentatron.errors import UserError
-from pentatron.text import counted
+from pentatron.text import format_count
 
 
 class TokenSource(Protocol):
@@ -90,7 +90,7 @@ class GPTDataset:
         if cache.folder is None:
             return build()
         key = {
-            "lengths": digest_of(lengths[documents.start : documents.stop]),
+            "lengths": array_digest(lengths[documents.start : documents.stop]),
             "documents": [documents.start, documents.stop],
             "samples": num_samples,
             "sequence_length": self.sequence_length,
@@ -141,7 +141,7 @@ class GPTDataset:
             )
 
 
-def documents_of(source: IndexedDataset, split: str) -> tuple[range | None, ...]:
+def split_documents(source: IndexedDataset, split: str) -> tuple[range | None, ...]:
     """Returns the ranges of sequences for train, valid and test; None for a share of zero."""
     return split_ranges(parse_split(split), len(source))
 
@@ -160,7 +160,7 @@ def require_documents(source: IndexedDataset, documents: range, split: str, name
     else:
         way_out = "give it a larger share" + ("" if name == SPLIT_NAMES[0] else ", or 0 to do without")
     raise UserError(
-        f"--split {split} leaves no document of {source.prefix} ({counted(len(source), 'sequence')}) to the {name} "
+        f"--split {split} leaves no document of {source.prefix} ({format_count(len(source), 'sequence')}) to the {name} "
         f"set; {way_out}"
     )
 
@@ -254,7 +254,7 @@ class CountingSequences:
         return tokens
 
 
-def mock_indexed(
+def mock_sequences(
     vocab_size: int, eod: int | None = None, sequences: int = MOCK_SEQUENCES
 ) -> CountingSequences:
     """Returns the data of `--mock-data`; the end-of-document token defaults to the last id."""
@@ -262,7 +262,7 @@ def mock_indexed(
     return CountingSequences(lengths, vocab_size, vocab_size - 1 if eod is None else eod)
 
 
-def samples_of_files(prefixes: Sequence[str], split: str | None, seq_length: int) -> int:
+def count_epoch_samples(prefixes: Sequence[str], split: str | None, seq_length: int) -> int:
     """Counts the samples of one epoch over the training share of files, reading only indices."""
     total = 0
     for prefix in prefixes:
@@ -272,7 +272,7 @@ def samples_of_files(prefixes: Sequence[str], split: str | None, seq_length: int
             require_text(source)
             documents = range(len(source))
         else:
-            documents = documents_of(source, split)[0] or range(0)
+            documents = split_documents(source, split)[0] or range(0)
             require_documents(source, documents, split, "train")
         total += epoch_samples(source.sequence_lengths, documents, seq_length)
     return total

@@ -113,7 +113,7 @@ class DataIdentity:
         parts += [f"{name} is new" for name in new if name not in both]
         return "; ".join(parts)
 
-    def knowing(self, before: "DataIdentity") -> "DataIdentity":
+    def with_checksums_of(self, before: "DataIdentity") -> "DataIdentity":
         """Returns this identity with missing checksums filled in from an earlier one."""
         if self.fingerprint != before.fingerprint or len(self.files) != len(before.files):
             return self

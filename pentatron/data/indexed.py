@@ -59,7 +59,7 @@ def pair_paths(prefix: Path | str) -> tuple[Path, Path]:
     return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
 
 
-def missing_pairs(prefixes: Sequence[Path | str]) -> str:
+def missing_pairs_message(prefixes: Sequence[Path | str]) -> str:
     """Returns an error message for prefixes whose files are missing, or an empty string."""
     missing = {prefix: path for prefix in prefixes if (path := _missing(prefix)) is not None}
     if not missing:
@@ -100,7 +100,7 @@ class TokenizerIdentity:
 
 
 @dataclass(frozen=True)
-class Facts:
+class PairMetadata:
     """The metadata of a pair in its sidecar."""
 
     dtype: str
@@ -121,12 +121,12 @@ class Sidecar:
     """The metadata and block checksums of a pair."""
 
     path: Path
-    facts: Facts
+    facts: PairMetadata
     bin_sums: npt.NDArray[np.uint32]
     idx_sums: npt.NDArray[np.uint32]
     sums_crc32: int
 
-    def blame(self) -> UserError | None:
+    def checksum_error(self) -> UserError | None:
         """Returns an error if the checksums themselves are damaged; called only after a mismatch."""
         if crc32(self.idx_sums.data, crc32(self.bin_sums.data)) == self.sums_crc32:
             return None
@@ -149,7 +149,7 @@ def stored_sums(sums: Iterable[int]) -> bytes:
     return np.fromiter(sums, SUM).tobytes()
 
 
-def write_sidecar(file: BinaryIO, facts: Facts, bin_sums: BinaryIO, idx_sums: bytes) -> None:
+def write_sidecar(file: BinaryIO, facts: PairMetadata, bin_sums: BinaryIO, idx_sums: bytes) -> None:
     """Writes a sidecar. `bin_sums` is a file read twice, so that the checksums are not held in memory."""
     sums_crc32 = crc32(idx_sums, crc32_of_stream(bin_sums))
     bin_sums.seek(0)
@@ -195,7 +195,7 @@ def read_sidecar(prefix: Path | str) -> Sidecar | None:
     return Sidecar(path, facts, sums[:blocks], sums[blocks:], sums_crc32)
 
 
-def _parse_header(path: Path, line: bytes) -> tuple[Facts, int]:
+def _parse_header(path: Path, line: bytes) -> tuple[PairMetadata, int]:
     header: dict[str, Any] = parse_json(line)
     if header.get("format") != FORMAT or header.get("block_bytes") != BLOCK_BYTES:
         raise UserError(
@@ -203,8 +203,8 @@ def _parse_header(path: Path, line: bytes) -> tuple[Facts, int]:
             "delete it to open the pair with checks of its structure only"
         )
     tokenizer = header["tokenizer"]
-    facts = Facts(
-        **{name: header[name] for name in Facts.__dataclass_fields__ if name != "tokenizer"},
+    facts = PairMetadata(
+        **{name: header[name] for name in PairMetadata.__dataclass_fields__ if name != "tokenizer"},
         tokenizer=None if tokenizer is None else TokenizerIdentity(**tokenizer),
     )
     counts = ("sequences", "documents", "tokens", "largest_token", "bin_bytes", "idx_bytes")
@@ -272,7 +272,7 @@ class IndexedDataset:
     def __init__(self, prefix: Path | str, vocab_size: int | None = None, with_sidecar: bool = True) -> None:
         self.prefix = Path(prefix)
         self.bin_path, self.idx_path = pair_paths(prefix)
-        if missing := missing_pairs([prefix]):
+        if missing := missing_pairs_message([prefix]):
             raise UserError(missing)
         self._stamps = [_FileStamp.of(self.bin_path), _FileStamp.of(self.idx_path)]
         self._stamped_at = time.monotonic()
@@ -334,7 +334,7 @@ class IndexedDataset:
                 self._verify_blocks(self.sidecar, range(first, last + 1))
         return self.tokens[start:stop]
 
-    def compare_all(self, report: Callable[[int], None] = lambda done: None) -> int:
+    def verify_checksums(self, report: Callable[[int], None] = lambda done: None) -> int:
         """Verifies every block and returns their number; `report` is called with the bytes of each batch."""
         if self.sidecar is None:
             return 0
@@ -403,7 +403,7 @@ class IndexedDataset:
         found = crc32(data[begin:end].data)
         if found == sums[block]:
             return
-        raise sidecar.blame() or UserError(
+        raise sidecar.checksum_error() or UserError(
             f"{path} is damaged between bytes {begin} and {end}: their checksum should be {sums[block]:08x}, found "
             f"{found:08x}; copy the files again or prepare the data again{self._seal_hint()}"
         )

@@ -13,23 +13,23 @@ from pentatron.checksums import block_sums_of_file
 from pentatron.data.indexed import (
     BLOCK_BYTES,
     CHECK_BLOCK,
-    Facts,
     IndexedDataset,
+    PairMetadata,
     TokenizerIdentity,
     sidecar_path,
     stored_sums,
     write_sidecar,
 )
-from pentatron.data.tokenizer import Tokenizer, identify
+from pentatron.data.tokenizer import Tokenizer, identify_tokenizer
 from pentatron.errors import UserError
-from pentatron.files import replaced
+from pentatron.files import atomic_write
 
 BAR = 40
 Report = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Lengths:
+class LengthHistogram:
     """A histogram of document lengths: `powers` counts lengths 0, 1, 2 to 3, 4 to 7, and so on."""
 
     documents: int
@@ -53,7 +53,7 @@ class Lengths:
         return [f"  {span:>{width}} tokens {count:>13,}  {bar}".rstrip() for span, count, bar in rows]
 
 
-def document_lengths(dataset: IndexedDataset) -> Lengths:
+def document_lengths(dataset: IndexedDataset) -> LengthHistogram:
     bounds, item = dataset.document_indices, dataset.dtype.itemsize
     end = len(dataset.tokens)
     powers = np.zeros(65, np.int64)
@@ -70,13 +70,13 @@ def document_lengths(dataset: IndexedDataset) -> Lengths:
         longest = max(longest, int(lengths.max()))
     used = np.flatnonzero(powers)
     kept = tuple(int(count) for count in powers[: used[-1] + 1]) if len(used) else ()
-    return Lengths(len(bounds) - 1, end, shortest, longest, kept)
+    return LengthHistogram(len(bounds) - 1, end, shortest, longest, kept)
 
 
 def verify(prefix: Path | str, vocab_size: int | None = None, report: Report = lambda done: None) -> str:
     """Checks structure, checksums and token ids of a pair; returns a summary or raises UserError."""
     dataset = IndexedDataset(prefix)
-    blocks = dataset.compare_all(report)
+    blocks = dataset.verify_checksums(report)
     limit = vocab_size
     if limit is None and dataset.tokenizer is not None:
         limit = dataset.tokenizer.vocab_size
@@ -88,11 +88,11 @@ def verify(prefix: Path | str, vocab_size: int | None = None, report: Report = l
     return f"structure good, {blocks + len(dataset.sidecar.idx_sums):,} checksums good{ids}"
 
 
-def seal(prefix: Path | str, report: Report = lambda done: None) -> Facts:
+def seal(prefix: Path | str, report: Report = lambda done: None) -> PairMetadata:
     """Writes a sidecar for an existing pair, for example one of another program."""
     dataset = IndexedDataset(prefix, with_sidecar=False)
     largest = max((int(part.max()) for part in _token_chunks(dataset)), default=-1)
-    facts = Facts(
+    facts = PairMetadata(
         str(dataset.dtype),
         len(dataset),
         len(dataset.document_indices) - 1,
@@ -104,7 +104,7 @@ def seal(prefix: Path | str, report: Report = lambda done: None) -> Facts:
     sums = stored_sums(block_sums_of_file(dataset.bin_path, BLOCK_BYTES, tell=report))
     index_sums = stored_sums(block_sums_of_file(dataset.idx_path, BLOCK_BYTES))
     target = sidecar_path(prefix)
-    with replaced(target) as file:
+    with atomic_write(target) as file:
         write_sidecar(file, facts, io.BytesIO(sums), index_sums)
     return facts
 
@@ -131,7 +131,7 @@ def describe(prefix: Path | str) -> dict[str, Any]:
     }
 
 
-def described(facts: dict[str, Any]) -> str:
+def format_description(facts: dict[str, Any]) -> str:
     """Formats the result of `describe` as text."""
     tokenizer = facts["tokenizer"]
     mean = facts["tokens"] / max(1, facts["documents"])
@@ -147,7 +147,7 @@ def described(facts: dict[str, Any]) -> str:
         else "structure good; no checksums (`pentatron data seal` makes them)",
     }
     lines = [facts["prefix"], *(f"  {name:<10} {text}" for name, text in rows.items()), ""]
-    lengths = Lengths(
+    lengths = LengthHistogram(
         facts["documents"],
         facts["tokens"],
         facts["shortest_document"],
@@ -157,12 +157,12 @@ def described(facts: dict[str, Any]) -> str:
     return "\n".join([*lines, *lengths.lines()])
 
 
-def refuse_other_tokenizer(dataset: IndexedDataset, tokenizer: Tokenizer) -> None:
+def require_same_tokenizer(dataset: IndexedDataset, tokenizer: Tokenizer) -> None:
     """Raises UserError if the sidecar records another tokenizer than the given one."""
     recorded = dataset.tokenizer
     if recorded is None:
         return
-    given = identify(tokenizer)
+    given = identify_tokenizer(tokenizer)
     if recorded.fingerprint != given.fingerprint:
         raise UserError(
             f"{dataset.bin_path} was prepared with another tokenizer ({_described_tokenizer(recorded)}) than the one named now "

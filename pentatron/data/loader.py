@@ -287,7 +287,7 @@ class EpochShuffle:
         return self._order
 
 
-class Repeated:
+class RepeatedDataset:
     """Repeats a dataset infinitely in the same order; it has no length."""
 
     def __init__(self, dataset: FiniteDataset) -> None:
@@ -297,7 +297,7 @@ class Repeated:
         return self.dataset[index % len(self.dataset)]
 
 
-class Joined(ConcatDataset[Sample]):
+class ConcatenatedDataset(ConcatDataset[Sample]):
     """Concatenates datasets."""
 
     def origins(self, samples: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
@@ -305,7 +305,7 @@ class Joined(ConcatDataset[Sample]):
         return np.searchsorted(self.cumulative_sizes, samples, side="right")
 
 
-class Padded:
+class PaddedDataset:
     """Pads a dataset to `total` samples with a zero loss mask, so that its last batch is whole."""
 
     def __init__(self, dataset: FiniteDataset, total: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 import numpy.typing as npt
 
-from pentatron.checksums import BlockSums, SummedFile
+from pentatron.checksums import BlockChecksums, ChecksummedFile
 from pentatron.data.indexed import (
     BLOCK_BYTES,
     CHECK_BLOCK,
@@ -18,8 +18,8 @@ from pentatron.data.indexed import (
     MAGIC,
     SUM,
     VERSION,
-    Facts,
     IndexedDataset,
+    PairMetadata,
     TokenizerIdentity,
     pair_paths,
     sidecar_path,
@@ -27,7 +27,7 @@ from pentatron.data.indexed import (
     write_sidecar,
 )
 from pentatron.errors import UserError
-from pentatron.files import commit, lock, remove_leftovers, sync, temporary_suffix
+from pentatron.files import commit, fsync, lock, remove_leftovers, temporary_suffix
 
 BUFFER = 1 << 20
 # Documents copied at a time by `merge`.
@@ -39,7 +39,7 @@ ALL_PARTS = (*PARTS, "idx", "meta")
 class PairInProgress:
     """An incomplete pair in append-only files, so that memory use does not depend on its size.
 
-    `sync` returns a state from which `PairInProgress(..., state)` resumes; anything written later is
+    `fsync` returns a state from which `PairInProgress(..., state)` resumes; anything written later is
     truncated.
     """
 
@@ -62,7 +62,7 @@ class PairInProgress:
             initial["documents"],
         )
         self.largest = initial["largest"]
-        self._sums = BlockSums(BLOCK_BYTES, initial["running"], initial["filled"])
+        self._sums = BlockChecksums(BLOCK_BYTES, initial["running"], initial["filled"])
         self._files: dict[str, BinaryIO] = {}
         # Descriptors of the locked temporary files, closed by `discard`.
         self._locks: list[int] = []
@@ -124,7 +124,7 @@ class PairInProgress:
     def sync(self) -> dict[str, int]:
         """Flushes everything appended so far to disk and returns the state to resume from."""
         for file in self._files.values():
-            sync(file)
+            fsync(file)
         return {
             "bin": self.bytes,
             "sequences": self.sequences,
@@ -134,16 +134,16 @@ class PairInProgress:
             "filled": self._sums.filled,
         }
 
-    def complete(self, tokenizer: TokenizerIdentity | None = None, job: str | None = None) -> Facts:
+    def complete(self, tokenizer: TokenizerIdentity | None = None, job: str | None = None) -> PairMetadata:
         """Writes the index and the sidecar, still under temporary names."""
         self._files["sums"].write(stored_sums(self._sums.take_last()))
         self.close()
         with self.path("idx").open("wb", buffering=BUFFER) as file:
             self._lock("idx")
-            index_sums = BlockSums(BLOCK_BYTES)
-            index = SummedFile(file, index_sums)
+            index_sums = BlockChecksums(BLOCK_BYTES)
+            index = ChecksummedFile(file, index_sums)
             self._write_index(index)
-        facts = Facts(
+        facts = PairMetadata(
             str(self.dtype),
             self.sequences,
             self.documents,
@@ -180,7 +180,7 @@ class PairInProgress:
         while self._locks:
             os.close(self._locks.pop())
 
-    def _write_index(self, file: SummedFile) -> None:
+    def _write_index(self, file: ChecksummedFile) -> None:
         file.write(HEADER.pack(MAGIC, VERSION, self._type_code, self.sequences, self.documents + 1))
         with self.path("lengths").open("rb") as lengths:
             while data := lengths.read(4 * CHECK_BLOCK):
@@ -284,7 +284,7 @@ def merge(
     output: Path | str,
     overwrite: bool = False,
     report: Callable[[int], None] = lambda done: None,
-) -> Facts:
+) -> PairMetadata:
     """Concatenates pairs into `output`; tokens are verified against the checksums of their sources."""
     sources = [IndexedDataset(prefix) for prefix in prefixes]
     tokenizer = _common_tokenizer(sources)

@@ -16,11 +16,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pentatron.data.encode import EncodedChunk, Recipe, Workers
+from pentatron.data.encode import EncodedChunk, EncodingSettings, Workers
 from pentatron.data.indexed import TokenizerIdentity, pair_paths, read_sidecar, token_dtype
 from pentatron.data.pair_writer import PairInProgress, publish
-from pentatron.data.text_files import Chunk, Place, is_json, read_chunks
-from pentatron.data.tokenizer import identify
+from pentatron.data.text_files import Chunk, Position, is_json_lines, read_chunks
+from pentatron.data.tokenizer import identify_tokenizer
 from pentatron.errors import UserError
 from pentatron.files import write_file
 from pentatron.text import parse_json
@@ -34,12 +34,12 @@ _PROGRESS = "progress.json"
 
 
 @dataclass(frozen=True)
-class Job:
+class PrepareJob:
     """The inputs, output prefix and settings of a preparation."""
 
     inputs: tuple[Path, ...]
     prefix: Path
-    recipe: Recipe
+    recipe: EncodingSettings
     workers: int
     text_documents: str = "file"
     skip_bad_lines: bool = False
@@ -91,11 +91,13 @@ Report = Callable[[Counts, int], None]
 Say = Callable[[str], None]
 
 
-def prepare(job: Job, report: Report = lambda counts, total: None, say: Say = lambda text: None) -> Outcome:
+def prepare(
+    job: PrepareJob, report: Report = lambda counts, total: None, say: Say = lambda text: None
+) -> Outcome:
     """Tokenizes the inputs of a job; the output depends only on their text, the tokenizer and the recipe."""
     _check_inputs(job)
     tokenizer = job.recipe.tokenizer.load()
-    identity = identify(tokenizer)
+    identity = identify_tokenizer(tokenizer)
     if job.recipe.append_eod:
         # Raises UserError before any work if the tokenizer has no end-of-document token.
         _ = tokenizer.eod
@@ -116,9 +118,9 @@ def prepare(job: Job, report: Report = lambda counts, total: None, say: Say = la
 class _Preparation:
     """One attempt of a job, which resumes from the recorded progress."""
 
-    def __init__(self, job: Job, identity: TokenizerIdentity, fingerprint: str, say: Say) -> None:
+    def __init__(self, job: PrepareJob, identity: TokenizerIdentity, fingerprint: str, say: Say) -> None:
         self.job, self.identity, self.fingerprint = job, identity, fingerprint
-        self.counts, self.place = Counts(), Place()
+        self.counts, self.place = Counts(), Position()
         self.bad: list[str] = []
         # Whether the files, the position and the counts describe the same chunks.
         self.is_consistent = True
@@ -126,7 +128,7 @@ class _Preparation:
         self.resumed = progress is not None
         states: Mapping[str, Any] = {}
         if progress is not None:
-            self.counts, self.place = Counts(**progress["counts"]), Place(**progress["place"])
+            self.counts, self.place = Counts(**progress["counts"]), Position(**progress["place"])
             self.bad, states = list(progress["bad"]), progress["pairs"]
         self.encoded = progress is not None and bool(progress["encoded"])
         self.pairs: list[PairInProgress] = []
@@ -181,7 +183,7 @@ class _Preparation:
             except (UserError, KeyboardInterrupt):
                 # The chunks appended so far are valid. After Ctrl-C inside `_append`, the last recorded
                 # progress counts.
-                if self.place != Place() and self.is_consistent:
+                if self.place != Position() and self.is_consistent:
                     self._write_progress()
                 raise
         if _stats(job) != sizes:
@@ -251,14 +253,14 @@ class _Preparation:
         return self.job.folder / f"key{number}"
 
 
-def _check_inputs(job: Job) -> None:
+def _check_inputs(job: PrepareJob) -> None:
     keys = job.recipe.keys
     for key in keys:
         if "/" in key or "\0" in key or not key:
             raise UserError(f"the key '{key}' cannot be part of a file's name; rename it in the input")
     if len(set(keys)) != len(keys):
         raise UserError(f"--json-keys {' '.join(keys)} names a key twice; name every key once")
-    plain = next((path for path in job.inputs if not is_json(path)), None)
+    plain = next((path for path in job.inputs if not is_json_lines(path)), None)
     if plain is not None and len(keys) > 1:
         raise UserError(f"{plain} is plain text, which has no keys; give one of --json-keys {' '.join(keys)}")
     if plain is not None and job.recipe.sentences:
@@ -267,7 +269,7 @@ def _check_inputs(job: Job) -> None:
         )
 
 
-def _fingerprint(job: Job, identity: TokenizerIdentity) -> str:
+def _fingerprint(job: PrepareJob, identity: TokenizerIdentity) -> str:
     """Hashes everything that the output depends on, with sizes and modification times of the inputs."""
     settings = {
         "version": VERSION,
@@ -281,12 +283,12 @@ def _fingerprint(job: Job, identity: TokenizerIdentity) -> str:
     return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
 
 
-def _stats(job: Job) -> list[tuple[int, int]]:
+def _stats(job: PrepareJob) -> list[tuple[int, int]]:
     """Returns size and modification time of each input."""
     return [(stat.st_size, stat.st_mtime_ns) for stat in map(Path.stat, job.inputs)]
 
 
-def _is_done(job: Job, fingerprint: str) -> bool:
+def _is_done(job: PrepareJob, fingerprint: str) -> bool:
     """Whether the output exists; raises UserError if other files would be overwritten."""
     existing = [prefix for prefix in job.outputs if pair_paths(prefix)[1].exists()]
     # An interrupted run of the same job was allowed to replace the output, and may have started to.
@@ -302,7 +304,7 @@ def _is_done(job: Job, fingerprint: str) -> bool:
     return len(existing) == len(job.outputs)
 
 
-def _interrupted_job(job: Job) -> str | None:
+def _interrupted_job(job: PrepareJob) -> str | None:
     """Returns the fingerprint of the job that an interrupted run recorded."""
     try:
         _, _, text = (job.folder / _PROGRESS).read_text(encoding="utf-8").partition("\n")

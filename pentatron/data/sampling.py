@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from pentatron.checksums import crc32
 from pentatron.errors import UserError
-from pentatron.files import replaced, shared_suffix
+from pentatron.files import atomic_write, shared_suffix
 from pentatron.settings.training import DataConfig
 from pentatron.text import in_gib, parse_json
 
@@ -94,7 +94,7 @@ def positions_in_documents(begins: npt.NDArray[np.int64], length: int) -> npt.ND
     return np.cumsum(positions)
 
 
-class DamagedIndex(Exception):
+class DamagedIndexCache(Exception):
     """Raised for a damaged cache file; the message is the reason."""
 
 
@@ -117,12 +117,12 @@ class IndexCache:
         """Returns the arrays determined by `key`, from the cache file or from `build`."""
         if self.folder is None or entries < self.least_entries:
             return build()
-        path = self.folder / f"{digest(key)}{ENDING}"
+        path = self.folder / f"{cache_file_name(key)}{ENDING}"
         try:
             return read_arrays(path, verify=self.builds)
         except FileNotFoundError:
             pass
-        except (DamagedIndex, OSError) as problem:
+        except (DamagedIndexCache, OSError) as problem:
             if self.builds:
                 self.say(f"the order of samples in {path} cannot be used ({problem}); it is rebuilt")
         arrays = build()
@@ -134,13 +134,13 @@ class IndexCache:
         return arrays
 
 
-def digest(key: Mapping[str, Any]) -> str:
+def cache_file_name(key: Mapping[str, Any]) -> str:
     """Returns the name of the cache file for a key."""
     text = json.dumps({"version": MAGIC.decode(), **key}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:40]
 
 
-def digest_of(array: npt.NDArray[Any]) -> str:
+def array_digest(array: npt.NDArray[Any]) -> str:
     return hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()
 
 
@@ -157,7 +157,7 @@ def write_arrays(path: Path, arrays: Arrays) -> None:
     header += b" " * (-(len(MAGIC) + _HEADER.size + len(header)) % _ALIGNMENT)
     # Nodes that share the folder may write the same file at the same time, so the temporary name must be
     # unique.
-    with replaced(path, shared_suffix()) as file:
+    with atomic_write(path, shared_suffix()) as file:
         file.write(MAGIC + _HEADER.pack(len(header), crc32(header)) + header)
         written = 0
         for array in arrays.values():
@@ -174,25 +174,25 @@ def read_arrays(path: Path, verify: bool) -> Arrays:
     with path.open("rb") as file:
         start = file.read(header_start)
         if len(start) < header_start or not start.startswith(MAGIC):
-            raise DamagedIndex("it does not begin as such a file does")
+            raise DamagedIndexCache("it does not begin as such a file does")
         length, header_crc32 = _HEADER.unpack(start[len(MAGIC) :])
         header = file.read(min(length, size))
     if len(header) != length or crc32(header) != header_crc32:
-        raise DamagedIndex("its header is damaged")
+        raise DamagedIndexCache("its header is damaged")
     try:
         content = parse_json(header)
         total, checksum = int(content["bytes"]), content["crc32"]
         layouts = {name: _array_layout(array) for name, array in content["arrays"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise DamagedIndex(f"its header is damaged: {type(error).__name__}: {error}") from None
+        raise DamagedIndexCache(f"its header is damaged: {type(error).__name__}: {error}") from None
     begin = header_start + length
     if size != begin + total:
-        raise DamagedIndex(f"it has {size} bytes where {begin + total} are expected")
+        raise DamagedIndexCache(f"it has {size} bytes where {begin + total} are expected")
     data = np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)[begin:]
     if verify and crc32(data.data) != checksum:
-        raise DamagedIndex("its checksum is wrong")
+        raise DamagedIndexCache("its checksum is wrong")
     if any(at + math.prod(shape) * kind.itemsize > total for shape, kind, at in layouts.values()):
-        raise DamagedIndex("an array would reach beyond its end")
+        raise DamagedIndexCache("an array would reach beyond its end")
     return {name: np.ndarray(shape, kind, data, at) for name, (shape, kind, at) in layouts.items()}
 
 

@@ -19,27 +19,27 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Dataset
 
-from pentatron.data.conversations import MarkedText, Tokens, Writer, at_line, read_conversations
-from pentatron.data.corpus import only_one
+from pentatron.data.conversations import ConversationEncoder, MarkedText, Tokens, at_line, read_conversations
+from pentatron.data.corpus import folder_lock
 from pentatron.data.indexed import IndexedDataset, pair_paths, token_dtype
-from pentatron.data.loader import EpochShuffle, Joined
+from pentatron.data.loader import ConcatenatedDataset, EpochShuffle
 from pentatron.data.pair_writer import IndexedDatasetWriter
 from pentatron.data.sampling import DOCUMENT_STARTS, Sample, parse_split, positions_in_documents, split_ranges
-from pentatron.data.tokenizer import Tokenizer, identify
+from pentatron.data.tokenizer import Tokenizer, identify_tokenizer
 from pentatron.errors import UserError
 from pentatron.monitor.display import Display
-from pentatron.parallel.collectives import on_some_ranks
+from pentatron.parallel.collectives import run_on_some_ranks
 from pentatron.parallel.world import World
 from pentatron.settings.run import RunConfig
 from pentatron.settings.training import DataConfig
-from pentatron.text import counted
+from pentatron.text import format_count
 
 if TYPE_CHECKING:
     from pentatron.data.chat_template import ChatTemplate
 
 IntArray = npt.NDArray[np.int64]
 # Conversations tokenized in one batch.
-TOGETHER = 256
+TOKENIZE_BATCH = 256
 # Any id works: padding has no loss, and no other token attends to it.
 PADDING = 0
 # Increment when conversations are tokenized differently, so that cached tokens are not reused.
@@ -48,14 +48,19 @@ IDENTITY = "identity"
 
 
 def write_conversations(
-    path: Path, prefix: Path, writer: Writer, progress: Callable[[int, int], None] = lambda done, total: None
+    path: Path,
+    prefix: Path,
+    writer: ConversationEncoder,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Tokenizes a file of conversations into a pair; `progress` gets bytes read and file size."""
     size = path.stat().st_size if path.is_file() else 0
     tokenizer, documents = writer.tokenizer, 0
-    with IndexedDatasetWriter(prefix, token_dtype(tokenizer.vocab_size), identify(tokenizer)) as pair:
+    with IndexedDatasetWriter(
+        prefix, token_dtype(tokenizer.vocab_size), identify_tokenizer(tokenizer)
+    ) as pair:
         conversations = read_conversations(path)
-        while lines := list(islice(conversations, TOGETHER)):
+        while lines := list(islice(conversations, TOKENIZE_BATCH)):
             texts: list[MarkedText] = []
             numbers: list[int] = []
             for number, conversation, _ in lines:
@@ -74,7 +79,9 @@ def write_conversations(
             raise UserError(f"{path} holds no conversation; it is empty")
 
 
-def _tokenize(path: Path, writer: Writer, lines: Sequence[int], texts: Sequence[MarkedText]) -> list[Tokens]:
+def _tokenize(
+    path: Path, writer: ConversationEncoder, lines: Sequence[int], texts: Sequence[MarkedText]
+) -> list[Tokens]:
     try:
         samples = writer.tokens(texts)
     except UserError:
@@ -94,7 +101,7 @@ def _tokenize(path: Path, writer: Writer, lines: Sequence[int], texts: Sequence[
 
 
 @dataclass(frozen=True)
-class Shortened:
+class TruncationStats:
     """Statistics of truncated samples."""
 
     samples: int
@@ -119,7 +126,9 @@ class SFTDataset(Dataset[Sample]):
         lengths = source.sequence_lengths[samples].astype(np.int64) - 1
         too_long = lengths > sequence_length
         lost = np.array([not self._learned(int(sample)).any() for sample in samples[too_long]], bool)
-        self.shortened = Shortened(int(too_long.sum()), int(lost.sum()), int(lengths.max(initial=-1)) + 1)
+        self.shortened = TruncationStats(
+            int(too_long.sum()), int(lost.sum()), int(lengths.max(initial=-1)) + 1
+        )
         kept = np.ones(len(samples), bool)
         kept[np.flatnonzero(too_long)[lost]] = False
         self.samples, fitting = samples[kept], np.minimum(lengths[kept], sequence_length)
@@ -230,12 +239,12 @@ def build_conversations(
                 parts.append(rows)
         if not parts:
             return None
-        return EpochShuffle(parts[0] if len(parts) == 1 else Joined(parts), config.run.seed)
+        return EpochShuffle(parts[0] if len(parts) == 1 else ConcatenatedDataset(parts), config.run.seed)
 
     train = read(0, "training")
     assert train is not None
     conversations = sum(len(source.document_indices) - 1 for source in sources)
-    missing = f"--split {data.split} leaves none of {counted(conversations, 'conversation')} to"
+    missing = f"--split {data.split} leaves none of {format_count(conversations, 'conversation')} to"
     valid = read(1, "validation") if validates else None
     if validates and valid is None:
         display.say(f"note: {missing} validate with")
@@ -282,30 +291,30 @@ def _tokenized(
 
     Local rank 0 of every node tokenizes files that are not yet in `--data-cache-path` or the folder.
     """
-    from pentatron.data.chat_template import end_rendering
+    from pentatron.data.chat_template import stop_sandbox
 
     data = config.data
     folder = folder if data.data_cache_path is None else Path(data.data_cache_path)
     paths = [Path(name) for name in data.data_path]
     # An error on one node must be raised on all ranks before any of them waits for the others.
-    identified = on_some_ranks(True, lambda: _identified(data, tokenizer, paths), world.everyone)
+    identified = run_on_some_ranks(True, lambda: _identified(data, tokenizer, paths), world.everyone)
     assert identified is not None
     template, contents = identified
     prefixes = [folder / f"sft-{content[:16]}" for content in contents]
 
     def prepare() -> bool:
         folder.mkdir(parents=True, exist_ok=True)
-        with only_one(folder):
+        with folder_lock(folder):
             for path, prefix in zip(paths, prefixes):
                 if not _is_tokenized(prefix, display):
-                    writer = Writer(tokenizer, template)
+                    writer = ConversationEncoder(tokenizer, template)
                     write_conversations(path, prefix, writer, partial(display.work, "tokenize"))
         return True
 
     try:
-        on_some_ranks(world.local_rank == 0, prepare, world.everyone)
+        run_on_some_ranks(world.local_rank == 0, prepare, world.everyone)
     finally:
-        end_rendering()
+        stop_sandbox()
     return [IndexedDataset(prefix, config.model.vocab_size) for prefix in prefixes], contents
 
 
@@ -314,7 +323,7 @@ def _identified(
 ) -> "tuple[ChatTemplate | None, list[str]]":
     """Returns the chat template, and for each file a hash of everything that determines its tokens."""
     template = find_template(data, tokenizer)
-    recipe = [RECIPE, asdict(identify(tokenizer)), None]
+    recipe = [RECIPE, asdict(identify_tokenizer(tokenizer)), None]
     if template is not None:
         recipe[2] = [template.source, sorted(template.special_tokens.items()), str(template.day)]
     hashes = []
@@ -332,7 +341,7 @@ def _is_tokenized(prefix: Path, display: Display) -> bool:
     if not all(file.exists() for file in pair_paths(prefix)):
         return False
     try:
-        IndexedDataset(prefix).compare_all()
+        IndexedDataset(prefix).verify_checksums()
     except UserError as error:
         display.say(f"note: {str(error).partition(';')[0]}; it is tokenized again")
         return False
@@ -372,8 +381,8 @@ def _report(name: str, rows: SFTDataset) -> str:
         else ""
     )
     text = (
-        f"{name}: {counted(conversations, 'conversation')}{several} {'packed into' if rows.packed else 'padded to'} "
-        f"{counted(len(rows), 'sequence')} of {length} tokens, {rows.filled / (len(rows) * length):.0%} filled"
+        f"{name}: {format_count(conversations, 'conversation')}{several} {'packed into' if rows.packed else 'padded to'} "
+        f"{format_count(len(rows), 'sequence')} of {length} tokens, {rows.filled / (len(rows) * length):.0%} filled"
     )
     if not cut.samples:
         return text

@@ -29,7 +29,7 @@ LONGEST_FILE = 1 << 30
 
 
 @dataclass(frozen=True)
-class Place:
+class Position:
     """A position in the inputs: after `offset` decompressed bytes of a file, at the end of line `lines`."""
 
     file: int = 0
@@ -45,7 +45,7 @@ class Chunk:
     file: int
     first_line: int
     cut: str
-    after: Place
+    after: Position
     # Bytes on disk read up to the end of this chunk, to report progress.
     read: int
 
@@ -82,7 +82,7 @@ def expand_inputs(patterns: Sequence[str]) -> tuple[Path, ...]:
     return tuple(files)
 
 
-def is_json(path: Path) -> bool:
+def is_json_lines(path: Path) -> bool:
     """Whether a file has JSON Lines, not plain text; raises UserError for an unknown extension."""
     name = path.name.lower()
     for packed in PACKED_ENDINGS:
@@ -98,15 +98,15 @@ def is_json(path: Path) -> bool:
 
 
 def read_chunks(
-    inputs: Sequence[Path], text_documents: str, chunk_bytes: int, start: Place | None = None
+    inputs: Sequence[Path], text_documents: str, chunk_bytes: int, start: Position | None = None
 ) -> Iterator[Chunk]:
     """Yields the chunks of the inputs in order, from position `start`."""
-    place = start or Place()
+    place = start or Position()
     before = sum(path.stat().st_size for path in inputs[: place.file])
     for number in range(place.file, len(inputs)):
         path = inputs[number]
-        cut = JSON_LINES if is_json(path) else text_documents
-        begin = place if place.file == number else Place(number)
+        cut = JSON_LINES if is_json_lines(path) else text_documents
+        begin = place if place.file == number else Position(number)
         with path.open("rb") as raw:
             try:
                 yield from _chunks_of(path, raw, number, cut, chunk_bytes, begin, before)
@@ -118,7 +118,7 @@ def read_chunks(
 
 
 def _chunks_of(
-    path: Path, raw: BinaryIO, number: int, cut: str, chunk_bytes: int, begin: Place, before: int
+    path: Path, raw: BinaryIO, number: int, cut: str, chunk_bytes: int, begin: Position, before: int
 ) -> Iterator[Chunk]:
     stream = _decompressed(path, raw)
     _skip(path, raw, stream, begin.offset)
@@ -141,7 +141,7 @@ def _chunks_of(
             del buffer[:end]
             offset += end
             first, lines = lines + 1, lines + data.count(b"\n")
-            after = Place(number + 1) if ended else Place(number, offset, lines)
+            after = Position(number + 1) if ended else Position(number, offset, lines)
             yield Chunk(data, number, first, cut, after, before + raw.tell())
         if ended:
             return

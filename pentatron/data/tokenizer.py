@@ -53,7 +53,7 @@ class ByteTokenizer(_SimpleTokenizer):
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def encode_with_places(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         """Returns the ids of each text, and the character offsets of each id."""
         return [
             (self.encode(text), [(i, i + 1) for i, character in enumerate(text) for _ in character.encode()])
@@ -151,7 +151,7 @@ _PANIC, _STEP_LIMIT = "PanicException", "retry-limit-in-match"
 _LARGEST_GROWTH = 1000
 
 
-class NotEncoded(UserError):
+class EncodingError(UserError):
     """Raised for a text that the tokenizers library fails on; `reason` is its error."""
 
     def __init__(self, path: Path, reason: str) -> None:
@@ -225,13 +225,13 @@ class _LibraryTokenizer:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
             return ids
 
-    def encode_with_places(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         """Returns the ids of each text, and the character offsets of each id."""
         with self._library_errors():
             encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
             return [(encoding.ids, encoding.offsets) for encoding in encodings]
 
-    def encode_as_configured(self, text: str) -> list[int]:
+    def encode_with_special_tokens(self, text: str) -> list[int]:
         """Returns the ids with the special tokens added by the tokenizer's post-processor, such as BOS."""
         with self._library_errors():
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=True).ids
@@ -261,7 +261,7 @@ class _LibraryTokenizer:
             reason = one_line(" ".join(str(error).split()).rstrip("."))
             if _STEP_LIMIT in reason:
                 reason = f"one of its regular expressions takes too many steps on this text: {reason}"
-            raise NotEncoded(self.path, reason) from None
+            raise EncodingError(self.path, reason) from None
 
 
 class FileTokenizer(_LibraryTokenizer):
@@ -312,7 +312,7 @@ class GPT2BPETokenizer(_LibraryTokenizer):
 
 
 @dataclass(frozen=True)
-class TokenizerChoice:
+class TokenizerSettings:
     """The settings of a tokenizer, from which another process loads the same one."""
 
     kind: str
@@ -373,7 +373,7 @@ def load_tokenizer(
     return FileTokenizer(model) if kind.startswith("H") else SentencePieceTokenizer(model, kind)
 
 
-def identify(tokenizer: Tokenizer) -> TokenizerIdentity:
+def identify_tokenizer(tokenizer: Tokenizer) -> TokenizerIdentity:
     """Returns the identity of a tokenizer, which does not depend on its file format."""
     try:
         eod: int | None = tokenizer.eod

@@ -11,7 +11,14 @@ import torch
 
 from pentatron.data.tokenizer import Tokenizer
 from pentatron.errors import ConfigError, UserError
-from pentatron.generate.generate import End, GenerationModel, Made, Sampling, generate, generation_model
+from pentatron.generate.generate import (
+    End,
+    GeneratedToken,
+    GenerationModel,
+    Sampling,
+    generate,
+    generation_model,
+)
 from pentatron.generate.source import ModelSource, find_weights, open_source
 from pentatron.models.causal_lm import CausalLM, build_stages
 from pentatron.nn.options import axes_of
@@ -36,7 +43,7 @@ class Ranks:
         return self.tensor * self.pipeline
 
 
-def settings_of(source: ModelSource, ranks: Ranks) -> RunConfig:
+def generation_config(source: ModelSource, ranks: Ranks) -> RunConfig:
     """Returns the configuration of the model in this layout; raises if it cannot be split so."""
     model: dict[str, Any] = {}
     for section in (source.model, source.moe):
@@ -95,7 +102,9 @@ def load_stages(
     return stages
 
 
-def speaking(stages: Mapping[int, CausalLM], config: RunConfig, world: World) -> GenerationModel:
+def build_generation_model(
+    stages: Mapping[int, CausalLM], config: RunConfig, world: World
+) -> GenerationModel:
     """Returns the model for `generate`. Every rank of the world must call it."""
     model = config.model
     return generation_model(stages, world, model.hidden_size, model.vocab_size, model.max_position_embeddings)
@@ -110,7 +119,7 @@ class Text:
     logprobs: list[float] = dataclasses.field(default_factory=list)
     end: End | None = None
 
-    def add(self, made: Made) -> None:
+    def add(self, made: GeneratedToken) -> None:
         if made.choice is not None:
             self.tokens.append(made.choice.token)
             self.logprobs.append(made.choice.logprob)
@@ -124,7 +133,7 @@ class Text:
         return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(self.tokens)
 
 
-def texts_of(
+def generate_texts(
     model: GenerationModel,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
@@ -141,7 +150,7 @@ def texts_of(
             yield made.number, texts[made.number]
 
 
-class Shown:
+class NewText:
     """Yields the new part of a growing text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -176,8 +185,8 @@ def open_continuation(
     tokenizer = source.tokenizer()
     if tokenizer is None:
         raise UserError(f"the run in {folder} was trained without a tokenizer, so it cannot continue text")
-    config, world = settings_of(source, Ranks()), single_process()
-    model = speaking(load_stages(source, config, world, torch.float32), config, world)
+    config, world = generation_config(source, Ranks()), single_process()
+    model = build_generation_model(load_stages(source, config, world, torch.float32), config, world)
     sampling = Sampling(temperature, top_k, seed=seed)
     return _new_text(model, tokenizer, tokenizer.encode(prompt) or [tokenizer.eod], max_tokens, sampling)
 
@@ -185,6 +194,6 @@ def open_continuation(
 def _new_text(
     model: GenerationModel, tokenizer: Tokenizer, prompt: Sequence[int], max_tokens: int, sampling: Sampling
 ) -> Iterator[str]:
-    shown = Shown(tokenizer)
-    for _, text in texts_of(model, [prompt], max_tokens, sampling, frozenset({tokenizer.eod}), 1):
+    shown = NewText(tokenizer)
+    for _, text in generate_texts(model, [prompt], max_tokens, sampling, frozenset({tokenizer.eod}), 1):
         yield shown.more(text)

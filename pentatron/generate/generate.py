@@ -17,8 +17,8 @@ from pentatron.errors import AgreedError, UserError
 from pentatron.layout.actions import Schedule
 from pentatron.layout.schedules import forward_schedule, looped_placement
 from pentatron.models.causal_lm import CausalLM
-from pentatron.nn.attention import can_keep
-from pentatron.nn.kv_cache import KVCache, Pass
+from pentatron.nn.attention import supports_kv_cache
+from pentatron.nn.kv_cache import ForwardPass, KVCache
 from pentatron.parallel.collectives import all_gather_into, broadcast_, gather_objects
 from pentatron.parallel.executor import Executor
 from pentatron.parallel.messages import open_messages
@@ -54,7 +54,7 @@ class Choice:
     logprob: float
 
 
-def choices(
+def choose_tokens(
     logits_BV: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]
 ) -> list[Choice | None]:
     """Chooses a token for each row, with the row's generator; None if the row contains NaN or inf.
@@ -128,7 +128,7 @@ class GenerationModel:
     positions: int
 
     @property
-    def chooser(self) -> int:
+    def sampling_rank(self) -> int:
         """The rank that samples: the first one of the last stage."""
         return self.world.everyone.size // self.world.grid.pipeline * (self.world.grid.pipeline - 1)
 
@@ -148,7 +148,7 @@ def generation_model(
 
 
 @dataclass(frozen=True)
-class Made:
+class GeneratedToken:
     """A new token of the `number`-th text, or its end, or both. A stop token is not part of the text."""
 
     number: int
@@ -164,12 +164,12 @@ def generate(
     sampling: Sampling,
     stop: Collection[int] = (),
     first_number: int = 0,
-) -> Iterator[Made]:
+) -> Iterator[GeneratedToken]:
     """Continues all prompts as a batch; each text is the same as if generated alone.
 
     `first_number` is the number of the first prompt.
     """
-    require_room(prompts, model.vocab_size, model.positions)
+    check_prompts(prompts, model.vocab_size, model.positions)
     limits = [min(max_new_tokens, model.positions - len(prompt)) for prompt in prompts]
     generators = [sampling.generator(first_number + row) for row in range(len(prompts))]
     texts = [list(prompt) for prompt in prompts]
@@ -178,7 +178,7 @@ def generate(
     while active:
         for row, choice in _choices(model, read(texts), active, sampling, generators):
             if choice.token in stop:
-                yield Made(first_number + row, None, "stop")
+                yield GeneratedToken(first_number + row, None, "stop")
                 active = [other for other in active if other != row]
                 continue
             texts[row].append(choice.token)
@@ -186,7 +186,7 @@ def generate(
             if len(texts[row]) == len(prompts[row]) + limits[row]:
                 end = "length" if limits[row] == max_new_tokens else "positions"
                 active = [other for other in active if other != row]
-            yield Made(first_number + row, choice, end)
+            yield GeneratedToken(first_number + row, choice, end)
 
 
 def _reader(model: GenerationModel, capacity: int) -> Callable[[Sequence[Sequence[int]]], Tensor | None]:
@@ -196,7 +196,7 @@ def _reader(model: GenerationModel, capacity: int) -> Callable[[Sequence[Sequenc
     Layers with their own attention may not support the cache; then the whole texts are read for every token.
     """
     layers = [layer for stage in model.stages.values() for layer in stage.layers.values()]
-    if not all(gather_objects(all(map(can_keep, layers)), model.world.everyone)):
+    if not all(gather_objects(all(map(supports_kv_cache, layers)), model.world.everyone)):
         return lambda texts: _read(model, texts, max(map(len, texts)), None)
     cache = KVCache(capacity)
 
@@ -204,14 +204,14 @@ def _reader(model: GenerationModel, capacity: int) -> Callable[[Sequence[Sequenc
         if cache.now.length == 0:
             return _read(model, texts, READ_AT_ONCE, cache)
         # Texts that have ended repeat their last token.
-        cache.begin(Pass(tuple(len(text) - 1 for text in texts), 1))
+        cache.begin(ForwardPass(tuple(len(text) - 1 for text in texts), 1))
         last = torch.tensor([[text[-1]] for text in texts])
         return _forward(model, cache.now, last, [0] * len(texts), cache)
 
     return read
 
 
-def require_room(prompts: Sequence[Sequence[int]], vocab_size: int, positions: int) -> None:
+def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int, positions: int) -> None:
     """Raises unless every prompt has tokens, all in the vocabulary, and leaves room for one more."""
     for number, prompt in enumerate(prompts):
         name = f"prompt {number + 1}" if len(prompts) > 1 else "the prompt"
@@ -237,7 +237,7 @@ def _read(
     result: Tensor | None = None
     for start in range(0, longest, at_once):
         chunk = tokens[:, start : start + at_once]
-        now = Pass((start,) * len(texts), chunk.shape[1])
+        now = ForwardPass((start,) * len(texts), chunk.shape[1])
         if cache is not None:
             cache.begin(now)
         last = [len(text) - 1 - start for text in texts]
@@ -250,7 +250,7 @@ def _read(
 
 
 def _forward(
-    model: GenerationModel, now: Pass, tokens_BS: Tensor, wanted: Sequence[int], cache: KVCache | None
+    model: GenerationModel, now: ForwardPass, tokens_BS: Tensor, wanted: Sequence[int], cache: KVCache | None
 ) -> Tensor | None:
     """Runs one forward through all stages; the last stage returns logits of each sequence's wanted token."""
     device = model.world.device
@@ -305,16 +305,16 @@ def _choices(
     chosen = torch.full((len(rows), 2), -1.0, dtype=torch.float64)
     if logits_BV is not None:
         of_all_BV = _whole_vocabulary(logits_BV, model)
-        if world.everyone.rank == model.chooser:
+        if world.everyone.rank == model.sampling_rank:
             # Greedy decoding runs on the device, because copying the logits takes longer; sampling runs on
             # the host.
             of_all_BV = of_all_BV if sampling.greedy else of_all_BV.cpu()
             wanted_BV = of_all_BV if len(rows) == len(of_all_BV) else of_all_BV[list(rows)]
-            by_row = choices(wanted_BV, sampling, [generators[row] for row in rows])
+            by_row = choose_tokens(wanted_BV, sampling, [generators[row] for row in rows])
             for index, choice in enumerate(by_row):
                 if choice is not None:
                     chosen[index, 0], chosen[index, 1] = choice.token, choice.logprob
-    broadcast_(chosen, world.everyone, model.chooser)
+    broadcast_(chosen, world.everyone, model.sampling_rank)
     if chosen[:, 0].min() < 0:
         raise AgreedError(
             "the model's logits are NaN or inf, so there is no next token; check the weights, or try --dtype float32"

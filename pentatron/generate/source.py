@@ -8,33 +8,33 @@ from typing import Any, TypeVar
 import torch
 
 from pentatron.checkpoint.find import (
-    architecture_of,
-    checkpoints_of,
+    default_checkpoint_folder,
+    find_megatron_checkpoint,
+    find_steps_folder,
     is_step,
-    megatron_step,
     read_step,
     refuse_other_formats,
+    saved_architecture,
     saved_settings,
-    steps_at,
 )
 from pentatron.checkpoint.format import Manifest, verify_files
 from pentatron.checkpoint.load import WEIGHTS, load_fragments
-from pentatron.checkpoint.store import CheckpointStore, Found
+from pentatron.checkpoint.store import Checkpoint, CheckpointStore
 from pentatron.checkpoint.tensor_file import DTYPES
 from pentatron.checkpoint.verify import Check
 from pentatron.data.datasets import configured_tokenizer
 from pentatron.data.tokenizer import FileTokenizer, Tokenizer
 from pentatron.errors import UserError
-from pentatron.hf.architecture import settings_in
+from pentatron.hf.architecture import settings_from_folder
 from pentatron.hf.folder import CONFIG, open_folder
 from pentatron.hf.hub import is_hub_id, resolve_folder
 from pentatron.hf.names import load_weights
 from pentatron.hf.small_files import FOLDER_NAME
 from pentatron.interchange.reading import read_megatron
 from pentatron.models.causal_lm import CausalLM
-from pentatron.models.router_load import kept_by_routers, loads_of
+from pentatron.models.router_load import loads_of, router_fragments
 from pentatron.parallel.encoding import sendable
-from pentatron.parallel.shards import Held, fragments_of, held_parameters
+from pentatron.parallel.shards import ShardedParameter, fragments_of, sharded_parameters
 from pentatron.settings.model import MoEConfig, TransformerConfig
 from pentatron.settings.settings import Settings
 from pentatron.settings.training import DataConfig
@@ -68,14 +68,14 @@ class Source:
         """
         if self.is_huggingface:
             with open_folder(self.folder) as folder:
-                return settings_in(folder)
+                return settings_from_folder(folder)
         step, _ = self.newest_step(verify=False, set_aside=False, is_own=is_own)
         assert step is not None, "a source has steps"
         return saved_settings(step)
 
     def newest_step(
         self, verify: bool, set_aside: bool, check: Check = verify_files, is_own: bool = False
-    ) -> tuple[Found | None, list[str]]:
+    ) -> tuple[Checkpoint | None, list[str]]:
         """Returns the newest valid step, or the named one, and a sentence about each invalid step.
 
         `check` compares checksums. None is returned only if there never was a step.
@@ -109,11 +109,11 @@ def find_source(path: Path, megatron: bool = False) -> Source | None:
     """
     if is_step(path):
         return Source(path.resolve().parent, is_huggingface=False, step=path)
-    if (steps := steps_at(path)) is not None:
+    if (steps := find_steps_folder(path)) is not None:
         return Source(steps, is_huggingface=False)
     if (path / CONFIG).is_file():
         return Source(path, is_huggingface=True)
-    step = megatron_step(path) if megatron else None
+    step = find_megatron_checkpoint(path) if megatron else None
     return None if step is None else Source(path, is_huggingface=False, megatron=step[0])
 
 
@@ -182,14 +182,14 @@ def open_source(folder: Path, trusted: tuple[str, ...] = ()) -> ModelSource:
 
 def _open_hugging_face(folder: Path) -> ModelSource:
     with open_folder(folder) as opened:
-        settings = settings_in(opened)
+        settings = settings_from_folder(opened)
     model, moe = _section(TransformerConfig, settings), _section(MoEConfig, settings)
     model = replace(model, padded_vocab_size=model.vocab_size)
 
     def fill(stages: Iterable[CausalLM], dtype: torch.dtype, device: torch.device) -> None:
         wanted = []
         for stage in stages:
-            for held in held_parameters(stage):
+            for held in sharded_parameters(stage):
                 held.parameter.data = torch.zeros(held.parameter.shape, dtype=dtype, device=device)
                 wanted += [f for _, f in fragments_of(held, held.parameter.data.view(-1))]
             stage.to(device)
@@ -210,7 +210,7 @@ def _section(kind: type[T], settings: Mapping[str, Any]) -> T:
 def _open_step(folder: Path, trusted: tuple[str, ...]) -> ModelSource:
     step = read_step(folder, verify=False)
     manifest, config = step.manifest, step.manifest.config
-    model, moe = architecture_of(step)
+    model, moe = saved_architecture(step)
     if model.spec not in ((), trusted):
         # Loading a checkpoint must not run code that the checkpoint names.
         raise UserError(
@@ -220,10 +220,10 @@ def _open_step(folder: Path, trusted: tuple[str, ...]) -> ModelSource:
 
     def fill(stages: Iterable[CausalLM], dtype: torch.dtype, device: torch.device) -> None:
         for stage in stages:
-            for held in held_parameters(stage):
+            for held in sharded_parameters(stage):
                 _fill_from_step(folder, manifest, held, dtype, device)
             # Imported steps have weights only; their routers start with the initial state.
-            kept = (f for f in kept_by_routers(loads_of(stage)) if f.tensor in manifest.tensors)
+            kept = (f for f in router_fragments(loads_of(stage)) if f.tensor in manifest.tensors)
             load_fragments(folder, manifest, kept)
             stage.to(device)
 
@@ -239,7 +239,7 @@ def _open_step(folder: Path, trusted: tuple[str, ...]) -> ModelSource:
 
 
 def _fill_from_step(
-    folder: Path, manifest: Manifest, held: Held, dtype: torch.dtype, device: torch.device
+    folder: Path, manifest: Manifest, held: ShardedParameter, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Loads one parameter at a time, so that at most one is in memory in its stored dtype."""
     name = f"{WEIGHTS}{held.tensor}"
@@ -251,7 +251,7 @@ def _fill_from_step(
     held.parameter.data = values.to(device, dtype)
 
 
-def tokenizer_place(folder: Path, config: Mapping[str, Any]) -> Path | None:
+def tokenizer_path(folder: Path, config: Mapping[str, Any]) -> Path | None:
     """Returns the tokenizer file of a step; None if it is missing or no file was needed."""
     configured = Settings.of_sections(config).tokenizer_model
     paths = [*_kept_tokenizers(folder, config), *([Path(configured)] if configured else [])]
@@ -273,7 +273,7 @@ def _kept_tokenizers(folder: Path, config: Mapping[str, Any]) -> list[Path]:
     """Paths where a run stores a tokenizer that it imported or trained."""
     checkpoints = folder.parent
     candidates = [checkpoints / FOLDER_NAME / "tokenizer.json"]
-    if checkpoints == checkpoints_of(checkpoints.parent):
+    if checkpoints == default_checkpoint_folder(checkpoints.parent):
         candidates.append(checkpoints.parent / "data" / "tokenizer.json")
     # Checkpoints outside the run folder, if the run's settings still point here; folders may have been moved
     # or imported.

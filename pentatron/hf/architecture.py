@@ -10,8 +10,8 @@ from pentatron.errors import ConfigError, UserError
 from pentatron.hf.config_reader import (
     ORIGIN,
     SCALINGS,
+    ConfigProblem,
     ConfigReader,
-    Problem,
     layer_list,
     scaling_settings,
     set_window,
@@ -61,7 +61,7 @@ def model_type_of(config: Mapping[str, Any]) -> str:
     )
 
 
-def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
+def settings_from_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of the model of a config.json, including relevant settings with default values.
 
     Raises one ConfigError with the problems of all keys.
@@ -74,7 +74,7 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
     for key in family.keys:
         try:
             value = reader.one_of((key.theirs, *key.also), key.kind, key.default)
-        except Problem as problem:
+        except ConfigProblem as problem:
             problems.append(str(problem))
             value = key.default
         settings.assign(ORIGIN, **dict.fromkeys(key.ours, not value if key.inverted else value))
@@ -86,13 +86,13 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
         reader.read.update(part.keys)
         try:
             part.read(reader, settings)
-        except Problem as problem:
+        except ConfigProblem as problem:
             problems.append(str(problem))
     for key_name, allowed in {**NEUTRAL, **family.required}.items():
         if key_name not in reader.read:
             try:
                 reader.require(key_name, allowed)
-            except Problem as problem:
+            except ConfigProblem as problem:
                 problems.append(str(problem))
     for name, value in reader.unread().items():
         if name not in INERT:
@@ -110,12 +110,12 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.flat().items() if name in relevant}
 
 
-def settings_in(folder: HuggingFaceFolder) -> dict[str, Any]:
+def settings_from_folder(folder: HuggingFaceFolder) -> dict[str, Any]:
     """Returns the settings of the model in a folder, checked against the sizes of its weights.
 
     The model is built before the weights are read, so a wrong config.json could otherwise exhaust memory.
     """
-    settings = settings_of(folder.config)
+    settings = settings_from_config(folder.config)
     if problem := implausible(settings, {name: tensor.shape for name, tensor in folder.tensors.items()}):
         raise UserError(
             f"{folder.path} cannot be the model that its config.json describes ({problem}); download it again"
@@ -123,7 +123,7 @@ def settings_in(folder: HuggingFaceFolder) -> dict[str, Any]:
     return settings
 
 
-def config_of(
+def config_from_settings(
     model: TransformerConfig, moe: MoEConfig, original: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Returns the config.json of a model, in the family of `original` or the first that fits.
@@ -136,7 +136,7 @@ def config_of(
     for model_type in dict.fromkeys([*first, *FAMILIES]):
         config = _config_for_family(model_type, FAMILIES[model_type], wanted)
         try:
-            differences[model_type] = _differences(settings_of(config), wanted)
+            differences[model_type] = _differences(settings_from_config(config), wanted)
         except UserError:
             continue  # The family cannot represent the sizes of this model.
         if not differences[model_type]:
@@ -150,7 +150,7 @@ def config_of(
 
 
 def _canonical(settings: Settings) -> Settings:
-    """Returns the settings in the form of `settings_of`, where several values are equivalent."""
+    """Returns the settings in the form of `settings_from_config`, where several values are equivalent."""
     canonical = settings.changed(
         add_qkv_bias=has_qkv_bias(settings),
         add_proj_bias=has_proj_bias(settings),

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-from pentatron.settings.layers import window_of
+from pentatron.settings.layers import window_of_layer
 from pentatron.settings.model import TransformerConfig, moe_layers
 from pentatron.settings.settings import Settings
 
@@ -24,7 +24,7 @@ _TYPE_NAMES = {
 }
 
 
-class Problem(ValueError):
+class ConfigProblem(ValueError):
     """Raised for an invalid or unsupported key in config.json."""
 
 
@@ -47,7 +47,7 @@ class ConfigReader:
         if value is None:
             return default
         if not _has_type(value, kind):
-            raise Problem(f"{self.where} has {key} {value!r:.200}, but it must be {_TYPE_NAMES[kind]}")
+            raise ConfigProblem(f"{self.where} has {key} {value!r:.200}, but it must be {_TYPE_NAMES[kind]}")
         return float(value) if kind is float else value
 
     def one_of(self, keys: tuple[str, ...], kind: type, default: Any = None) -> Any:
@@ -55,7 +55,7 @@ class ConfigReader:
         values = {key: value for key in keys if (value := self.get(key, kind)) is not None}
         if len(set(map(str, values.values()))) > 1:
             both = ", ".join(f"{key} {value!r:.200}" for key, value in values.items())
-            raise Problem(f"{self.where} has {both}, which must be equal; remove the wrong one")
+            raise ConfigProblem(f"{self.where} has {both}, which must be equal; remove the wrong one")
         return next(iter(values.values()), default)
 
     def require(self, key: str, allowed: tuple[Any, ...]) -> None:
@@ -66,7 +66,7 @@ class ConfigReader:
             value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed
         ):
             only = f"only {', '.join(repr(one) for one in allowed)} is" if allowed else "no value of it is"
-            raise Problem(f"{self.where} has {key} {value!r:.200}, but {only} supported")
+            raise ConfigProblem(f"{self.where} has {key} {value!r:.200}, but {only} supported")
 
     def unread(self) -> dict[str, Any]:
         return {key: value for key, value in self.config.items() if key not in self.read}
@@ -107,7 +107,7 @@ class Heads:
         heads = config.get("num_attention_heads", int, self.heads)
         groups = config.get("num_key_value_heads", int, heads, absent=self.groups)
         if heads % groups:
-            raise Problem(
+            raise ConfigProblem(
                 f"config.json has num_attention_heads {heads}, which is not a multiple of its num_key_value_heads {groups}"
             )
         settings.assign(
@@ -142,9 +142,11 @@ class Gpt2Widths:
         )
         embedding = config.get("embd_pdrop", float, 0.1)
         if hidden % heads:
-            raise Problem(f"config.json has n_embd {hidden}, which is not a multiple of its n_head {heads}")
+            raise ConfigProblem(
+                f"config.json has n_embd {hidden}, which is not a multiple of its n_head {heads}"
+            )
         if embedding != settings.hidden_dropout:
-            raise Problem(
+            raise ConfigProblem(
                 f"config.json has embd_pdrop {embedding} and resid_pdrop {settings.hidden_dropout}, but here they are one "
                 f"setting (hidden_dropout); make them equal"
             )
@@ -205,10 +207,12 @@ class Rotary:
         rope = ConfigReader(older or newer or {}, f"{key} in config.json")
         within, beside = rope.get("rope_theta", float), config.get("rope_theta", float)
         if within is not None and beside is not None and within != beside:
-            raise Problem(f"config.json has rope_theta {beside!r} and {within!r} in {key}; make them equal")
+            raise ConfigProblem(
+                f"config.json has rope_theta {beside!r} and {within!r} in {key}; make them equal"
+            )
         base = next(theta for theta in (within, beside, self.theta) if theta is not None)
         if base == 0:
-            raise Problem("config.json has rope_theta 0, but it must be more than 0")
+            raise ConfigProblem("config.json has rope_theta 0, but it must be more than 0")
         settings.assign(ORIGIN, rotary_base=base)
         if older and newer:
             self._require_equal(older, newer, base)
@@ -216,14 +220,18 @@ class Rotary:
         kind = rope.one_of(("rope_type", "type"), str, "default")
         if kind != "default":
             if kind not in SCALINGS:
-                raise Problem(
+                raise ConfigProblem(
                     f"{rope.where} has rope_type {kind!r}, but only default, {', '.join(SCALINGS)} are supported"
                 )
             self._read_scaling(kind, rope, settings)
         elif rope.get("factor", float, 1.0) != 1.0:
-            raise Problem(f"{rope.where} has a factor but no rope_type; write which type of scaling it is")
+            raise ConfigProblem(
+                f"{rope.where} has a factor but no rope_type; write which type of scaling it is"
+            )
         for name, value in rope.unread().items():
-            raise Problem(f"{rope.where} has {name} {value!r}, which is not known for rope_type {kind!r}")
+            raise ConfigProblem(
+                f"{rope.where} has {name} {value!r}, which is not known for rope_type {kind!r}"
+            )
 
     def _require_equal(self, older: Mapping[str, Any], newer: Mapping[str, Any], base: float) -> None:
         """Raises Problem if `rope_parameters` differs from `rope_scaling`, which has precedence."""
@@ -231,7 +239,7 @@ class Rotary:
         known = {**older, "rope_type": kind, "type": kind, "rope_theta": base}
         for name, value in newer.items():
             if value != known.get(name):
-                raise Problem(
+                raise ConfigProblem(
                     f"config.json has {name} {known.get(name)!r} in rope_scaling and {value!r} in rope_parameters; make them equal"
                 )
 
@@ -243,7 +251,7 @@ class Rotary:
             if value is not None:
                 settings.assign(ORIGIN, **{ours: value})
             elif theirs in required:
-                raise Problem(f"{rope.where} has rope_type {kind!r} without {theirs}; write it there")
+                raise ConfigProblem(f"{rope.where} has rope_type {kind!r} without {theirs}; write it there")
             elif theirs == "original_max_position_embeddings":
                 settings.assign(ORIGIN, **{ours: settings.max_position_embeddings})
 
@@ -276,12 +284,12 @@ class LayersWithExperts:
         step, dense = config.get("decoder_sparse_step", int, 1), config.get("mlp_only_layers", list, [])
         layers = range(settings.num_layers)
         if any(number not in layers for number in dense):
-            raise Problem(
+            raise ConfigProblem(
                 f"config.json has mlp_only_layers {dense!r}, but there are {len(layers)} layers, from 0 on"
             )
         sparse = [int((i + 1) % step == 0 and i not in dense) for i in layers]
         if not any(sparse):
-            raise Problem(
+            raise ConfigProblem(
                 f"config.json has mlp_only_layers {dense!r} and decoder_sparse_step {step}, so no layer has experts"
             )
         settings.assign(ORIGIN, moe_layer_freq="1" if all(sparse) else layer_list(sparse))
@@ -315,7 +323,7 @@ def window_in(model: TransformerConfig) -> tuple[int | None, tuple[bool, ...]]:
     """Returns the Hugging Face window size, which includes the token itself, and which layers use it."""
     count = model.num_layers
     windows = [
-        window_of(model.window_size, model.window_attn_skip_freq, count, layer_number=number + 1)
+        window_of_layer(model.window_size, model.window_attn_skip_freq, count, layer_number=number + 1)
         for number in range(count)
     ]
     size = next((window + 1 for window in windows if window is not None), None)
@@ -370,7 +378,7 @@ class WindowByLayer:
         if kinds is not None:
             self._check_layer_types(kinds, count, used)
         elif used and not self.by_number:
-            raise Problem(
+            raise ConfigProblem(
                 "config.json has use_sliding_window True without layer_types; write which layers have windows"
             )
         elif used:
@@ -387,13 +395,15 @@ class WindowByLayer:
     def _check_layer_types(self, kinds: list[Any], count: int, used: bool) -> None:
         unknown = [kind for kind in kinds if kind not in (_FULL, _WINDOW)]
         if unknown:
-            raise Problem(
+            raise ConfigProblem(
                 f"config.json has {unknown[0]!r} in layer_types, but only {_FULL} and {_WINDOW} are supported"
             )
         if len(kinds) != count:
-            raise Problem(f"config.json has {len(kinds)} layer_types for {count} layers (num_hidden_layers)")
+            raise ConfigProblem(
+                f"config.json has {len(kinds)} layer_types for {count} layers (num_hidden_layers)"
+            )
         if _WINDOW in kinds and not used:
-            raise Problem(
+            raise ConfigProblem(
                 f"config.json has {_WINDOW} in layer_types, but use_sliding_window False; make them agree"
             )
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pentatron.checkpoint.find import architecture_of
+from pentatron.checkpoint.find import saved_architecture
 from pentatron.checkpoint.format import DamagedCheckpoint, Manifest, verify_files
 from pentatron.checkpoint.links import (
     Link,
@@ -20,19 +20,19 @@ from pentatron.checkpoint.links import (
     common_dtype,
     reads_ours,
     reads_theirs,
-    require_room,
+    require_exact_dtype,
     their_shapes,
 )
 from pentatron.checkpoint.load import WEIGHTS, StepReader
-from pentatron.checkpoint.store import CheckpointStore, Found
-from pentatron.checkpoint.streaming import Progress, Summary, in_files, save_streamed
-from pentatron.checkpoint.tensor_file import DTYPES, WEIGHT_DTYPES, Outline, Read, write_blocks
+from pentatron.checkpoint.store import Checkpoint, CheckpointStore
+from pentatron.checkpoint.streaming import Progress, Summary, save_streamed, split_into_files
+from pentatron.checkpoint.tensor_file import DTYPES, WEIGHT_DTYPES, ReadRectangle, TensorSpec, write_blocks
 from pentatron.errors import UserError
-from pentatron.files import write_new
-from pentatron.hf.architecture import config_of, model_type_of, settings_in
+from pentatron.files import write_new_synced
+from pentatron.hf.architecture import config_from_settings, model_type_of, settings_from_folder
 from pentatron.hf.folder import CONFIG, INDEX, SINGLE, HuggingFaceFolder, open_folder
-from pentatron.hf.names import check_covered, links_of
-from pentatron.hf.small_files import FOLDER_NAME, copy_files, doubts_of, new_folder, small_files
+from pentatron.hf.names import require_matching_tensors, tensor_links
+from pentatron.hf.small_files import FOLDER_NAME, copy_files, new_folder, small_files, unusable_file_warnings
 from pentatron.models.causal_lm import logical_shapes
 from pentatron.monitor.display import Display
 from pentatron.parallel.shards import Shape
@@ -49,7 +49,7 @@ _IMPORTED = EntryPoint(
     defaults={"dataset_size": 1, "train_iters": 1, "global_batch_size": 1, "micro_batch_size": 1},
 )
 # Marks step 0 as imported weights, without optimizer state and sample order.
-RUN_STATE: Mapping[str, Any] = {"step": 0, "weights_only": True}
+IMPORTED_RUN_STATE: Mapping[str, Any] = {"step": 0, "weights_only": True}
 _METADATA = {"format": "pt"}
 # transformers 5 writes the first key, earlier versions read the second.
 _DTYPE_KEYS = ("dtype", "torch_dtype")
@@ -77,10 +77,10 @@ def import_folder(
     `judge` is called with the complete folder before it is renamed to `out`, and may raise.
     """
     files = small_files(source, options.tokenizer)
-    for doubt in doubts_of(files):
+    for doubt in unusable_file_warnings(files):
         display.say(f"note: {doubt}")
     with open_folder(source) as folder:
-        config = config_for(settings_in(folder))
+        config = config_for(settings_from_folder(folder))
         outlines, values = tensors_of(folder, config, options)
         total = sum(outline.bytes for outline in outlines.values())
         progress = Progress(display, "importing", total)
@@ -91,7 +91,7 @@ def import_folder(
                 step=0,
                 outlines={f"{WEIGHTS}{name}": outline for name, outline in outlines.items()},
                 read=lambda name, start, size: read(name.removeprefix(WEIGHTS), start, size),
-                run_state=RUN_STATE,
+                run_state=IMPORTED_RUN_STATE,
                 config=config.nested(),
                 file_bytes=options.file_bytes,
             )
@@ -105,11 +105,11 @@ def import_folder(
 
 def tensors_of(
     folder: HuggingFaceFolder, config: RunConfig, options: ImportOptions
-) -> tuple[dict[str, Outline], Read]:
+) -> tuple[dict[str, TensorSpec], ReadRectangle]:
     """Returns the checkpoint tensors of the model in a folder, and a function that reads them."""
     model_type = model_type_of(folder.config)
-    links = links_of(model_type, config.model, config.moe, folder.tensors)
-    check_covered(links, folder, model_type)
+    links = tensor_links(model_type, config.model, config.moe, folder.tensors)
+    require_matching_tensors(links, folder, model_type)
     outlines = _imported_outlines(folder, links, logical_shapes(config.model, config.moe), options)
     return outlines, reads_ours(links, folder.read, outlines)
 
@@ -127,15 +127,15 @@ def _imported_outlines(
     links: Sequence[Link],
     shapes: Mapping[str, Shape],
     options: ImportOptions,
-) -> dict[str, Outline]:
+) -> dict[str, TensorSpec]:
     """Returns dtype and shape of the checkpoint tensors; the dtype defaults to that of the source."""
-    outlines: dict[str, Outline] = {}
+    outlines: dict[str, TensorSpec] = {}
     for ours, group in by_ours(links).items():
         stored = {link.theirs: WEIGHT_DTYPES[folder.tensors[link.theirs].dtype] for link in group}
         if options.dtype is not None and not options.allow_narrowing:
             for theirs, dtype in stored.items():
-                require_room(theirs, dtype, options.dtype)
-        outlines[ours] = Outline(options.dtype or common_dtype(stored.values()), shapes[ours])
+                require_exact_dtype(theirs, dtype, options.dtype)
+        outlines[ours] = TensorSpec(options.dtype or common_dtype(stored.values()), shapes[ours])
     return outlines
 
 
@@ -151,7 +151,7 @@ class ExportOptions:
 
 
 def export_step(
-    found: Found,
+    found: Checkpoint,
     out: Path,
     options: ExportOptions,
     display: Display,
@@ -160,10 +160,10 @@ def export_step(
     """Exports a step as a Hugging Face folder.
 
     `judge` is called with the complete folder before it is renamed to `out`, and may raise."""
-    model, moe = architecture_of(found)
+    model, moe = saved_architecture(found)
     model_files = found.folder.parent / FOLDER_NAME
-    config = config_of(model, moe, _original_config(model_files))
-    links = links_of(config["model_type"], model, moe)
+    config = config_from_settings(model, moe, _original_config(model_files))
+    links = tensor_links(config["model_type"], model, moe)
     _require_weights(found, logical_shapes(model, moe))
     outlines = _exported_outlines(found.manifest, links, options)
     bytes_of: Counter[torch.dtype] = Counter()
@@ -182,7 +182,7 @@ def export_step(
 
             read = progress.counting(reads_theirs(links, read_weight, outlines))
             _write_shards(new, outlines, read, options.shard_bytes)
-        write_new(new / CONFIG, _json(config))
+        write_new_synced(new / CONFIG, _json(config))
         copy_files((path for path in small_files(model_files, options.tokenizer) if path.name != CONFIG), new)
         seconds = progress.seconds
         if judge is not None:
@@ -216,7 +216,7 @@ def _original_config(folder: Path) -> dict[str, Any] | None:
     return config if isinstance(config, dict) else None
 
 
-def _require_weights(found: Found, shapes: Mapping[str, Sequence[int]]) -> None:
+def _require_weights(found: Checkpoint, shapes: Mapping[str, Sequence[int]]) -> None:
     """Raises UserError unless the step contains exactly the weights of the model that it describes."""
     stored = {
         name.removeprefix(WEIGHTS): record.shape
@@ -238,7 +238,7 @@ def _require_weights(found: Found, shapes: Mapping[str, Sequence[int]]) -> None:
 
 def _exported_outlines(
     manifest: Manifest, links: Sequence[Link], options: ExportOptions
-) -> dict[str, Outline]:
+) -> dict[str, TensorSpec]:
     """Returns dtype and shape of the exported tensors.
 
     The fp32 master weights of a mixed-precision run are exported in the dtype it computed in.
@@ -251,9 +251,9 @@ def _exported_outlines(
     if wanted is not None and wanted != trained and not options.allow_narrowing:
         for theirs, dtypes in stored.items():
             for dtype in dtypes:
-                require_room(theirs, dtype, wanted)
+                require_exact_dtype(theirs, dtype, wanted)
     return {
-        theirs: Outline(wanted or common_dtype(stored[theirs]), shape)
+        theirs: TensorSpec(wanted or common_dtype(stored[theirs]), shape)
         for theirs, shape in their_shapes(links).items()
     }
 
@@ -263,7 +263,7 @@ class DamagedStep(UserError):
 
 
 @contextmanager
-def _verifying_checksums(found: Found, enabled: bool) -> Iterator[None]:
+def _verifying_checksums(found: Checkpoint, enabled: bool) -> Iterator[None]:
     """Verifies the checksums of a step in a thread; raises at the end of the block if one is wrong."""
     damage: list[Exception] = []
 
@@ -285,9 +285,11 @@ def _verifying_checksums(found: Found, enabled: bool) -> Iterator[None]:
         raise kind(f"{damage[0]}; name another step, or --no-check to export it all the same") from damage[0]
 
 
-def _write_shards(folder: Path, outlines: Mapping[str, Outline], read: Read, shard_bytes: int) -> None:
+def _write_shards(
+    folder: Path, outlines: Mapping[str, TensorSpec], read: ReadRectangle, shard_bytes: int
+) -> None:
     """Writes one safetensors file, or several with an index, with the names that transformers uses."""
-    groups = list(in_files(outlines, shard_bytes))
+    groups = list(split_into_files(outlines, shard_bytes))
     names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
     if len(groups) == 1:
         names = [SINGLE]
@@ -300,7 +302,7 @@ def _write_shards(folder: Path, outlines: Mapping[str, Outline], read: Read, sha
         }
         weights = {tensor: name for name, group in zip(names, groups, strict=True) for tensor in group}
         index = {"metadata": metadata, "weight_map": weights}
-        write_new(folder / INDEX, _json(index))
+        write_new_synced(folder / INDEX, _json(index))
 
 
 def _json(content: Mapping[str, Any]) -> str:

@@ -9,14 +9,14 @@ import torch
 from pentatron.checkpoint.links import (
     Link,
     NameTable,
-    Row,
     Source,
+    TableRow,
     by_ours,
     fill,
     links_by_table,
     their_shapes,
 )
-from pentatron.checkpoint.tensor_file import WEIGHT_DTYPES, blocks, holds
+from pentatron.checkpoint.tensor_file import WEIGHT_DTYPES, blocks, represents_exactly
 from pentatron.errors import UserError
 from pentatron.hf.architecture import model_type_of
 from pentatron.hf.folder import HuggingFaceFolder
@@ -44,11 +44,11 @@ class FamilyNames:
     ignored: tuple[str, ...]
 
 
-def _row(ours: str, *sources: Source) -> Row:
-    return Row(ours, (sources,))
+def _row(ours: str, *sources: Source) -> TableRow:
+    return TableRow(ours, (sources,))
 
 
-def _same(ours: str, theirs: str, transposed: bool = False) -> Row:
+def _same(ours: str, theirs: str, transposed: bool = False) -> TableRow:
     return _row(ours, Source(theirs, transposed=transposed))
 
 
@@ -72,7 +72,7 @@ _LLAMA = (
 )
 
 
-def _gated(ours: str, theirs: str) -> tuple[Row, ...]:
+def _gated(ours: str, theirs: str) -> tuple[TableRow, ...]:
     """Returns the rows of an MLP whose gate and up projections are one matrix here."""
     return (
         _row(
@@ -84,23 +84,23 @@ def _gated(ours: str, theirs: str) -> tuple[Row, ...]:
     )
 
 
-def _experts(router: str, each: tuple[str, str, str]) -> tuple[Row, ...]:
+def _experts(router: str, each: tuple[str, str, str]) -> tuple[TableRow, ...]:
     """Returns the rows of experts, one by one as in files, or stacked as in transformers 5's modules."""
     gate, up, down = each
     experts = "{base}layers.{layer}.mlp.experts"
     return (
-        Row(
+        TableRow(
             "layers.{layer}.mlp.router.weight",
             ((Source(router),), (Source("{base}layers.{layer}.mlp.gate.weight"),)),
         ),
-        Row(
+        TableRow(
             "layers.{layer}.mlp.experts.linear_fc1.weight",
             (
                 (Source(gate, "first half"), Source(up, "second half")),
                 (Source(f"{experts}.gate_up_proj"),),
             ),
         ),
-        Row(
+        TableRow(
             "layers.{layer}.mlp.experts.linear_fc2.weight",
             ((Source(down),), (Source(f"{experts}.down_proj"),)),
         ),
@@ -112,7 +112,7 @@ _MLP = "{base}layers.{layer}.mlp"
 _MIXTRAL = "{base}layers.{layer}.block_sparse_moe"
 
 
-def _llama(*mlp: Row) -> FamilyNames:
+def _llama(*mlp: TableRow) -> FamilyNames:
     return FamilyNames(NameTable((*_LLAMA, *mlp), _UNKNOWN), "model.", _EMBEDDING, _HEAD, _ROTARY)
 
 
@@ -172,7 +172,7 @@ NAME_TABLES: dict[str, FamilyNames] = {
 }
 
 
-def links_of(
+def tensor_links(
     model_type: str, model: TransformerConfig, moe: MoEConfig, names: Collection[str] | None = None
 ) -> list[Link]:
     """Returns the links of all tensors of a model, in the order of the model.
@@ -198,8 +198,8 @@ def load_weights(
     folder is checked first, so that no target is modified if it does not fit.
     """
     model_type = model_type_of(folder.config)
-    links = links_of(model_type, model, moe, folder.tensors)
-    check_covered(links, folder, model_type)
+    links = tensor_links(model_type, model, moe, folder.tensors)
+    require_matching_tensors(links, folder, model_type)
     links_by_tensor = by_ours(links)
     targets = list(targets)
     for target in targets:
@@ -220,7 +220,7 @@ def _require_precision(
 ) -> None:
     """Raises UserError if the dtype of the target cannot represent all stored values."""
     stored, kept = WEIGHT_DTYPES[folder.tensors[link.theirs].dtype], target.values.dtype
-    if not allow_narrowing and not holds(kept, stored):
+    if not allow_narrowing and not represents_exactly(kept, stored):
         names = [str(dtype).removeprefix("torch.") for dtype in (stored, kept)]
         raise UserError(
             f"{folder.path} holds {link.theirs} as {names[0]}, and {names[1]} cannot hold all of its values; to have them rounded, "
@@ -228,7 +228,7 @@ def _require_precision(
         )
 
 
-def check_covered(links: Collection[Link], folder: HuggingFaceFolder, model_type: str) -> None:
+def require_matching_tensors(links: Collection[Link], folder: HuggingFaceFolder, model_type: str) -> None:
     """Raises UserError unless the folder has exactly the expected tensors."""
     family, shapes = NAME_TABLES[model_type], their_shapes(links)
     problems = []

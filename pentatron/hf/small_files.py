@@ -11,12 +11,12 @@ from pathlib import Path
 from pentatron.data.tokenizer import FileTokenizer
 from pentatron.errors import UserError
 from pentatron.files import (
+    atomic_folder,
+    fsync_folder,
     hidden_name,
     hidden_names,
     remove_leftover_folders,
     rename,
-    sync_folder,
-    whole_folder,
     write_file,
 )
 from pentatron.hf.folder import CONFIG
@@ -56,7 +56,7 @@ def new_folder(wanted: Path, needs_bytes: int) -> Iterator[Path]:
                 f"{final} would take {decimal_size(needs_bytes)} and {decimal_size(free)} are free there; make room, or choose "
                 f"another disk"
             )
-        with whole_folder(final) as folder:
+        with atomic_folder(final) as folder:
             yield folder
     except BaseException as error:
         for folder in parents:
@@ -91,7 +91,7 @@ def tokenizer_files(place: Path) -> list[Path]:
     return files
 
 
-def doubts_of(files: Iterable[Path]) -> list[str]:
+def unusable_file_warnings(files: Iterable[Path]) -> list[str]:
     """Returns warnings about files that are copied but cannot be used here.
 
     Raises UserError for a file that is not JSON. A tokenizer that the installed library cannot read is
@@ -138,7 +138,7 @@ def copy_files(files: Iterable[Path], folder: Path) -> None:
         write_file(folder / path.name, path.read_bytes())
 
 
-def carry_files(source: Path, checkpoints: Path) -> None:
+def copy_model_files(source: Path, checkpoints: Path) -> None:
     """Copies the small files of a folder to the checkpoints of a run that starts from its weights."""
     files, target = small_files(source), checkpoints / FOLDER_NAME
     if not files or source.resolve() == target.resolve():
@@ -158,4 +158,4 @@ def carry_files(source: Path, checkpoints: Path) -> None:
         # Left by an earlier start of the run.
         shutil.rmtree(target)
     rename(temporary, target)
-    sync_folder(checkpoints)
+    fsync_folder(checkpoints)

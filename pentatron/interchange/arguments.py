@@ -6,7 +6,7 @@ from typing import Any
 from pentatron.errors import UserError
 from pentatron.settings.declaration import Setting
 from pentatron.settings.run import RunConfig, table
-from pentatron.settings.settings import Settings, unset
+from pentatron.settings.settings import Settings, is_unset
 from pentatron.settings.training import OptimConfig
 
 # Names in Megatron-LM where they differ from ours, in order of precedence.
@@ -44,7 +44,7 @@ _UNSUPPORTED = {
 }
 
 
-def our_settings(args: Mapping[str, Any], origin: str) -> dict[str, Any]:
+def settings_from_arguments(args: Mapping[str, Any], origin: str) -> dict[str, Any]:
     """Returns our settings from Megatron-LM's arguments.
 
     Raises UserError for a model that is not supported.
@@ -52,7 +52,7 @@ def our_settings(args: Mapping[str, Any], origin: str) -> dict[str, Any]:
     _refuse_unsupported(args, origin)
     settings = _copied_settings(args) | _converted_settings(args)
     resolved = Settings.defaults(**settings)
-    if unset(resolved.vocab_size):
+    if is_unset(resolved.vocab_size):
         settings["vocab_size"] = args.get("padded_vocab_size")
     settings |= _derived_schedule(resolved)
     required = {
@@ -65,7 +65,7 @@ def our_settings(args: Mapping[str, Any], origin: str) -> dict[str, Any]:
         raise UserError(f"{origin} does not describe its model: its arguments lack {', '.join(missing)}")
     settings["kv_channels"] = resolved.kv_channels or resolved.hidden_size // resolved.num_attention_heads
     settings["num_experts"] = resolved.num_experts
-    if resolved.num_experts is not None and unset(resolved.moe_ffn_hidden_size):
+    if resolved.num_experts is not None and is_unset(resolved.moe_ffn_hidden_size):
         settings["moe_ffn_hidden_size"] = resolved.ffn_hidden_size
     return settings
 
@@ -154,7 +154,7 @@ def _is_valid(value: Any, item: Setting) -> bool:
     return isinstance(value, item.base_type) or (item.base_type in (float, str) and isinstance(value, int))
 
 
-def their_arguments(config: RunConfig, state: Mapping[str, Any], step: int) -> dict[str, Any]:
+def arguments_from_settings(config: RunConfig, state: Mapping[str, Any], step: int) -> dict[str, Any]:
     """Returns `args` of a Megatron-LM checkpoint: our settings under its names, and the progress."""
     model, pattern = config.model, config.moe.moe_layer_freq or "1"
     return {

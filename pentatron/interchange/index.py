@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from pentatron.checkpoint.format import Manifest, StoredPiece, TensorRecord, cover_problem
-from pentatron.checkpoint.links import Link, NameTable, Row, Source, by_ours, links_by_table, their_shapes
+from pentatron.checkpoint.links import (
+    Link,
+    NameTable,
+    Source,
+    TableRow,
+    by_ours,
+    links_by_table,
+    their_shapes,
+)
 from pentatron.checkpoint.load import ROUTERS, WEIGHTS
 from pentatron.checkpoint.tensor_file import DTYPES
 from pentatron.checkpoint.torch_file import rectangle_key
@@ -33,19 +41,19 @@ _EXPERTS = "mlp.experts.experts."
 _NORM, _NORM_OF_EXPERTS = "mlp.linear_fc1.layer_norm_{kind}", "pre_mlp_layernorm.{kind}"
 
 
-def _row_outside_layers(ours: str, theirs: str) -> Row:
-    return Row(ours, ((Source(f"{{base}}{theirs}"),),))
+def _row_outside_layers(ours: str, theirs: str) -> TableRow:
+    return TableRow(ours, ((Source(f"{{base}}{theirs}"),),))
 
 
-def _rows(stacked: Sequence[bool]) -> Iterator[Row]:
+def _rows(stacked: Sequence[bool]) -> Iterator[TableRow]:
     """Rows of the table.
 
     `stacked`: the layer formats in order of precedence: all in one tensor, or one per layer.
     """
 
-    def row(ours: str, *theirs: str, halves: bool = False, experts: bool = False) -> Row:
+    def row(ours: str, *theirs: str, halves: bool = False, experts: bool = False) -> TableRow:
         forms = (form for name in theirs for form in _forms(name, stacked, halves, experts))
-        return Row(f"layers.{{layer}}.{ours}", tuple(forms))
+        return TableRow(f"layers.{{layer}}.{ours}", tuple(forms))
 
     yield _row_outside_layers("embedding.word.weight", "embedding.word_embeddings.weight")
     yield _row_outside_layers("embedding.position.weight", "embedding.position_embeddings.weight")
@@ -89,7 +97,7 @@ def _forms(theirs: str, stacked: Sequence[bool], halves: bool, experts: bool) ->
 TABLES = {stacked: NameTable(tuple(_rows((stacked, not stacked))), _UNKNOWN) for stacked in (True, False)}
 
 
-def second_name(theirs: str) -> str:
+def moe_norm_name(theirs: str) -> str:
     """Name of the same norm in a MoE layer, under which a file may store it again."""
     first, second = (name.removesuffix("{kind}") for name in (_NORM, _NORM_OF_EXPERTS))
     return theirs.replace(first, second)
@@ -121,7 +129,7 @@ def written_links(model: TransformerConfig, moe: MoEConfig) -> dict[str, list[Li
     }
     # A row has one name. The norm of a MoE layer is written under both.
     second_links = [
-        replace(link, theirs=second_name(link.theirs))
+        replace(link, theirs=moe_norm_name(link.theirs))
         for link in links
         if link.ours.partition("mlp_norm.")[0] in moe_layer_prefixes
     ]
@@ -168,17 +176,17 @@ EXTRA_OUTSIDE = ("decoder.final_layernorm",)
 
 
 # Prefixes of optimizer state and of master weights, before the tensor's name.
-STATE = "optimizer.state."
-MASTER = f"{STATE}fp32_param."
+STATE_PREFIX = "optimizer.state."
+MASTER_PREFIX = f"{STATE_PREFIX}fp32_param."
 # Optimizer states of Adam and of SGD with momentum, which both formats name alike.
-KEPT = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+OPTIMIZER_STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 # Prefixes that programs based on Megatron-LM put before every name.
 _PREFIXES = ("", "model.", "module.", "model.module.")
 _ANCHOR = "embedding.word_embeddings.weight"
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredRectangle:
     """A stored rectangle of a tensor of theirs.
 
     `place`: position in the file for `torch_file`. `within`: start of the rectangle in the tensor stored
@@ -193,27 +201,27 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Stored:
+class MegatronTensor:
     """A tensor of theirs."""
 
     dtype: str
     shape: Shape
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StoredRectangle, ...]
 
 
 @dataclass(frozen=True)
-class Contents:
+class MegatronCheckpoint:
     """Contents of a Megatron-LM checkpoint. `remarks` are messages for the user."""
 
     folder: Path
     iteration: int
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, MegatronTensor]
     arguments: Mapping[str, Any]
     common: Mapping[str, Any]
     remarks: tuple[str, ...] = ()
 
 
-def prefix_of(names: Collection[str], folder: Path) -> str:
+def find_name_prefix(names: Collection[str], folder: Path) -> str:
     """Returns the prefix of all model tensors."""
     for prefix in _PREFIXES:
         if f"{prefix}{_ANCHOR}" in names:
@@ -224,7 +232,7 @@ def prefix_of(names: Collection[str], folder: Path) -> str:
 
 
 def manifest_of(
-    contents: Contents,
+    contents: MegatronCheckpoint,
     model: TransformerConfig,
     moe: MoEConfig,
     run_state: Mapping[str, Any],
@@ -235,19 +243,19 @@ def manifest_of(
     It lists the tensors of this model and the position of their elements.
     """
     stored = contents.tensors
-    prefix = prefix_of(stored, contents.folder)
+    prefix = find_name_prefix(stored, contents.folder)
     links = read_links(model, moe, stored, prefix)
-    has_master_weights = all(f"{MASTER}{link.theirs}" in stored for link in _parameter_links(links))
+    has_master_weights = all(f"{MASTER_PREFIX}{link.theirs}" in stored for link in _parameter_links(links))
     tensors: dict[str, TensorRecord] = {}
     for ours, of_tensor in links.items():
         kind = ROUTERS if _is_router_bias(ours) else WEIGHTS
-        name_prefix = MASTER if has_master_weights and kind == WEIGHTS else ""
+        name_prefix = MASTER_PREFIX if has_master_weights and kind == WEIGHTS else ""
         tensors[f"{kind}{ours}"] = _record(contents, ours, of_tensor, name_prefix)
-    for state in KEPT:
-        if all(f"{STATE}{state}.{link.theirs}" in stored for link in _parameter_links(links)):
+    for state in OPTIMIZER_STATES:
+        if all(f"{STATE_PREFIX}{state}.{link.theirs}" in stored for link in _parameter_links(links)):
             for ours, of_tensor in links.items():
                 if not _is_router_bias(ours):
-                    tensors[f"{state}/{ours}"] = _record(contents, ours, of_tensor, f"{STATE}{state}.")
+                    tensors[f"{state}/{ours}"] = _record(contents, ours, of_tensor, f"{STATE_PREFIX}{state}.")
     _refuse_left_over(contents, prefix, links)
     return Manifest(contents.iteration, {}, dict(sorted(tensors.items())), dict(run_state), dict(config))
 
@@ -266,7 +274,7 @@ def _is_router_bias(ours: str) -> bool:
     return ours.endswith(".mlp.router.bias")
 
 
-def _record(contents: Contents, ours: str, links: Iterable[Link], name_prefix: str) -> TensorRecord:
+def _record(contents: MegatronCheckpoint, ours: str, links: Iterable[Link], name_prefix: str) -> TensorRecord:
     """Returns the record of one of our tensors."""
     pieces: list[StoredPiece] = []
     dtypes: set[str] = set()
@@ -293,7 +301,7 @@ def _record(contents: Contents, ours: str, links: Iterable[Link], name_prefix: s
     return TensorRecord(dtypes.pop(), shape, tuple(sorted(pieces, key=lambda piece: piece.start)))
 
 
-def _check_shape(folder: Path, name: str, stored: Stored, link: Link) -> None:
+def _check_shape(folder: Path, name: str, stored: MegatronTensor, link: Link) -> None:
     """Checks the shape of a stored tensor. The vocabulary may be padded."""
     expected = tuple(i + n for i, n in zip(link.start, link.their_size))
     # The link of one layer requires only as many stacked layers as its own index.
@@ -305,7 +313,7 @@ def _check_shape(folder: Path, name: str, stored: Stored, link: Link) -> None:
         )
 
 
-def _pieces(link: Link, stored: Stored) -> Iterator[StoredPiece]:
+def _pieces(link: Link, stored: MegatronTensor) -> Iterator[StoredPiece]:
     """Yields the pieces of our tensor along a link."""
     for piece in stored.pieces:
         common = link.shared_with_theirs(piece.start, piece.size)
@@ -318,10 +326,10 @@ def _pieces(link: Link, stored: Stored) -> Iterator[StoredPiece]:
         yield StoredPiece(piece.file, rectangle_key(piece.place, inside, size, shape), at, shape)
 
 
-def _refuse_left_over(contents: Contents, prefix: str, links: Mapping[str, list[Link]]) -> None:
+def _refuse_left_over(contents: MegatronCheckpoint, prefix: str, links: Mapping[str, list[Link]]) -> None:
     """Raises UserError for weights that no tensor of ours reads, as they would be lost silently."""
     used = {link.theirs for of_tensor in links.values() for link in of_tensor}
-    used |= {second_name(name) for name in used}
+    used |= {moe_norm_name(name) for name in used}
     if "head.weight" not in links:
         # Tied embeddings: the file may store the shared weight again.
         used.add(f"{prefix}output_layer.weight")

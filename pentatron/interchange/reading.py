@@ -13,19 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pentatron.checkpoint.find import megatron_step
-from pentatron.checkpoint.store import Found
-from pentatron.checkpoint.torch_file import STORAGES, plain_place
+from pentatron.checkpoint.find import find_megatron_checkpoint
+from pentatron.checkpoint.store import Checkpoint
+from pentatron.checkpoint.torch_file import STORAGES, raw_data_position
 from pentatron.checkpoint.untrusted import implausible
 from pentatron.errors import UserError
-from pentatron.interchange.arguments import our_settings, run_state_of
-from pentatron.interchange.index import Contents, Piece, Stored, manifest_of
-from pentatron.interchange.torch_dist import is_torch_dist, open_torch_dist, read_apart
+from pentatron.interchange.arguments import run_state_of, settings_from_arguments
+from pentatron.interchange.index import MegatronCheckpoint, MegatronTensor, StoredRectangle, manifest_of
+from pentatron.interchange.torch_dist import is_torch_dist, open_torch_dist, unpickle_in_sandbox
 from pentatron.parallel.shards import Shape
 from pentatron.settings.run import RunConfig
 from pentatron.settings.settings import Settings
 
-FILE = "model_optim_rng.pt"
+LEGACY_NAME = "model_optim_rng.pt"
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(
@@ -63,13 +63,13 @@ class _Rank:
         return [self.content[f"model{number}"] for number in numbers]
 
 
-def open_legacy(folder: Path) -> Contents:
+def open_legacy(folder: Path) -> MegatronCheckpoint:
     """Reads the metadata of all ranks' files in the sandbox, and no tensors."""
     ranks = list(_ranks(folder))
     first = ranks[0].content
     arguments = first.get("args") or {}
     gated = bool(arguments.get("swiglu"))
-    pieces: dict[str, list[tuple[Piece, str]]] = {}
+    pieces: dict[str, list[tuple[StoredRectangle, str]]] = {}
     layers = _first_layers(ranks)
     tensor_ranks = 1 + max(rank.tensor for rank in ranks)
     for rank in ranks:
@@ -84,30 +84,30 @@ def open_legacy(folder: Path) -> Contents:
         remarks = (
             f"{folder} has its optimizer state in the order of the layout that saved it, so only the weights are read",
         )
-    return Contents(
+    return MegatronCheckpoint(
         folder, int(iteration) if isinstance(iteration, int) else 0, stored, arguments, first, remarks
     )
 
 
 def _ranks(folder: Path) -> Iterator[_Rank]:
     """Yields the files of all ranks."""
-    folders = sorted(path for path in folder.glob("mp_rank_*") if (path / FILE).is_file())
+    folders = sorted(path for path in folder.glob("mp_rank_*") if (path / LEGACY_NAME).is_file())
     if not folders:
-        raise UserError(f"{folder} has no mp_rank_*/{FILE}; name a checkpoint that is complete")
+        raise UserError(f"{folder} has no mp_rank_*/{LEGACY_NAME}; name a checkpoint that is complete")
     for path in folders:
         match = _FOLDER.fullmatch(path.name)
         if match is None:
             raise UserError(f"{path} is not named like a rank of Megatron-LM (mp_rank_TT_PPP_EEE)")
-        content = read_apart(path / FILE)
+        content = unpickle_in_sandbox(path / LEGACY_NAME)
         if not isinstance(content, Mapping):
-            raise UserError(f"{path / FILE} is not a checkpoint of Megatron-LM")
+            raise UserError(f"{path / LEGACY_NAME} is not a checkpoint of Megatron-LM")
         arguments = content.get("args") or {}
         second, third = (int(part) if part else 0 for part in match.groups()[1:])
         stages = arguments.get("pipeline_model_parallel_size") or 1
         # A single number after the tensor rank is the pipeline rank if there are stages, else the expert
         # rank.
         pipeline, expert = (second, third) if match[3] or stages > 1 else (0, second)
-        yield _Rank(int(match[1]), pipeline, expert, f"{path.name}/{FILE}", content)
+        yield _Rank(int(match[1]), pipeline, expert, f"{path.name}/{LEGACY_NAME}", content)
 
 
 def _first_layers(ranks: list[_Rank]) -> dict[tuple[int, int], int]:
@@ -129,7 +129,7 @@ def _first_layers(ranks: list[_Rank]) -> dict[tuple[int, int], int]:
 
 def _chunk_tensors(
     rank: _Rank, chunk: Mapping[str, Any], first_layer: int, tensor_ranks: int, gated: bool
-) -> Iterator[tuple[str, Piece, str]]:
+) -> Iterator[tuple[str, StoredRectangle, str]]:
     """Yields (name in the whole model, piece, dtype) of each tensor of a chunk that is not a replica."""
     local_experts = [match for name in chunk if (match := _expert_of(name))]
     experts_per_rank = 1 + max((int(match) for match in local_experts), default=-1)
@@ -186,7 +186,7 @@ def _place(file: str, name: str, value: Mapping[str, Any]) -> tuple[str, str]:
     offset = value["offset"] * width
     if offset + math.prod(shape) * width > value["bytes"]:
         raise UserError(f"{file}: {name} reaches beyond its storage, so the file is damaged")
-    return plain_place(value["first"] + offset, dtype, shape), dtype
+    return raw_data_position(value["first"] + offset, dtype, shape), dtype
 
 
 def _is_contiguous(shape: Shape, strides: Shape) -> bool:
@@ -200,21 +200,21 @@ def _is_contiguous(shape: Shape, strides: Shape) -> bool:
 
 def _pieces(
     rank: _Rank, place: str, shape: Shape, axis: int | None, tensor_ranks: int, halves: bool
-) -> Iterator[Piece]:
+) -> Iterator[StoredRectangle]:
     """Yields the pieces of a shard in the whole tensor. `halves`: gate and up are sharded separately."""
     origin = (0,) * len(shape)
     if axis is None:
-        yield Piece(origin, shape, rank.file, place)
+        yield StoredRectangle(origin, shape, rank.file, place)
         return
     length = shape[axis] // 2 if halves else shape[axis]
     for half in range(2 if halves else 1):
         start = half * length * tensor_ranks + rank.tensor * length
         size = tuple(length if i == axis else n for i, n in enumerate(shape))
         at, inside = (tuple(v if i == axis else 0 for i in range(len(shape))) for v in (start, half * length))
-        yield Piece(at, size, rank.file, place, inside)
+        yield StoredRectangle(at, size, rank.file, place, inside)
 
 
-def _stored(folder: Path, name: str, parts: list[tuple[Piece, str]]) -> Stored:
+def _stored(folder: Path, name: str, parts: list[tuple[StoredRectangle, str]]) -> MegatronTensor:
     """Returns a tensor assembled from the pieces of all ranks."""
     dtypes = {dtype for _, dtype in parts}
     if len(dtypes) > 1:
@@ -222,15 +222,15 @@ def _stored(folder: Path, name: str, parts: list[tuple[Piece, str]]) -> Stored:
             f"{folder} contains {name} as {' and '.join(sorted(dtypes))}, so its ranks do not belong together"
         )
     ends = [tuple(i + n for i, n in zip(piece.start, piece.size)) for piece, _ in parts]
-    return Stored(dtypes.pop(), tuple(map(max, zip(*ends))), tuple(piece for piece, _ in parts))
+    return MegatronTensor(dtypes.pop(), tuple(map(max, zip(*ends))), tuple(piece for piece, _ in parts))
 
 
 # --- opening either format ---
 
 
-def read_megatron(path: Path) -> tuple[Found, list[str]]:
+def read_megatron(path: Path) -> tuple[Checkpoint, list[str]]:
     """Opens the newest checkpoint for the path. Also returns messages about data that is not read."""
-    step = megatron_step(path)
+    step = find_megatron_checkpoint(path)
     if step is None:
         raise UserError(f"{path} contains no checkpoint of Megatron-LM")
     folder, kind = step
@@ -240,7 +240,7 @@ def read_megatron(path: Path) -> tuple[Found, list[str]]:
         )
     try:
         contents = open_torch_dist(folder) if kind == "torch_dist" else open_legacy(folder)
-        opened = as_found(contents)
+        opened = as_checkpoint(contents)
     except UserError:
         raise
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RuntimeError) as error:
@@ -256,9 +256,9 @@ def read_megatron(path: Path) -> tuple[Found, list[str]]:
     return opened, remarks
 
 
-def as_found(contents: Contents) -> Found:
+def as_checkpoint(contents: MegatronCheckpoint) -> Checkpoint:
     """Converts the contents to a checkpoint of ours."""
-    settings = our_settings(contents.arguments, str(contents.folder))
+    settings = settings_from_arguments(contents.arguments, str(contents.folder))
     # Building the model allocates memory, so its size is checked against the stored tensors first.
     shapes = {name: stored.shape for name, stored in contents.tensors.items()}
     if problem := implausible(settings, shapes, stacked=True):
@@ -267,4 +267,6 @@ def as_found(contents: Contents) -> Found:
         )
     config = RunConfig.of(Settings.defaults(**settings))
     state = run_state_of(contents.common, contents.arguments, contents.iteration)
-    return Found(contents.folder, manifest_of(contents, config.model, config.moe, state, config.nested()))
+    return Checkpoint(
+        contents.folder, manifest_of(contents, config.model, config.moe, state, config.nested())
+    )

@@ -17,29 +17,29 @@ from torch import Tensor
 from pentatron.checkpoint.format import (
     FILE_NAME,
     Manifest,
+    RankWriteResult,
     StoredPiece,
     TensorRecord,
-    Written,
     cover_problem,
+    merge_tensor_records,
     piece_key,
-    whole_tensors,
 )
 from pentatron.checkpoint.links import Link
 from pentatron.checkpoint.load import ROUTERS, WEIGHTS
-from pentatron.checkpoint.retention import hidden_while_replaced, keep_base
+from pentatron.checkpoint.retention import rename_base, replaced_name
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.checkpoint.tensor_file import DTYPES, FileRecord, write_tensors
-from pentatron.checkpoint.torch_file import rectangle_key, saved_place
+from pentatron.checkpoint.torch_file import rectangle_key, torch_save_position
 from pentatron.files import rename
-from pentatron.interchange.arguments import common_state, their_arguments
+from pentatron.interchange.arguments import arguments_from_settings, common_state
 from pentatron.interchange.index import (
     EXTRA_IN_LAYERS,
     EXTRA_OF_EXPERTS,
     EXTRA_OUTSIDE,
     EXTRA_STATE,
-    KEPT,
-    MASTER,
-    STATE,
+    MASTER_PREFIX,
+    OPTIMIZER_STATES,
+    STATE_PREFIX,
     VOCABULARY,
     is_stacked,
     written_links,
@@ -47,8 +47,8 @@ from pentatron.interchange.index import (
 )
 from pentatron.interchange.torch_dist import (
     HashedFile,
-    Place,
-    own_copy,
+    WrittenRectangle,
+    host_copy,
     write_common,
     write_index,
 )
@@ -63,11 +63,11 @@ def iteration_name(step: int) -> str:
 
 @sendable
 @dataclass(frozen=True)
-class _TorchDistWritten(Written):
+class _TorchDistWritten(RankWriteResult):
     """What one rank wrote to the temporary folder, or why it could not."""
 
     files: tuple[FileRecord, ...] = ()
-    places: tuple[Place, ...] = ()
+    places: tuple[WrittenRectangle, ...] = ()
     records: tuple[tuple[str, TensorRecord], ...] = ()
 
 
@@ -76,17 +76,17 @@ class _RankFile:
     """The `.distcp` file of a rank being written, and the names of its tensors."""
 
     file: HashedFile
-    places: list[Place] = field(default_factory=list)
+    places: list[WrittenRectangle] = field(default_factory=list)
 
     def add(
         self, links: Sequence[Link], kinds: Sequence[str], at: Shape, values: Tensor, dtype: torch.dtype
-    ) -> Place:
+    ) -> WrittenRectangle:
         """Writes a rectangle of ours once, under all its names. Returns its first place."""
         start, size = links[0].their_rectangle(at, tuple(values.shape))
-        offset, length = self.file.save(links[0].to_theirs(own_copy(values, dtype)))
+        offset, length = self.file.save(links[0].to_theirs(host_copy(values, dtype)))
         name = str(dtype).removeprefix("torch.")
         places = [
-            Place(f"{kind}{link.theirs}", start, size, name, self.file.path.name, offset, length)
+            WrittenRectangle(f"{kind}{link.theirs}", start, size, name, self.file.path.name, offset, length)
             for link in links
             for kind in kinds
         ]
@@ -136,7 +136,7 @@ class TorchDistStore(CheckpointStore):
             if fragment.values.numel() == 0:
                 continue
             kind, _, ours = fragment.tensor.partition("/")
-            if kind in ("weights", *KEPT):
+            if kind in ("weights", *OPTIMIZER_STATES):
                 records.append((fragment.tensor, self._add(rank_file, kind, ours, fragment)))
                 continue
             if fragment.tensor.startswith(ROUTERS) and ours in self.links:
@@ -156,14 +156,16 @@ class TorchDistStore(CheckpointStore):
         """Writes weights in the compute dtype and as master weights; once if both have the same dtype."""
         links, at, values = self.links[ours], fragment.start, fragment.values
         if kind != "weights":
-            place = rank_file.add(links, [f"{STATE}{kind}."], at, values, values.dtype)
+            place = rank_file.add(links, [f"{STATE_PREFIX}{kind}."], at, values, values.dtype)
         elif self.dtype == values.dtype:
-            place = rank_file.add(links, ["", MASTER], at, values, values.dtype)
+            place = rank_file.add(links, ["", MASTER_PREFIX], at, values, values.dtype)
         else:
             rank_file.add(links, [""], at, values, self.dtype)
-            place = rank_file.add(links, [MASTER], at, values, values.dtype)
+            place = rank_file.add(links, [MASTER_PREFIX], at, values, values.dtype)
         size = tuple(values.shape)
-        key = rectangle_key(saved_place(place.offset, place.length), (0,) * len(place.size), place.size, size)
+        key = rectangle_key(
+            torch_save_position(place.offset, place.length), (0,) * len(place.size), place.size, size
+        )
         return _one_piece(fragment, StoredPiece(place.file, key, tuple(at), size), values.dtype)
 
     def complete(
@@ -175,14 +177,14 @@ class TorchDistStore(CheckpointStore):
         config: Mapping[str, Any],
     ) -> Manifest:
         """Rank 0 writes what belongs to no rank, after checking that the fragments are complete."""
-        tensors = whole_tensors(record for wrote in everyone for record in wrote.records)
+        tensors = merge_tensor_records(record for wrote in everyone for record in wrote.records)
         places = [place for wrote in everyone for place in wrote.places]
         files = [file for wrote in everyone for file in wrote.files]
         with HashedFile(temporary / f"__{len(everyone)}_0.distcp") as file:
             last_file = _RankFile(file)
             self._add_padding(last_file, {place.theirs: place.dtype for place in places})
             offset, length = last_file.file.save([None])
-            empty_object = Place("", None, (), "", last_file.file.path.name, offset, length)
+            empty_object = WrittenRectangle("", None, (), "", last_file.file.path.name, offset, length)
             places += last_file.places
             places += [dataclasses.replace(empty_object, theirs=name) for name in self._extra_states()]
             files.append(last_file.file.finish())
@@ -194,7 +196,7 @@ class TorchDistStore(CheckpointStore):
         _require_whole(shapes, places)
         files += write_index(temporary, shapes, places)
         is_stacked_model = is_stacked(self.config.model, self.config.moe)
-        arguments = their_arguments(self.config, run_state, step)
+        arguments = arguments_from_settings(self.config, run_state, step)
         common = common_state(step, run_state, self.config, is_stacked_model)
         files.append(write_common(temporary, common, arguments))
         return Manifest(step, {f.name: f for f in files}, tensors, dict(run_state), dict(config))
@@ -237,13 +239,13 @@ class TorchDistStore(CheckpointStore):
         if not final.exists():
             return final
         if (final / FILE_NAME).is_file():
-            rename(final, hidden_while_replaced(final))
+            rename(final, replaced_name(final))
         else:
-            keep_base(final)
+            rename_base(final)
         return final
 
 
-def store_for(config: RunConfig) -> CheckpointStore:
+def create_store(config: RunConfig) -> CheckpointStore:
     """Returns the store of a run in its checkpoint format."""
     chosen = config.checkpoint
     options = (chosen.keep_checkpoints, chosen.save_retain_interval, chosen.verify_checkpoint)
@@ -254,16 +256,16 @@ def store_for(config: RunConfig) -> CheckpointStore:
 
 def _parameter_name(theirs: str) -> str:
     """Removes the prefix of an optimizer state from a name."""
-    if not theirs.startswith(STATE):
+    if not theirs.startswith(STATE_PREFIX):
         return theirs
-    return theirs.removeprefix(STATE).partition(".")[2]
+    return theirs.removeprefix(STATE_PREFIX).partition(".")[2]
 
 
 def _one_piece(fragment: Fragment, piece: StoredPiece, dtype: torch.dtype) -> TensorRecord:
     return TensorRecord(str(dtype).removeprefix("torch."), tuple(fragment.shape), (piece,))
 
 
-def _require_whole(shapes: Mapping[str, Shape], places: Iterable[Place]) -> None:
+def _require_whole(shapes: Mapping[str, Shape], places: Iterable[WrittenRectangle]) -> None:
     """Raises ValueError unless the places cover every tensor of theirs exactly."""
     parts: dict[str, list[tuple[Shape, Shape]]] = {}
     for place in places:

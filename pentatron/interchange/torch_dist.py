@@ -19,11 +19,18 @@ import torch
 from torch import Tensor
 
 from pentatron.checkpoint.tensor_file import DTYPES, FileRecord
-from pentatron.checkpoint.torch_file import saved_place
-from pentatron.checksums import SHA256, SummedFile
+from pentatron.checkpoint.torch_file import torch_save_position
+from pentatron.checksums import SHA256, ChecksummedFile
 from pentatron.errors import UserError
-from pentatron.files import sync
-from pentatron.interchange.index import KEPT, STATE, Contents, Piece, Stored, prefix_of
+from pentatron.files import fsync
+from pentatron.interchange.index import (
+    OPTIMIZER_STATES,
+    STATE_PREFIX,
+    MegatronCheckpoint,
+    MegatronTensor,
+    StoredRectangle,
+    find_name_prefix,
+)
 from pentatron.parallel.encoding import sendable
 from pentatron.parallel.shards import Shape
 
@@ -37,7 +44,7 @@ _SECONDS, _BYTES_PER_SECOND = 30, 2**20
 _PATIENCE = 10
 
 
-def read_apart(path: Path, seconds: int = _SECONDS) -> Any:
+def unpickle_in_sandbox(path: Path, seconds: int = _SECONDS) -> Any:
     """Unpickles a file of Megatron-LM in a sandboxed process that executes nothing of it.
 
     `seconds`: CPU time limit, extended for large files.
@@ -88,25 +95,25 @@ def _timeout_error(path: Path, limit: str) -> UserError:
 
 # --- reading ---
 
-INDEX, COMMON, FORMAT = ".metadata", "common.pt", "metadata.json"
+INDEX_NAME, COMMON_NAME, FORMAT = ".metadata", "common.pt", "metadata.json"
 _SUFFIX = ".distcp"
 
 
 def is_torch_dist(folder: Path) -> bool:
-    return (folder / INDEX).is_file() and (folder / FORMAT).is_file()
+    return (folder / INDEX_NAME).is_file() and (folder / FORMAT).is_file()
 
 
-def open_torch_dist(folder: Path) -> Contents:
+def open_torch_dist(folder: Path) -> MegatronCheckpoint:
     """Reads the metadata of a checkpoint; pickled files are read in the sandbox."""
     _check_backend(folder)
-    index, common = read_apart(folder / INDEX), read_apart(folder / COMMON)
+    index, common = unpickle_in_sandbox(folder / INDEX_NAME), unpickle_in_sandbox(folder / COMMON_NAME)
     if not isinstance(common, Mapping) or not isinstance(index, Mapping) or "places" not in index:
         raise UserError(
-            f"{folder} is not a checkpoint of Megatron-LM: its {COMMON} or {INDEX} contains something else"
+            f"{folder} is not a checkpoint of Megatron-LM: its {COMMON_NAME} or {INDEX_NAME} contains something else"
         )
     tensors = _tensors(folder, index)
     arguments = common.get("args") or {}
-    contents = Contents(folder, int(common.get("iteration") or 0), tensors, arguments, common)
+    contents = MegatronCheckpoint(folder, int(common.get("iteration") or 0), tensors, arguments, common)
     return _without_unreadable_optimizer(contents, index["others"])
 
 
@@ -121,40 +128,40 @@ def _check_backend(folder: Path) -> None:
         )
 
 
-def _tensors(folder: Path, index: Mapping[str, Any]) -> dict[str, Stored]:
+def _tensors(folder: Path, index: Mapping[str, Any]) -> dict[str, MegatronTensor]:
     """Returns the tensors of the index with the position of their pieces."""
     sizes = {
         (name, tuple(start)): tuple(size)
         for name, record in index["tensors"].items()
         for start, size in record["pieces"]
     }
-    pieces: dict[str, list[Piece]] = {name: [] for name in index["tensors"]}
+    pieces: dict[str, list[StoredRectangle]] = {name: [] for name in index["tensors"]}
     for name, start, file, offset, length, transformed in index["places"]:
         if start is None or name not in pieces:
             continue
         if Path(file).name != file or not file.endswith(_SUFFIX) or min(offset, length) < 0:
             # Untrusted: a name from a file must not contain a path.
             raise UserError(
-                f"{folder / INDEX} lists {name} in {file}, which is not a {_SUFFIX} file of this folder"
+                f"{folder / INDEX_NAME} lists {name} in {file}, which is not a {_SUFFIX} file of this folder"
             )
         if transformed:
             raise UserError(f"{folder} contains {name} compressed or encrypted, which is not supported")
         size = sizes.get((name, tuple(start)))
         if size is None:
-            raise UserError(f"{folder / INDEX} contradicts itself about {name} at {start}")
-        pieces[name].append(Piece(tuple(start), size, file, saved_place(offset, length)))
+            raise UserError(f"{folder / INDEX_NAME} contradicts itself about {name} at {start}")
+        pieces[name].append(StoredRectangle(tuple(start), size, file, torch_save_position(offset, length)))
     return {
-        name: Stored(record["dtype"], tuple(record["shape"]), tuple(pieces[name]))
+        name: MegatronTensor(record["dtype"], tuple(record["shape"]), tuple(pieces[name]))
         for name, record in index["tensors"].items()
     }
 
 
-def _without_unreadable_optimizer(contents: Contents, others: list[str]) -> Contents:
+def _without_unreadable_optimizer(contents: MegatronCheckpoint, others: list[str]) -> MegatronCheckpoint:
     """Removes optimizer state whose sharding only the saving layout can read, and adds a message."""
-    prefix = prefix_of(contents.tensors, contents.folder)
+    prefix = find_name_prefix(contents.tensors, contents.folder)
     anchor = f"{prefix}embedding.word_embeddings.weight"
     # State that is readable in any layout has the shapes of the weights.
-    states = [contents.tensors.get(f"{STATE}{state}.{anchor}") for state in KEPT]
+    states = [contents.tensors.get(f"{STATE_PREFIX}{state}.{anchor}") for state in OPTIMIZER_STATES]
     readable = any(s is not None and s.shape == contents.tensors[anchor].shape for s in states)
     has_state = any(name.startswith(("optimizer.", "chained_")) for name in (*contents.tensors, *others))
     if readable or not has_state:
@@ -183,7 +190,7 @@ _FORMAT_TEXT = {
 
 @sendable
 @dataclass(frozen=True)
-class Place:
+class WrittenRectangle:
     """Position of a rectangle of a tensor of theirs in a file, or of an object (`start` is None)."""
 
     theirs: str
@@ -202,7 +209,7 @@ class HashedFile:
         self.path, self._digest = path, hashlib.sha256()
         self._failure: OSError | None = None
         self._file = path.open("xb")
-        self._summed = SummedFile(self._file, self._digest)
+        self._summed = ChecksummedFile(self._file, self._digest)
 
     def write(self, data: Any) -> int:
         try:
@@ -228,7 +235,7 @@ class HashedFile:
 
     def finish(self) -> FileRecord:
         """Syncs and closes the file; returns its record."""
-        sync(self._file)
+        fsync(self._file)
         self._file.close()
         return FileRecord(self.path.name, self._summed.bytes, self._digest.hexdigest(), 0, SHA256)
 
@@ -241,19 +248,21 @@ class HashedFile:
             self._file.close()
 
 
-def own_copy(values: Tensor, dtype: torch.dtype) -> Tensor:
+def host_copy(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns a contiguous copy on the host: torch.save writes the whole storage of a view."""
     return values.detach().to("cpu", dtype, copy=True).contiguous()
 
 
-def write_whole(path: Path, content: bytes) -> FileRecord:
+def write_hashed_file(path: Path, content: bytes) -> FileRecord:
     """Writes and syncs a whole file."""
     with HashedFile(path) as file:
         file.write(content)
         return file.finish()
 
 
-def write_index(folder: Path, shapes: Mapping[str, Shape], places: Iterable[Place]) -> list[FileRecord]:
+def write_index(
+    folder: Path, shapes: Mapping[str, Shape], places: Iterable[WrittenRectangle]
+) -> list[FileRecord]:
     """Writes `.metadata`, the index of the folder's `.distcp` files, and `metadata.json`."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (
@@ -284,8 +293,8 @@ def write_index(folder: Path, shapes: Mapping[str, Shape], places: Iterable[Plac
     metadata = Metadata(described, planner_data=None, storage_data=stored)
     # Pickle protocol 2, as in torch's own writer.
     return [
-        write_whole(folder / INDEX, pickle.dumps(metadata, protocol=2)),
-        write_whole(folder / FORMAT, json.dumps(_FORMAT_TEXT).encode()),
+        write_hashed_file(folder / INDEX_NAME, pickle.dumps(metadata, protocol=2)),
+        write_hashed_file(folder / FORMAT, json.dumps(_FORMAT_TEXT).encode()),
     ]
 
 
@@ -293,4 +302,4 @@ def write_common(folder: Path, common: Mapping[str, Any], arguments: Mapping[str
     """Writes `common.pt`: the state common to all ranks and Megatron-LM's arguments."""
     buffer = io.BytesIO()
     torch.save({"args": Namespace(**arguments), **common}, buffer)
-    return write_whole(folder / COMMON, buffer.getvalue())
+    return write_hashed_file(folder / COMMON_NAME, buffer.getvalue())

@@ -37,12 +37,12 @@ class Refused(Exception):
     """The file names something that no checkpoint needs."""
 
 
-class Inert:
+class StandIn:
     """Stand-in for any object of the file: records arguments, state and items."""
 
     origin = ""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> "Inert":
+    def __new__(cls, *args: Any, **kwargs: Any) -> "StandIn":
         instance = object.__new__(cls)
         instance.args, instance.state, instance.items = args, None, []
         return instance
@@ -67,7 +67,7 @@ class Inert:
         self.items.append((key, value))
 
 
-class Reader(pickle.Unpickler):
+class SandboxUnpickler(pickle.Unpickler):
     """Unpickler that replaces all names by stand-ins."""
 
     def __init__(self, file: BinaryIO) -> None:
@@ -80,11 +80,11 @@ class Reader(pickle.Unpickler):
         if not allowed:
             raise Refused(origin)
         if origin not in self._stand_ins:
-            self._stand_ins[origin] = type("Named", (Inert,), {"origin": origin})
+            self._stand_ins[origin] = type("Named", (StandIn,), {"origin": origin})
         return self._stand_ins[origin]
 
     def persistent_load(self, pid: Any) -> Any:
-        storage = Inert(*pid)
+        storage = StandIn(*pid)
         storage.origin = "storage"
         return storage
 
@@ -92,7 +92,7 @@ class Reader(pickle.Unpickler):
 def read_index(path: str) -> dict[str, Any]:
     """Returns dtype, shape and positions of the pieces of every tensor of a `.metadata` file."""
     with Path(path).open("rb") as file:
-        metadata = Reader(file).load().state
+        metadata = SandboxUnpickler(file).load().state
     tensors: dict[str, Any] = {}
     others: list[str] = []
     for name, record in metadata["state_dict_metadata"].items():
@@ -128,7 +128,7 @@ def read_index(path: str) -> dict[str, Any]:
 
 def _shape(size: Any) -> list[int]:
     """Returns a torch.Size, which is pickled as a tuple, or a list."""
-    numbers = size.args[0] if isinstance(size, Inert) and size.args else getattr(size, "args", size)
+    numbers = size.args[0] if isinstance(size, StandIn) and size.args else getattr(size, "args", size)
     return [int(n) for n in numbers]
 
 
@@ -137,7 +137,7 @@ def read_archive(path: str) -> Any:
     with zipfile.ZipFile(path) as archive, Path(path).open("rb") as raw:
         program = next(entry for entry in archive.namelist() if entry.endswith("/data.pkl"))
         with archive.open(program) as file:
-            loaded = Reader(file).load()  # type: ignore[arg-type]
+            loaded = SandboxUnpickler(file).load()  # type: ignore[arg-type]
         folder = program.removesuffix("data.pkl")
 
         def first_byte(key: str) -> tuple[int, int]:
@@ -167,10 +167,10 @@ class _Printable:
         if isinstance(value, (list, tuple, set, frozenset)):
             return [self.plain(item) for item in value]
         if isinstance(value, dict):
-            return {str(key): self.plain(item) for key, item in value.items() if not isinstance(key, Inert)}
-        if isinstance(value, type) and issubclass(value, Inert):
+            return {str(key): self.plain(item) for key, item in value.items() if not isinstance(key, StandIn)}
+        if isinstance(value, type) and issubclass(value, StandIn):
             return {"~": value.origin}
-        if not isinstance(value, Inert):
+        if not isinstance(value, StandIn):
             return {"~": type(value).__name__}
         if value.origin in _TENSORS:
             return _tensor(value.args, self.first_byte)

@@ -8,18 +8,18 @@ import torch
 import torch.distributed as dist
 
 from pentatron.parallel.process_group import open_store
-from pentatron.parallel.rendezvous import MeetingPoint
+from pentatron.parallel.rendezvous import Rendezvous
 
 _ELEMENTS = 2**18
 
 
-def shake(backend: str, rank: int, size: int, port: int) -> float:
+def all_reduce_seconds(backend: str, rank: int, size: int, port: int) -> float:
     """Returns the seconds of a 1 MiB all-reduce after a warm-up; raises if its sum is wrong."""
     if backend == "nccl":
         torch.cuda.set_device(rank)
     device = "cuda" if backend == "nccl" else "cpu"
     timeout = datetime.timedelta(seconds=40)
-    store = open_store(MeetingPoint("127.0.0.1", port), rank, size, timeout)
+    store = open_store(Rendezvous("127.0.0.1", port), rank, size, timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     try:
         for _ in range(2):
@@ -38,4 +38,4 @@ def shake(backend: str, rank: int, size: int, port: int) -> float:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(f"{shake(sys.argv[1], *map(int, sys.argv[2:])):.6f}\n")
+    sys.stdout.write(f"{all_reduce_seconds(sys.argv[1], *map(int, sys.argv[2:])):.6f}\n")

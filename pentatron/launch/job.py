@@ -12,8 +12,8 @@ from pentatron.text import one_line
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 # Prefix of the variables that NCCL reads, and those with the prefix that only pentatron reads.
-OF_NCCL = "NCCL_"
-OUR_OWN = ("NCCL_TIMEOUT",)
+NCCL_PREFIX = "NCCL_"
+PENTATRON_ONLY = ("NCCL_TIMEOUT",)
 # One word that a shell passes on as it is.
 _WORD = re.compile(r"[^\s\x00-\x1f\x7f'\"\\`$;&|<>{}()#]+")
 # sbatch options that the script sets itself: another value would start the wrong number of processes.
@@ -76,12 +76,12 @@ class Job:
         return self.nodes * self.processes
 
     @property
-    def batch_lines(self) -> tuple[str, ...]:
+    def sbatch_options(self) -> tuple[str, ...]:
         """Further sbatch options of the user (`--sbatch`)."""
         return tuple(shlex.split(self.sbatch))
 
 
-def seconds_of(time: str) -> int | None:
+def parse_time_limit(time: str) -> int | None:
     """Parses a Slurm time limit (minutes, M:S, H:M:S, D-H, D-H:M, D-H:M:S); None if it is invalid."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
     if match is None:
@@ -93,7 +93,7 @@ def seconds_of(time: str) -> int | None:
     return days * 24 * 3600 + first * 3600 + second * 60 + third
 
 
-def problems_of(job: Job) -> list[str]:
+def job_problems(job: Job) -> list[str]:
     """Returns every error in the options of the job, each with its fix."""
     problems = []
     if job.nodes < 1:
@@ -130,7 +130,7 @@ def _time_problems(job: Job) -> list[str]:
         return [f"--grace {job.grace} must not be negative"]
     if not job.time:
         return []
-    limit = seconds_of(job.time)
+    limit = parse_time_limit(job.time)
     if limit is None:
         return [f"--time {job.time} must look like 12:00:00, 2-00:00:00 or a number of minutes"]
     if limit <= job.grace:
@@ -143,7 +143,7 @@ def _time_problems(job: Job) -> list[str]:
 
 def _sbatch_problems(job: Job) -> list[str]:
     try:
-        lines: Sequence[str] = job.batch_lines
+        lines: Sequence[str] = job.sbatch_options
     except ValueError as error:
         return [f"--sbatch '{job.sbatch}' cannot be split into words ({error})"]
     problems = []
@@ -164,7 +164,7 @@ def _sbatch_problems(job: Job) -> list[str]:
     return problems
 
 
-def connections_for(config: RunConfig) -> Variable | None:
+def cuda_connections(config: RunConfig) -> Variable | None:
     """Returns CUDA_DEVICE_MAX_CONNECTIONS=1 for tensor and context parallelism, else None.
 
     With one hardware queue, kernels start in launch order, so that communication overlaps with the
@@ -179,13 +179,13 @@ def connections_for(config: RunConfig) -> Variable | None:
     return Variable(CONNECTIONS, "1", "so that kernels start in the order in which they were queued")
 
 
-def variables_of_a_job(job: Job, config: RunConfig) -> list[Variable]:
+def job_variables(job: Job, config: RunConfig) -> list[Variable]:
     """Returns the variables that a job script sets."""
     # Without `cpus`, the script counts the cores of the node.
     counted = f"$(( $(nproc) > {job.processes} ? $(nproc) / {job.processes} : 1 ))"
     threads = str(max(1, job.cpus // job.processes)) if job.cpus else counted
     variables = [Variable("OMP_NUM_THREADS", threads, "the cores of a node divided among its workers")]
-    connections = connections_for(config)
+    connections = cuda_connections(config)
     if job.uses_gpus and connections is not None:
         variables.append(connections)
     if job.uses_gpus and job.nodes > 1:
@@ -193,12 +193,12 @@ def variables_of_a_job(job: Job, config: RunConfig) -> list[Variable]:
     return variables
 
 
-def describe(environment: Mapping[str, str], on_gpu: bool, nccl: bool, alone: bool) -> list[str]:
+def environment_notices(environment: Mapping[str, str], on_gpu: bool, nccl: bool, alone: bool) -> list[str]:
     """Returns notices about which of the user's variables for NCCL and CUDA affect this run."""
     given = [
         f"{name}={value}"
         for name, value in sorted(environment.items())
-        if name.startswith(OF_NCCL) and name not in OUR_OWN
+        if name.startswith(NCCL_PREFIX) and name not in PENTATRON_ONLY
     ]
     lines = []
     if given and nccl:
@@ -216,7 +216,7 @@ def describe(environment: Mapping[str, str], on_gpu: bool, nccl: bool, alone: bo
     return lines
 
 
-def chosen_interfaces(pattern: str, interfaces: Sequence[str]) -> list[str]:
+def matching_interfaces(pattern: str, interfaces: Sequence[str]) -> list[str]:
     """Returns the interfaces that NCCL_SOCKET_IFNAME matches.
 
     The pattern has comma-separated prefixes; `^` excludes them, `=` makes them exact names.
@@ -236,7 +236,7 @@ def chosen_interfaces(pattern: str, interfaces: Sequence[str]) -> list[str]:
 def interface_problem(environment: Mapping[str, str], interfaces: Sequence[str]) -> str | None:
     """Returns the error if NCCL_SOCKET_IFNAME matches no interface of this machine."""
     pattern = environment.get("NCCL_SOCKET_IFNAME", "")
-    if not pattern or chosen_interfaces(pattern, interfaces):
+    if not pattern or matching_interfaces(pattern, interfaces):
         return None
     return (
         f"NCCL_SOCKET_IFNAME={pattern} names no network interface of this machine, which has {', '.join(interfaces)}; "

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pentatron.devices import chip_of
-from pentatron.launch.job import CONNECTIONS, OF_NCCL, interface_problem
+from pentatron.devices import find_chip
+from pentatron.launch.job import CONNECTIONS, NCCL_PREFIX, interface_problem
 from pentatron.parallel.rendezvous import loopback_variables
 from pentatron.supervise.processes import python_command
 from pentatron.text import binary_size, plural
@@ -104,7 +104,7 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def look(environment: Mapping[str, str], folder: Path) -> list[Finding]:
+def inspect_machine(environment: Mapping[str, str], folder: Path) -> list[Finding]:
     """Inspects the machine without starting processes of a run."""
     groups: dict[str, Iterable[Row]] = {
         "software": _software(),
@@ -166,7 +166,7 @@ def _gpus() -> list[Row]:
 
 def _peak(name: str) -> str:
     """Returns the vendor's peak throughput of a known GPU."""
-    chip = chip_of(name)
+    chip = find_chip(name)
     return f", {chip.half:.0f} TFLOP/s in half precision by its maker" if chip is not None else ""
 
 
@@ -222,7 +222,7 @@ def _slurm(environment: Mapping[str, str]) -> list[Row]:
 
 
 def _variables(environment: Mapping[str, str]) -> list[Row]:
-    prefixes = (OF_NCCL, "TORCH_NCCL_", "CUDA_VISIBLE")
+    prefixes = (NCCL_PREFIX, "TORCH_NCCL_", "CUDA_VISIBLE")
     rows: list[Row] = [
         (name, value)
         for name, value in sorted(environment.items())
@@ -264,7 +264,7 @@ def _first_output_line(*words: str) -> str:
     return output.splitlines()[0] if result.returncode == 0 and output else ""
 
 
-def matmul(device: str, size: int = 512) -> Finding:
+def check_matmul(device: str, size: int = 512) -> Finding:
     """Compares an fp32 matmul on the device with a float64 matmul on the CPU."""
     import torch
 
@@ -289,7 +289,7 @@ def matmul(device: str, size: int = 512) -> Finding:
     return Finding("trials", name, f"{2 * size**3 / seconds / 1e9:.0f} GFLOP/s in fp32, off by {error:.1e}")
 
 
-def all_reduce(backend: str, size: int, environment: Mapping[str, str]) -> Finding:
+def check_all_reduce(backend: str, size: int, environment: Mapping[str, str]) -> Finding:
     """Runs an all-reduce in `size` processes of their own."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

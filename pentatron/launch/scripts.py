@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pentatron.launch.job import Job
 from pentatron.parallel.rendezvous import SECRET
-from pentatron.text import redacted
+from pentatron.text import redact
 
 WRITTEN_BY = "# Written by: "
 # Without these, SIGUSR1 and SIGUSR2, which schedulers send as warnings, kill torchrun and orphan its workers.
@@ -38,7 +38,7 @@ _NEW_STORE = [
 def _header(command: Sequence[str], equation: str) -> list[str]:
     """Returns the first lines. `WRITTEN_BY` in the second one marks files that may be overwritten."""
     # A word may contain newlines, which must not end the comment.
-    written = redacted(shlex.join(command)).replace("\n", "\n#   ")
+    written = redact(shlex.join(command)).replace("\n", "\n#   ")
     return ["#!/usr/bin/env bash", f"{WRITTEN_BY}{written}", f"# {equation}"]
 
 
@@ -161,7 +161,7 @@ def _sbatch_lines(job: Job) -> list[str]:
     if job.grace:
         lines.append(f"#SBATCH --signal=B:USR1@{job.grace}")
     lines.append(f"#SBATCH --{'requeue' if job.requeues else 'no-requeue'}")
-    return [*lines, *(f"#SBATCH {line}" for line in job.batch_lines)]
+    return [*lines, *(f"#SBATCH {line}" for line in job.sbatch_options)]
 
 
 def _signal_handlers(job: Job) -> list[str]:

@@ -8,18 +8,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from pentatron.text import divisors, either
+from pentatron.text import divisors, join_choices
 
 
 def accumulation_steps(global_batch: int, micro_batch: int, data_parallel: int) -> int:
     """Returns the micro-batches each data-parallel rank runs in one step."""
     steps, rest = divmod(global_batch, micro_batch * data_parallel)
     if rest:
-        raise ValueError(batch_problem(global_batch, micro_batch, data_parallel))
+        raise ValueError(batch_size_problem(global_batch, micro_batch, data_parallel))
     return steps
 
 
-def batch_problem(global_batch: int, micro_batch: int, data_parallel: int) -> str | None:
+def batch_size_problem(global_batch: int, micro_batch: int, data_parallel: int) -> str | None:
     """Returns why these sizes do not fit together, or None."""
     chunk = micro_batch * data_parallel
     if global_batch % chunk == 0:
@@ -29,7 +29,7 @@ def batch_problem(global_batch: int, micro_batch: int, data_parallel: int) -> st
         f"times data parallel size ({data_parallel}) = {chunk}"
     )
     if global_batch % data_parallel == 0:
-        sizes = either(divisors(global_batch // data_parallel))
+        sizes = join_choices(divisors(global_batch // data_parallel))
         return f"{message}; use --micro-batch-size {sizes}"
     above = -(-global_batch // chunk) * chunk
     return f"{message}; use --global-batch-size {above} or another number of processes"
@@ -39,7 +39,7 @@ _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 @dataclass(frozen=True)
-class Stretch:
+class BatchSizePhase:
     """Consecutive steps with one batch size."""
 
     first_step: int
@@ -48,7 +48,7 @@ class Stretch:
 
 
 @dataclass(frozen=True)
-class BatchPlan:
+class BatchSizeSchedule:
     """Batch size schedule: `changes` maps thresholds of consumed samples to batch sizes; the first threshold
     is 0.
 
@@ -74,19 +74,19 @@ class BatchPlan:
         return bisect.bisect_right(self.changes, consumed_samples, key=lambda change: change[0]) - 1
 
     @cached_property
-    def stretches(self) -> tuple[Stretch, ...]:
+    def stretches(self) -> tuple[BatchSizePhase, ...]:
         """The stretches of a run from sample 0; the last one is unbounded.
 
         Omits sizes that a large step skips.
         """
         return tuple(self._stretches_from(0))
 
-    def _stretches_from(self, consumed_samples: int) -> list[Stretch]:
-        stretches: list[Stretch] = []
+    def _stretches_from(self, consumed_samples: int) -> list[BatchSizePhase]:
+        stretches: list[BatchSizePhase] = []
         step, sample, entry = 0, consumed_samples, self._entry_at(consumed_samples)
         while True:
             size = self.changes[entry][1]
-            stretches.append(Stretch(step, sample, size))
+            stretches.append(BatchSizePhase(step, sample, size))
             if entry + 1 == len(self.changes):
                 return stretches
             steps = -(-(self.changes[entry + 1][0] - sample) // size)
@@ -109,7 +109,7 @@ class BatchPlan:
         stretch = self.stretches[index]
         return stretch.first_step + (samples - stretch.first_sample) // stretch.size
 
-    def sizes(self, steps: int | None = None, consumed_samples: int = 0) -> list[Stretch]:
+    def sizes(self, steps: int | None = None, consumed_samples: int = 0) -> list[BatchSizePhase]:
         """Returns the stretches of the next `steps` (default: of all) after `consumed_samples`."""
         stretches = self._stretches_from(consumed_samples)
         return [s for s in stretches if steps is None or s.first_step < max(1, steps)]
@@ -120,12 +120,12 @@ class BatchPlan:
         return math.gcd(*(size for _, size in self.changes))
 
 
-def constant(size: int) -> BatchPlan:
-    return BatchPlan(((0, size),))
+def constant(size: int) -> BatchSizeSchedule:
+    return BatchSizeSchedule(((0, size),))
 
 
 @functools.lru_cache(maxsize=8)
-def linear_ramp(start: int, increment: int, samples: int, full: int) -> BatchPlan:
+def linear_ramp(start: int, increment: int, samples: int, full: int) -> BatchSizeSchedule:
     """Returns Megatron's linear ramp-up: from `start` to `full` in equal increments over `samples`.
 
     Raises `ValueError` with a message for the user if the sizes do not fit.
@@ -153,7 +153,7 @@ def linear_ramp(start: int, increment: int, samples: int, full: int) -> BatchPla
         if threshold == changes[-1][0]:
             changes.pop()
         changes.append((threshold, start + number * increment))
-    return BatchPlan(tuple(changes))
+    return BatchSizeSchedule(tuple(changes))
 
 
 def _first_with_quotient(number: int, each: float) -> int:
@@ -166,7 +166,7 @@ def _first_with_quotient(number: int, each: float) -> int:
     return count
 
 
-def written_steps(entries: Sequence[str], sequence: int) -> BatchPlan:
+def parse_batch_steps(entries: Sequence[str], sequence: int) -> BatchSizeSchedule:
     """Parses `THRESHOLD:SIZE …` with thresholds in tokens, for sequences of length `sequence`.
 
     Raises `ValueError` with a message for the user.
@@ -190,7 +190,7 @@ def written_steps(entries: Sequence[str], sequence: int) -> BatchPlan:
                 f"thresholds must grow, but {before * sequence} tokens ({before} samples) are followed by "
                 f"{after * sequence} tokens ({after} samples); put them in order, further apart than a sequence"
             )
-    return BatchPlan(tuple(changes))
+    return BatchSizeSchedule(tuple(changes))
 
 
 def _number(text: str, entry: str) -> int:

@@ -39,7 +39,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Checked:
+class ScheduleProperties:
     """Properties of a valid schedule.
 
     `alive`: the most micro-batches each rank holds at once between their forward and the end of their
@@ -56,7 +56,7 @@ class Checked:
     bubble: float
 
 
-def check(schedule: Schedule) -> Checked:
+def check(schedule: Schedule) -> ScheduleProperties:
     """Raises `ScheduleError`, with the rank and the action, unless every property holds."""
     if len(schedule.actions) != schedule.placement.ranks:
         raise ScheduleError(
@@ -75,7 +75,7 @@ def check(schedule: Schedule) -> Checked:
     _check_device_synchronisation(schedule, dependencies)
     time = max(slots[-1].end for slots in timeline)
     busy = sum(slot.end - slot.start for slots in timeline for slot in slots)
-    return Checked(
+    return ScheduleProperties(
         alive=tuple(
             _most_in_flight(actions, (Kind.FORWARD,), (Kind.BACKWARD, Kind.WEIGHT))
             for actions in schedule.actions

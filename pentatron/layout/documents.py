@@ -8,11 +8,11 @@ from itertools import groupby, pairwise
 DocumentStarts = tuple[tuple[int, ...], ...]
 
 # Short documents of together at most this many tokens share one masked attention call.
-TOGETHER = 512
+MAX_JOINT_TOKENS = 512
 
 
 @dataclass(frozen=True)
-class Piece:
+class DocumentRange:
     """Neighbouring documents of a sequence; `cuts` are where all but the first begin, relative to `begin`."""
 
     begin: int
@@ -20,20 +20,22 @@ class Piece:
     cuts: tuple[int, ...] = ()
 
 
-def pieces(starts: Sequence[int], begin: int, end: int, together: int = TOGETHER) -> list[Piece]:
+def document_ranges(
+    starts: Sequence[int], begin: int, end: int, together: int = MAX_JOINT_TOKENS
+) -> list[DocumentRange]:
     """Splits the range [begin, end) into documents, or groups of documents with at most `together` tokens."""
     bounds = [begin, *(start for start in starts if begin < start < end), end]
-    merged: list[Piece] = []
+    merged: list[DocumentRange] = []
     for first, last in pairwise(bounds):
         previous = merged[-1] if merged else None
         if previous is not None and last - previous.begin <= together:
-            merged[-1] = Piece(previous.begin, last, (*previous.cuts, first - previous.begin))
+            merged[-1] = DocumentRange(previous.begin, last, (*previous.cuts, first - previous.begin))
         else:
-            merged.append(Piece(first, last))
+            merged.append(DocumentRange(first, last))
     return merged
 
 
-def alike(documents: DocumentStarts) -> list[tuple[slice, tuple[int, ...]]]:
+def group_equal_starts(documents: DocumentStarts) -> list[tuple[slice, tuple[int, ...]]]:
     """Groups neighbouring sequences with equal document starts, which can be computed in one batch."""
     groups, first = [], 0
     for starts, same in groupby(documents):

@@ -9,7 +9,7 @@ from pentatron.layout.ranks import Axis
 ALIGNMENT = 8
 
 
-def aligned(number: int, unit: int = ALIGNMENT) -> int:
+def align_up(number: int, unit: int = ALIGNMENT) -> int:
     """Returns the number rounded up to a multiple of `unit`."""
     return -(-number // unit) * unit
 
@@ -24,7 +24,7 @@ class Item:
 
 
 @dataclass
-class Packed:
+class PackedBucket:
     """One bucket: the indices of its items, and the axis of their replicas."""
 
     copies: Axis
@@ -32,22 +32,22 @@ class Packed:
 
     def size(self, items: Sequence[Item], ranks: int) -> int:
         """Returns the size of the bucket, padded so that it divides into `ranks` equal aligned shards."""
-        return aligned(sum(aligned(items[i].elements) for i in self.items), ALIGNMENT * ranks)
+        return align_up(sum(align_up(items[i].elements) for i in self.items), ALIGNMENT * ranks)
 
 
-def packed(items: Sequence[Item], limit: int) -> list[Packed]:
+def pack(items: Sequence[Item], limit: int) -> list[PackedBucket]:
     """Packs items, given in model order, from the last to the first into buckets of at most `limit` elements.
 
     A larger item gets its own bucket. Buckets are in the order in which they were opened.
     """
-    buckets: list[Packed] = []
-    open_buckets: dict[Axis, tuple[Packed, int]] = {}
+    buckets: list[PackedBucket] = []
+    open_buckets: dict[Axis, tuple[PackedBucket, int]] = {}
     for number in reversed(range(len(items))):
         item = items[number]
-        size = aligned(item.elements)
-        bucket, filled = open_buckets.get(item.copies, (Packed(item.copies), limit))
+        size = align_up(item.elements)
+        bucket, filled = open_buckets.get(item.copies, (PackedBucket(item.copies), limit))
         if item.alone or filled + size > limit:
-            bucket, filled = Packed(item.copies), 0
+            bucket, filled = PackedBucket(item.copies), 0
             buckets.append(bucket)
         bucket.items.append(number)
         open_buckets[item.copies] = (bucket, limit if item.alone else filled + size)

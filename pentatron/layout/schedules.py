@@ -1,7 +1,7 @@
 """Pipeline schedules: the order in which every pipeline rank computes, sends, receives and reduces.
 
 A schedule is made in two steps: a compute order (forwards and backwards of each rank, nothing else), which is
-what distinguishes one schedule from another, and `lower`, which adds the messages and the reductions.
+what distinguishes one schedule from another, and `add_communication`, which adds the messages and the reductions.
 `pentatron.layout.check` proves the result sound.
 """
 
@@ -45,7 +45,7 @@ def zero_bubble_orders(
         [[(Kind.INPUT if kind is Kind.BACKWARD else kind, stage, m) for kind, stage, m in order]]
         for order in orders
     ]
-    return granted(placement, lanes, limit)
+    return greedy_orders(placement, lanes, limit)
 
 
 def zbv_orders(ranks: int, micro_batches: int) -> list[list[Computation]]:
@@ -60,7 +60,7 @@ def zbv_orders(ranks: int, micro_batches: int) -> list[list[Computation]]:
         down, up = placement.stages_of(rank)
         preferences = ((Kind.INPUT, down), (Kind.INPUT, up), (Kind.FORWARD, up), (Kind.FORWARD, down))
         lanes.append([[(kind, stage, m) for m in range(micro_batches)] for kind, stage in preferences])
-    return granted(placement, lanes, 2 * ranks)
+    return greedy_orders(placement, lanes, 2 * ranks)
 
 
 @dataclass
@@ -105,7 +105,9 @@ class _RankState:
         return computation
 
 
-def granted(placement: Placement, lanes: Sequence[Sequence[Lane]], limit: int) -> list[list[Computation]]:
+def greedy_orders(
+    placement: Placement, lanes: Sequence[Sequence[Lane]], limit: int
+) -> list[list[Computation]]:
     """Returns the order of every rank, simulated in time steps of one computation.
 
     In each step a rank takes the first lane whose next computation has its inputs (from earlier steps) and
@@ -218,7 +220,7 @@ class _DualPipeVOrder:
 FOLDED = ("zbv", "dualpipev")
 KINDS = ("gpipe", "1f1b", "interleaved", "zero-bubble", *FOLDED)
 # Schedules that split backwards.
-HALVING = ("zero-bubble", *FOLDED)
+SPLITS_BACKWARD = ("zero-bubble", *FOLDED)
 
 
 def looped_placement(ranks: int, virtual: int) -> Placement:
@@ -231,7 +233,7 @@ def placement_for(kind: str, ranks: int, virtual: int) -> Placement:
     return v_placement(ranks) if kind in FOLDED else looped_placement(ranks, virtual)
 
 
-def takes_groups(kind: str, virtual: int) -> bool:
+def uses_groups(kind: str, virtual: int) -> bool:
     """Whether ranks switch to their next stage after a group of micro-batches."""
     return kind == "interleaved" or (kind == "zero-bubble" and virtual > 1)
 
@@ -247,7 +249,7 @@ class Stages(enum.Enum):
         return {Stages.ONE: virtual == 1, Stages.TWO: virtual == 2, Stages.SEVERAL: virtual > 1}[self]
 
 
-def stages_misfit(kind: str, virtual: int) -> Stages | None:
+def required_stages(kind: str, virtual: int) -> Stages | None:
     """Returns the number of stages a schedule needs if `virtual` does not fit it, else None."""
     if kind == "zero-bubble":
         return None
@@ -287,14 +289,14 @@ def schedule_problem(
             f"a schedule needs 1 or more ranks, virtual stages and micro-batches, "
             f"not {ranks}, {virtual} and {micro_batches}"
         )
-    match stages_misfit(kind, virtual):
+    match required_stages(kind, virtual):
         case Stages.SEVERAL:
             return f"{kind} needs 2 or more virtual stages per rank, not {virtual}; use more, or the schedule 1f1b"
         case Stages.TWO:
             return f"{kind} runs 2 stages per rank, not {virtual}; use 2, or another schedule"
         case Stages.ONE:
             return f"{kind} runs one stage per rank, not {virtual}; use the schedule interleaved, or 1 stage per rank"
-    if takes_groups(kind, virtual):
+    if uses_groups(kind, virtual):
         return group_problem(ranks, micro_batches, group)
     if problem := micro_batches_problem(kind, ranks, micro_batches):
         return problem
@@ -312,7 +314,7 @@ def training_schedule(
     if problem is not None:
         raise ValueError(problem)
     placement = placement_for(kind, ranks, virtual)
-    return lower(placement, micro_batches, _orders(kind, placement, micro_batches, group))
+    return add_communication(placement, micro_batches, _orders(kind, placement, micro_batches, group))
 
 
 @functools.lru_cache(maxsize=32)
@@ -325,7 +327,7 @@ def forward_schedule(placement: Placement, micro_batches: int) -> Schedule:
         list(_in_groups(Kind.FORWARD, placement.stages_of(rank), micro_batches, placement.ranks))
         for rank in range(placement.ranks)
     ]
-    return lower(placement, micro_batches, orders)
+    return add_communication(placement, micro_batches, orders)
 
 
 def group_sizes(micro_batches: int, group: int) -> list[int]:
@@ -339,7 +341,7 @@ def group_sizes(micro_batches: int, group: int) -> list[int]:
     return [size + 1] * left_over + [size] * (groups - left_over)
 
 
-def forwards_ahead(
+def warmup_forwards(
     kind: str, ranks: int, virtual: int, rank: int, micro_batches: int, group: int | None
 ) -> int:
     """Returns the warm-up forwards of a rank before forwards and backwards alternate, as in Megatron."""
@@ -362,7 +364,7 @@ def _orders(
         base = "1f1b" if virtual == 1 else "interleaved"
         orders = _orders(base, placement, micro_batches, group)
         # The most that the base schedule holds, which is on its first rank.
-        limit = 1 + forwards_ahead(base, ranks, virtual, 0, micro_batches, group)
+        limit = 1 + warmup_forwards(base, ranks, virtual, 0, micro_batches, group)
         return zero_bubble_orders(placement, orders, limit)
     return [_order(kind, placement, rank, micro_batches, group) for rank in range(ranks)]
 
@@ -374,7 +376,7 @@ def _order(
     forwards = list(_in_groups(Kind.FORWARD, stages, micro_batches, group or ranks))
     # Backwards in the order of micro-batches: every schedule accumulates gradients in the same order.
     backwards = list(_in_groups(Kind.BACKWARD, stages[::-1], micro_batches, group or ranks))
-    ahead = forwards_ahead(kind, ranks, len(stages), rank, micro_batches, group)
+    ahead = warmup_forwards(kind, ranks, len(stages), rank, micro_batches, group)
     return list(_one_forward_one_backward(forwards, backwards, ahead))
 
 
@@ -398,7 +400,9 @@ def _one_forward_one_backward(
         yield backward
 
 
-def lower(placement: Placement, micro_batches: int, orders: Sequence[Sequence[Computation]]) -> Schedule:
+def add_communication(
+    placement: Placement, micro_batches: int, orders: Sequence[Sequence[Computation]]
+) -> Schedule:
     """Adds messages and reductions to each rank's computations.
 
     A result is sent right after its computation. A receive is posted before the first computation that begins

@@ -34,7 +34,7 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Division:
+class StageDivision:
     """Settings for the division of the layers over `ranks` pipeline ranks with `virtual` stages each.
 
     `first` and `last` fix the layers of the first and the last rank. `count_embedding` and `count_head` make
@@ -86,7 +86,7 @@ def too_few_layers(num_layers: int, stages: int) -> str:
     )
 
 
-def stage_parts(num_layers: int, division: Division, costs: Costs) -> tuple[StagePart, ...]:
+def stage_parts(num_layers: int, division: StageDivision, costs: Costs) -> tuple[StagePart, ...]:
     """Returns the parts of all stages in model order. Raises ValueError with a message for the user."""
     if division.written is not None:
         return _written_parts(num_layers, division)
@@ -120,7 +120,7 @@ def _parts(counts: Sequence[int]) -> tuple[StagePart, ...]:
     return tuple(parts)
 
 
-def _counts_with_ends(num_layers: int, division: Division, costs: Costs) -> list[int]:
+def _counts_with_ends(num_layers: int, division: StageDivision, costs: Costs) -> list[int]:
     """Returns the layers of every stage if those of the first or the last rank are fixed."""
     ranks, virtual = division.ranks, division.virtual
     fixed = {
@@ -160,10 +160,10 @@ def _counts_with_ends(num_layers: int, division: Division, costs: Costs) -> list
     return _fill_cheapest(num_layers, counts, costs.layer, extra, open_stages)
 
 
-def _written_parts(num_layers: int, division: Division) -> tuple[StagePart, ...]:
+def _written_parts(num_layers: int, division: StageDivision) -> tuple[StagePart, ...]:
     assert division.written is not None
     text = division.written
-    stages = written_stages(text)
+    stages = parse_layout(text)
     layers = sum(stage.count("t") for stage in stages)
     if layers != num_layers:
         raise ValueError(
@@ -178,7 +178,7 @@ def _written_parts(num_layers: int, division: Division) -> tuple[StagePart, ...]
     return _parts([stage.count("t") for stage in stages])
 
 
-def written_stages(text: str) -> list[str]:
+def parse_layout(text: str) -> list[str]:
     """Parses a layout: `Et|(tt|)*2tL` → `Et`, `tt`, `tt`, `tL` (E: embedding, t: layer, L: head, |: next
     stage).
 
@@ -229,7 +229,7 @@ def _expanded(text: str) -> str:
     return "".join(stack[0])
 
 
-def recomputed_runs(
+def recompute_groups(
     layers: Sequence[Layer], chunk: int, first: int | None
 ) -> tuple[list[Sequence[Layer]], Sequence[Layer]]:
     """Splits the layers of a stage into those recomputed in backward, in groups that save one input each, and

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from pentatron.__main__ import leave_current_folder
-from pentatron.cli.output import complain, say
+from pentatron.cli.output import print_error, say
 from pentatron.megatron.names import as_megatron
 
 _USAGE = "usage: python -m pentatron.megatron SCRIPT [flags of the script]"
@@ -17,13 +17,13 @@ def main() -> None:
         sys.exit(0 if len(sys.argv) > 1 else 2)
     script = sys.argv[1]
     if not Path(script).is_file():
-        complain(f"there is no script {script}; {_USAGE}")
+        print_error(f"there is no script {script}; {_USAGE}")
         sys.exit(2)
     as_megatron()
     # Imported late: it imports torch, which --help does not need.
-    from pentatron.megatron.state import started_as
+    from pentatron.megatron.state import script_command
 
-    started_as(("-m", "pentatron.megatron", script))
+    script_command(("-m", "pentatron.megatron", script))
     sys.argv = sys.argv[1:]
     # As `python SCRIPT` does: the script's folder is importable, the current folder is not.
     sys.path.insert(0, str(Path(script).resolve().parent))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pentatron.checkpoint.state import TrainState
-from pentatron.data.datasets import wanted_samples
+from pentatron.data.datasets import required_samples
 from pentatron.errors import UserError
 from pentatron.parallel.world import World
 from pentatron.settings.command_line import FlagTable
@@ -83,7 +83,7 @@ def params_dtype(config: RunConfig) -> torch.dtype:
 
 def _derived(config: RunConfig, world: World) -> dict[str, Any]:
     """Attributes that programs for Megatron read and that are not settings here."""
-    wanted = wanted_samples(config)
+    wanted = required_samples(config)
     return {
         "rank": world.everyone.rank,
         "params_dtype": params_dtype(config),
@@ -107,7 +107,7 @@ def _derived(config: RunConfig, world: World) -> dict[str, Any]:
     }
 
 
-def entry_of(args_defaults: Mapping[str, Any]) -> tuple[EntryPoint, dict[str, Any]]:
+def script_entry_point(args_defaults: Mapping[str, Any]) -> tuple[EntryPoint, dict[str, Any]]:
     """Returns the running script as an entry point, and those of its defaults that are not settings."""
     known = table()
     settings = {name: value for name, value in args_defaults.items() if name in known}
@@ -136,7 +136,7 @@ def take_extra_arguments(
     return rest, vars(values)
 
 
-def notes_of(**given: Any) -> list[str]:
+def notes_without_effect(**given: Any) -> list[str]:
     """Returns a note for each given function that is accepted and never called."""
     return [
         f"{name} is not called: {_WITHOUT_EFFECT[name]}" for name, value in given.items() if value is not None

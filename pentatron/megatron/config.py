@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pentatron.errors import UserError
-from pentatron.megatron.state import current, is_running
+from pentatron.megatron.state import current_run, is_running
 from pentatron.settings import core as settings_core
 from pentatron.settings.core import CoreTransformerConfig
 from pentatron.settings.model import NO_EXPERTS, MoEConfig
@@ -149,7 +149,7 @@ def _check_layout(config: TransformerConfig) -> None:
     """Raises if a field of the layout differs from the run's value and from its default."""
     if not is_running():
         return
-    run = current().args
+    run = current_run().args
     for item in dataclasses.fields(config):
         if item.name not in _LAYOUT:
             continue

@@ -17,7 +17,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pentatron.data.datasets import Numbers, OpenedData, Parts, Wanted, open_data, wanted_samples
+from pentatron.data.datasets import (
+    OpenedData,
+    OrderSizes,
+    SampleCounts,
+    SplitDatasets,
+    open_data,
+    required_samples,
+)
 from pentatron.data.gpt_dataset import GPTDataset
 from pentatron.data.loader import EpochShuffle, FiniteDataset
 from pentatron.data.sampling import SPLIT_NAMES, IndexCache, Sample
@@ -102,7 +109,7 @@ class BlendedMegatronDatasetBuilder:
         self.cls, self.sizes, self.config = cls, list(sizes), config
 
     def build(self) -> "list[PlannedDataset | None]":
-        plan = state.current().data
+        plan = state.current_run().data
         if plan is None:
             raise UserError(
                 "BlendedMegatronDatasetBuilder.build() knows its data only inside the dataset provider given to pretrain() or "
@@ -133,17 +140,17 @@ class PlannedDataset:
 class Planned:
     """Opened data whose samples are ordered at the first access, or earlier by `lay_out`."""
 
-    def __init__(self, opened: OpenedData, wanted: Wanted) -> None:
+    def __init__(self, opened: OpenedData, wanted: SampleCounts) -> None:
         self.opened = opened
         self.wanted = wanted
-        self._parts: Parts | None = None
+        self._parts: SplitDatasets | None = None
 
-    def lay_out(self, numbers: Numbers, cache: IndexCache) -> None:
+    def lay_out(self, numbers: OrderSizes, cache: IndexCache) -> None:
         self._parts = self.opened.order(numbers, cache)
 
-    def parts(self) -> Parts:
+    def parts(self) -> SplitDatasets:
         if self._parts is None:
-            self.lay_out(Numbers([self.wanted.train], [self.wanted.valid]), IndexCache())
+            self.lay_out(OrderSizes([self.wanted.train], [self.wanted.valid]), IndexCache())
         assert self._parts is not None
         return self._parts
 
@@ -163,7 +170,7 @@ class DataPlan:
                 f"the dataset builder makes GPTDataset and MockGPTDataset, not {cls.__name__}; build a dataset of your own class "
                 "yourself and return it from the provider"
             )
-        wanted = wanted_samples(self.config)
+        wanted = required_samples(self.config)
         for name, size, needed in zip(SPLIT_NAMES, sizes, wanted, strict=True):
             if size is not None and size != needed:
                 raise UserError(
@@ -210,10 +217,10 @@ def provided_data(
 ) -> OpenedData:
     """Opens the data of a run whose datasets a provider returns."""
     plan = DataPlan(config, world, folder, display)
-    run = state.current()
+    run = state.current_run()
     run.data = plan
     try:
-        datasets = _checked(provider(list(wanted_samples(config))))
+        datasets = _checked(provider(list(required_samples(config))))
     finally:
         run.data = None
     built = datasets.train.plan.opened if isinstance(datasets.train, PlannedDataset) else None
@@ -229,13 +236,13 @@ def provided_data(
             data = str(len(datasets.train)) if isinstance(datasets.train, FiniteDataset) else "without end"
         fingerprint = f"{names[0]} {data}"
 
-    def order(numbers: Numbers, cache: IndexCache) -> Parts:
+    def order(numbers: OrderSizes, cache: IndexCache) -> SplitDatasets:
         for planned in plan.planned:
             planned.lay_out(numbers, cache)
         train, valid, test = (_samples(dataset) for dataset in datasets)
         if built is None and config.data.dataloader_type == "cyclic":
             train = EpochShuffle(train, config.run.seed)
-        return Parts(train, valid, test)
+        return SplitDatasets(train, valid, test)
 
     if source is None:
         return OpenedData(order, None, names, fingerprint, depends_on_length=False)

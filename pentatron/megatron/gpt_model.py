@@ -8,14 +8,14 @@ from torch import Tensor
 
 from pentatron.errors import UserError
 from pentatron.megatron.config import TransformerConfig, core_of
-from pentatron.megatron.state import current, is_running
+from pentatron.megatron.state import current_run, is_running
 from pentatron.models import gpt_model, layer_specs
 from pentatron.models.causal_lm import CausalLM
 from pentatron.models.gpt_model import ProcessGroups
 from pentatron.nn import spec
 from pentatron.nn.spec import ModuleSpec, Slot, TransformerBlockSubmodules
 from pentatron.settings.model import TransformerConfig as PentatronConfig
-from pentatron.train.model import StageCall
+from pentatron.train.model import StageInputs
 
 
 class GPTModel(gpt_model.GPTModel):
@@ -64,11 +64,11 @@ class GPTModel(gpt_model.GPTModel):
                 "--rotary-seq-len-interpolation-factor"
             )
         if pg_collection is None and is_running():
-            run = current()
+            run = current_run()
             pg_collection = run.groups
             vp_stage = run.virtual_rank if vp_stage is None else vp_stage
         elif pg_collection is not None and pg_collection.options is None and is_running():
-            pg_collection = dataclasses.replace(pg_collection, options=current().groups.options)
+            pg_collection = dataclasses.replace(pg_collection, options=current_run().groups.options)
         super().__init__(
             core,
             transformer_layer_spec,
@@ -84,11 +84,11 @@ class GPTModel(gpt_model.GPTModel):
             pg_collection,
         )
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
-        self._call: StageCall | None = None
+        self._call: StageInputs | None = None
         self._input: Tensor | None = None
         self._checked_positions = False
 
-    def receive(self, call: StageCall | None) -> None:
+    def receive(self, call: StageInputs | None) -> None:
         """Sets the call of the program that the next forward belongs to; None after it."""
         self._call = call
 
@@ -178,7 +178,7 @@ def build_module(slot: Slot, *args: Any, **kwargs: Any) -> Any:
     converted = [_converted(value) for value in args]
     named = {name: _converted(value) for name, value in kwargs.items()}
     if is_running() and spec.takes(slot, object, "axes"):
-        named.setdefault("axes", current().groups.axes)
+        named.setdefault("axes", current_run().groups.axes)
     return spec.build_module(slot, *converted, **named)
 
 

@@ -11,22 +11,27 @@ from torch import Tensor
 
 from pentatron.cli.configure import prepare
 from pentatron.cli.environment import Worker
-from pentatron.cli.main import guarded
+from pentatron.cli.main import run_guarded
 from pentatron.cli.options import entry_help
 from pentatron.cli.output import say
-from pentatron.cli.train import check_spec, joined_run, launch_workers, launching_agent, needs_launcher
-from pentatron.cli.worker import this_worker
-from pentatron.cli.worker_errors import explain, last_words
+from pentatron.cli.train import check_spec, joined_process_group, launch_workers, launcher_pid, needs_launcher
+from pentatron.cli.worker import current_worker
+from pentatron.cli.worker_errors import failure_log_message, report_error
 from pentatron.data.loader import Batch
 from pentatron.errors import UserError
-from pentatron.megatron.arguments import ExtraArguments, entry_of, notes_of, take_extra_arguments
+from pentatron.megatron.arguments import (
+    ExtraArguments,
+    notes_without_effect,
+    script_entry_point,
+    take_extra_arguments,
+)
 from pentatron.megatron.program import UserProgram, as_dictionary
-from pentatron.megatron.state import current, is_running, started_as
-from pentatron.monitor.terminal import outlive_output
-from pentatron.parallel.process_group import leave
+from pentatron.megatron.state import current_run, is_running, script_command
+from pentatron.monitor.terminal import ignore_output_errors
+from pentatron.parallel.process_group import destroy_process_group
 from pentatron.settings.run import RunConfig
 from pentatron.train.batches import micro_batches
-from pentatron.train.run_folder import write_last_words
+from pentatron.train.run_folder import log_failure
 from pentatron.train.session import Session, open_session
 
 SETS = ("train", "validation", "test")
@@ -88,7 +93,7 @@ class RateSchedule:
 
 def current_stepwise(model: bool = False, data: bool = False) -> Stepwise:
     """Returns the run that `initialize_megatron()` opened; raises if a required part is not set up."""
-    stepwise = current().stepwise
+    stepwise = current_run().stepwise
     if stepwise is None:
         raise UserError(
             "pretrain() runs all steps itself; to call them one by one begin with initialize_megatron()"
@@ -122,16 +127,16 @@ def initialize_megatron(
     """
     if others:
         raise UserError(f"initialize_megatron: {next(iter(others))} is not available; leave it out")
-    notes = notes_of(
+    notes = notes_without_effect(
         get_embedding_ranks=get_embedding_ranks, get_position_embedding_ranks=get_position_embedding_ranks
     )
-    code = guarded(lambda: _begin(extra_args_provider, args_defaults or {}, notes), is_all=False)
+    code = run_guarded(lambda: _begin(extra_args_provider, args_defaults or {}, notes), is_all=False)
     if code or not is_running():
         sys.exit(code)
 
 
 def _begin(provider: ExtraArguments | None, args_defaults: Mapping[str, Any], notes: list[str]) -> int:
-    entry, extra = entry_of(args_defaults)
+    entry, extra = script_entry_point(args_defaults)
     typed = sys.argv[1:]
     if "--help" in typed or "-h" in typed:
         say(entry_help(entry, None))
@@ -141,27 +146,27 @@ def _begin(provider: ExtraArguments | None, args_defaults: Mapping[str, Any], no
     prepared = prepare(words, entry, own_data=True)
     check_spec(prepared.resolved)
     if prepared.worker is None and needs_launcher(prepared):
-        return launch_workers(prepared, [*(started_as() or (sys.argv[0],)), *typed])
+        return launch_workers(prepared, [*(script_command() or (sys.argv[0],)), *typed])
     worker = prepared.worker or Worker(0, 1, 0, 1, "none")
     program = UserProgram(
         None, _missing("model_provider"), _missing("forward_step"), {**extra, **added}, notes
     )
     program.reads_named_data = False
     config = prepared.resolved.config
-    outlive_output()
+    ignore_output_errors()
     try:
         with ExitStack() as opening:
-            world, resolved = opening.enter_context(joined_run(prepared, worker))
+            world, resolved = opening.enter_context(joined_process_group(prepared, worker))
             session = opening.enter_context(
                 open_session(
-                    resolved, world, entry.resumes, launching_agent(), program, attempt=prepared.attempt
+                    resolved, world, entry.resumes, launcher_pid(), program, attempt=prepared.attempt
                 )
             )
-            current().stepwise = Stepwise(session, program)
+            current_run().stepwise = Stepwise(session, program)
             # Last, so that an exception above closes what was opened.
             atexit.register(_end, opening.pop_all())
     except Exception as error:
-        code = explain(error, config, worker)
+        code = report_error(error, config, worker)
         if code is None:
             raise
         return code
@@ -172,7 +177,7 @@ def _begin(provider: ExtraArguments | None, args_defaults: Mapping[str, Any], no
 def _end(opened: ExitStack) -> None:
     """Closes the run at process exit. The exit code tells the launcher whether it failed."""
     opened.close()
-    if (launched := this_worker()) is not None:
+    if (launched := current_worker()) is not None:
         launched.finished()
 
 
@@ -187,15 +192,18 @@ def _excepthook(previous: Callable[..., Any], config: RunConfig, worker: Worker)
     """Returns an excepthook that reports exceptions as `pretrain()` does, with the same exit codes."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if is_running() and (stepwise := current().stepwise) is not None:
-            write_last_words(
-                stepwise.session.folder, current().world, error, lambda e: last_words(e, config, worker.rank)
+        if is_running() and (stepwise := current_run().stepwise) is not None:
+            log_failure(
+                stepwise.session.folder,
+                current_run().world,
+                error,
+                lambda e: failure_log_message(e, config, worker.rank),
             )
         # The process groups are abandoned, because closing them at exit would wait for the other ranks.
         if worker.world_size > 1:
-            leave(failed=True)
-        code = explain(error, config, worker)
-        if code is None and (launched := this_worker()) is not None:
+            destroy_process_group(failed=True)
+        code = report_error(error, config, worker)
+        if code is None and (launched := current_worker()) is not None:
             launched.failed(error)
         elif code is None:
             previous(kind, error, trace)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pentatron.errors import UserError
 from pentatron.parallel.collectives import Group
-from pentatron.parallel.shards import Held, held_parameters
+from pentatron.parallel.shards import ShardedParameter, sharded_parameters
 from pentatron.parallel.world import World
 from pentatron.train.model import Objective
 
@@ -24,7 +24,7 @@ LossFunction = Callable[[Tensor], Any]
 
 
 @dataclass(frozen=True)
-class Returned:
+class LossResult:
     """The return value of a loss function. `tokens` is None for a mean."""
 
     loss: Tensor
@@ -32,7 +32,7 @@ class Returned:
     report: Mapping[str, Any]
 
 
-def share_of(returned: Returned, objective: Objective) -> Tensor:
+def objective_share(returned: LossResult, objective: Objective) -> Tensor:
     """Returns the micro-batch's share of the step's objective, and reports the other values to it."""
     for name, value in returned.report.items():
         objective.report(str(name), *_pair(name, value, returned.loss.device))
@@ -42,7 +42,7 @@ def share_of(returned: Returned, objective: Objective) -> Tensor:
     return objective.share_of_sum(loss, returned.tokens)
 
 
-def returned_by(loss_function: LossFunction, output: Tensor, context: Group) -> Returned:
+def call_loss_function(loss_function: LossFunction, output: Tensor, context: Group) -> LossResult:
     """Calls the loss function and checks the result. `context` is the context-parallel group."""
     with _differentiable_all_reduce(context) as over_context:
         returned = _parsed(loss_function(output))
@@ -60,8 +60,8 @@ def returned_by(loss_function: LossFunction, output: Tensor, context: Group) -> 
 
 def counting_terms_once(
     loss_function: LossFunction, output: Tensor, module: nn.Module, world: World
-) -> Returned:
-    """`returned_by` for sequence parallelism, where the ranks of the tensor axis have parts of the hidden
+) -> LossResult:
+    """`call_loss_function` for sequence parallelism, where the ranks of the tensor axis have parts of the hidden
     states.
 
     Gradients of weights that act on these parts are summed over the tensor axis. A loss term that depends on
@@ -69,10 +69,10 @@ def counting_terms_once(
     gradient is divided by the number of ranks.
     """
     leaf = output.detach().requires_grad_(output.requires_grad)
-    returned = returned_by(loss_function, leaf.view_as(leaf), world.group("context"))
+    returned = call_loss_function(loss_function, leaf.view_as(leaf), world.group("context"))
     if not returned.loss.requires_grad:
         return returned
-    parameters = [h for h in held_parameters(module) if h.parameter.requires_grad]
+    parameters = [h for h in sharded_parameters(module) if h.parameter.requires_grad]
     sources = [*([output] if leaf.requires_grad else []), *(h.parameter for h in parameters)]
     ranks = [
         *([1] if leaf.requires_grad else []),
@@ -88,7 +88,7 @@ def counting_terms_once(
     return replace(returned, loss=loss)
 
 
-def _is_summed(held: Held) -> bool:
+def _is_summed(held: ShardedParameter) -> bool:
     """Whether the gradient of a parameter is summed over the tensor axis."""
     return any("tensor" in piece.partial_over for piece in held.declared.pieces)
 
@@ -149,7 +149,7 @@ def _pair(name: Any, value: Any, device: torch.device) -> tuple[Tensor, Tensor]:
     )
 
 
-def _parsed(result: Any) -> Returned:
+def _parsed(result: Any) -> LossResult:
     if not isinstance(result, tuple) or len(result) not in (2, 3) or not isinstance(result[0], Tensor):
         raise UserError(
             f"the loss function returned {_described(result)}; it must return (loss, number of tokens), "
@@ -161,13 +161,13 @@ def _parsed(result: Any) -> Returned:
             f"the loss function returned a loss of {loss.numel()} numbers; return one, the sum over the tokens"
         )
     if isinstance(second, Mapping):
-        return Returned(loss, None, second)
+        return LossResult(loss, None, second)
     report = result[2] if len(result) == 3 else {}
     if not isinstance(report, Mapping):
         raise UserError(
             f"the loss function returned a report that is a {type(report).__name__}; return a dictionary of names and values"
         )
-    return Returned(loss, torch.as_tensor(second, device=loss.device).sum(), report)
+    return LossResult(loss, torch.as_tensor(second, device=loss.device).sum(), report)
 
 
 def _described(result: Any) -> str:

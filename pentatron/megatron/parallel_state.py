@@ -4,15 +4,15 @@ from typing import Any
 
 from pentatron.errors import UserError
 from pentatron.layout.ranks import Axis
-from pentatron.megatron.state import current, is_running
+from pentatron.megatron.state import current_run, is_running
 
 
 def _size(axis: Axis) -> int:
-    return current().world.group(axis).size
+    return current_run().world.group(axis).size
 
 
 def _rank(axis: Axis) -> int:
-    return current().world.group(axis).rank
+    return current_run().world.group(axis).rank
 
 
 def model_parallel_is_initialized() -> bool:
@@ -31,7 +31,7 @@ def initialize_model_parallel(*sizes: Any, **named: Any) -> None:
 
 
 def get_tensor_model_parallel_group(check_initialized: bool = True) -> Any:
-    return current().process_group("tensor")
+    return current_run().process_group("tensor")
 
 
 def get_tensor_model_parallel_world_size() -> int:
@@ -44,12 +44,12 @@ def get_tensor_model_parallel_rank() -> int:
 
 def get_tensor_model_parallel_src_rank() -> int:
     """Returns the global rank of the first rank of this tensor group."""
-    world = current().world
+    world = current_run().world
     return world.everyone.rank - world.at.tensor
 
 
 def get_pipeline_model_parallel_group(check_initialized: bool = True) -> Any:
-    return current().process_group("pipeline")
+    return current_run().process_group("pipeline")
 
 
 def get_pipeline_model_parallel_world_size() -> int:
@@ -62,7 +62,7 @@ def get_pipeline_model_parallel_rank() -> int:
 
 def get_data_parallel_group(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> Any:
     """Returns the data-parallel group, optionally with the context-parallel ranks."""
-    return current().process_group("replicas" if with_context_parallel else "data")
+    return current_run().process_group("replicas" if with_context_parallel else "data")
 
 
 get_data_parallel_group_gloo = get_data_parallel_group
@@ -80,13 +80,13 @@ def get_data_parallel_rank(with_context_parallel: bool = False, partial_data_par
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     """Returns the global rank of the first rank of this data-parallel group."""
-    world = current().world
+    world = current_run().world
     axis: Axis = "replicas" if with_context_parallel else "data"
     return next(members[0] for members in world.grid.groups(axis) if world.everyone.rank in members)
 
 
 def get_context_parallel_group(check_initialized: bool = True) -> Any:
-    return current().process_group("context")
+    return current_run().process_group("context")
 
 
 def get_context_parallel_world_size() -> int:
@@ -98,7 +98,7 @@ def get_context_parallel_rank() -> int:
 
 
 def get_expert_model_parallel_group(check_initialized: bool = True) -> Any:
-    return current().process_group("expert")
+    return current_run().process_group("expert")
 
 
 def get_expert_model_parallel_world_size() -> int:
@@ -110,7 +110,7 @@ def get_expert_model_parallel_rank() -> int:
 
 
 def get_expert_tensor_parallel_group(check_initialized: bool = True) -> Any:
-    return current().process_group("expert_tensor")
+    return current_run().process_group("expert_tensor")
 
 
 def get_expert_tensor_parallel_world_size() -> int:
@@ -122,27 +122,27 @@ def get_expert_tensor_parallel_rank() -> int:
 
 
 def get_expert_data_parallel_group(check_initialized: bool = True) -> Any:
-    return current().process_group("expert_data")
+    return current_run().process_group("expert_data")
 
 
 def get_embedding_group(check_initialized: bool = True) -> Any:
-    return current().process_group("embedding")
+    return current_run().process_group("embedding")
 
 
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:
     """Returns the number of stages on this rank; None for a single stage."""
-    count = current().config.virtual_stages
+    count = current_run().config.virtual_stages
     return count if count > 1 else None
 
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
     """Returns the index of the stage that is being built or computed."""
-    return current().virtual_rank
+    return current_run().virtual_rank
 
 
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
     """Selects the stage for `is_pipeline_last_stage` and the like, until the run builds or computes one."""
-    run = current()
+    run = current_run()
     if rank is None:
         run.stage = None
         return
@@ -158,12 +158,12 @@ def is_pipeline_first_stage(ignore_virtual: bool = False, vp_stage: int | None =
 
 def is_pipeline_last_stage(ignore_virtual: bool = False, vp_stage: int | None = None) -> bool:
     """Whether the loss is computed in the active stage, or with `ignore_virtual` on this rank."""
-    return current().config.placement.stages - 1 in _selected(ignore_virtual, vp_stage)
+    return current_run().config.placement.stages - 1 in _selected(ignore_virtual, vp_stage)
 
 
 def _selected(ignore_virtual: bool, vp_stage: int | None) -> tuple[int, ...]:
     """The stage of `vp_stage` or the active one; otherwise, or with `ignore_virtual`, all local stages."""
-    run = current()
+    run = current_run()
     if vp_stage is not None and not ignore_virtual:
         return (run.local_stages[vp_stage],)
     if run.stage is None or ignore_virtual:

@@ -7,13 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pentatron.cli.main import train_by
+from pentatron.cli.main import train_program
 from pentatron.errors import UserError
-from pentatron.megatron.arguments import ExtraArguments, entry_of, notes_of, take_extra_arguments
+from pentatron.megatron.arguments import (
+    ExtraArguments,
+    notes_without_effect,
+    script_entry_point,
+    take_extra_arguments,
+)
 from pentatron.megatron.datasets import DatasetProvider
 from pentatron.megatron.initialize import SETS, DataIterator, RateSchedule, checked_iterator, current_stepwise
 from pentatron.megatron.program import ForwardStep, UserProgram
-from pentatron.megatron.state import current, started_as
+from pentatron.megatron.state import current_run, script_command
 from pentatron.megatron.utils import ModelType
 from pentatron.optim.build import AnyOptimizer
 
@@ -34,13 +39,13 @@ def pretrain(
 
     Exits the process after an error, after `--help`, and in the process that started the workers.
     """
-    notes = notes_of(
+    notes = notes_without_effect(
         process_non_loss_data_func=process_non_loss_data_func,
         get_embedding_ranks=get_embedding_ranks,
         get_position_embedding_ranks=get_position_embedding_ranks,
         non_loss_data_func=non_loss_data_func,
     )
-    entry, extra = entry_of(args_defaults or {})
+    entry, extra = script_entry_point(args_defaults or {})
     script = sys.argv[0]
     programs: list[UserProgram] = []
 
@@ -53,7 +58,7 @@ def pretrain(
         programs.append(user_program)
         return rest, user_program
 
-    code = train_by(program, entry, list(started_as()) or [script])
+    code = train_program(program, entry, list(script_command()) or [script])
     if code or not any(user_program.has_run for user_program in programs):
         sys.exit(code)
 
@@ -123,10 +128,10 @@ def train(
     """
     stepwise = current_stepwise(model=True, data=True)
     checked_iterator(train_data_iterator, stepwise)
-    for note in notes_of(
+    for note in notes_without_effect(
         process_non_loss_data_func=process_non_loss_data_func, non_loss_data_func=non_loss_data_func
     ):
-        current().display.say(f"note: {note}")
+        current_run().display.say(f"note: {note}")
     stepwise.program.forward_step = forward_step_func
     ending = stepwise.session.trainer.train()
     stepwise.session.conclude(ending)

@@ -20,7 +20,7 @@ from pentatron.megatron import state
 from pentatron.megatron.arguments import arguments_of
 from pentatron.megatron.datasets import DatasetProvider, provided_data
 from pentatron.megatron.gpt_model import GPTModel
-from pentatron.megatron.losses import counting_terms_once, returned_by, share_of
+from pentatron.megatron.losses import call_loss_function, counting_terms_once, objective_share
 from pentatron.models.causal_lm import CausalLM, folded_ends
 from pentatron.models.gpt_model import ProcessGroups
 from pentatron.monitor.display import Display
@@ -29,7 +29,7 @@ from pentatron.parallel.timers import Timers
 from pentatron.parallel.world import World
 from pentatron.settings.resolve import Resolved
 from pentatron.settings.run import RunConfig
-from pentatron.train.model import Program, ReportedNames, StageCall
+from pentatron.train.model import Program, ReportedNames, StageInputs
 
 # Micro-batches whose numbers of tokens are compared. Few, because each comparison synchronizes host and
 # device.
@@ -71,10 +71,10 @@ class UserProgram(Program):
             yield
 
     def begins(self, train_state: TrainState) -> None:
-        state.current().args.follow(train_state)
+        state.current_run().args.follow(train_state)
 
-    def timed_by(self, timers: Timers) -> None:
-        state.current().timers.join(timers)
+    def set_timers(self, timers: Timers) -> None:
+        state.current_run().timers.join(timers)
 
     def open_data(self, config: RunConfig, world: World, folder: Path, display: Display) -> OpenedData:
         if self.dataset_provider is None:
@@ -92,12 +92,12 @@ class UserProgram(Program):
         groups = ProcessGroups(
             axes.with_linear(options.linear), tuple(parts.values()), options, folded_ends(parts.values())
         )
-        with state.current().building(groups):
+        with state.current_run().building(groups):
             return self._stages(parts, device)
 
     def _stages(self, parts: Mapping[int, StagePart], device: torch.device) -> dict[int, CausalLM]:
         """Calls the model provider for every stage of this rank."""
-        run = state.current()
+        run = state.current_run()
         parameters = inspect.signature(self.model_provider).parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         stages: dict[int, CausalLM] = {}
@@ -112,8 +112,8 @@ class UserProgram(Program):
         run.stage = None
         return stages
 
-    def forward(self, module: CausalLM, call: StageCall) -> Tensor:
-        run = state.current()
+    def forward(self, module: CausalLM, call: StageInputs) -> Tensor:
+        run = state.current_run()
         assert isinstance(module, GPTModel), "build_stages checks the type"
         run.stage = call.stage
         module.receive(call)
@@ -124,10 +124,10 @@ class UserProgram(Program):
             if module.axis.sequence_parallel and run.world.tensor.size > 1:
                 returned = counting_terms_once(loss_function, output, module, run.world)
             else:
-                returned = returned_by(loss_function, output, run.world.group("context"))
+                returned = call_loss_function(loss_function, output, run.world.group("context"))
             if returned.tokens is not None:
                 self._compare_counts(returned.tokens)
-            return share_of(returned, call.objective)
+            return objective_share(returned, call.objective)
         finally:
             module.receive(None)
             run.stage = None
@@ -136,7 +136,7 @@ class UserProgram(Program):
         """Prints one notice if micro-batches, which Megatron weighs equally, differ in their number of
         tokens.
         """
-        run = state.current()
+        run = state.current_run()
         at = run.world.at
         if self._counts_left == 0 or not at.data == at.context == at.tensor == 0:
             return

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Running:
+class CurrentRun:
     """The state of a run.
 
     `stage` is the index of the pipeline stage that is built or computed, or None in between. `data` is set
@@ -88,11 +88,11 @@ class Running:
         return self.alone
 
 
-_running: Running | None = None
+_running: CurrentRun | None = None
 _started_as: tuple[str, ...] = ()
 
 
-def current() -> Running:
+def current_run() -> CurrentRun:
     if _running is None:
         raise UserError(
             "there is no run yet: get_args(), get_timers() and mpu.* work inside the functions given to pretrain()"
@@ -105,7 +105,7 @@ def is_running() -> bool:
 
 
 @contextmanager
-def running(resolved: Resolved, world: World, display: Display, args: Arguments) -> Iterator[Running]:
+def running(resolved: Resolved, world: World, display: Display, args: Arguments) -> Iterator[CurrentRun]:
     """Makes this the current run of the process inside the block."""
     global _running
     if _running is not None:
@@ -117,7 +117,7 @@ def running(resolved: Resolved, world: World, display: Display, args: Arguments)
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     timers = Timers(resolved.config.loop.timing_log_level, world.everyone, display.say)
     groups = process_groups(resolved.config, world)
-    _running = Running(resolved, world, display, args, timers, groups)
+    _running = CurrentRun(resolved, world, display, args, timers, groups)
     try:
         yield _running
     finally:
@@ -126,7 +126,7 @@ def running(resolved: Resolved, world: World, display: Display, args: Arguments)
             dist.destroy_process_group()
 
 
-def started_as(words: tuple[str, ...] | None = None) -> tuple[str, ...]:
+def script_command(words: tuple[str, ...] | None = None) -> tuple[str, ...]:
     """Returns the arguments of `python` that start the script if they are not just its path; sets them if
     given.
     """
@@ -138,16 +138,16 @@ def started_as(words: tuple[str, ...] | None = None) -> tuple[str, ...]:
 
 def get_args() -> Arguments:
     """Returns every setting of the run by name."""
-    return current().args
+    return current_run().args
 
 
 def get_timers() -> Timers:
-    return current().timers
+    return current_run().timers
 
 
 def get_tokenizer() -> Tokenizer | None:
     """Returns the configured tokenizer; None if the data needs none."""
-    return current().tokenizer
+    return current_run().tokenizer
 
 
 def get_tensorboard_writer() -> Any:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pentatron.errors import UserError
-from pentatron.megatron.state import current, is_running
+from pentatron.megatron.state import current_run, is_running
 from pentatron.nn import linear
 from pentatron.nn.linear import Rows, even_rows
 from pentatron.nn.loss import cross_entropy_of
@@ -56,8 +56,8 @@ def _axis_of(tp_size: int, out_features: int) -> TensorAxis:
         raise UserError(
             f"ColumnParallelLinear: {out_features} outputs cannot be shared by {tp_size} tensor ranks; use a size that divides them"
         )
-    if is_running() and current().groups.axes.tensor.size == tp_size:
-        return current().groups.axes.tensor
+    if is_running() and current_run().groups.axes.tensor.size == tp_size:
+        return current_run().groups.axes.tensor
     return _SingleShard(Group(0, tp_size))
 
 
@@ -69,17 +69,17 @@ def vocab_parallel_cross_entropy(
         raise UserError(
             f"vocab_parallel_cross_entropy: label_smoothing={label_smoothing} is not available; leave it out"
         )
-    run = current()
+    run = current_run()
     axis, vocabulary = run.groups.axes.tensor, run.config.model.vocab_size
     assert vocabulary is not None
     first = axis.rank * vocab_parallel_logits.shape[-1]
     cross_entropy = cross_entropy_of(decide(run.config, DeviceFacts(vocab_parallel_logits.device.type)).loss)
-    return cross_entropy.of_logits(vocab_parallel_logits, target, vocabulary, first, axis.group)
+    return cross_entropy.from_logits(vocab_parallel_logits, target, vocabulary, first, axis.group)
 
 
 def broadcast_data(
     keys: Sequence[str], data: Mapping[str, Tensor], datatype: torch.dtype
 ) -> dict[str, Tensor]:
     """Copies the tensors to this rank's device without a broadcast: every rank reads its own batches."""
-    device = current().world.device
+    device = current_run().world.device
     return {key: data[key].to(device=device, dtype=datatype) for key in keys}

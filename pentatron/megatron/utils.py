@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pentatron.cli.output import say
 from pentatron.errors import UserError
-from pentatron.megatron.state import current, is_running
+from pentatron.megatron.state import current_run, is_running
 from pentatron.monitor.recorder import STARTED, append_event
 from pentatron.parallel.collectives import all_reduce_
 
@@ -45,7 +45,7 @@ class StateMachineActions(enum.Enum):
 def print_rank_0(message: str) -> None:
     """Prints on rank 0."""
     if is_running():
-        current().display.say(str(message))
+        current_run().display.say(str(message))
     elif not dist.is_initialized() or dist.get_rank() == 0:
         say(str(message))
 
@@ -65,7 +65,7 @@ def print_datetime(string: str) -> None:
 
 def append_to_progress_log(string: str, barrier: bool = True) -> None:
     """Appends a line to progress.txt in the checkpoint folder."""
-    run = current()
+    run = current_run()
     folder = run.config.checkpoint.save
     # The session writes the line of the start itself.
     if run.world.is_first and folder is not None and string != STARTED:
@@ -78,13 +78,13 @@ def append_to_progress_log(string: str, barrier: bool = True) -> None:
 
 def average_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:
     """Returns the mean of each loss over the data-parallel ranks, for a report."""
-    data = current().world.data
+    data = current_run().world.data
     return all_reduce_(torch.stack([loss.detach().reshape(()) for loss in losses]), data) / data.size
 
 
 def get_batch_on_this_tp_rank(data_iterator: Iterator[dict[str, Tensor]]) -> dict[str, Tensor | None]:
     """Copies the next micro-batch to this rank's device. Attention is causal, so there is no mask."""
-    device = current().world.device
+    device = current_run().world.device
     data = next(data_iterator)
     return {key: data[key].to(device, non_blocking=True) if key in data else None for key in _KEYS}
 
@@ -94,7 +94,7 @@ def get_batch_on_this_cp_rank(batch: dict[str, Tensor | None]) -> dict[str, Tens
 
     Tensors of a data iterator are that part already and are not changed.
     """
-    run = current()
+    run = current_run()
     context, length = run.groups.axes.context, run.config.model.seq_length
     if context.size == 1:
         return batch

@@ -12,21 +12,21 @@ from torch import Tensor, nn
 from pentatron.layout.documents import DocumentStarts
 from pentatron.layout.stages import StagePart
 from pentatron.models.layer_specs import block_spec
-from pentatron.nn.compiled import together_of
+from pentatron.nn.compiled import compiled_layers
 from pentatron.nn.dropout import DropoutKeys, hidden_dropout
 from pentatron.nn.init import draw_weights
-from pentatron.nn.kv_cache import CacheInUse
-from pentatron.nn.linear import PositionTable, VocabularyHead, VocabularyTable
+from pentatron.nn.kv_cache import ActiveCache
+from pentatron.nn.linear import OutputLayer, PositionEmbedding, VocabParallelEmbedding
 from pentatron.nn.norm import ConfiguredNorm, norm_in
 from pentatron.nn.options import DEFAULT_OPTIONS, AttentionKernels, Axes, LayerOptions, ModelOptions
-from pentatron.nn.recompute import EVERY_LAYER, LAYERS, NOTHING, RecomputeSwitch
+from pentatron.nn.recompute import EVERY_LAYER, LAYERS, NO_RECOMPUTE, RecomputeSwitch
 from pentatron.nn.rope import build_rope
-from pentatron.nn.spec import ModuleSpec, TransformerBlockSubmodules, build_module, documents_for
+from pentatron.nn.spec import ModuleSpec, TransformerBlockSubmodules, build_module, documents_kwargs
 from pentatron.parallel.axes import TensorAxis
-from pentatron.parallel.shards import Shape, held_parameters
+from pentatron.parallel.shards import Shape, sharded_parameters
 from pentatron.settings.core import CoreTransformerConfig
 from pentatron.settings.model import NO_EXPERTS, MoEConfig, TransformerConfig
-from pentatron.settings.parameters import head_has_table, is_tied, position_shape, table_shape
+from pentatron.settings.parameters import embedding_shape, has_separate_output_weight, is_tied, position_shape
 
 _TIED_TENSOR = "embedding.word.weight"
 
@@ -38,10 +38,10 @@ class Embedding(nn.Module):
         super().__init__()
         self.axis = axis
         self.dropout = config.hidden_dropout
-        rows, width = table_shape(config)
-        self.word = VocabularyTable(rows, config.vocab_size, width, axis, tied=tied_elsewhere)
+        rows, width = embedding_shape(config)
+        self.word = VocabParallelEmbedding(rows, config.vocab_size, width, axis, tied=tied_elsewhere)
         positions = position_shape(config)
-        self.position = None if positions is None else PositionTable(*positions, axis)
+        self.position = None if positions is None else PositionEmbedding(*positions, axis)
 
     def forward(self, tokens_BS: Tensor, positions_BS: Tensor, keys: DropoutKeys | None) -> Tensor:
         x_BSD = self.word(tokens_BS)
@@ -56,7 +56,7 @@ class FoldedEnds:
     """
 
     def __init__(self) -> None:
-        self.table: VocabularyTable | None = None
+        self.table: VocabParallelEmbedding | None = None
 
 
 def folded_ends(parts: Collection[StagePart]) -> FoldedEnds | None:
@@ -89,7 +89,7 @@ class CausalLM(nn.Module):
         self.attention_backend = options.attention_backend
         self.attention_dropout = config.attention_dropout
         self.kernels = AttentionKernels()
-        self.cache_in_use = CacheInUse()
+        self.cache_in_use = ActiveCache()
         draws = config.attention_dropout > 0
         self.recompute = RecomputeSwitch(options.recompute, draws, self.kernels.around)
         self.cross_entropy = options.cross_entropy
@@ -118,27 +118,25 @@ class CausalLM(nn.Module):
         # of the layers.
         self.layers = nn.ModuleDict({str(i): layer for i, layer in layers.items()})
         # Runs several layers as one compiled function; returns the layers it did not run.
-        self.together = together_of(options.compile, layers.values())
+        self.together = compiled_layers(options.compile, layers.values())
         self.final_norm: nn.Module | None = None
-        self.head: VocabularyHead | None = None
+        self.head: OutputLayer | None = None
         if part.head:
             self.final_norm = norm_in(
                 block.layer_norm or ConfiguredNorm,
                 config,
                 config.hidden_size,
-                self.axis.partial_in_stream,
+                self.axis.partial_axes,
                 options.compile,
             )
-        if head_has_table(config, part):
-            rows, width = table_shape(config)
+        if has_separate_output_weight(config, part):
+            rows, width = embedding_shape(config)
             table = ends.table if tied and ends is not None else None
             assert not tied or ends is None or table is not None, (
                 "the first stage is built before the last one"
             )
             tied_to = _TIED_TENSOR if tied else None
-            self.head = VocabularyHead(
-                rows, config.vocab_size, width, head_axis, tied_to=tied_to, shared=table
-            )
+            self.head = OutputLayer(rows, config.vocab_size, width, head_axis, tied_to=tied_to, shared=table)
         if tied and ends is not None and self.embedding is not None:
             ends.table = self.embedding.word
 
@@ -193,7 +191,7 @@ class CausalLM(nn.Module):
         if self.together is not None and documents is None:
             x_BSD, layers = self.together(x_BSD, layers, self.rope, angles, keys)
         for layer in layers:
-            x_BSD = layer(x_BSD, self.rope, angles, keys, **documents_for(layer, documents))
+            x_BSD = layer(x_BSD, self.rope, angles, keys, **documents_kwargs(layer, documents))
         return x_BSD
 
     def gradient_checkpointing_enable(self) -> None:
@@ -201,14 +199,14 @@ class CausalLM(nn.Module):
         self.recompute.wanted = EVERY_LAYER
 
     def gradient_checkpointing_disable(self) -> None:
-        self.recompute.wanted = NOTHING
+        self.recompute.wanted = NO_RECOMPUTE
 
     def _logits_or_losses(self, x_BSD: Tensor, labels_BS: Tensor | None) -> Tensor:
         """Returns this rank's shard of the logits, or with labels the loss of every token."""
 
-        def losses(head: VocabularyTable, x_BSD: Tensor) -> Tensor:
+        def losses(head: VocabParallelEmbedding, x_BSD: Tensor) -> Tensor:
             assert labels_BS is not None
-            return self.cross_entropy.of_stream(head, x_BSD, labels_BS, self.vocab_size)
+            return self.cross_entropy.from_hidden_states(head, x_BSD, labels_BS, self.vocab_size)
 
         if self.head is not None:
             return self.head(x_BSD, None if labels_BS is None else losses)
@@ -237,7 +235,7 @@ def build_stages(
         with device:
             stages[number] = CausalLM(config, moe, part, axes, options, spec, ends)
     if seed is not None:
-        draw_weights(held_parameters(*stages.values()), seed, config.init_method_std)
+        draw_weights(sharded_parameters(*stages.values()), seed, config.init_method_std)
     return stages
 
 
@@ -259,4 +257,4 @@ def logical_shapes(model: TransformerConfig, moe: MoEConfig) -> dict[str, Shape]
     part = StagePart(tuple(range(model.num_layers)), embedding=True, head=True)
     with torch.device("meta"):
         whole = CausalLM(model, moe, part, Axes())
-    return {held.tensor: held.declared.shape for held in held_parameters(whole)}
+    return {held.tensor: held.declared.shape for held in sharded_parameters(whole)}

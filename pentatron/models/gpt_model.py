@@ -14,7 +14,7 @@ from pentatron.models.causal_lm import CausalLM, FoldedEnds, folded_ends
 from pentatron.nn.init import draw_weights
 from pentatron.nn.options import DEFAULT_OPTIONS, ONE_PROCESS, Axes, ModelOptions, axes_of
 from pentatron.nn.spec import ModuleSpec, TransformerBlockSubmodules
-from pentatron.parallel.shards import held_parameters
+from pentatron.parallel.shards import sharded_parameters
 from pentatron.parallel.world import World
 from pentatron.settings.core import CoreTransformerConfig
 from pentatron.settings.model import TransformerConfig
@@ -96,7 +96,7 @@ class GPTModel(CausalLM):
         super().__init__(core, core.moe, part, axes, options, transformer_layer_spec, ends)
         self.config = core
         self.split_sequences = axes.context.size > 1
-        draw_weights(held_parameters(self), core.seed, core.init_method_std)
+        draw_weights(sharded_parameters(self), core.seed, core.init_method_std)
 
     def forward(  # type: ignore[override]
         self,

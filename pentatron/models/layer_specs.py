@@ -26,11 +26,11 @@ from pentatron.nn.spec import (
     TransformerBlockSubmodules,
     TransformerLayerSubmodules,
     build_module,
+    current_folder_on_path,
     import_named,
-    importing_from_here,
 )
 from pentatron.nn.transformer_layer import TransformerLayer, dropout_add
-from pentatron.parallel.shards import held_parameters
+from pentatron.parallel.shards import sharded_parameters
 from pentatron.settings.core import CoreTransformerConfig
 from pentatron.settings.model import MoEConfig, TransformerConfig, moe_layers
 
@@ -48,7 +48,7 @@ def user_spec(config: CoreTransformerConfig) -> ModuleSpec | TransformerBlockSub
     spec = import_named(module, name, what)
     if callable(spec):
         takes_config = bool(inspect.signature(spec).parameters)
-        with importing_from_here():
+        with current_folder_on_path():
             spec = spec(config) if takes_config else spec()
     if not isinstance(spec, ModuleSpec | TransformerBlockSubmodules):
         raise UserError(
@@ -68,7 +68,7 @@ def check_layers(config: CoreTransformerConfig, block: TransformerBlockSubmodule
         with torch.device("meta"):
             layer = build_module(spec, config=config, layer_number=number)
         try:
-            held_parameters(layer)
+            sharded_parameters(layer)
         except TypeError as error:
             raise UserError(
                 f"layer {number} of --spec {' '.join(config.spec)}: {error}; derive it from DeclaringModule and make "

@@ -46,7 +46,7 @@ def loads_of(stage: CausalLM) -> dict[int, RouterLoad]:
     }
 
 
-def kept_by_routers(loads: Mapping[int, RouterLoad]) -> Iterator[Fragment]:
+def router_fragments(loads: Mapping[int, RouterLoad]) -> Iterator[Fragment]:
     """Yields the router state that checkpoints save besides weights, with its names in the checkpoint."""
     for layer, load in loads.items():
         for name, values in load.kept().items():
@@ -100,4 +100,4 @@ class RouterLoads:
         """Yields the tensors to load into, or with `owned_only` this rank's part of a save."""
         if owned_only and not self.world.is_first_of(("tensor", "replicas")):
             return
-        yield from kept_by_routers(self.local)
+        yield from router_fragments(self.local)

@@ -4,8 +4,8 @@ import sys
 import time
 from typing import Any, TextIO
 
-from pentatron.monitor.report import StepReport, short_line
-from pentatron.text import duration, in_mib, spoken
+from pentatron.monitor.report import StepReport, progress_line
+from pentatron.text import duration, in_mib, printable_without_secrets
 
 _SECONDS_BETWEEN_LINES = 5.0
 
@@ -26,7 +26,7 @@ class Display:
         """Ends the display."""
 
 
-class Silent(Display):
+class SilentDisplay(Display):
     """Display of ranks that print nothing."""
 
 
@@ -43,7 +43,7 @@ class PlainLines(Display):
         if self._has_failed:
             return
         try:
-            self.out.write(f"{spoken(text)}\n")
+            self.out.write(f"{printable_without_secrets(text)}\n")
             self.out.flush()
         except OSError:
             # Only streams of the caller raise (see terminal.py). The run's log contains every line.
@@ -60,7 +60,7 @@ class PlainLines(Display):
             return
         if now - self._last >= _SECONDS_BETWEEN_LINES or report.step in (1, report.total_steps):
             self._last = now
-            self.say(short_line(report, eta_seconds))
+            self.say(progress_line(report, eta_seconds))
 
 
 class LiveBar(Display):
@@ -81,12 +81,17 @@ class LiveBar(Display):
         self._progress.start()
 
     def say(self, text: str) -> None:
-        self.console.print(spoken(text), markup=False, highlight=False)
+        self.console.print(printable_without_secrets(text), markup=False, highlight=False)
 
     def work(self, what: str, done: int, total: int, facts: str = "") -> None:
         from rich.markup import escape
 
-        self._show(escape(spoken(what)), done, total, f"{100 * done / max(total, 1):.0f} % {facts}")
+        self._show(
+            escape(printable_without_secrets(what)),
+            done,
+            total,
+            f"{100 * done / max(total, 1):.0f} % {facts}",
+        )
 
     def step(self, report: StepReport, eta_seconds: float) -> None:
         facts = (

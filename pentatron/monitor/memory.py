@@ -25,7 +25,7 @@ def memory_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def memory_now(device: torch.device) -> dict[str, int]:
+def current_memory(device: torch.device) -> dict[str, int]:
     """Current memory in bytes: `resident`, and on a GPU also `allocated` and `reserved`."""
     figures = {"resident": _resident()}
     if device.type == "cuda":
@@ -38,7 +38,7 @@ def memory_now(device: torch.device) -> dict[str, int]:
 
 def memory_scalars(device: torch.device) -> dict[str, float]:
     """Current memory under the names of Megatron-LM's writer."""
-    scalars = {f"mem-{name}-bytes": float(value) for name, value in memory_now(device).items()}
+    scalars = {f"mem-{name}-bytes": float(value) for name, value in current_memory(device).items()}
     if device.type == "cuda":
         scalars["mem-allocated-count"] = float(torch.cuda.memory_stats(device)["allocation.all.current"])
     return scalars
@@ -96,7 +96,7 @@ class MemorySampler:
         self._rows = csv.writer(self._file)
         self._has_utilisation = gpu_utilisation(device) is not None
         utilisation = ["gpu_utilisation_percent"] if self._has_utilisation else []
-        self._rows.writerow(["seconds", *(f"{name}_bytes" for name in memory_now(device)), *utilisation])
+        self._rows.writerow(["seconds", *(f"{name}_bytes" for name in current_memory(device)), *utilisation])
         self._sample()
         self._thread = threading.Thread(target=self._run, name="memory samples", daemon=True)
         self._thread.start()
@@ -106,7 +106,7 @@ class MemorySampler:
             self._sample()
 
     def _sample(self) -> None:
-        figures = memory_now(self.device)
+        figures = current_memory(self.device)
         self.peak = {name: max(value, self.peak.get(name, 0)) for name, value in figures.items()}
         utilisation = [gpu_utilisation(self.device)] if self._has_utilisation else []
         self._try_write(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pentatron.files import numbered, rename, write_file
+from pentatron.files import next_numbered_name, rename, write_file
 from pentatron.monitor.recorder import AppendedFile, Recorder
 from pentatron.monitor.report import StepReport
 from pentatron.text import parse_json
@@ -47,7 +47,7 @@ class MetricsFile(Recorder):
         """
         rows = read_metrics(path)
         if rows.damaged:
-            backup = numbered(path, ".damaged-")
+            backup = next_numbered_name(path, ".damaged-")
             rename(path, backup)
             tell(f"note: {damaged_lines(rows.damaged)}; the original file is {backup.name}")
         write_file(path, "".join(_line(row) for row in rows if row["step"] <= resumed_step).encode())
@@ -157,7 +157,7 @@ _RECENT_RANKS = 5
 
 
 @dataclass
-class Followed:
+class RunMetrics:
     """Metrics of a run so far.
 
     `step`: last step. `recent`: last trained steps. `ranks`: last rows with values of all ranks. `damaged`:
@@ -188,24 +188,24 @@ class Followed:
             self.ranks.append(row)
 
 
-class Follower:
+class MetricsFollower:
     """Reads rows appended to a metrics file since the last `poll`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.seen = Followed()
+        self.seen = RunMetrics()
         # Offset of the last complete line, and the inode of the file.
         self._last_offset = 0
         self._inode = -1
 
-    def poll(self) -> Followed:
+    def poll(self) -> RunMetrics:
         if not self.path.exists():
             return self.seen
         with self.path.open("rb") as file:
             status = self.path.stat()
             if status.st_ino != self._inode or status.st_size < self._last_offset:
                 # Another run in the folder, or this run resumed from an earlier step.
-                self.seen, self._last_offset, self._inode = Followed(), 0, status.st_ino
+                self.seen, self._last_offset, self._inode = RunMetrics(), 0, status.st_ino
             file.seek(self._last_offset)
             offset = self._last_offset
             for line in file:

@@ -10,12 +10,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from pentatron.files import sync, write_file
+from pentatron.files import fsync, write_file
 from pentatron.monitor.report import StepReport
-from pentatron.text import one_line, redacted
+from pentatron.text import one_line, redact
 
 
-class RecorderDown(Exception):
+class RecorderUnavailable(Exception):
     """A recorder cannot record, for a reason that is not a mistake of the user and may be temporary."""
 
 
@@ -85,7 +85,7 @@ class AppendedFile:
 # --- recorders that may fail ---
 
 
-class Lenient(Recorder):
+class TolerantRecorder(Recorder):
     """Wraps a recorder whose failure must not stop training: reports the first one, then disables it."""
 
     def __init__(self, name: str, make: Callable[[], Recorder], tell: Callable[[str], None]) -> None:
@@ -113,7 +113,7 @@ class Lenient(Recorder):
     def _try(self, action: Callable[[], None]) -> None:
         try:
             action()
-        except (OSError, RecorderDown) as error:
+        except (OSError, RecorderUnavailable) as error:
             self._recorder = Recorder()
             reason = error.strerror or str(error) if isinstance(error, OSError) else str(error)
             self.tell(f"warning: {self.name} fails ({reason}); training goes on without it")
@@ -216,16 +216,16 @@ def append_event(path: Path, job_id: str, devices: int, *words: str, now: dateti
     path.parent.mkdir(parents=True, exist_ok=True)
     line = (
         f"{now or datetime.now():{_TIME}}",
-        f"Job ID: {one_line(redacted(job_id))}",
+        f"Job ID: {one_line(redact(job_id))}",
         f"# GPUs: {devices}",
-        *map(redacted, words),
+        *map(redact, words),
     )
     with path.open("ab+") as file:
         # Starts a new line if a crash left a partial one.
         file.seek(max(0, file.seek(0, io.SEEK_END) - 1))
         newline = "" if file.read(1) in (b"", b"\n") else "\n"
         file.write((newline + "\t".join(line) + "\n").encode(errors="backslashreplace"))
-        sync(file)
+        fsync(file)
 
 
 class ProgressFile(Recorder):

@@ -94,7 +94,7 @@ class ExpertReport:
 
 
 # Prefix of the log line of an error.
-FAILED = "error: "
+ERROR_PREFIX = "error: "
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class StepReport:
         return self.flops / self.seconds / self.devices / 1e12
 
 
-def short_line(report: StepReport, eta_seconds: float) -> str:
+def progress_line(report: StepReport, eta_seconds: float) -> str:
     """Formats one step for output without a progress bar."""
     return (
         f"step {report.step:>5}/{report.total_steps}  loss {report.loss:7.4f}  lr {report.learning_rate:.2e}  "

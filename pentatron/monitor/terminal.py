@@ -68,11 +68,11 @@ class Stream(io.RawIOBase):
 _owned: dict[str, Stream] = {}
 
 
-def own_streams() -> None:
+def replace_streams() -> None:
     """Replaces stdout and stderr by streams that survive write errors.
 
     Streams replaced by the caller (notebook, test) are kept. From here on, a failure of stdout raises
-    `OutputLost` until `outlive_output()` is called; a failure of stderr never raises.
+    `OutputLost` until `ignore_output_errors()` is called; a failure of stderr never raises.
     """
     closed = _fill_closed_descriptors()
     for name, descriptor in STREAMS.items():
@@ -126,7 +126,7 @@ def _text_stream(replaced_stream: Any, raw: Stream) -> io.TextIOWrapper:
     )
 
 
-def outlive_output() -> None:
+def ignore_output_errors() -> None:
     """Drops output that cannot be written from now on, for work that stores its results in files."""
     if "stdout" in _owned:
         _owned["stdout"].survives = True
@@ -152,7 +152,7 @@ def append_line(file: Path, line: str) -> bool:
 
 
 @contextmanager
-def whole_output() -> Iterator[None]:
+def require_complete_output() -> Iterator[None]:
     """Raises `OutputLost` at the end of the block if the output of a command could not be written completely.
 
     Output after the block never raises: Python's final flush would change the exit code.
@@ -164,4 +164,4 @@ def whole_output() -> Iterator[None]:
         if stream is not None and not stream.survives and stream.error is not None:
             raise OutputLost(stream.error.errno, stream.error.strerror)
     finally:
-        outlive_output()
+        ignore_output_errors()

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from pentatron.errors import UserError
-from pentatron.monitor.recorder import Recorder, RecorderDown
+from pentatron.monitor.recorder import Recorder, RecorderUnavailable
 from pentatron.monitor.report import StepReport, perplexity
-from pentatron.text import redacted
+from pentatron.text import redact
 
 # --- scalars under Megatron-LM's names ---
 
 
 @dataclass(frozen=True)
-class Choices:
+class OptionalScalars:
     """Optional metrics."""
 
     timers: bool = False
@@ -37,7 +37,7 @@ class Scalar:
     over_samples: bool = False
 
 
-def scalars(report: StepReport, validation: float | None, choices: Choices) -> list[Scalar]:
+def scalars(report: StepReport, validation: float | None, choices: OptionalScalars) -> list[Scalar]:
     """Returns the metrics of a step in the order of Megatron-LM's writer."""
     # The learning rate of the next step, as in the log and in Megatron-LM.
     over_both = {"learning-rate": report.next_learning_rate, "batch-size": float(report.global_batch_size)}
@@ -62,7 +62,7 @@ def scalars(report: StepReport, validation: float | None, choices: Choices) -> l
     return values
 
 
-def of_evaluation(losses: Mapping[str, float], choices: Choices) -> list[Scalar]:
+def evaluation_scalars(losses: Mapping[str, float], choices: OptionalScalars) -> list[Scalar]:
     """Returns the losses evaluated after the last step, over steps only."""
     values = [s for name, loss in losses.items() for s in _evaluation_scalars(name, loss, choices.perplexity)]
     return [scalar for scalar in values if not scalar.over_samples]
@@ -90,7 +90,7 @@ class TensorBoard(Recorder):
     """Writes TensorBoard events."""
 
     def __init__(
-        self, folder: Path, settings: Mapping[str, Any], choices: Choices, interval: int, step: int
+        self, folder: Path, settings: Mapping[str, Any], choices: OptionalScalars, interval: int, step: int
     ) -> None:
         """Purges events after `step`: they were lost with an interrupted run and are computed again."""
         try:
@@ -111,7 +111,7 @@ class TensorBoard(Recorder):
             events.event_writer._async_writer._worker._invoke_excepthook = lambda thread: None
         self.choices, self.interval = choices, interval
         for name, value in settings.items():
-            self._writer.add_text(name, redacted(str(value)), global_step=step)
+            self._writer.add_text(name, redact(str(value)), global_step=step)
 
     def record(self, report: StepReport, validation: float | None) -> None:
         if report.step % self.interval and validation is None:
@@ -122,7 +122,7 @@ class TensorBoard(Recorder):
         self._writer.flush()
 
     def evaluated(self, step: int, losses: Mapping[str, float]) -> None:
-        for scalar in of_evaluation(losses, self.choices):
+        for scalar in evaluation_scalars(losses, self.choices):
             self._writer.add_scalar(scalar.name, scalar.value, step)
         self._writer.flush()
 
@@ -131,7 +131,7 @@ class TensorBoard(Recorder):
 
 
 @dataclass(frozen=True)
-class Place:
+class WandbDestination:
     """Destination of a Weights & Biases run. `folder`: for wandb's own files."""
 
     project: str
@@ -144,7 +144,7 @@ class Place:
 def _redacted_arguments() -> Iterator[None]:
     """Context manager that hides secrets of the command line from `wandb.init`, which uploads `sys.argv`."""
     original = sys.argv
-    sys.argv = [redacted(word) for word in original]
+    sys.argv = [redact(word) for word in original]
     try:
         yield
     finally:
@@ -154,7 +154,9 @@ def _redacted_arguments() -> Iterator[None]:
 class WeightsAndBiases(Recorder):
     """Logs to Weights & Biases."""
 
-    def __init__(self, place: Place, settings: Mapping[str, Any], choices: Choices, interval: int) -> None:
+    def __init__(
+        self, place: WandbDestination, settings: Mapping[str, Any], choices: OptionalScalars, interval: int
+    ) -> None:
         """Online or offline mode is set by wandb's own means (WANDB_MODE, `wandb login`)."""
         try:
             import wandb
@@ -165,14 +167,14 @@ class WeightsAndBiases(Recorder):
             with _redacted_arguments():
                 self._run = wandb.init(
                     dir=os.fspath(place.folder),
-                    name=redacted(place.name),
+                    name=redact(place.name),
                     project=place.project,
                     entity=place.entity,
                     config=dict(settings),
                 )
         except wandb.errors.Error as error:
             reason = str(error).strip().rstrip(".").splitlines()[0]
-            raise RecorderDown(
+            raise RecorderUnavailable(
                 f"it did not start: {reason}; log in with `wandb login`, or keep the run on this machine with WANDB_MODE=offline"
             ) from None
         self.choices, self.interval = choices, interval
@@ -185,7 +187,7 @@ class WeightsAndBiases(Recorder):
         self._run.log({**values, "samples vs steps": report.consumed_samples}, step=report.step)
 
     def evaluated(self, step: int, losses: Mapping[str, float]) -> None:
-        if values := {scalar.name: scalar.value for scalar in of_evaluation(losses, self.choices)}:
+        if values := {scalar.name: scalar.value for scalar in evaluation_scalars(losses, self.choices)}:
             self._run.log(values, step=step)
 
     def close(self) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pentatron.monitor.metrics import Followed, damaged_lines
-from pentatron.text import duration, in_digits, in_mib, one_line, printable
+from pentatron.monitor.metrics import RunMetrics, damaged_lines
+from pentatron.text import duration, format_significant, in_mib, one_line, printable
 
 # Recommended maximum share of communication in a step, and minimum GPU utilisation.
 MOST_COMMUNICATION = 0.20
@@ -39,7 +39,7 @@ def draw_curve(
     values = [y for _, y in (*points, *marks)]
     low, high = min(values), max(values)
     high += 1e-9 if high == low else 0.0
-    label = max(len(in_digits(v)) for v in (low, high))
+    label = max(len(format_significant(v)) for v in (low, high))
     cell_width, cell_height = (2, 4) if braille else (1, 1)
     cells = max(8, width - label - 3)
     first, last = points[0][0], max(points[-1][0], points[0][0] + 1)
@@ -62,7 +62,7 @@ def draw_curve(
     for mark in marks:
         x, y = place(mark)
         grid[y // cell_height][x // cell_width] = _DOT
-    labels = {0: in_digits(high), height - 1: in_digits(low)}
+    labels = {0: format_significant(high), height - 1: format_significant(low)}
     lines = [f"{labels.get(i, ''):>{label}} {'┤' if i in labels else '│'}" for i in range(height)]
     axis = f"{'':>{label}} └" + "─" * cells
     middle = max(1, cells - len(_step(first)) - len(_step(last)))
@@ -114,7 +114,7 @@ _COLOURS = {"bold": "1", "good": "32", "bad": "31", "warn": "33", "faint": "2"}
 
 
 @dataclass(frozen=True)
-class Run:
+class RunStatus:
     """State of the run besides metrics. `state`: running, finished, stopped, crashed or silent.
 
     `samples_left`: to the last step if known, as the batch size may ramp up.
@@ -140,7 +140,7 @@ class Screen:
         return f"\x1b[{_COLOURS[style]}m{text}\x1b[0m" if self.colours else text
 
 
-def view(run: Run, seen: Followed, screen: Screen) -> list[str]:
+def render_view(run: RunStatus, seen: RunMetrics, screen: Screen) -> list[str]:
     """Returns the lines of the screen."""
     style = {"running": "good", "finished": "good", "crashed": "bad"}.get(run.state, "warn")
     head = [f"{screen.paint(one_line(run.name), 'bold')}: {screen.paint(run.state, style)}"]
@@ -161,19 +161,19 @@ def view(run: Run, seen: Followed, screen: Screen) -> list[str]:
     return [*head, *curve, *foot]
 
 
-def seconds_a_step(seen: Followed) -> float:
+def seconds_per_step(seen: RunMetrics) -> float:
     return statistics.mean(row["seconds"] for row in seen.recent)
 
 
-def _seconds_left(run: Run, seen: Followed) -> float:
+def _seconds_left(run: RunStatus, seen: RunMetrics) -> float:
     rows = list(seen.recent)
     samples = sum(row.get("global_batch_size", 0) for row in rows)
     if run.samples_left is None or not samples:
-        return max(0, run.total_steps - seen.step) * seconds_a_step(seen)
+        return max(0, run.total_steps - seen.step) * seconds_per_step(seen)
     return run.samples_left * sum(row["seconds"] for row in rows) / samples
 
 
-def _progress(run: Run, seen: Followed, screen: Screen) -> list[str]:
+def _progress(run: RunStatus, seen: RunMetrics, screen: Screen) -> list[str]:
     share = min(1.0, seen.step / run.total_steps) if run.total_steps else 1.0
     filled = round(_BAR_WIDTH * share)
     full, empty = ("█", "░") if screen.unicode else ("#", ".")
@@ -182,7 +182,7 @@ def _progress(run: Run, seen: Followed, screen: Screen) -> list[str]:
     return [f"step {seen.step}/{run.total_steps}  {bar} {100 * share:.0f}%{time_left}"]
 
 
-def _losses(seen: Followed) -> str:
+def _losses(seen: RunMetrics) -> str:
     recent = [row["loss"] for row in seen.recent]
     text = f"loss {recent[-1]:.4f} (mean of {len(recent)}: {statistics.mean(recent):.4f})"
     if seen.validations:
@@ -193,7 +193,7 @@ def _losses(seen: Followed) -> str:
     return text
 
 
-def _speed(seen: Followed, screen: Screen) -> list[str]:
+def _speed(seen: RunMetrics, screen: Screen) -> list[str]:
     rows, last = list(seen.recent), seen.recent[-1]
     seconds = sum(row["seconds"] for row in rows) or math.inf
     tokens = sum(row.get("tokens", row.get("tokens_per_second", 0) * row["seconds"]) for row in rows)
@@ -202,10 +202,10 @@ def _speed(seen: Followed, screen: Screen) -> list[str]:
     if "consumed_samples" in last and "consumed_samples" in rows[0] and after_first:
         samples = last["consumed_samples"] - rows[0]["consumed_samples"]
         parts.insert(0, f"{samples / after_first:,.1f} samples/s")
-    parts.append(f"{1000 * seconds_a_step(seen):,.0f} ms a step")
+    parts.append(f"{1000 * seconds_per_step(seen):,.0f} ms a step")
     if "teraflops_per_device" in last:
         rate = statistics.mean(row.get("teraflops_per_device", 0.0) for row in rows)
-        parts.append(f"{in_digits(rate)} TFLOP/s per process")
+        parts.append(f"{format_significant(rate)} TFLOP/s per process")
     lines = [f"speed         {'  '.join(parts)}"]
     if "gradient_norm" in last and "learning_rate" in last:
         lines.append(
@@ -214,7 +214,7 @@ def _speed(seen: Followed, screen: Screen) -> list[str]:
     return lines + _health(seen, screen)
 
 
-def _health(seen: Followed, screen: Screen) -> list[str]:
+def _health(seen: RunMetrics, screen: Screen) -> list[str]:
     """Fractions of communication and GPU utilisation, with their recommended limits."""
     ranks = [row["ranks"] for row in seen.ranks]
     waiting = _sum(ranks, "collective_seconds") + _sum(ranks, "message_seconds")
@@ -239,7 +239,7 @@ def _sum(ranks: Sequence[dict[str, Any]], name: str) -> float:
     return sum(sum(of_step.get(name, ())) for of_step in ranks)
 
 
-def _ranks(seen: Followed, screen: Screen) -> list[str]:
+def _ranks(seen: RunMetrics, screen: Screen) -> list[str]:
     """One line per rank; with many ranks, the busiest and those with the most memory."""
     if not seen.ranks:
         return [f"memory        {in_mib(_memory(seen.recent[-1]))} MiB (rank 0)"]
@@ -287,7 +287,7 @@ def _medians(ranks: Sequence[dict[str, Any]], name: str) -> list[float]:
     return [statistics.median(of_rank) for of_rank in zip(*steps)]
 
 
-def status_line(run: Run, seen: Followed) -> str:
+def status_line(run: RunStatus, seen: RunMetrics) -> str:
     """Formats the view in one line, for a log."""
     left = duration(_seconds_left(run, seen))
     last = seen.recent[-1]

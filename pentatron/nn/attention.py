@@ -5,18 +5,24 @@ from torch import Tensor, nn
 from pentatron.errors import UserError
 from pentatron.layout.documents import DocumentStarts
 from pentatron.layout.ranks import Axis
-from pentatron.nn.compiled import Compile, Forward
+from pentatron.nn.compiled import CompileOptions, Forward
 from pentatron.nn.context_attention import attend
 from pentatron.nn.init import residual_scale
-from pentatron.nn.kv_cache import attend_to_kept
+from pentatron.nn.kv_cache import attend_to_cache
 from pentatron.nn.linear import ColumnParallelLinear, RowParallelLinear, Rows
 from pentatron.nn.norm import norm_in
 from pentatron.nn.options import ONE_PROCESS, Axes
 from pentatron.nn.rope import RotaryEmbedding
-from pentatron.nn.spec import AttnMaskType, IdentityOp, SelfAttentionSubmodules, build_module, documents_for
+from pentatron.nn.spec import (
+    AttnMaskType,
+    IdentityOp,
+    SelfAttentionSubmodules,
+    build_module,
+    documents_kwargs,
+)
 from pentatron.parallel.axes import TensorAxis
 from pentatron.settings.core import CoreTransformerConfig
-from pentatron.settings.layers import window_of
+from pentatron.settings.layers import window_of_layer
 from pentatron.settings.model import TransformerConfig
 from pentatron.settings.parameters import AttentionSizes, attention_sizes
 
@@ -37,7 +43,7 @@ class DotProductAttention(nn.Module):
         self.context = axes.context
         self.dropout = config.attention_dropout
         # Number of previous tokens a token attends to; None for all.
-        self.window = window_of(
+        self.window = window_of_layer(
             config.window_size, config.window_attn_skip_freq, config.num_layers, layer_number
         )
         # The model enters these around all layers. Needed here too for compiled layers, because the
@@ -53,7 +59,7 @@ class DotProductAttention(nn.Module):
         if cache is not None:
             keys, values = cache.of(self).keep(k_BKSH, v_BKSH)
             if not cache.now.is_first:
-                return attend_to_kept(q_BNSH, keys, values, cache, self.window)
+                return attend_to_cache(q_BNSH, keys, values, cache, self.window)
         dropout = self.dropout if self.training else 0.0
         with self.kernels.around():
             return attend(q_BNSH, k_BKSH, v_BKSH, self.context, dropout, self.window, documents)
@@ -148,22 +154,22 @@ class SelfAttention(nn.Module):
         if rope is not None and angles is not None:
             q_BNSH, k_BKSH = (_rotated(t, rope, *angles) for t in (q_BNSH, k_BKSH))
         attend = self._core_apart or self.core_attention
-        out_BNSH: Tensor = attend(q_BNSH, k_BKSH, v_BKSH, **documents_for(self.core_attention, documents))
+        out_BNSH: Tensor = attend(q_BNSH, k_BKSH, v_BKSH, **documents_kwargs(self.core_attention, documents))
         return out_BNSH.transpose(1, 2).flatten(2)
 
-    def _core_break_reason(self, compile: Compile) -> str:
+    def _core_break_reason(self, compile: CompileOptions) -> str:
         """Returns why the core attention breaks the graph of a compiled layer, or an empty string."""
         # A user's attention class reads documents, so it runs eagerly as a whole.
         documents = compile.documents and type(self) is SelfAttention
         if documents:
-            documents_for(self.core_attention, ())
+            documents_kwargs(self.core_attention, ())
         context = getattr(self.core_attention, "context", None)
         if getattr(context, "size", 1) > 1:
             return "attention that communicates with other context ranks"
         return "attention within documents, whose starts differ in every batch" if documents else ""
 
 
-def can_keep(layer: nn.Module) -> bool:
+def supports_kv_cache(layer: nn.Module) -> bool:
     """Whether the layer supports a KV cache: it has plain `SelfAttention`, or no attention."""
     attention = getattr(layer, "attention", None)
     if isinstance(attention, SelfAttention):

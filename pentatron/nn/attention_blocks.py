@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pentatron.layout.documents import TOGETHER, DocumentStarts, alike, pieces
+from pentatron.layout.documents import MAX_JOINT_TOKENS, DocumentStarts, document_ranges, group_equal_starts
 
 _aten = torch.ops.aten
 # Limits of CUDA's flash kernel.
@@ -42,7 +42,7 @@ class Block:
     cuts: tuple[int, ...] = ()
 
 
-def hidden(block: Block, device: torch.device) -> Tensor | None:
+def block_mask(block: Block, device: torch.device) -> Tensor | None:
     """Returns the mask of the block, True for hidden keys; None if every query attends to all keys."""
     rows, columns = (s.stop - s.start for s in (block.queries, block.keys))
     query, key = torch.arange(rows, device=device)[:, None], torch.arange(columns, device=device)
@@ -103,7 +103,7 @@ def merge_(out_BNSH: Tensor, lse_BNS: Tensor, more_BNSH: Tensor, more_lse_BNS: T
 
 
 @dataclass(frozen=True)
-class Attended:
+class AttentionResult:
     """What backward needs: the merged result and the gradient of its output."""
 
     q_BNSH: Tensor
@@ -189,7 +189,7 @@ def flash_backward(
 
 
 def _mask_for_cpu(q: Tensor, block: Block) -> dict[str, Any]:
-    unseen = None if block.left is None and not block.cuts else hidden(block, q.device)
+    unseen = None if block.left is None and not block.cuts else block_mask(block, q.device)
     if unseen is None:
         return {"dropout_p": 0.0, "is_causal": block.causal}
     mask = torch.zeros(unseen.shape, dtype=q.dtype, device=q.device).masked_fill(unseen, -math.inf)
@@ -228,14 +228,14 @@ def _scores(q: Tensor, k: Tensor, block: Block) -> Tensor:
     """Scaled scores, with queries grouped by their key head: [B, K, G, S, T]."""
     scaled = q.float().unflatten(1, (k.shape[1], -1)) * q.shape[-1] ** -0.5
     scores = scaled @ k.float()[:, :, None].mT
-    unseen = hidden(block, q.device)
+    unseen = block_mask(block, q.device)
     return scores if unseen is None else scores.masked_fill(unseen, -math.inf)
 
 
 # --- blocks of sequences that are divided into documents ---
 
 
-def in_documents(
+def document_blocks(
     documents: DocumentStarts, queries: Sequence[int], keys: Sequence[int], size: int, window: int | None
 ) -> list[Block]:
     """Blocks of chunks of queries and keys if attention is restricted to documents.
@@ -245,7 +245,7 @@ def in_documents(
     whose part is a rectangle.
     """
     blocks: list[Block] = []
-    for samples, starts in alike(documents):
+    for samples, starts in group_equal_starts(documents):
         for (place, number), (key_place, key_number) in itertools.product(
             enumerate(queries), enumerate(keys)
         ):
@@ -261,7 +261,7 @@ def _inside(
     starts: Sequence[int], samples: slice, begin: int, size: int, shifts: tuple[int, int], window: int | None
 ) -> Iterator[Block]:
     """Yields the blocks of the documents in one chunk."""
-    for piece in pieces(starts, begin, begin + size):
+    for piece in document_ranges(starts, begin, begin + size):
         left = None if window is None or window >= piece.end - piece.begin - 1 else window
         of_queries, of_keys = (slice(piece.begin + shift, piece.end + shift) for shift in shifts)
         yield Block(of_queries, of_keys, causal=True, left=left, samples=samples, cuts=piece.cuts)
@@ -315,14 +315,14 @@ def attend_whole(
     """
     if documents is None:
         return _attend_causal(q_BNSH, k_BKSH, v_BKSH, dropout, window)
-    share_below = TOGETHER if _masks_are_taken(q_BNSH) else 0
-    groups = alike(documents)
+    share_below = MAX_JOINT_TOKENS if _masks_are_taken(q_BNSH) else 0
+    groups = group_equal_starts(documents)
     counts = [samples.stop - samples.start for samples, _ in groups]
     attended = []
     for starts, *of_samples in zip(
         [starts for _, starts in groups], *(t.split(counts) for t in (q_BNSH, k_BKSH, v_BKSH))
     ):
-        cut = pieces(starts, 0, q_BNSH.shape[2], share_below)
+        cut = document_ranges(starts, 0, q_BNSH.shape[2], share_below)
         lengths = [piece.end - piece.begin for piece in cut]
         # `split`, not slices: the gradient of each slice would be as large as the whole tensor.
         parts = zip(cut, *(t.split(lengths, dim=2) for t in of_samples))
@@ -357,7 +357,7 @@ def _attend_causal(
     if q_BNSH.is_cuda and dropout == 0 and not cuts and flash_is_chosen(q_BNSH):
         rows = [t if t.stride(-1) == 1 else t.contiguous() for t in (q_BNSH, k_BKSH, v_BKSH)]
         return _FlashWindow.apply(*rows, block)
-    unseen = hidden(block, q_BNSH.device)
+    unseen = block_mask(block, q_BNSH.device)
     assert unseen is not None
     # Kernels with a mask need a key head for every query head.
     copies = q_BNSH.shape[1] // k_BKSH.shape[1]

@@ -23,7 +23,7 @@ Forward = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
-class Compile:
+class CompileOptions:
     """How the layers of a model are compiled.
 
     `backend` and `options` are those of `torch.compile`. `together` is the number of consecutive layers in
@@ -63,14 +63,14 @@ class Compile:
         return self.apart(call)
 
 
-class Together:
+class CompiledLayers:
     """Runs consecutive layers as one compiled function.
 
     Entering a compiled function (guards and autograd) costs as much host time as many kernel launches, which
     dominates for small layers.
     """
 
-    def __init__(self, compile: Compile) -> None:
+    def __init__(self, compile: CompileOptions) -> None:
         self.count = compile.together
         self._compiled = compile.whole(_in_turn)
 
@@ -86,11 +86,11 @@ class Together:
         return x_BSD, layers
 
 
-def together_of(compile: Compile | None, layers: Iterable[nn.Module]) -> Together | None:
+def compiled_layers(compile: CompileOptions | None, layers: Iterable[nn.Module]) -> CompiledLayers | None:
     """Returns a Together if it is configured and all layers are compiled as a whole."""
-    if compile is None or compile.together == 1 or compile.documents or compiled_of(layers).left_out:
+    if compile is None or compile.together == 1 or compile.documents or compile_report(layers).left_out:
         return None
-    return Together(compile)
+    return CompiledLayers(compile)
 
 
 def _in_turn(layers: Sequence[nn.Module], x_BSD: Tensor, *inputs: Any) -> Tensor:
@@ -130,15 +130,15 @@ def _unsealed(forward: Forward) -> Forward:
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompileReport:
     """How many layers are compiled, and which parts are not, with the reason."""
 
     layers: int
     left_out: tuple[str, ...]
 
 
-def compiled_of(layers: Iterable[nn.Module]) -> Compiled:
-    """Reports what is compiled of layers that were built with `Compile`."""
+def compile_report(layers: Iterable[nn.Module]) -> CompileReport:
+    """Reports what is compiled of layers that were built with `CompileOptions`."""
     count, left_out = 0, dict[str, None]()
     for layer in layers:
         if not getattr(layer, "runs_whole", False):
@@ -146,7 +146,7 @@ def compiled_of(layers: Iterable[nn.Module]) -> Compiled:
             continue
         left_out |= dict.fromkeys(_reasons(layer))
         count += 1
-    return Compiled(count, tuple(left_out))
+    return CompileReport(count, tuple(left_out))
 
 
 def _reasons(module: nn.Module) -> Iterator[str]:

@@ -17,21 +17,21 @@ from torch import Tensor
 
 from pentatron.layout.documents import DocumentStarts
 from pentatron.nn.attention_blocks import (
-    Attended,
+    AttentionResult,
     Block,
     MergedAttention,
     attend_whole,
+    document_blocks,
     flash_is_chosen,
-    in_documents,
 )
-from pentatron.parallel.axes import ContextAxis, in_order, in_parts
+from pentatron.parallel.axes import ContextAxis, chunk_order, gather_order
 from pentatron.parallel.collectives import (
     Group,
-    Passing,
+    RingExchange,
     all_gather_into,
     all_to_all_into,
     reduce_scatter_into,
-    start_passing_on,
+    start_ring_exchange,
 )
 
 # Message kinds that are in flight at the same time.
@@ -70,7 +70,7 @@ def attend(
     return function.apply(*rows, context, window, documents)
 
 
-def visible_of(source: int, rank: int, length: int) -> Block:
+def ring_block(source: int, rank: int, length: int) -> Block:
     """The keys of rank `source` that queries of `rank` attend to; both have `length` tokens in two chunks."""
     whole, early, late = slice(0, length), slice(0, length // 2), slice(length // 2, length)
     if source == rank:
@@ -79,15 +79,15 @@ def visible_of(source: int, rank: int, length: int) -> Block:
     return Block(whole, early, causal=False) if source < rank else Block(late, whole, causal=False)
 
 
-def visible_of_all(
+def gathered_blocks(
     context: ContextAxis, length: int, window: int | None = None, documents: DocumentStarts | None = None
 ) -> list[Block]:
     """Blocks of this rank's queries over all keys in order: for each chunk the keys before it, and itself."""
     size = length // 2
     if documents is not None:
-        return in_documents(documents, context.chunks, range(2 * context.size), size, window)
+        return document_blocks(documents, context.chunks, range(2 * context.size), size, window)
     if window is not None:
-        return in_window(context.chunks, range(2 * context.size), size, window)
+        return window_blocks(context.chunks, range(2 * context.size), size, window)
     blocks = []
     for place, number in enumerate(context.chunks):
         queries, first = slice(place * size, (place + 1) * size), number * size
@@ -97,7 +97,7 @@ def visible_of_all(
     return blocks
 
 
-def in_window(queries: Sequence[int], keys: Sequence[int], size: int, window: int) -> list[Block]:
+def window_blocks(queries: Sequence[int], keys: Sequence[int], size: int, window: int) -> list[Block]:
     """Blocks of chunks of queries and keys within a window.
 
     Chunks are given by their index in the sequence, in memory order.
@@ -146,7 +146,7 @@ class _RingAttention(torch.autograd.Function):
         context: ContextAxis = ctx.context
         dq_BNSH = torch.zeros_like(attended.q_BNSH, dtype=torch.float32)
         keys_values = torch.stack((k_BKSH, v_BKSH))
-        collected: Passing | None = None
+        collected: RingExchange | None = None
         for step in range(context.size):
             incoming = _send_unless_last(keys_values, step, context)
             blocks = _blocks_at(step, context, dq_BNSH.shape[2], *ctx.limits)
@@ -155,7 +155,7 @@ class _RingAttention(torch.autograd.Function):
             attended.add_gradients_(dq_BNSH, d_keys_values, keys_values, blocks)
             if collected is not None:
                 d_keys_values += collected.wait()
-            collected = start_passing_on(d_keys_values, context.group, _GRADIENTS)
+            collected = start_ring_exchange(d_keys_values, context.group, _GRADIENTS)
             if incoming is not None:
                 keys_values = incoming.wait()
         assert collected is not None
@@ -169,15 +169,15 @@ def _blocks_at(
     """Blocks at a step of the ring, where this rank has the keys of the rank `step` places before it."""
     source = (context.rank - step) % context.size
     if documents is not None:
-        return in_documents(documents, context.chunks, context.chunks_of(source), length // 2, window)
+        return document_blocks(documents, context.chunks, context.chunks_of(source), length // 2, window)
     if window is None:
-        return [visible_of(source, context.rank, length)]
-    return in_window(context.chunks, context.chunks_of(source), length // 2, window)
+        return [ring_block(source, context.rank, length)]
+    return window_blocks(context.chunks, context.chunks_of(source), length // 2, window)
 
 
-def _send_unless_last(keys_values: Tensor, step: int, context: ContextAxis) -> Passing | None:
+def _send_unless_last(keys_values: Tensor, step: int, context: ContextAxis) -> RingExchange | None:
     last = step == context.size - 1
-    return None if last else start_passing_on(keys_values, context.group, _KEYS)
+    return None if last else start_ring_exchange(keys_values, context.group, _KEYS)
 
 
 class _AllGatherAttention(torch.autograd.Function):
@@ -195,7 +195,7 @@ class _AllGatherAttention(torch.autograd.Function):
     ) -> Tensor:
         merged = MergedAttention(q_BNSH, flash_is_chosen(q_BNSH))
         all_keys_values = _gather((k_BKSH, v_BKSH), context.group)
-        merged.add(all_keys_values, visible_of_all(context, q_BNSH.shape[2], window, documents))
+        merged.add(all_keys_values, gathered_blocks(context, q_BNSH.shape[2], window, documents))
         return _save_for_backward(ctx, merged, k_BKSH, v_BKSH, context, (window, documents))
 
     @staticmethod
@@ -205,9 +205,9 @@ class _AllGatherAttention(torch.autograd.Function):
         dq_BNSH = torch.zeros_like(attended.q_BNSH, dtype=torch.float32)
         all_keys_values = _gather((k_BKSH, v_BKSH), context.group)
         whole = torch.zeros_like(all_keys_values, dtype=torch.float32)
-        blocks = visible_of_all(context, dq_BNSH.shape[2], *ctx.limits)
+        blocks = gathered_blocks(context, dq_BNSH.shape[2], *ctx.limits)
         attended.add_gradients_(dq_BNSH, whole, all_keys_values, blocks)
-        parts = in_parts(whole, context.size)
+        parts = chunk_order(whole, context.size)
         local = torch.empty_like(parts[0])
         reduce_scatter_into(local, parts.flatten(0, 1), context.group)
         dk_BKSH, dv_BKSH = local.to(k_BKSH.dtype)
@@ -219,7 +219,7 @@ def _gather(keys_values: Sequence[Tensor], group: Group) -> Tensor:
     local = torch.stack(tuple(keys_values))
     parts = local.new_empty(group.size, *local.shape)
     all_gather_into(parts.flatten(0, 1), local, group)
-    return in_order(parts)
+    return gather_order(parts)
 
 
 def _save_for_backward(
@@ -238,9 +238,11 @@ def _save_for_backward(
     return out_BNSH
 
 
-def _saved(ctx: Any, gradient_BNSH: Tensor) -> tuple[Attended, Tensor, Tensor]:
+def _saved(ctx: Any, gradient_BNSH: Tensor) -> tuple[AttentionResult, Tensor, Tensor]:
     q_BNSH, k_BKSH, v_BKSH, out_BNSH, lse_BNS = ctx.saved_tensors
-    attended = Attended(q_BNSH, out_BNSH, lse_BNS, gradient_BNSH.contiguous(), ctx.flash, ctx.generator)
+    attended = AttentionResult(
+        q_BNSH, out_BNSH, lse_BNS, gradient_BNSH.contiguous(), ctx.flash, ctx.generator
+    )
     return attended, k_BKSH, v_BKSH
 
 
@@ -282,11 +284,11 @@ class _Exchange(torch.autograd.Function):
 
 def _to_heads(x_BNSH: Tensor, group: Group) -> Tensor:
     """From all heads of this rank's tokens to its share of the heads of all tokens, in sequence order."""
-    return in_order(_exchanged(x_BNSH.unflatten(1, (group.size, -1)).movedim(1, 0), group))
+    return gather_order(_exchanged(x_BNSH.unflatten(1, (group.size, -1)).movedim(1, 0), group))
 
 
 def _to_tokens(x_BNSH: Tensor, group: Group) -> Tensor:
-    return _exchanged(in_parts(x_BNSH, group.size), group).movedim(0, 1).flatten(1, 2)
+    return _exchanged(chunk_order(x_BNSH, group.size), group).movedim(0, 1).flatten(1, 2)
 
 
 def _exchanged(parts: Tensor, group: Group) -> Tensor:

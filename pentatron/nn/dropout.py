@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pentatron.ops.dispatch import by_kernel, operator
+from pentatron.ops.dispatch import operator, uses_triton
 
 _WORD = 1 << 64
 
@@ -96,7 +96,7 @@ def dropout_added(
 
 
 def _in_one_pass(x_BSD: Tensor) -> bool:
-    return by_kernel(x_BSD) and x_BSD.dtype in _KERNEL_DTYPES
+    return uses_triton(x_BSD) and x_BSD.dtype in _KERNEL_DTYPES
 
 
 def _child(parent: Tensor, number: int | Tensor) -> Tensor:
@@ -138,7 +138,7 @@ class _DropoutByKernel(torch.autograd.Function):
         ctx.save_for_backward(rows_BS)
         ctx.site, ctx.probability, ctx.has_stream = site, probability, stream_BSD is not None
         scale = 1 / (1 - probability)
-        return triton_dropout.dropped(x_BSD, stream_BSD, rows_BS, site, _limit(probability), scale)
+        return triton_dropout.dropout(x_BSD, stream_BSD, rows_BS, site, _limit(probability), scale)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
@@ -166,7 +166,7 @@ def _dropped_by_site(
         from pentatron.ops import triton_dropout
 
         scale = 1 / (1 - probability)
-        return triton_dropout.dropped(x_BSD, stream_BSD, rows_BS, site, _limit(probability), scale)
+        return triton_dropout.dropout(x_BSD, stream_BSD, rows_BS, site, _limit(probability), scale)
     kept = _kept(x_BSD, _child(rows_BS, site), probability)
     return kept if stream_BSD is None else stream_BSD + kept
 

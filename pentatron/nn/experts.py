@@ -8,32 +8,37 @@ import torch
 from torch import Tensor, nn
 
 from pentatron.nn.init import residual_scale
-from pentatron.nn.linear import WeightedModule, activated
+from pentatron.nn.linear import WeightedModule, mlp_activation
 from pentatron.nn.options import Axes
 from pentatron.nn.router import Routing
-from pentatron.ops.activation import deal_rows, sum_rows, weighted_activation, weighted_activation_backward
-from pentatron.ops.fp8_linear import PLAIN, LinearOptions
+from pentatron.ops.activation import (
+    combine_rows,
+    dispatch_rows,
+    weighted_activation,
+    weighted_activation_backward,
+)
+from pentatron.ops.fp8_linear import DEFAULT_LINEAR, LinearOptions
 from pentatron.ops.linear import (
     DeferredGradients,
+    DeviceGroups,
     GroupedProduct,
     GroupedRows,
     Groups,
-    GroupsOnDevice,
+    compute_or_defer,
     grouped_linear,
-    now_or_later,
-    one_kernel_can,
+    grouped_mm_supports,
 )
-from pentatron.parallel.shards import Declared, Initial, Piece, Shape
+from pentatron.parallel.shards import Initialization, Shape, Shard, ShardingSpec
 from pentatron.settings.decisions import wants_grouped_experts
 from pentatron.settings.model import MoEConfig, TransformerConfig
-from pentatron.settings.parameters import expert_sizes, halves_of
+from pentatron.settings.parameters import expert_sizes, matrices_before_activation
 
 # int16 is enough for any number of experts; shorter keys sort faster.
 _KEY = torch.int16
 
 
 @dataclass(frozen=True)
-class Matrices:
+class ExpertMatrices:
     """The matrices of all experts; `fc1` of gated experts has the gate's rows first.
 
     `keeps_rows` saves the permuted rows for backward; otherwise backward gathers them a second time.
@@ -47,7 +52,7 @@ class Matrices:
 
 
 @dataclass(frozen=True)
-class Sorted:
+class SortedPairs:
     """Pairs of token and expert, numbered token by token, in the order of experts.
 
     Row i is pair `pairs_N[i]`; the pairs of token t are the rows `places_TK[t]`.
@@ -55,10 +60,10 @@ class Sorted:
 
     pairs_N: Tensor
     places_TK: Tensor
-    groups: GroupsOnDevice
+    groups: DeviceGroups
 
 
-def sorted_by_expert(chosen_TK: Tensor, kept_TK: Tensor | None, count: int) -> Sorted:
+def sorted_by_expert(chosen_TK: Tensor, kept_TK: Tensor | None, count: int) -> SortedPairs:
     """Sorts the pairs by expert.
 
     Dropped pairs come last, among the rows of the last expert, with a weight of 0.
@@ -72,10 +77,10 @@ def sorted_by_expert(chosen_TK: Tensor, kept_TK: Tensor | None, count: int) -> S
     ends[-1:].fill_(len(pairs))
     rows = torch.arange(len(pairs), device=pairs.device)
     positions = torch.empty_like(pairs).scatter_(0, pairs, rows)
-    return Sorted(pairs, positions.view_as(chosen_TK), GroupsOnDevice(ends))
+    return SortedPairs(pairs, positions.view_as(chosen_TK), DeviceGroups(ends))
 
 
-def mixed_on_device(x_TD: Tensor, routing: Routing, count: int, matrices: Matrices) -> Tensor:
+def experts_on_device(x_TD: Tensor, routing: Routing, count: int, matrices: ExpertMatrices) -> Tensor:
     """Returns each token's weighted sum of its experts' outputs; all `count` experts are on this device.
 
     The host never learns how many tokens an expert has: pairs of token and expert are sorted, their rows
@@ -92,10 +97,16 @@ def mixed_on_device(x_TD: Tensor, routing: Routing, count: int, matrices: Matric
 class _Mixed(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TD: Tensor, weights_TK: Tensor, fc1: Tensor, fc2: Tensor, sort: Sorted, matrices: Matrices
+        ctx: Any,
+        x_TD: Tensor,
+        weights_TK: Tensor,
+        fc1: Tensor,
+        fc2: Tensor,
+        sort: SortedPairs,
+        matrices: ExpertMatrices,
     ) -> Tensor:
         groups = sort.groups
-        rows_ND = deal_rows(x_TD, sort.places_TK)
+        rows_ND = dispatch_rows(x_TD, sort.places_TK)
         weights_N = weights_TK.flatten().index_select(0, sort.pairs_N)
         inner_NI = groups.times(rows_ND, fc1.transpose(1, 2))
         saved = rows_ND if matrices.keeps_rows else x_TD
@@ -104,13 +115,13 @@ class _Mixed(torch.autograd.Function):
         # Freed before the next tensors of this size are allocated.
         del rows_ND, saved
         between_NI = weighted_activation(inner_NI, weights_N, matrices.gated)
-        return sum_rows(groups.times(between_NI, fc2.transpose(1, 2)), sort.places_TK)
+        return combine_rows(groups.times(between_NI, fc2.transpose(1, 2)), sort.places_TK)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         saved, inner_NI, weights_N, fc1, fc2, places_TK, ends = ctx.saved_tensors
-        matrices, groups = ctx.matrices, GroupsOnDevice(ends)
-        d_output_ND = deal_rows(gradients[0], places_TK)
+        matrices, groups = ctx.matrices, DeviceGroups(ends)
+        d_output_ND = dispatch_rows(gradients[0], places_TK)
         d_inner_NI, d_weights_N, between_NI = weighted_activation_backward(
             groups.times(d_output_ND, fc2), inner_NI, weights_N, matrices.gated
         )
@@ -118,14 +129,16 @@ class _Mixed(torch.autograd.Function):
         d_fc1 = d_fc2 = d_x_TD = None
         if ctx.needs_input_grad[3]:
             product = GroupedProduct(matrices.fc2, between_NI, d_output_ND, groups)
-            d_fc2 = now_or_later(product, matrices.deferred)
+            d_fc2 = compute_or_defer(product, matrices.deferred)
             del product
         del between_NI, d_output_ND
         if ctx.needs_input_grad[0]:
-            d_x_TD = sum_rows(groups.times(d_inner_NI, fc1), places_TK)
+            d_x_TD = combine_rows(groups.times(d_inner_NI, fc1), places_TK)
         if ctx.needs_input_grad[2]:
-            rows_ND = saved if matrices.keeps_rows else deal_rows(saved, places_TK)
-            d_fc1 = now_or_later(GroupedProduct(matrices.fc1, rows_ND, d_inner_NI, groups), matrices.deferred)
+            rows_ND = saved if matrices.keeps_rows else dispatch_rows(saved, places_TK)
+            d_fc1 = compute_or_defer(
+                GroupedProduct(matrices.fc1, rows_ND, d_inner_NI, groups), matrices.deferred
+            )
         d_weights_TK = d_weights_N.index_select(0, places_TK.flatten()).view_as(places_TK)
         return d_x_TD, d_weights_TK, d_fc1, d_fc2, None, None
 
@@ -137,12 +150,12 @@ class ExpertLinear(WeightedModule):
         self,
         shape: Shape,
         local: Shape,
-        pieces: tuple[Piece, ...],
+        pieces: tuple[Shard, ...],
         scale: float,
-        options: LinearOptions = PLAIN,
+        options: LinearOptions = DEFAULT_LINEAR,
     ) -> None:
         super().__init__(options)
-        declared = Declared(shape, pieces, Initial(scale), copies="expert_data")
+        declared = ShardingSpec(shape, pieces, Initialization(scale), copies="expert_data")
         self.weight = self.declare_weight(local, declared)
 
     def forward(self, rows_ND: Tensor, groups: GroupedRows) -> Tensor:
@@ -152,7 +165,7 @@ class ExpertLinear(WeightedModule):
 class Experts(nn.Module):
     """Some of the experts; if several ranks share them, a shard of their intermediate size."""
 
-    # Hooks that gather the weights are on this module: `mixed_on_device` uses the weights of both matrices
+    # Hooks that gather the weights are on this module: `experts_on_device` uses the weights of both matrices
     # without calling their forward.
     runs_whole = True
 
@@ -167,14 +180,14 @@ class Experts(nn.Module):
         first, share, hidden = axis.own(whole.count).start, shard.inner, config.hidden_size
         # A shard has the same rows of gate and up projection, as in a dense layer.
         rows = tuple(
-            Piece(
+            Shard(
                 (first, half * whole.inner + axis.part * share, 0),
                 (0, half * share, 0),
                 (shard.count, share, hidden),
             )
-            for half in range(halves_of(config))
+            for half in range(matrices_before_activation(config))
         )
-        columns = Piece((first, 0, axis.part * share), (0, 0, 0), shard.linear_fc2)
+        columns = Shard((first, 0, axis.part * share), (0, 0, 0), shard.linear_fc2)
         self.linear_fc1 = ExpertLinear(whole.linear_fc1, shard.linear_fc1, rows, 1.0, axes.tensor.linear)
         self.linear_fc2 = ExpertLinear(
             whole.linear_fc2,
@@ -201,20 +214,22 @@ class Experts(nn.Module):
             return self._mixed(rows_ND, routing)
         groups = Groups(tuple(counts), self.grouped, counts_E)
         inner = self.linear_fc1(rows_ND, groups)
-        activation = self.recompute("moe_act", activated, inner, self.gated)
-        with self.recompute.recomputing_output("moe_act", activation, lambda: activated(inner, self.gated)):
+        activation = self.recompute("moe_act", mlp_activation, inner, self.gated)
+        with self.recompute.recomputing_output(
+            "moe_act", activation, lambda: mlp_activation(inner, self.gated)
+        ):
             output: Tensor = self.linear_fc2(activation, groups)
         return output
 
-    def all_on(self, x_TD: Tensor) -> bool:
-        """Whether `mixed_on_device` can run: all experts are here and the kernel supports the sizes."""
+    def can_run_on_device(self, x_TD: Tensor) -> bool:
+        """Whether `experts_on_device` can run: all experts are here and the kernel supports the sizes."""
         widths = (*self.linear_fc1.weight.shape[1:], *self.linear_fc2.weight.shape[1:])
         all_here = len(self.linear_fc1.weight) == self.count
-        return self.grouped and all_here and one_kernel_can(x_TD, *widths)
+        return self.grouped and all_here and grouped_mm_supports(x_TD, *widths)
 
     def _mixed(self, x_TD: Tensor, routing: Routing) -> Tensor:
         # The activation is recomputed in any case; with `moe_act` the rows are too.
         keeps_rows = "moe_act" not in self.recompute.wanted.parts
         fc1, fc2 = self.linear_fc1, self.linear_fc2
-        matrices = Matrices(fc1.weight, fc2.weight, self.gated, keeps_rows, fc1.deferred)
-        return mixed_on_device(x_TD, routing, self.count, matrices)
+        matrices = ExpertMatrices(fc1.weight, fc2.weight, self.gated, keeps_rows, fc1.deferred)
+        return experts_on_device(x_TD, routing, self.count, matrices)

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from pentatron.parallel.shards import Held, Shape, region
+from pentatron.parallel.shards import Shape, ShardedParameter, region
 
 _BLOCK = 2**14
 # Number of elements that are drawn together.
@@ -58,7 +58,7 @@ def normal_region(seed: int, name: str, shape: Shape, start: Shape, size: Shape,
             out[begin : begin + rows].copy_(region(drawn, (0, *start[1:]), (rows, *size[1:])))
 
 
-def draw_weights(parameters: Iterable[Held], seed: int, std: float) -> None:
+def draw_weights(parameters: Iterable[ShardedParameter], seed: int, std: float) -> None:
     """Initializes every parameter; elements that no piece covers become zero."""
     with torch.no_grad():
         for held in parameters:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Pass:
+class ForwardPass:
     """The tokens of one forward: `length` tokens of each sequence i, starting at position `starts[i]`."""
 
     starts: tuple[int, ...]
@@ -50,7 +50,7 @@ class KVCache:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._layers: dict[object, LayerCache] = {}
-        self.begin(Pass((), 0))
+        self.begin(ForwardPass((), 0))
 
     def of(self, attention: object) -> "LayerCache":
         """Returns the cache of one attention module."""
@@ -58,7 +58,7 @@ class KVCache:
             self._layers[attention] = LayerCache(self)
         return self._layers[attention]
 
-    def begin(self, now: Pass) -> None:
+    def begin(self, now: ForwardPass) -> None:
         """Starts a forward pass."""
         assert not now.starts or now.end <= self.capacity, (
             f"position {now.end - 1} in a cache of {self.capacity}"
@@ -109,7 +109,7 @@ class LayerCache:
         return self.keys_values
 
 
-class CacheInUse:
+class ActiveCache:
     """The cache of the current forward, or None. The attention modules of a model share one."""
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ class CacheInUse:
             self.cache = None
 
 
-def attend_to_kept(
+def attend_to_cache(
     q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, cache: KVCache, window: int | None = None
 ) -> Tensor:
     """Attention of the current tokens to all stored ones up to their own position, or within a window."""
@@ -141,7 +141,7 @@ def attend_to_kept(
     return attended.reshape(batch, heads, length, width)
 
 
-def _visible(now: Pass, first: int, window: int | None, device: torch.device) -> Tensor:
+def _visible(now: ForwardPass, first: int, window: int | None, device: torch.device) -> Tensor:
     """Which slots from `first` on are visible: [B, 1, S, T], or [1, 1, S, T] if equal for all sequences."""
     slots = torch.arange(first, now.end, device=device)
     rows = now.positions(device)[:1] if now.is_even else now.positions(device)

@@ -11,19 +11,19 @@ from pentatron.devices import FP8_MULTIPLE
 from pentatron.layout.ranks import Axis
 from pentatron.ops.activation import gated, gated_linear
 from pentatron.ops.fp8_linear import (
-    PLAIN,
+    DEFAULT_LINEAR,
     Fp8Format,
     LinearOptions,
     WeightScale,
-    can_be_scaled,
-    scaled_linear,
+    fp8_linear,
+    fp8_supports,
 )
 from pentatron.ops.linear import linear
 from pentatron.parallel.axes import TensorAxis
-from pentatron.parallel.shards import ZEROS, Declared, DeclaringModule, Initial, Piece, Shape, whole
+from pentatron.parallel.shards import ZEROS, Initialization, Shape, Shard, ShardedModule, ShardingSpec, whole
 
 
-def activated(inner: Tensor, has_gate: bool) -> Tensor:
+def mlp_activation(inner: Tensor, has_gate: bool) -> Tensor:
     """The activation of an MLP: gated SiLU, with the gate in the first half, or GELU."""
     return gated(inner) if has_gate else F.gelu(inner, approximate="tanh")
 
@@ -43,7 +43,7 @@ def even_rows(total: int, axis: TensorAxis) -> tuple[Rows, ...]:
     return (Rows(axis.rank * share, share),)
 
 
-class WeightedModule(DeclaringModule):
+class WeightedModule(ShardedModule):
     """A module that multiplies by its weight, in fp8 if configured and the sides of the weight allow it.
 
     `is_split`: other tensor ranks have the rest of the matrix. `left_out`: why it breaks the graph of a
@@ -54,7 +54,7 @@ class WeightedModule(DeclaringModule):
     fp8: Fp8Format | None = None
     left_out = ""
 
-    def __init__(self, options: LinearOptions = PLAIN, is_split: bool = False) -> None:
+    def __init__(self, options: LinearOptions = DEFAULT_LINEAR, is_split: bool = False) -> None:
         super().__init__()
         self.options = options
         self.deferred = options.deferred
@@ -67,7 +67,7 @@ class WeightedModule(DeclaringModule):
             self.forward = torch.compiler.disable(self.forward)
 
     def declare_weight(
-        self, local_shape: Shape, declared: Declared, shared: nn.Parameter | None = None
+        self, local_shape: Shape, declared: ShardingSpec, shared: nn.Parameter | None = None
     ) -> nn.Parameter:
         """Declares the weight, or registers another layer's.
 
@@ -91,8 +91,8 @@ class WeightedModule(DeclaringModule):
 
     def multiplied(self, x: Tensor, bias: Tensor | None = None, gates: bool = False) -> Tensor:
         """Returns `x Wᵀ + b`; with `gates`, `silu(gate) * up` of it, with the gate in the first half."""
-        if self.fp8 is not None and can_be_scaled(x):
-            return scaled_linear(x, self.weight, bias, self.fp8, self.deferred, self.scale.known, gates)
+        if self.fp8 is not None and fp8_supports(x):
+            return fp8_linear(x, self.weight, bias, self.fp8, self.deferred, self.scale.known, gates)
         output = linear(x, self.weight, bias, self.deferred)
         return gated(output) if gates else output
 
@@ -105,10 +105,10 @@ class ColumnParallelLinear(WeightedModule):
         self.axis = axis
         local = sum(r.count for r in rows)
         self.weight = self.declare_weight(
-            (local, inputs), Declared((outputs, inputs), _row_pieces(rows, (inputs,)), Initial())
+            (local, inputs), ShardingSpec((outputs, inputs), _row_pieces(rows, (inputs,)), Initialization())
         )
         self.bias = (
-            self.declare("bias", (local,), Declared((outputs,), _row_pieces(rows, ()), ZEROS))
+            self.declare("bias", (local,), ShardingSpec((outputs,), _row_pieces(rows, ()), ZEROS))
             if bias
             else None
         )
@@ -117,14 +117,14 @@ class ColumnParallelLinear(WeightedModule):
         return self.multiplied(self.axis.enter(x), self.bias, gates)
 
 
-def _row_pieces(rows: Sequence[Rows], rest: Shape) -> tuple[Piece, ...]:
+def _row_pieces(rows: Sequence[Rows], rest: Shape) -> tuple[Shard, ...]:
     """Pieces of a matrix (`rest` is its width) or of a bias. Gradients of replicated rows are summed."""
     pieces, local = [], 0
     for range_ in rows:
         shared: frozenset[Axis] = frozenset({"kv"}) if range_.copies else frozenset()
         zeros = (0,) * len(rest)
         pieces.append(
-            Piece((range_.start, *zeros), (local, *zeros), (range_.count, *rest), shared, partial_over=shared)
+            Shard((range_.start, *zeros), (local, *zeros), (range_.count, *rest), shared, partial_over=shared)
         )
         local += range_.count
     return tuple(pieces)
@@ -137,15 +137,13 @@ class RowParallelLinear(WeightedModule):
         super().__init__(axis.linear, is_split=axis.size > 1)
         self.axis = axis
         share = axis.share(inputs)
-        piece = Piece((0, axis.rank * share), (0, 0), (outputs, share))
+        piece = Shard((0, axis.rank * share), (0, 0), (outputs, share))
         self.weight = self.declare_weight(
-            (outputs, share), Declared((outputs, inputs), (piece,), Initial(scale))
+            (outputs, share), ShardingSpec((outputs, inputs), (piece,), Initialization(scale))
         )
         # Added after the reduction, so once; with sequence parallelism each rank adds it to its own tokens.
         self.bias = (
-            self.declare("bias", (outputs,), whole((outputs,), ZEROS, axis.partial_in_stream))
-            if bias
-            else None
+            self.declare("bias", (outputs,), whole((outputs,), ZEROS, axis.partial_axes)) if bias else None
         )
 
     def forward(self, x: Tensor, gates: bool = False) -> Tensor:
@@ -157,7 +155,7 @@ class RowParallelLinear(WeightedModule):
         return y if self.bias is None else y + self.bias
 
 
-class VocabularyTable(WeightedModule):
+class VocabParallelEmbedding(WeightedModule):
     """A word embedding with the rows split across ranks.
 
     Rows from `vocabulary` on are padding: they belong to no logical tensor, stay zero and are never looked
@@ -174,7 +172,7 @@ class VocabularyTable(WeightedModule):
         axis: TensorAxis,
         tied_to: str | None = None,
         tied: bool = False,
-        shared: "VocabularyTable | None" = None,
+        shared: "VocabParallelEmbedding | None" = None,
     ) -> None:
         super().__init__(axis.linear)
         self.axis = axis
@@ -185,8 +183,8 @@ class VocabularyTable(WeightedModule):
         both_ends: frozenset[Axis] = frozenset({"embedding"} if has_copy else ())
         # Declared even if empty, on a rank with padding only: all ranks must reduce a parameter in the same
         # way.
-        piece = Piece((min(self.first, vocabulary), 0), (0, 0), (valid, width), both_ends, both_ends)
-        declared = Declared((vocabulary, width), (piece,), Initial(), tied_to)
+        piece = Shard((min(self.first, vocabulary), 0), (0, 0), (valid, width), both_ends, both_ends)
+        declared = ShardingSpec((vocabulary, width), (piece,), Initialization(), tied_to)
         weight = None if shared is None else shared.weight
         self.weight = self.declare_weight((share, width), declared, weight)
 
@@ -204,11 +202,11 @@ class VocabularyTable(WeightedModule):
         return self.multiplied(self.axis.enter(x_BSD))
 
 
-class VocabularyHead(VocabularyTable):
+class OutputLayer(VocabParallelEmbedding):
     """The output layer."""
 
     def forward(
-        self, x_BSD: Tensor, function: Callable[[VocabularyTable, Tensor], Tensor] | None = None
+        self, x_BSD: Tensor, function: Callable[[VocabParallelEmbedding, Tensor], Tensor] | None = None
     ) -> Tensor:
         """Returns logits, or `function(self, x_BSD)`.
 
@@ -217,13 +215,13 @@ class VocabularyHead(VocabularyTable):
         return self.logits(x_BSD) if function is None else function(self, x_BSD)
 
 
-class PositionTable(DeclaringModule):
+class PositionEmbedding(ShardedModule):
     """Learned position embedding, replicated on every rank."""
 
     def __init__(self, rows: int, width: int, axis: TensorAxis) -> None:
         super().__init__()
         self.weight = self.declare(
-            "weight", (rows, width), whole((rows, width), Initial(), axis.partial_in_stream)
+            "weight", (rows, width), whole((rows, width), Initialization(), axis.partial_axes)
         )
 
     def forward(self, positions_BS: Tensor) -> Tensor:

@@ -16,9 +16,9 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from pentatron.errors import UserError
-from pentatron.nn.linear import VocabularyTable
+from pentatron.nn.linear import VocabParallelEmbedding
 from pentatron.ops import cross_entropy
-from pentatron.ops.dispatch import by_kernel
+from pentatron.ops.dispatch import uses_triton
 from pentatron.parallel.collectives import Group, all_reduce_, all_reduce_max_
 from pentatron.parallel.world import ALONE
 from pentatron.settings.decision_types import LossDecision
@@ -47,7 +47,7 @@ class CrossEntropy:
             self.fusion == "on" or (self.fusion == "auto" and x.is_cuda)
         ) and not torch.compiler.is_compiling()
 
-    def of_logits(
+    def from_logits(
         self, logits_BSV: Tensor, labels_BS: Tensor, vocabulary: int, first: int = 0, group: Group = ALONE
     ) -> Tensor:
         """`token_losses` from logits, which are not modified."""
@@ -55,7 +55,9 @@ class CrossEntropy:
             return token_losses(logits_BSV, labels_BS, vocabulary, first, group)
         return self._fused(logits_BSV, labels_BS, vocabulary, first, group, overwrite=False)
 
-    def of_stream(self, head: VocabularyTable, x_BSD: Tensor, labels_BS: Tensor, vocabulary: int) -> Tensor:
+    def from_hidden_states(
+        self, head: VocabParallelEmbedding, x_BSD: Tensor, labels_BS: Tensor, vocabulary: int
+    ) -> Tensor:
         """Computes the loss of every token, [B, S] in fp32, from the hidden states after the final norm."""
         group = head.axis.group
         if not self.fuses(x_BSD):
@@ -67,7 +69,7 @@ class CrossEntropy:
         x_TD, labels_T = head.axis.enter(x_BSD).flatten(0, 1), labels_BS.flatten()
         return _in_chunks(losses, x_TD, labels_T, self._chunk_size(head, len(labels_T))).view(labels_BS.shape)
 
-    def _chunk_size(self, head: VocabularyTable, tokens: int) -> int:
+    def _chunk_size(self, head: VocabParallelEmbedding, tokens: int) -> int:
         if not torch.is_grad_enabled():
             return min(self.chunk, _EVALUATION_CHUNK)
         # A deferred weight gradient needs the gradients of all logits, so chunks would save no memory.
@@ -138,7 +140,7 @@ class _Passes(Protocol):
 
 
 def _passes(implementation: str, logits: Tensor) -> _Passes:
-    if implementation != "native" and by_kernel(logits):
+    if implementation != "native" and uses_triton(logits):
         from pentatron.ops import triton_cross_entropy
 
         return triton_cross_entropy

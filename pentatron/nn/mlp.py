@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pentatron.nn.init import residual_scale
-from pentatron.nn.linear import ColumnParallelLinear, RowParallelLinear, Rows, activated, even_rows
+from pentatron.nn.linear import ColumnParallelLinear, RowParallelLinear, Rows, even_rows, mlp_activation
 from pentatron.nn.options import ONE_PROCESS, Axes
 from pentatron.nn.spec import MLPSubmodules, build_module
-from pentatron.ops.dispatch import by_kernel
+from pentatron.ops.dispatch import uses_triton
 from pentatron.settings.core import CoreTransformerConfig
 from pentatron.settings.model import TransformerConfig
 from pentatron.settings.parameters import mlp_sizes
@@ -53,7 +53,7 @@ class MLP(nn.Module):
         if self.fuses_gate and type(first) is ColumnParallelLinear and first.fp8 is not None:
             return second(first(x, gates=True))
         inner: Tensor = first(x)
-        if self.fuses_gate and type(second) is RowParallelLinear and second.is_plain and by_kernel(inner):
+        if self.fuses_gate and type(second) is RowParallelLinear and second.is_plain and uses_triton(inner):
             return second(inner, gates=True)
         by_halves = (
             self.gated
@@ -61,12 +61,12 @@ class MLP(nn.Module):
             and torch.is_grad_enabled()
             and not torch.compiler.is_compiling()
         )
-        activation = _GatedByHalves.apply(inner) if by_halves else activated(inner, self.gated)
+        activation = _GatedByHalves.apply(inner) if by_halves else mlp_activation(inner, self.gated)
         return second(activation)
 
 
 class _GatedByHalves(torch.autograd.Function):
-    """`activated` with a gate, with the same bits, for CPUs.
+    """`mlp_activation` with a gate, with the same bits, for CPUs.
 
     Backward writes the gradients of both halves into one tensor, which saves the pass over memory that
     concatenates them.

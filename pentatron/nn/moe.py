@@ -20,7 +20,7 @@ from pentatron.nn.options import ONE_PROCESS, Axes
 from pentatron.nn.router import Router, Routing
 from pentatron.nn.spec import MLPSubmodules
 from pentatron.parallel.axes import ExpertAxis, TensorAxis
-from pentatron.parallel.shards import DeclaringModule, Initial, whole
+from pentatron.parallel.shards import Initialization, ShardedModule, whole
 from pentatron.settings.core import CoreTransformerConfig
 from pentatron.settings.model import MoEConfig, TransformerConfig, moe_layers
 from pentatron.settings.parameters import has_shared_expert, has_shared_gate, shared_gate_shape
@@ -43,16 +43,16 @@ def all_to_all(
         .expand(-1, axis.cut, -1)
         .reshape(axis.group.size, local_experts)
     )
-    received_GE = axis.exchanged_counts(sent_GE)
+    received_GE = axis.all_to_all_counts(sent_GE)
     # The only synchronization of host and device: the host needs the sizes of the all-to-all.
     sizes = torch.stack((sent_GE, received_GE)).tolist()
     sent, received = ([sum(row) for row in rows] for rows in sizes)
     rows_ND = _gathered_rows(x_TD, order[: sum(sent) // axis.cut], topk)
-    arrived_ND = axis.exchanged(_for_each_part(rows_ND, sent, axis.cut), sent, received)
+    arrived_ND = axis.all_to_all(_for_each_part(rows_ND, sent, axis.cut), sent, received)
     sorting = _by_local_expert(received_GE, sum(received))
     counts = [sum(column) for column in zip(*sizes[1])]
     output_ND = experts(_gathered_rows(arrived_ND, sorting, 1), counts, received_GE.sum(0))
-    returned_ND = axis.exchanged(_scatter_rows(output_ND, sorting, len(sorting)), received, sent)
+    returned_ND = axis.all_to_all(_scatter_rows(output_ND, sorting, len(sorting)), received, sent)
     summed_ND = _sum_of_parts(returned_ND, sent, axis.cut)
     output_TKD = _scatter_rows(summed_ND, order[: len(summed_ND)], tokens * topk).unflatten(0, (tokens, topk))
     return _weighted(output_TKD, routing.weights_TK)
@@ -64,11 +64,11 @@ def all_gather(
     """Dispatches tokens with all-gather; `count` is the total number of experts."""
     topk = routing.chosen_TK.shape[1]
     x_AD, weights_AK = axis.gathered(x_TD), axis.gathered(routing.weights_TK)
-    chosen_AK = axis.gathered_numbers(routing.chosen_TK)
+    chosen_AK = axis.all_gather_integers(routing.chosen_TK)
     local = axis.own(count)
     here_AK = (chosen_AK >= local.start) & (chosen_AK < local.stop)
     if routing.kept_TK is not None:
-        here_AK &= axis.gathered_numbers(routing.kept_TK.to(torch.uint8)).bool()
+        here_AK &= axis.all_gather_integers(routing.kept_TK.to(torch.uint8)).bool()
     order, counts_E = _by_expert(chosen_AK - local.start, here_AK, len(local))
     counts = counts_E.tolist()
     order = order[: sum(counts)]
@@ -174,13 +174,13 @@ class SharedExpert(nn.Module):
         return output if self.gate is None else output * self.gate(x_BSD)
 
 
-class SharedGate(DeclaringModule):
+class SharedGate(ShardedModule):
     """One gate value for each token."""
 
     def __init__(self, hidden: int, axis: TensorAxis) -> None:
         super().__init__()
         shape = shared_gate_shape(hidden)
-        self.weight = self.declare("weight", shape, whole(shape, Initial(), axis.partial_in_stream))
+        self.weight = self.declare("weight", shape, whole(shape, Initialization(), axis.partial_axes))
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         return torch.sigmoid(nn.functional.linear(x_BSD, self.weight))
@@ -236,7 +236,7 @@ class MoE(nn.Module):
     def _mixed(self, x_BSD: Tensor) -> Tensor:
         routing = self.router(x_BSD)
         x_TD = x_BSD.flatten(0, 1)
-        if self.axis.group.size == 1 and self.experts.all_on(x_TD):
+        if self.axis.group.size == 1 and self.experts.can_run_on_device(x_TD):
             output_TD = self.experts(x_TD, routing=routing)
         else:
             output_TD = self.dispatch(x_TD, routing, self.count, self.axis, self.experts)

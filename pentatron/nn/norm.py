@@ -8,16 +8,16 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from pentatron.layout.ranks import Axis
-from pentatron.nn.compiled import Compile
+from pentatron.nn.compiled import CompileOptions
 from pentatron.nn.spec import Slot, build_module, takes
-from pentatron.parallel.shards import ONES, ZEROS, DeclaringModule, whole
+from pentatron.parallel.shards import ONES, ZEROS, ShardedModule, whole
 from pentatron.settings.model import TransformerConfig
 from pentatron.settings.parameters import norm_parameters
 
 _INITIAL = {"weight": ONES, "bias": ZEROS}
 
 
-class _Norm(DeclaringModule):
+class _Norm(ShardedModule):
     """Base class that declares the parameters of a norm."""
 
     kind: str
@@ -28,7 +28,7 @@ class _Norm(DeclaringModule):
         width: int,
         epsilon: float,
         partial_over: frozenset[Axis] = frozenset(),
-        compile: Compile | None = None,
+        compile: CompileOptions | None = None,
     ) -> None:
         super().__init__()
         if compile is not None:
@@ -107,7 +107,7 @@ def norm_in(
     config: TransformerConfig,
     width: int,
     partial_over: frozenset[Axis] = frozenset(),
-    compile: Compile | None = None,
+    compile: CompileOptions | None = None,
 ) -> nn.Module:
     """Builds the norm that a spec chooses.
 

@@ -12,16 +12,16 @@ from types import TracebackType
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pentatron.nn.compiled import Compile
-from pentatron.nn.kv_cache import CacheInUse
+from pentatron.nn.compiled import CompileOptions
+from pentatron.nn.kv_cache import ActiveCache
 from pentatron.nn.loss import CrossEntropy
-from pentatron.nn.recompute import NOTHING, Recompute, RecomputeSwitch
+from pentatron.nn.recompute import NO_RECOMPUTE, Recompute, RecomputeSwitch
 from pentatron.ops.fp8_linear import Fp8Format, LinearOptions, WeightScales
 from pentatron.ops.linear import DeferredGradients
 from pentatron.parallel.axes import (
-    NO_EXPERTS_ELSEWHERE,
-    WHOLE_LAYERS,
-    WHOLE_SEQUENCES,
+    NO_CONTEXT_PARALLELISM,
+    NO_EXPERT_PARALLELISM,
+    NO_TENSOR_PARALLELISM,
     ContextAxis,
     ExpertAxis,
     TensorAxis,
@@ -53,7 +53,7 @@ _FASTEST_FIRST = [
 ]
 
 
-def chosen_kernels(backend: str, device: torch.device, dropout: float = 0.0) -> list[SDPBackend] | None:
+def allowed_kernels(backend: str, device: torch.device, dropout: float = 0.0) -> list[SDPBackend] | None:
     """Returns the allowed attention kernels in order of preference; None leaves the choice to torch."""
     if backend != "auto":
         return _BACKENDS[backend]
@@ -81,7 +81,7 @@ class AttentionKernels:
     def choose(self, backend: str, device: torch.device, dropout: float) -> None:
         """Chooses the kernels for the device of the input, which may differ from that of construction."""
         if device != self._device:
-            self._device, self.chosen = device, chosen_kernels(backend, device, dropout)
+            self._device, self.chosen = device, allowed_kernels(backend, device, dropout)
 
     def __enter__(self) -> None:
         if self.chosen is not None and not self._depth:
@@ -131,12 +131,12 @@ class ModelOptions:
     """
 
     attention_backend: str = "auto"
-    recompute: Recompute = NOTHING
+    recompute: Recompute = NO_RECOMPUTE
     cross_entropy: CrossEntropy = field(default_factory=CrossEntropy)
     fuses_gates: bool = False
     fp8: Fp8Options | None = None
     deferred: DeferredGradients | None = None
-    compile: Compile | None = None
+    compile: CompileOptions | None = None
 
     def linear_of_layer(self, layer: int) -> LinearOptions:
         """Options of the linear layers of a layer."""
@@ -171,9 +171,9 @@ class LayerOptions:
 
     recompute: RecomputeSwitch = field(default_factory=RecomputeSwitch)
     kernels: AttentionKernels = field(default_factory=AttentionKernels)
-    cache: CacheInUse = field(default_factory=CacheInUse)
+    cache: ActiveCache = field(default_factory=ActiveCache)
     fuses_gates: bool = False
-    compile: Compile | None = None
+    compile: CompileOptions | None = None
 
 
 @dataclass(frozen=True)
@@ -183,9 +183,9 @@ class Axes:
     `tensor` has the options of linear layers.
     """
 
-    tensor: TensorAxis = WHOLE_LAYERS
-    context: ContextAxis = WHOLE_SEQUENCES
-    expert: ExpertAxis = NO_EXPERTS_ELSEWHERE
+    tensor: TensorAxis = NO_TENSOR_PARALLELISM
+    context: ContextAxis = NO_CONTEXT_PARALLELISM
+    expert: ExpertAxis = NO_EXPERT_PARALLELISM
     options: LayerOptions = field(default_factory=LayerOptions)
 
     def with_linear(self, linear: LinearOptions) -> "Axes":

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from pentatron.layout.stages import recomputed_runs
+from pentatron.layout.stages import recompute_groups
 from pentatron.settings.parallel import MemoryConfig
 
 Item = TypeVar("Item")
@@ -36,7 +36,7 @@ class Recompute:
     first: int | None = None
 
 
-NOTHING = Recompute()
+NO_RECOMPUTE = Recompute()
 EVERY_LAYER = Recompute(frozenset({LAYERS}))
 
 
@@ -50,7 +50,7 @@ class RecomputeSwitch:
 
     def __init__(
         self,
-        wanted: Recompute = NOTHING,
+        wanted: Recompute = NO_RECOMPUTE,
         draws: bool = False,
         kernels: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
@@ -100,7 +100,7 @@ class RecomputeSwitch:
         part.
         """
         wanted = self.wanted
-        chunks, rest = recomputed_runs(layers, wanted.chunk, wanted.first if LAYERS in wanted.parts else 0)
+        chunks, rest = recompute_groups(layers, wanted.chunk, wanted.first if LAYERS in wanted.parts else 0)
         yield from ((LAYERS, chunk) for chunk in chunks)
         if rest:
             yield "", rest
@@ -109,7 +109,7 @@ class RecomputeSwitch:
 def recompute_of(memory: MemoryConfig) -> Recompute:
     """Returns what the settings ask to recompute."""
     if memory.recompute_granularity is None:
-        return NOTHING
+        return NO_RECOMPUTE
     if memory.recompute_granularity == "selective":
         return Recompute(frozenset(memory.recompute_modules))
     if memory.recompute_method == "block":

@@ -25,12 +25,12 @@ class Frequencies:
     attention_factor: float = 1.0
 
 
-def plain(channels: int, base: float) -> Tensor:
+def rope_frequencies(channels: int, base: float) -> Tensor:
     """Unscaled frequencies."""
     return 1.0 / _wave_lengths(channels, base)
 
 
-def scaled(inverse: Tensor, config: TransformerConfig) -> Frequencies:
+def scale_frequencies(inverse: Tensor, config: TransformerConfig) -> Frequencies:
     """Scales the frequencies as configured."""
     kind, factor = config.rope_scaling_type, config.rope_scaling_factor
     if kind is None:
@@ -136,5 +136,5 @@ def build_rope(config: TransformerConfig) -> RotaryEmbedding | None:
     """Returns the rotary embedding of a model; None if its positions are not rotary."""
     if config.position_embedding_type != "rope":
         return None
-    inverse = plain(int(config.kv_channels * config.rotary_percent), config.rotary_base)
-    return RotaryEmbedding(scaled(inverse, config), config.rotary_interleaved)
+    inverse = rope_frequencies(int(config.kv_channels * config.rotary_percent), config.rotary_base)
+    return RotaryEmbedding(scale_frequencies(inverse, config), config.rotary_interleaved)

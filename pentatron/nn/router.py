@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from pentatron.nn.options import Axes
 from pentatron.parallel.axes import ExpertAxis
-from pentatron.parallel.shards import DeclaringModule, Initial, whole
+from pentatron.parallel.shards import Initialization, ShardedModule, whole
 from pentatron.settings.model import MoEConfig
 from pentatron.settings.parameters import router_shape
 
@@ -35,7 +35,7 @@ def loss_weights(moe: MoEConfig) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class Routed:
+class RouterOutput:
     """Output of a router for a rank's tokens. `scores_BSE` are normalized over the experts."""
 
     logits_BSE: Tensor
@@ -98,7 +98,7 @@ class RouterLoad(nn.Module):
         """
         return {"previous": self.previous, **({"bias": self.bias} if self.has_bias else {})}
 
-    def with_losses(self, weights_TK: Tensor, routed: Routed, axis: ExpertAxis) -> Tensor:
+    def with_losses(self, weights_TK: Tensor, routed: RouterOutput, axis: ExpertAxis) -> Tensor:
         """Returns the weights unchanged.
 
         Their backward adds the gradients of the losses and counts the tokens.
@@ -118,35 +118,35 @@ class RouterLoad(nn.Module):
         return _WithLoss.apply(weights_TK, total, count, self.scale)
 
 
-def _aux_loss(load: RouterLoad, routed: Routed, counts_BE: Tensor, axis: ExpertAxis) -> Tensor:
+def _aux_loss(load: RouterLoad, routed: RouterOutput, counts_BE: Tensor, axis: ExpertAxis) -> Tensor:
     """E · Σ f·P over the experts: fraction of the choices times mean score, both over the micro-batch."""
     tokens = routed.scores_BSE[..., 0].numel() * axis.sequence.size
-    counts_E = axis.over_micro_batch(counts_BE.sum(0))
+    counts_E = axis.sum_over_micro_batch(counts_BE.sum(0))
     sums_E = routed.scores_BSE.sum((0, 1))
     return (sums_E * counts_E).sum() * (load.experts / (load.topk * tokens * tokens))
 
 
-def _seq_aux_loss(load: RouterLoad, routed: Routed, counts_BE: Tensor, axis: ExpertAxis) -> Tensor:
+def _seq_aux_loss(load: RouterLoad, routed: RouterOutput, counts_BE: Tensor, axis: ExpertAxis) -> Tensor:
     """`_aux_loss` of each sequence, averaged."""
     batch, length, _ = routed.scores_BSE.shape
     tokens = length * axis.sequence.size
-    counts = axis.over_micro_batch(counts_BE)
+    counts = axis.sum_over_micro_batch(counts_BE)
     return (routed.scores_BSE.sum(1) * counts).sum() * (load.experts / (load.topk * tokens * tokens * batch))
 
 
-def _global_aux_loss(load: RouterLoad, routed: Routed, counts_BE: Tensor, axis: ExpertAxis) -> Tensor:
+def _global_aux_loss(load: RouterLoad, routed: RouterOutput, counts_BE: Tensor, axis: ExpertAxis) -> Tensor:
     """`_aux_loss` with the fractions of the whole previous step, which are known in advance."""
     tokens = routed.scores_BSE[..., 0].numel() * axis.sequence.size
     return (routed.scores_BSE.sum((0, 1)) * load.previous).sum() * (load.experts / tokens)
 
 
-def _z_loss(load: RouterLoad, routed: Routed, counts_BE: Tensor, axis: ExpertAxis) -> Tensor:
+def _z_loss(load: RouterLoad, routed: RouterOutput, counts_BE: Tensor, axis: ExpertAxis) -> Tensor:
     """Mean square of log Σ exp."""
     tokens = routed.logits_BSE[..., 0].numel() * axis.sequence.size
     return torch.logsumexp(routed.logits_BSE, -1).square().sum() / tokens
 
 
-_LOSSES: dict[str, Callable[[RouterLoad, Routed, Tensor, ExpertAxis], Tensor]] = {
+_LOSSES: dict[str, Callable[[RouterLoad, RouterOutput, Tensor, ExpertAxis], Tensor]] = {
     "aux_loss": _aux_loss,
     "seq_aux_loss": _seq_aux_loss,
     "global_aux_loss": _global_aux_loss,
@@ -188,14 +188,14 @@ class Routing:
     kept_TK: Tensor | None = None
 
 
-class Router(DeclaringModule):
+class Router(ShardedModule):
     """Scores all experts with a linear layer and chooses the best for each token."""
 
     def __init__(self, hidden: int, moe: MoEConfig, axes: Axes) -> None:
         super().__init__()
         self.moe, self.axes = moe, axes
         shape = router_shape(hidden, moe)
-        self.weight = self.declare("weight", shape, whole(shape, Initial(), axes.tensor.partial_in_stream))
+        self.weight = self.declare("weight", shape, whole(shape, Initialization(), axes.tensor.partial_axes))
         self.load = RouterLoad(moe)
 
     def forward(self, x_BSD: Tensor) -> Routing:
@@ -205,7 +205,7 @@ class Router(DeclaringModule):
         chosen_TK, weights_TK = chosen_BSK.flatten(0, 1), weights_BSK.flatten(0, 1)
         kept_TK = self._within_capacity(chosen_BSK, weights_BSK.detach())
         if self.training and torch.is_grad_enabled():
-            routed = Routed(logits_BSE, self._scores(logits_BSE), chosen_BSK)
+            routed = RouterOutput(logits_BSE, self._scores(logits_BSE), chosen_BSK)
             weights_TK = self.load.with_losses(weights_TK, routed, self.axes.expert)
         return Routing(chosen_TK, weights_TK.to(x_BSD.dtype), kept_TK)
 
@@ -268,7 +268,7 @@ class Router(DeclaringModule):
         priority_TE = priority_BSK.new_zeros(len(indices), moe.experts)
         priority_TE.scatter_(1, chosen_BSK.flatten(0, 1), priority_BSK.flatten(0, 1))
         of_all_TE = torch.zeros_like(priority_TE).repeat(self.axes.expert.sequence.size, 1)
-        gather = self.axes.expert.of_micro_batch
+        gather = self.axes.expert.gather_micro_batch
         of_all_TE.index_copy_(0, gather(indices), gather(priority_TE))
         best_CE = of_all_TE.sort(dim=0, descending=True, stable=True).indices[:capacity]
         fits_TE = torch.zeros_like(of_all_TE, dtype=torch.bool).scatter(0, best_CE, True)

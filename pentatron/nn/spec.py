@@ -137,7 +137,7 @@ def _resolved(slot: Slot) -> tuple[ModuleSpec, Any]:
     return spec, import_named(spec.module[0], spec.module[1], str(spec))
 
 
-def documents_for(module: nn.Module, documents: DocumentStarts | None) -> dict[str, DocumentStarts]:
+def documents_kwargs(module: nn.Module, documents: DocumentStarts | None) -> dict[str, DocumentStarts]:
     """Returns documents as a keyword argument for the forward of `module`, or nothing if sequences are not
     divided.
 
@@ -166,7 +166,7 @@ def import_named(module: str, name: str, what: str) -> Any:
     `what` is the option that asks for it, for errors.
     """
     try:
-        with importing_from_here():
+        with current_folder_on_path():
             imported = importlib.import_module(module)
     except Exception as error:  # whatever the user's file does wrong
         raise UserError(
@@ -179,7 +179,7 @@ def import_named(module: str, name: str, what: str) -> Any:
 
 
 @contextmanager
-def importing_from_here() -> Iterator[None]:
+def current_folder_on_path() -> Iterator[None]:
     """Adds the current folder to `sys.path`, where users of an installed command expect it."""
     folder = str(Path.cwd())
     if folder in sys.path:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pentatron.ops.dispatch import by_kernel, operator
+from pentatron.ops.dispatch import operator, uses_triton
 
 _SLOPE = math.sqrt(2 / math.pi)
 _CUBE = 0.044715
@@ -23,7 +23,7 @@ def weighted_activation(inner_NI: Tensor, weights_N: Tensor, gated: bool) -> Ten
 
     Computed in fp32 and rounded once.
     """
-    if by_kernel(inner_NI):
+    if uses_triton(inner_NI):
         from pentatron.ops import triton_activation
 
         return triton_activation.weighted_activation(inner_NI, weights_N, gated)
@@ -34,7 +34,7 @@ def weighted_activation_backward(
     gradient_NI: Tensor, inner_NI: Tensor, weights_N: Tensor, gated: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of the input and of the weights, and recomputes the output."""
-    if by_kernel(inner_NI):
+    if uses_triton(inner_NI):
         from pentatron.ops import triton_activation
 
         return triton_activation.weighted_activation_backward(gradient_NI, inner_NI, weights_N, gated)
@@ -77,7 +77,7 @@ def _like_gate(gradient: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
 @operator("gate_backward", _like_gate)
 def gate_backward(gradient: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the gradient of `inner`, and row maxima of its absolute values in fp32."""
-    if by_kernel(inner):
+    if uses_triton(inner):
         from pentatron.ops.triton_activation import gate_backward as by_triton
 
         return by_triton(gradient.contiguous(), inner.contiguous())
@@ -94,7 +94,7 @@ def gate_backward(gradient: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
 def swiglu(inner: Tensor) -> Tensor:
     """Returns `silu(gate) * up` with the gate first; computed in fp32 and rounded once."""
     # A compiler generates a kernel of the operations below, and can fuse it with its neighbours.
-    if not torch.compiler.is_compiling() and by_kernel(inner):
+    if not torch.compiler.is_compiling() and uses_triton(inner):
         from pentatron.ops.triton_activation import swiglu as by_triton
 
         return by_triton(inner.contiguous())
@@ -110,7 +110,7 @@ def _like_swiglu(gradient: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
 @operator("swiglu_backward", _like_swiglu)
 def swiglu_backward(gradient: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the gradient of `inner`, and the recomputed output of `swiglu`."""
-    if by_kernel(inner):
+    if uses_triton(inner):
         from pentatron.ops.triton_activation import swiglu_backward as by_triton
 
         return by_triton(gradient.contiguous(), inner.contiguous())
@@ -124,22 +124,22 @@ def swiglu_backward(gradient: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
 # Dispatch of rows to several places (MoE tokens), and their combination; each is the other's backward.
 
 
-def deal_rows(x_TD: Tensor, places_TK: Tensor) -> Tensor:
+def dispatch_rows(x_TD: Tensor, places_TK: Tensor) -> Tensor:
     """Copies row t to all of its places; the places of all rows are a permutation of the result's rows."""
-    if by_kernel(x_TD):
+    if uses_triton(x_TD):
         from pentatron.ops import triton_activation
 
-        return triton_activation.deal_rows(x_TD.contiguous(), places_TK)
+        return triton_activation.dispatch_rows(x_TD.contiguous(), places_TK)
     out = x_TD.new_empty(places_TK.numel(), x_TD.shape[1])
     return out.index_copy_(0, places_TK.flatten(), x_TD.repeat_interleave(places_TK.shape[1], 0))
 
 
-def sum_rows(rows_ND: Tensor, places_TK: Tensor) -> Tensor:
+def combine_rows(rows_ND: Tensor, places_TK: Tensor) -> Tensor:
     """Sums the rows at the places of token t into row t of the result, in fp32 and in their order."""
-    if by_kernel(rows_ND):
+    if uses_triton(rows_ND):
         from pentatron.ops import triton_activation
 
-        return triton_activation.sum_rows(rows_ND.contiguous(), places_TK)
+        return triton_activation.combine_rows(rows_ND.contiguous(), places_TK)
     rows = rows_ND.index_select(0, places_TK.flatten()).unflatten(0, places_TK.shape)
     return rows.float().sum(1).to(rows_ND.dtype)
 

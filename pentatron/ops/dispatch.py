@@ -41,7 +41,7 @@ def triton_works() -> bool:
     return not triton_problem()
 
 
-def by_kernel(tensor: Tensor) -> bool:
+def uses_triton(tensor: Tensor) -> bool:
     return tensor.is_cuda and triton_works()
 
 

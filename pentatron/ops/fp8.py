@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pentatron.ops.dispatch import by_kernel, operator
+from pentatron.ops.dispatch import operator, uses_triton
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
@@ -30,7 +30,7 @@ _EXPONENT_BITS = 0x7F800000
 
 
 @dataclass(frozen=True)
-class Scaled:
+class Fp8Matrix:
     """A matrix in fp8: `rows` is row-major, `columns` transposed; None if not needed.
 
     The values are the elements times `unscale`, or `columns_unscale`: a scalar, or one number per row, [N,
@@ -57,7 +57,7 @@ def _like_scale(largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 @operator("fp8_scale_of", _like_scale)
 def scale_of(largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Returns scale and inverse scale from the maxima of parts of a tensor, in a single kernel."""
-    if by_kernel(largest):
+    if uses_triton(largest):
         from pentatron.ops.triton_fp8 import scale_of as by_triton
 
         return by_triton(largest.contiguous(), dtype)
@@ -65,15 +65,15 @@ def scale_of(largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return scale, scale.reciprocal()
 
 
-def scaled(
+def quantize(
     matrix: Tensor, dtype: torch.dtype, rows: bool = True, columns: bool = True, by_rows: bool = False
-) -> Scaled:
+) -> Fp8Matrix:
     """Rounds a matrix to fp8: row-major, transposed or both, with one scale or one per written row."""
     if not by_rows:
         # Reduce rows first: a compiler can then fuse the reduction with the kernel that writes the rows.
         largest = torch.linalg.vector_norm(matrix, float("inf"), dim=-1)
         scale, unscale = scale_of(largest, dtype)
-        return scaled_by(matrix, scale, dtype, rows, columns, unscale)
+        return quantize_with_scale(matrix, scale, dtype, rows, columns, unscale)
     if rows and columns:
         row_maxima, column_maxima = _largest_of_tiles(matrix)
         columns_scale = scale_for(column_maxima.amax(0)[:, None], dtype)
@@ -84,15 +84,15 @@ def scaled(
     return _quantize(matrix, scale_for(maxima, dtype), None, dtype, rows, columns)
 
 
-def scaled_by(
+def quantize_with_scale(
     matrix: Tensor,
     scale: Tensor,
     dtype: torch.dtype,
     rows: bool = True,
     columns: bool = True,
     unscale: Tensor | None = None,
-) -> Scaled:
-    """Same as `scaled`, with a known scale of the whole matrix, and its inverse if it is known too."""
+) -> Fp8Matrix:
+    """Same as `quantize`, with a known scale of the whole matrix, and its inverse if it is known too."""
     return _quantize(matrix, scale, None, dtype, rows, columns, unscale)
 
 
@@ -110,7 +110,7 @@ def _quantize(
     rows: bool,
     columns: bool,
     unscale: Tensor | None = None,
-) -> Scaled:
+) -> Fp8Matrix:
     # A single number, for which a compiler would generate a kernel of its own.
     unscale = scale.reciprocal() if unscale is None else unscale
     columns_unscale = unscale if columns_scale is None else columns_scale.reciprocal()
@@ -121,7 +121,7 @@ def _quantize(
         written_rows = _rounded_rows(matrix, scale, dtype)
     else:
         written_columns = _rounded_columns(matrix, scale, dtype)
-    return Scaled(written_rows, written_columns, unscale, columns_unscale, scale)
+    return Fp8Matrix(written_rows, written_columns, unscale, columns_unscale, scale)
 
 
 def product(
@@ -157,7 +157,7 @@ def rounded(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def _write(
     matrix: Tensor, rows: Tensor | None, columns: Tensor | None, rows_scale: Tensor, columns_scale: Tensor
 ) -> None:
-    if by_kernel(matrix):
+    if uses_triton(matrix):
         from pentatron.ops.triton_fp8 import write_rounded
 
         write_rounded(matrix, rows, columns, rows_scale, columns_scale)
@@ -181,7 +181,7 @@ def _like_columns(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return _empty_columns(matrix, dtype)
 
 
-def strips(matrix: Tensor) -> tuple[Tensor, Tensor]:
+def empty_tile_maxima(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Returns empty tensors for row maxima per strip of columns, and column maxima per strip of rows."""
     height, width = matrix.shape
     row_maxima = matrix.new_empty((-(-width // TILE), height), dtype=torch.float32)
@@ -211,10 +211,10 @@ def _rounded_columns(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tenso
     return columns
 
 
-@operator("fp8_largest_of_tiles", strips)
+@operator("fp8_largest_of_tiles", empty_tile_maxima)
 def _largest_of_tiles(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the fp32 maxima of absolute values of rows and columns, per strip of TILE columns and rows."""
-    if by_kernel(matrix):
+    if uses_triton(matrix):
         from pentatron.ops.triton_fp8 import largest_of_tiles
 
         return largest_of_tiles(matrix)

@@ -17,7 +17,16 @@ from torch import Tensor, nn
 
 from pentatron.devices import FP8_MULTIPLE
 from pentatron.ops.activation import gate_backward, gated
-from pentatron.ops.fp8 import E4M3, E5M2, Scaled, product, scale_of, scaled, scaled_by, scales_of
+from pentatron.ops.fp8 import (
+    E4M3,
+    E5M2,
+    Fp8Matrix,
+    product,
+    quantize,
+    quantize_with_scale,
+    scale_of,
+    scales_of,
+)
 from pentatron.ops.linear import DeferredGradients
 
 
@@ -41,7 +50,7 @@ UNKNOWN: Scale = (None, None)
 
 
 @dataclass
-class ScaledProduct:
+class Fp8Product:
     """A deferred weight gradient; both factors are fp8 and transposed, with the tokens last."""
 
     weight: nn.Parameter
@@ -53,12 +62,12 @@ class ScaledProduct:
         return product(self.gradient, self.inputs, self.unscale, self.weight.dtype)
 
 
-def can_be_scaled(x: Tensor) -> bool:
+def fp8_supports(x: Tensor) -> bool:
     """Whether the number of tokens suits fp8 products: weight gradients sum over tokens."""
     return x.shape[:-1].numel() % FP8_MULTIPLE == 0
 
 
-def scaled_linear(
+def fp8_linear(
     x: Tensor,
     weight: nn.Parameter,
     bias: Tensor | None,
@@ -84,13 +93,13 @@ def scaled_linear(
 
 def _forward(
     flat: Tensor, weight: nn.Parameter, scale: Scale, by_rows: bool, columns: bool
-) -> tuple[Tensor, Scaled, Scaled]:
+) -> tuple[Tensor, Fp8Matrix, Fp8Matrix]:
     """Returns the product, the fp8 input (with its transpose if `columns`) and the fp8 weight."""
-    x = scaled(flat, E4M3, columns=columns, by_rows=by_rows)
+    x = quantize(flat, E4M3, columns=columns, by_rows=by_rows)
     if scale[0] is None:
-        w = scaled(weight, E4M3, columns=False, by_rows=by_rows)
+        w = quantize(weight, E4M3, columns=False, by_rows=by_rows)
     else:
-        w = scaled_by(weight, scale[0], E4M3, columns=False, unscale=scale[1])
+        w = quantize_with_scale(weight, scale[0], E4M3, columns=False, unscale=scale[1])
     assert x.rows is not None and w.rows is not None
     return product(x.rows, w.rows, (x.unscale, w.unscale), flat.dtype, fast=True), x, w
 
@@ -116,7 +125,7 @@ class _ScaledLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         gradient = gradients[0]
-        g = scaled(gradient.flatten(0, -2), ctx.gradients, by_rows=ctx.by_rows)
+        g = quantize(gradient.flatten(0, -2), ctx.gradients, by_rows=ctx.by_rows)
         grad_input, grad_weight = _backward(ctx, ctx.saved_tensors, g, gradient)
         return grad_input, grad_weight, None, None, None, None, None
 
@@ -146,17 +155,17 @@ class _ScaledGatedLinear(torch.autograd.Function):
         *saved, inner = ctx.saved_tensors
         grad_inner, largest = gate_backward(gradient.flatten(0, -2), inner)
         if ctx.by_rows:
-            g = scaled(grad_inner, ctx.gradients, by_rows=True)
+            g = quantize(grad_inner, ctx.gradients, by_rows=True)
         else:
             scale, unscale = scale_of(largest, ctx.gradients)
-            g = scaled_by(grad_inner, scale, ctx.gradients, unscale=unscale)
+            g = quantize_with_scale(grad_inner, scale, ctx.gradients, unscale=unscale)
         grad_input, grad_weight = _backward(ctx, saved, g, gradient)
         grad_bias = grad_inner.sum(0) if ctx.needs_input_grad[2] else None
         return grad_input, grad_weight, grad_bias, None, None, None, None, None
 
 
 def _backward(
-    ctx: Any, saved: Sequence[Tensor], g: Scaled, gradient: Tensor
+    ctx: Any, saved: Sequence[Tensor], g: Fp8Matrix, gradient: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
     """Returns the gradients of input and weight.
 
@@ -169,9 +178,9 @@ def _backward(
     if ctx.needs_input_grad[0]:
         # With scales by rows, the transposed weight has scales of its own.
         w = (
-            scaled(weight, E4M3, rows=False, by_rows=True)
+            quantize(weight, E4M3, rows=False, by_rows=True)
             if ctx.by_rows
-            else scaled_by(weight, w_scale, E4M3, rows=False, unscale=w_unscale)
+            else quantize_with_scale(weight, w_scale, E4M3, rows=False, unscale=w_unscale)
         )
         assert w.columns is not None
         flat = product(g.rows, w.columns, (g.unscale, w.columns_unscale), gradient.dtype)
@@ -181,7 +190,7 @@ def _backward(
         if ctx.deferred is None:
             grad_weight = product(g.columns, x_columns, unscale, weight.dtype)
         else:
-            deferred_product = ScaledProduct(ctx.parameter, x_columns, g.columns, unscale)
+            deferred_product = Fp8Product(ctx.parameter, x_columns, g.columns, unscale)
             grad_weight = None if ctx.deferred.take(deferred_product) else deferred_product.compute()
     return grad_input, grad_weight
 
@@ -262,4 +271,4 @@ class LinearOptions:
     in_graph: bool = False
 
 
-PLAIN = LinearOptions()
+DEFAULT_LINEAR = LinearOptions()

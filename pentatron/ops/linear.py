@@ -83,7 +83,7 @@ def through_fp32(rows: Tensor) -> bool:
     )
 
 
-def has_own_way(rows: Tensor, matrix: Tensor) -> bool:
+def uses_fast_cpu_path(rows: Tensor, matrix: Tensor) -> bool:
     """Whether `rows_times` and `product` differ from torch's products, so that backward must use them too."""
     return through_fp32(rows) or _by_onednn(rows, matrix)
 
@@ -102,7 +102,7 @@ def _by_onednn(rows: Tensor, matrix: Tensor) -> bool:
     )
 
 
-def without_gradient(rows: Tensor, matrix_OI: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_inference(rows: Tensor, matrix_OI: Tensor, bias: Tensor | None = None) -> Tensor:
     """Returns `x Wᵀ + b`; uses oneDNN for few rows if gradients are disabled."""
     if (
         _ONEDNN is None
@@ -160,7 +160,7 @@ class GroupedRows(Protocol):
 
 
 @dataclass(frozen=True)
-class GroupsOnDevice:
+class DeviceGroups:
     """Groups whose ends are known on the device only (int32).
 
     Every product is one kernel; the last group has all remaining rows.
@@ -210,18 +210,18 @@ class Groups:
         return output
 
     def _in_one_kernel(self, rows: Tensor, other_width: int) -> bool:
-        return self.together and one_kernel_can(rows, rows.shape[1], other_width)
+        return self.together and grouped_mm_supports(rows, rows.shape[1], other_width)
 
-    def _groups_on_device(self, device: torch.device) -> GroupsOnDevice:
+    def _groups_on_device(self, device: torch.device) -> DeviceGroups:
         if self.on_device is not None:
-            return GroupsOnDevice(self.on_device.cumsum(0, dtype=torch.int32))
-        return GroupsOnDevice(torch.tensor(list(accumulate(self.counts)), dtype=torch.int32, device=device))
+            return DeviceGroups(self.on_device.cumsum(0, dtype=torch.int32))
+        return DeviceGroups(torch.tensor(list(accumulate(self.counts)), dtype=torch.int32, device=device))
 
     def _split(self, rows: Tensor) -> tuple[Tensor, ...]:
         return rows.split(list(self.counts))
 
 
-def one_kernel_can(rows: Tensor, *widths: int) -> bool:
+def grouped_mm_supports(rows: Tensor, *widths: int) -> bool:
     """Whether torch's grouped kernel supports these: bf16 on a GPU, all rows aligned to 16 bytes."""
     return rows.is_cuda and rows.dtype == torch.bfloat16 and fit_grouped_matmul(*widths)
 
@@ -277,7 +277,7 @@ class DeferredGradients:
         self._pending: dict[Cell, list[Product]] = {}
 
     @contextmanager
-    def collecting(self, cell: Cell) -> Iterator[None]:
+    def collect(self, cell: Cell) -> Iterator[None]:
         """Context manager around the input half of a backward, which collects its products."""
         assert self._collecting is None and cell not in self._pending, f"{cell} has two input halves"
         self._collecting = self._pending[cell] = []
@@ -321,8 +321,8 @@ def linear(
     x: Tensor, weight: nn.Parameter, bias: Tensor | None, deferred: DeferredGradients | None
 ) -> Tensor:
     """Returns `x Wᵀ + b`; with `deferred` the weight gradient may be deferred."""
-    if deferred is None and not has_own_way(x, weight):
-        return without_gradient(x, weight, bias)
+    if deferred is None and not uses_fast_cpu_path(x, weight):
+        return linear_inference(x, weight, bias)
     return _Linear.apply(x, weight, bias, deferred)
 
 
@@ -344,7 +344,7 @@ class _Linear(torch.autograd.Function):
         grad_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
         grad_weight = None
         if ctx.needs_input_grad[1]:
-            grad_weight = now_or_later(DenseProduct(ctx.parameter, x, gradient), ctx.deferred)
+            grad_weight = compute_or_defer(DenseProduct(ctx.parameter, x, gradient), ctx.deferred)
         return grad_input, grad_weight, grad_bias, None
 
 
@@ -371,12 +371,12 @@ class _GroupedLinear(torch.autograd.Function):
         grad_input = ctx.groups.times(gradient, weight) if ctx.needs_input_grad[0] else None
         grad_weight = None
         if ctx.needs_input_grad[1]:
-            grad_weight = now_or_later(
+            grad_weight = compute_or_defer(
                 GroupedProduct(ctx.parameter, rows, gradient, ctx.groups), ctx.deferred
             )
         return grad_input, grad_weight, None, None
 
 
-def now_or_later(product: Product, deferred: DeferredGradients | None) -> Tensor | None:
+def compute_or_defer(product: Product, deferred: DeferredGradients | None) -> Tensor | None:
     """Returns the weight gradient, or None if it is deferred."""
     return None if deferred is not None and deferred.take(product) else product.compute()

@@ -246,7 +246,7 @@ def _sum(rows, places, out, width, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + token * width + columns, total.to(out.dtype.element_ty), mask=inside)
 
 
-def deal_rows(x_TD: Tensor, places_TK: Tensor) -> Tensor:
+def dispatch_rows(x_TD: Tensor, places_TK: Tensor) -> Tensor:
     tokens, count = places_TK.shape
     width = x_TD.shape[1]
     out = x_TD.new_empty(tokens * count, width)
@@ -257,7 +257,7 @@ def deal_rows(x_TD: Tensor, places_TK: Tensor) -> Tensor:
     return out
 
 
-def sum_rows(rows_ND: Tensor, places_TK: Tensor) -> Tensor:
+def combine_rows(rows_ND: Tensor, places_TK: Tensor) -> Tensor:
     tokens, count = places_TK.shape
     width = rows_ND.shape[1]
     out = torch.empty(tokens, width, dtype=rows_ND.dtype, device=rows_ND.device)

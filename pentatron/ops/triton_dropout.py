@@ -113,7 +113,7 @@ def _drop(
 _KINDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
-def dropped(
+def dropout(
     x_BSD: Tensor, stream_BSD: Tensor | None, rows_BS: Tensor, site: int | Tensor, limit: int, scale: float
 ) -> Tensor:
     """Returns `x` with dropout applied, plus the residual `stream_BSD` if given.

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pentatron.ops.fp8 import LARGEST_SCALE, TILE, strips
+from pentatron.ops.fp8 import LARGEST_SCALE, TILE, empty_tile_maxima
 
 _MAXIMA = 8192
 
@@ -139,7 +139,7 @@ def _largest_of_tiles(
 
 def largest_of_tiles(matrix: Tensor) -> tuple[Tensor, Tensor]:
     height, width = matrix.shape
-    row_maxima, column_maxima = strips(matrix)
+    row_maxima, column_maxima = empty_tile_maxima(matrix)
     tiles = triton.cdiv(height, TILE) * triton.cdiv(width, TILE)
     if tiles:
         strides = (matrix.stride(0), matrix.stride(1))

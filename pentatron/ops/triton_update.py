@@ -84,7 +84,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Numbers:
+class AdamWParameters:
     """Hyperparameters of one update. `decay` is for targets with weight decay; `update` counts from 1."""
 
     learning_rate: float
@@ -107,7 +107,7 @@ class _Launch:
     addresses: Addresses
 
 
-class OnePass:
+class FusedAdamWKernel:
     """Updates targets at fixed addresses, with gradients at other addresses in every step."""
 
     def __init__(self, targets: Sequence[Target], block: int = 8192, warps: int = 16) -> None:
@@ -117,7 +117,7 @@ class OnePass:
         self._known: tuple[object, ...] = ()
         self._launches: list[_Launch] = []
 
-    def __call__(self, gradients: Sequence[Tensor | None], control: Tensor, numbers: Numbers) -> None:
+    def __call__(self, gradients: Sequence[Tensor | None], control: Tensor, numbers: AdamWParameters) -> None:
         """`control` is on the device in fp32: the factor of the gradients, and 0 if the update is to be
         skipped.
 
@@ -162,7 +162,7 @@ class OnePass:
         return _Launch(targets, gradient, rounded, fixed, programs, Addresses(device))
 
     def _launch(
-        self, launch: _Launch, gradients: Sequence[Tensor | None], control: Tensor, numbers: Numbers
+        self, launch: _Launch, gradients: Sequence[Tensor | None], control: Tensor, numbers: AdamWParameters
     ) -> None:
         launch_gradients = [gradients[number] for number in launch.targets]
         assert all(g is None or g.is_contiguous() for g in launch_gradients), "gradients must be contiguous"
@@ -277,7 +277,7 @@ def _elements(
 # references are torch's norm in fp32 and a sum of casts.
 
 
-class Squares:
+class SumOfSquares:
     """Sums squares over many tensors; caches what depends on their sizes, which seldom change."""
 
     def __init__(self, block: int = 4096, warps: int = 8) -> None:
@@ -310,7 +310,7 @@ class Squares:
         return sums.sum(dtype=torch.float64)
 
 
-def exact_sum(first: Tensor, second: Tensor) -> Tensor:
+def sum_in_fp32(first: Tensor, second: Tensor) -> Tensor:
     """Returns the sum of two contiguous tensors of one dtype in fp32, in one pass."""
     total = torch.empty_like(first, dtype=torch.float32)
     block = 2048

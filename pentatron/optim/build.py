@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pentatron.optim.optimizer import Optimizer
-from pentatron.parallel.shards import held_parameters
+from pentatron.parallel.shards import sharded_parameters
 from pentatron.parallel.world import World
 from pentatron.settings.decision_types import OptimizerOptions
 from pentatron.settings.training import OptimConfig
@@ -26,7 +26,7 @@ def build_optimizer(
     dtype: torch.dtype,
 ) -> AnyOptimizer:
     """Returns a ZeRO 3 optimizer if there are ranks to shard over, otherwise one on flat buckets."""
-    if options.zero_stage == 3 and has_copies(chunks, world):
+    if options.zero_stage == 3 and has_replicas(chunks, world):
         # FSDP imports torch's compiler, which takes seconds.
         from pentatron.optim.sharded import ShardedOptimizer
 
@@ -36,10 +36,10 @@ def build_optimizer(
     return Optimizer(chunks, world, config, options, dtype)
 
 
-def has_copies(chunks: Mapping[int, nn.Module], world: World) -> bool:
+def has_replicas(chunks: Mapping[int, nn.Module], world: World) -> bool:
     """Whether other ranks hold replicas of a parameter.
 
     Includes experts, so that all ranks of a stage agree.
     """
-    axes = {held.declared.copies for chunk in chunks.values() for held in held_parameters(chunk)}
+    axes = {held.declared.copies for chunk in chunks.values() for held in sharded_parameters(chunk)}
     return any(world.group(axis).size > 1 for axis in axes)

@@ -9,20 +9,27 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pentatron.ops.triton_update import Numbers, OnePass, Target
-from pentatron.optim.update_rules import MOMENTS, Gradients, Part, Update, clipping, clipping_on_device
+from pentatron.ops.triton_update import AdamWParameters, FusedAdamWKernel, Target
+from pentatron.optim.update_rules import (
+    MOMENTS,
+    Gradients,
+    Part,
+    UpdateRule,
+    clip_factor,
+    clip_factor_on_device,
+)
 from pentatron.settings.training import OptimConfig
 
 
-class OnePassAdam(Update):
+class FusedAdamW(UpdateRule):
     rounds = True
-    decides = True
+    skips_on_device = True
 
     def __init__(self, parts: Sequence[Part], config: OptimConfig) -> None:
         super().__init__(parts, config, MOMENTS)
         self._updates = 0
         self._device = parts[0].values.device
-        self._one_pass = OnePass([self._target(part) for part in parts])
+        self._one_pass = FusedAdamWKernel([self._target(part) for part in parts])
 
     def _target(self, part: Part) -> Target:
         exp_avg, exp_avg_sq = (self._moments[id(part)][name] for name in MOMENTS)
@@ -37,7 +44,7 @@ class OnePassAdam(Update):
         scale: float,
         weight_decay: float | None = None,
     ) -> None:
-        factor = clipping(norm, self.config.clip_grad, scale)
+        factor = clip_factor(norm, self.config.clip_grad, scale)
         control = torch.tensor([factor, 1.0], dtype=torch.float32).to(self._device)
         self._launch(gradients, learning_rate, control, weight_decay)
         self.settle(updated=True)
@@ -51,7 +58,7 @@ class OnePassAdam(Update):
         scale: float,
         weight_decay: float | None = None,
     ) -> None:
-        factor = clipping_on_device(loss_and_norm[1], self.config.clip_grad, scale)
+        factor = clip_factor_on_device(loss_and_norm[1], self.config.clip_grad, scale)
         if len(loss_and_norm) > 2:
             factor = factor * loss_and_norm[2]
         control = torch.stack((factor, torch.isfinite(loss_and_norm).all().double())).float()
@@ -61,7 +68,7 @@ class OnePassAdam(Update):
         self, gradients: Gradients, learning_rate: float, control: Tensor, weight_decay: float | None
     ) -> None:
         self.before()
-        numbers = Numbers(
+        numbers = AdamWParameters(
             learning_rate,
             self._decay(weight_decay),
             self.config.adam_beta1,

@@ -55,7 +55,7 @@ class LossScaler:
             self.scale = max(smaller, self.config.min_loss_scale) or self.scale
 
     @property
-    def is_hopeless(self) -> bool:
+    def cannot_recover(self) -> bool:
         """Whether overflows persist although the scale cannot become smaller."""
         return self._useless_in_a_row >= _MOST_USELESS_SKIPS
 

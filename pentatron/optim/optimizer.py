@@ -15,17 +15,23 @@ import torch
 from torch import Tensor, nn
 
 from pentatron.layout.actions import Kind
-from pentatron.optim.update_rules import Gradients, Part, Update, build_norm, build_update
-from pentatron.parallel.buckets import Bucket, Plan, Span, WeightGathering, held_bytes, plan_buckets
-from pentatron.parallel.gradients import HeldGradients, Holder, KeptGradients, PartialSums, Place
+from pentatron.optim.update_rules import Gradients, Part, UpdateRule, build_norm, build_update
+from pentatron.parallel.buckets import Bucket, Plan, Span, WeightGather, plan_buckets, storage_bytes
+from pentatron.parallel.gradients import (
+    FlatGradients,
+    GradientSlice,
+    GradientStorage,
+    GradientView,
+    PartialGradientReduction,
+)
 from pentatron.parallel.reduction import (
+    FullReduction,
     Reduction,
     ScatterBuffers,
-    ScatteredReduction,
+    ShardedReduction,
     SharedReduction,
-    WholeReduction,
 )
-from pentatron.parallel.shards import Fragment, Held, fragments_of, held_parameters, runs_of
+from pentatron.parallel.shards import Fragment, ShardedParameter, fragments_of, sharded_parameters, true_runs
 from pentatron.parallel.world import World
 from pentatron.settings.decision_types import OptimizerOptions
 from pentatron.settings.training import OptimConfig
@@ -41,7 +47,7 @@ class _Range:
     bucket: Bucket
     span: Span
     part: Part
-    place: Place
+    place: GradientView
 
     @property
     def gradients(self) -> Tensor:
@@ -62,11 +68,11 @@ class OptimizerBase(ABC):
         self.world = world
         self.config = config
         # Views of the gradients that this rank contributes to the gradient norm.
-        self._normed: list[Place] = []
+        self._normed: list[GradientView] = []
 
     def _build_update(self, parts: Sequence[Part], one_pass: bool) -> None:
-        self._update: Update = build_update(parts, self.config, one_pass)
-        self._norm = build_norm(self.world.device, self._update.decides)
+        self._update: UpdateRule = build_update(parts, self.config, one_pass)
+        self._norm = build_norm(self.world.device, self._update.skips_on_device)
 
     @abstractmethod
     def zero_gradients(self) -> None:
@@ -107,9 +113,9 @@ class OptimizerBase(ABC):
         self._publish(rounded=True)
 
     @property
-    def decides(self) -> bool:
+    def skips_on_device(self) -> bool:
         """Whether `start_step` is supported: the device itself skips updates with NaN or inf."""
-        return self._update.decides
+        return self._update.skips_on_device
 
     def start_step(
         self,
@@ -128,11 +134,11 @@ class OptimizerBase(ABC):
         self._update.start(self._gradients(), learning_rate, loss_and_norm, scale, weight_decay)
         self._publish(rounded=True)
 
-    def settle_step(self, updated: bool) -> None:
+    def finish_step(self, updated: bool) -> None:
         """Reports whether the update that was started was made or skipped."""
         self._update.settle(updated)
 
-    def before_update(self, wait: Callable[[], None]) -> None:
+    def set_before_update(self, wait: Callable[[], None]) -> None:
         """Registers a callback before each update: a background save must have copied the old values."""
         self._update.before = wait
 
@@ -159,7 +165,7 @@ class Optimizer(OptimizerBase):
         self._chunks = chunks
         stage_buckets = {
             stages: [Bucket(plan, dtype, self._sharded, options.in_host_memory) for plan in plans]
-            for stages, plans in plans_of(chunks, world, options.bucket_size).items()
+            for stages, plans in plan_stage_buckets(chunks, world, options.bucket_size).items()
         }
         replicated = any(b.copies.size > 1 for buckets in stage_buckets.values() for b in buckets)
         assert options.zero_stage < 3 or not replicated, "ZeRO 3 needs ShardedOptimizer"
@@ -168,10 +174,10 @@ class Optimizer(OptimizerBase):
         # embeddings, which come first.
         in_order = sorted(self._reductions, key=lambda stages: (stages[0], -len(stages)))
         forward = [bucket for stages in in_order for bucket in reversed(self._reductions[stages].buckets)]
-        self._gathering = WeightGathering(forward, chunks.values(), options.overlap_gather)
+        self._gathering = WeightGather(forward, chunks.values(), options.overlap_gather)
         self._buckets = [bucket for reduction in self._reductions.values() for bucket in reduction.buckets]
         self._held = [held for reduction in self._reductions.values() for held in reduction.held]
-        self._partial_sums = PartialSums(world, [_kept_gradients(held) for held in self._held])
+        self._partial_sums = PartialGradientReduction(world, [_kept_gradients(held) for held in self._held])
         self._padding = [place for held in self._held for place in _padding_of(held)]
         self._normed = self._norm_views()
         self._ranges = [entry for held in self._held for entry in _ranges_of(held)]
@@ -181,9 +187,9 @@ class Optimizer(OptimizerBase):
     def _used_by(self, stage: int) -> list[Reduction]:
         return [reduction for stages, reduction in self._reductions.items() if stage in stages]
 
-    def _norm_views(self) -> list[Place]:
+    def _norm_views(self) -> list[GradientView]:
         """Returns the gradients this rank adds to the norm: the pieces whose first replica it holds."""
-        views: list[Place] = []
+        views: list[GradientView] = []
         for held in self._held:
             template = held.holder.template()
             owned_span = held.span.within(held.bucket.own)
@@ -193,7 +199,7 @@ class Optimizer(OptimizerBase):
         return views
 
     @property
-    def holders(self) -> list[Holder]:
+    def holders(self) -> list[GradientStorage]:
         """The storage of the gradients, in an order that is the same in every step."""
         return [held.holder for held in self._held]
 
@@ -223,8 +229,8 @@ class Optimizer(OptimizerBase):
         padding = [view for place in self._padding if (view := place.now) is not None]
         if padding:
             torch._foreach_zero_(padding)
-        self._partial_sums.add_up()
-        self._gradient_bytes = held_bytes(t for r in self._reductions.values() for t in r.memory())
+        self._partial_sums.all_reduce()
+        self._gradient_bytes = storage_bytes(t for r in self._reductions.values() for t in r.memory())
 
     def step(
         self, learning_rate: float, norm: float, scale: float = 1.0, weight_decay: float | None = None
@@ -232,9 +238,9 @@ class Optimizer(OptimizerBase):
         super().step(learning_rate, norm, scale, weight_decay)
         self.zero_gradients()
 
-    def settle_step(self, updated: bool) -> None:
+    def finish_step(self, updated: bool) -> None:
         """As in the base class; the gradients of a skipped step are kept, to diagnose it."""
-        super().settle_step(updated)
+        super().finish_step(updated)
         if updated:
             self.zero_gradients()
 
@@ -278,7 +284,7 @@ class Optimizer(OptimizerBase):
     def model_weights(self) -> Iterator[Fragment]:
         """Yields the full weights this rank computes with; collective, so every rank must exhaust it."""
         self.wait_for_weights()
-        for held in (held for chunk in self._chunks.values() for held in held_parameters(chunk)):
+        for held in (held for chunk in self._chunks.values() for held in sharded_parameters(chunk)):
             for _, fragment in fragments_of(held, held.parameter.detach().view(-1)):
                 yield fragment
 
@@ -288,24 +294,26 @@ class Optimizer(OptimizerBase):
         Gradients are those of the last step at its end; between steps there are none.
         """
         return {
-            "parameters": held_bytes(p for chunk in self._chunks.values() for p in chunk.parameters()),
+            "parameters": storage_bytes(p for chunk in self._chunks.values() for p in chunk.parameters()),
             "gradients": self._gradient_bytes,
-            "master": held_bytes(b.master for b in self._buckets if b.master_is_separate),
-            "moments": held_bytes(self._update.moments()),
+            "master": storage_bytes(b.master for b in self._buckets if b.master_is_separate),
+            "moments": storage_bytes(self._update.moments()),
         }
 
 
-def plans_of(chunks: Mapping[int, nn.Module], world: World, bucket_size: int) -> dict[Stages, list[Plan]]:
+def plan_stage_buckets(
+    chunks: Mapping[int, nn.Module], world: World, bucket_size: int
+) -> dict[Stages, list[Plan]]:
     """Plans buckets of at most `bucket_size` elements, by the stages that use them.
 
     Parameters belong to one stage, or to both ends of a folded pipeline if the ends share them.
     """
     users: dict[int, Stages] = {}
     for stage in sorted(chunks):
-        for held in held_parameters(chunks[stage]):
+        for held in sharded_parameters(chunks[stage]):
             users[id(held.parameter)] = (*users.get(id(held.parameter), ()), stage)
-    parameters: dict[Stages, list[Held]] = {(stage,): [] for stage in chunks}
-    for held in held_parameters(*(chunks[stage] for stage in sorted(chunks))):
+    parameters: dict[Stages, list[ShardedParameter]] = {(stage,): [] for stage in chunks}
+    for held in sharded_parameters(*(chunks[stage] for stage in sorted(chunks))):
         parameters.setdefault(users[id(held.parameter)], []).append(held)
     return {stages: plan_buckets(held, bucket_size, world.group) for stages, held in parameters.items()}
 
@@ -324,13 +332,13 @@ def _reductions(
         if len(stages) > 1:
             return SharedReduction(stage_buckets, scatter, overlap, len(stages))
         if options.zero_stage == 2:
-            return ScatteredReduction(stage_buckets, buffers)
-        return WholeReduction(stage_buckets, scatter, overlap)
+            return ShardedReduction(stage_buckets, buffers)
+        return FullReduction(stage_buckets, scatter, overlap)
 
     return {stages: reduction(stages, stage_buckets) for stages, stage_buckets in buckets.items()}
 
 
-def _ranges_of(held: HeldGradients) -> Iterator[_Range]:
+def _ranges_of(held: GradientSlice) -> Iterator[_Range]:
     """Splits gradients by weight decay.
 
     All ranges of a bucket cover what this rank keeps of it, padding included.
@@ -346,12 +354,12 @@ def _ranges_of(held: HeldGradients) -> Iterator[_Range]:
             weights = span.of(bucket.weights) if bucket.master.device == bucket.weights.device else None
             part = Part(local.of(bucket.master), decays, weights if bucket.master_is_separate else None)
             received = span.within(held.span).relative_to(held.span)
-            yield _Range(bucket, span, part, Place.of(held.holder, received))
+            yield _Range(bucket, span, part, GradientView.of(held.holder, received))
 
 
-def _padding_of(held: HeldGradients) -> list[Place]:
+def _padding_of(held: GradientSlice) -> list[GradientView]:
     """Returns the gradients of elements outside all logical tensors, which must stay zero."""
-    views: list[Place] = []
+    views: list[GradientView] = []
     plan = held.bucket.plan
     for slot in plan.slots:
         part = slot.span.within(held.span)
@@ -362,14 +370,14 @@ def _padding_of(held: HeldGradients) -> list[Place]:
             fragment.values.fill_(True)
         local = part.relative_to(slot.span)
         begin = part.first - held.span.first
-        runs = runs_of(~covered[local.first : local.last])
-        views.extend(Place.of(held.holder, Span(begin + i, begin + j)) for i, j in runs)
+        runs = true_runs(~covered[local.first : local.last])
+        views.extend(GradientView.of(held.holder, Span(begin + i, begin + j)) for i, j in runs)
     return views
 
 
-def _kept_gradients(held: HeldGradients) -> KeptGradients:
+def _kept_gradients(held: GradientSlice) -> FlatGradients:
     template, plan = held.holder.template(), held.bucket.plan
     # The name of the parameter or, for a whole bucket, of its first one: equal on all ranks.
     first = next((s.held.tensor for s in plan.slots if s.span == held.span), plan.slots[0].held.tensor)
     pieces = list(plan.pieces(held.span, template, held.span.first))
-    return KeptGradients(first, held.holder, template, pieces)
+    return FlatGradients(first, held.holder, template, pieces)

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from pentatron.layout.actions import Kind
 from pentatron.optim.optimizer import OptimizerBase
 from pentatron.optim.update_rules import Gradients, Part
-from pentatron.parallel.buckets import held_bytes
-from pentatron.parallel.collectives import Pending, start_all_reduce_
-from pentatron.parallel.gradients import Holder, KeptGradients, PartialSums
-from pentatron.parallel.shards import Fragment, Piece, runs_of
+from pentatron.parallel.buckets import storage_bytes
+from pentatron.parallel.collectives import PendingWork, start_all_reduce_
+from pentatron.parallel.gradients import FlatGradients, GradientStorage, PartialGradientReduction
+from pentatron.parallel.shards import Fragment, Shard, true_runs
 from pentatron.parallel.world import World
-from pentatron.parallel.zero3 import SHARED_OVER, Shard, ShardedStage
+from pentatron.parallel.zero3 import SHARD_AXES, ShardedStage, Zero3Shard
 from pentatron.settings.decision_types import OptimizerOptions
 from pentatron.settings.training import OptimConfig
 
@@ -38,9 +38,9 @@ class ShardedOptimizer(OptimizerBase):
         super().__init__(world, config)
         self._stages = {number: ShardedStage(chunk, world, dtype) for number, chunk in chunks.items()}
         self._shards = [shard for stage in self._stages.values() for shard in stage.shards]
-        self._pending: list[Pending] = []
+        self._pending: list[PendingWork] = []
         kept = [_kept_gradients(shard) for shard in self._shards]
-        self._partial_sums = PartialSums(world, kept)
+        self._partial_sums = PartialGradientReduction(world, kept)
         self._padding = [view for shard in self._shards for view in _padding_of(shard)]
         self._normed = [
             run
@@ -53,9 +53,9 @@ class ShardedOptimizer(OptimizerBase):
         ]
         self._build_update([part for _, part in self._parts], options.one_pass)
 
-    def _owns(self, shard: Shard, piece: Piece) -> bool:
+    def _owns(self, shard: Zero3Shard, piece: Shard) -> bool:
         """Whether this rank is the first of those that hold this piece of this shard."""
-        _, instances = SHARED_OVER[shard.held.declared.copies]
+        _, instances = SHARD_AXES[shard.held.declared.copies]
         return self.world.is_first_of({instances, *piece.replicated_over})
 
     def zero_gradients(self) -> None:
@@ -75,7 +75,7 @@ class ShardedOptimizer(OptimizerBase):
     def reduce(self, stage: int) -> None:
         """Called after all backward passes of the stage; all-reduces over the groups of replicas."""
         for axis, flat in self._stages[stage].flat.items():
-            pending = start_all_reduce_(flat, self.world.group(SHARED_OVER[axis][1]))
+            pending = start_all_reduce_(flat, self.world.group(SHARD_AXES[axis][1]))
             if pending is not None:
                 self._pending.append(pending)
 
@@ -86,14 +86,14 @@ class ShardedOptimizer(OptimizerBase):
         self._pending.clear()
         if self._padding:
             torch._foreach_zero_(self._padding)
-        self._partial_sums.add_up()
+        self._partial_sums.all_reduce()
 
     def _gradients(self) -> Gradients:
         return [shard.gradients for shard, _ in self._parts]
 
     def _publish(self, rounded: bool = False) -> None:
         for stage in self._stages.values():
-            stage.drop_gathered()
+            stage.reshard()
 
     def wait_for_weights(self) -> None:
         """Does nothing: layers gather their weights when they run."""
@@ -109,7 +109,7 @@ class ShardedOptimizer(OptimizerBase):
         for shard, _ in self._parts:
             yield from self._named("gradients", shard, shard.gradients, owned_only)
 
-    def _named(self, kind: str, shard: Shard, values: Tensor, owned_only: bool) -> Iterator[Fragment]:
+    def _named(self, kind: str, shard: Zero3Shard, values: Tensor, owned_only: bool) -> Iterator[Fragment]:
         for piece, fragment in shard.pieces(values):
             if not owned_only or self._owns(shard, piece):
                 yield dataclasses.replace(fragment, tensor=f"{kind}/{fragment.tensor}")
@@ -117,31 +117,33 @@ class ShardedOptimizer(OptimizerBase):
     def model_weights(self) -> Iterator[Fragment]:
         """Yields the full weights this rank computes with; collective, so every rank must exhaust it."""
         for stage in self._stages.values():
-            for _, fragment in stage.whole_weights():
+            for _, fragment in stage.full_weights():
                 yield fragment
 
     def bytes(self) -> dict[str, int]:
         """Returns the memory this rank holds between steps. The fp32 shards are the master weights."""
         return {
-            "parameters": held_bytes(shard.values for shard in self._shards),
-            "gradients": held_bytes(flat for stage in self._stages.values() for flat in stage.flat.values()),
+            "parameters": storage_bytes(shard.values for shard in self._shards),
+            "gradients": storage_bytes(
+                flat for stage in self._stages.values() for flat in stage.flat.values()
+            ),
             "master": 0,
-            "moments": held_bytes(self._update.moments()),
+            "moments": storage_bytes(self._update.moments()),
         }
 
 
-def _kept_gradients(shard: Shard) -> KeptGradients:
+def _kept_gradients(shard: Zero3Shard) -> FlatGradients:
     """The gradients have a fixed storage, which is zeroed in each step."""
-    holder = Holder(shard.gradients.numel(), shard.gradients.view(-1))
+    holder = GradientStorage(shard.gradients.numel(), shard.gradients.view(-1))
     template = holder.template()
-    return KeptGradients(
+    return FlatGradients(
         shard.held.tensor, holder, template, list(shard.pieces(template.view(shard.gradients.shape)))
     )
 
 
-def _padding_of(shard: Shard) -> list[Tensor]:
+def _padding_of(shard: Zero3Shard) -> list[Tensor]:
     """Returns the gradients of elements of a shard outside all logical tensors, which must stay zero."""
     covered = torch.zeros(shard.values.shape, dtype=torch.bool)
     for _, fragment in shard.pieces(covered):
         fragment.values.fill_(True)
-    return [shard.gradients.view(-1)[i:j] for i, j in runs_of(~covered.flatten())]
+    return [shard.gradients.view(-1)[i:j] for i, j in true_runs(~covered.flatten())]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from pentatron.ops.dispatch import by_kernel, triton_works
+from pentatron.ops.dispatch import triton_works, uses_triton
 from pentatron.settings.training import OptimConfig
 
 _EPSILON = 1e-6
@@ -61,28 +61,28 @@ def build_norm(device: torch.device, by_one_kernel: bool) -> Callable[[Sequence[
     """Returns `squared_norm` for a device; with `by_one_kernel` as a single Triton kernel on a GPU."""
     if not (by_one_kernel and device.type == "cuda" and triton_works()):
         return lambda gradients: squared_norm(gradients, device)
-    from pentatron.ops.triton_update import Squares
+    from pentatron.ops.triton_update import SumOfSquares
 
-    kernels: dict[torch.dtype, Squares] = {}
+    kernels: dict[torch.dtype, SumOfSquares] = {}
 
     def norm_by_kernel(gradients: Sequence[Tensor]) -> Tensor:
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for gradient in gradients:
             by_dtype.setdefault(gradient.dtype, []).append(gradient.contiguous())
-        norms = [kernels.setdefault(dtype, Squares())(tensors) for dtype, tensors in by_dtype.items()]
+        norms = [kernels.setdefault(dtype, SumOfSquares())(tensors) for dtype, tensors in by_dtype.items()]
         return torch.stack(norms).sum() if norms else squared_norm((), device)
 
     return norm_by_kernel
 
 
-def clipping(norm: float, limit: float, scale: float = 1.0) -> float:
+def clip_factor(norm: float, limit: float, scale: float = 1.0) -> float:
     """Returns the factor that clips to the norm `limit` and removes `scale`; `norm` is without it."""
     factor = limit / (norm + _EPSILON)
     return (factor if 0 < factor < 1 else 1.0) / scale
 
 
-def clipping_on_device(squared: Tensor, limit: float, scale: float) -> Tensor:
-    """Same as `clipping`, on the device in fp64; `squared` is the squared norm of the scaled gradients."""
+def clip_factor_on_device(squared: Tensor, limit: float, scale: float) -> Tensor:
+    """Same as `clip_factor`, on the device in fp64; `squared` is the squared norm of the scaled gradients."""
     if limit == 0:
         return torch.full_like(squared, 1 / scale)
     if scale == 1:
@@ -111,7 +111,7 @@ class Part:
     weights: Tensor | None = None
 
 
-class Update(ABC):
+class UpdateRule(ABC):
     """An update rule: clips by the global norm and updates all parts with fused kernels.
 
     `kept` are the names of its state tensors, one element for each element of a part.
@@ -120,7 +120,7 @@ class Update(ABC):
     # Whether an update also rounds the values into the `weights` of the parts.
     rounds = False
     # Whether the device can skip an update by itself, so that `start` is supported.
-    decides = False
+    skips_on_device = False
 
     def __init__(self, parts: Sequence[Part], config: OptimConfig, kept: Sequence[str]) -> None:
         self.config = config
@@ -144,7 +144,7 @@ class Update(ABC):
         `weight_decay` is that of this step, if it changes during a run.
         """
         self.before()
-        factor = clipping(norm, self.config.clip_grad, scale)
+        factor = clip_factor(norm, self.config.clip_grad, scale)
         # Filled by the device itself: a copy from the host would synchronize for every chunk.
         device = self._parts[0].values.device if self._parts else None
         divisor = None if factor == 1 else torch.full((), 1 / factor, dtype=torch.float32, device=device)
@@ -230,7 +230,7 @@ def _chunks(
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class Adam(Update):
+class Adam(UpdateRule):
     """AdamW with torch's fused kernel.
 
     Uses the functional form: constructing or stepping a `torch.optim.Optimizer` imports torch's compiler, a
@@ -275,7 +275,7 @@ class Adam(Update):
 _MOMENTUM = "momentum_buffer"
 
 
-class Sgd(Update):
+class Sgd(UpdateRule):
     """SGD with momentum, with torch's fused kernel.
 
     As in torch and Megatron, weight decay is added to the gradient and so enters the momentum.
@@ -317,22 +317,22 @@ _RULES: dict[str, type[Adam] | type[Sgd]] = {"adam": Adam, "sgd": Sgd}
 _RULE_BY_PREFIX = {"exp_avg/": "adam", "momentum_buffer/": "sgd"}
 
 
-def build_update(parts: Sequence[Part], config: OptimConfig, one_pass: bool) -> Update:
+def build_update(parts: Sequence[Part], config: OptimConfig, one_pass: bool) -> UpdateRule:
     """Returns the configured update rule. `one_pass`: as a single kernel, if all tensors are on a GPU."""
     if one_pass and _suits_one_pass(parts):
         # Requires Triton, which takes a while to import.
-        from pentatron.optim.fused_adamw import OnePassAdam
+        from pentatron.optim.fused_adamw import FusedAdamW
 
-        return OnePassAdam(parts, config)
+        return FusedAdamW(parts, config)
     return _RULES[config.optimizer](parts, config)
 
 
 def _suits_one_pass(parts: Sequence[Part]) -> bool:
     """Whether all values are on a GPU; offloaded ones are updated in host memory."""
-    return bool(parts) and all(by_kernel(part.values) and part.values.is_contiguous() for part in parts)
+    return bool(parts) and all(uses_triton(part.values) and part.values.is_contiguous() for part in parts)
 
 
-def rule_of(tensors: Iterable[str]) -> str | None:
+def rule_of_checkpoint(tensors: Iterable[str]) -> str | None:
     """Returns the update rule whose state a checkpoint's tensors include, or None."""
     return next(
         (rule for name in tensors for prefix, rule in _RULE_BY_PREFIX.items() if name.startswith(prefix)),

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pentatron.layout.ranks import Axis
-from pentatron.ops.fp8_linear import PLAIN, LinearOptions
+from pentatron.ops.fp8_linear import DEFAULT_LINEAR, LinearOptions
 from pentatron.parallel.collectives import (
     Group,
     all_gather_into,
@@ -51,10 +51,10 @@ class TensorAxis(_Axis):
 
     kv_copies: int = 1
     sequence_parallel: bool = False
-    linear: LinearOptions = PLAIN
+    linear: LinearOptions = DEFAULT_LINEAR
 
     @property
-    def partial_in_stream(self) -> frozenset[Axis]:
+    def partial_axes(self) -> frozenset[Axis]:
         """The axis over which gradients of weights that act on hidden states are partial sums."""
         return frozenset({"tensor"}) if self.sequence_parallel else frozenset()
 
@@ -82,12 +82,12 @@ class TensorAxis(_Axis):
         length = self.share(x_BS.shape[1])
         return x_BS[:, self.rank * length : (self.rank + 1) * length]
 
-    def sequence_in_stream(self, length: int) -> int:
+    def local_sequence_length(self, length: int) -> int:
         """Returns the number of tokens in this rank's hidden states, for sequences of `length`."""
         return self.share(length) if self.sequence_parallel else length
 
 
-WHOLE_LAYERS = TensorAxis()
+NO_TENSOR_PARALLELISM = TensorAxis()
 
 
 def tensor_axis(world: World, sequence_parallel: bool) -> TensorAxis:
@@ -190,7 +190,7 @@ class ContextAxis(_Axis):
         return self.own_sequence(torch.arange(own_length * self.size, device=device)[None])[0]
 
 
-WHOLE_SEQUENCES = ContextAxis()
+NO_CONTEXT_PARALLELISM = ContextAxis()
 
 
 def context_axis(world: World, exchange: str) -> ContextAxis:
@@ -198,14 +198,14 @@ def context_axis(world: World, exchange: str) -> ContextAxis:
     return ContextAxis(world.group("context"), "all_gather" if exchange == "allgather" else exchange)
 
 
-def in_order(parts: Tensor) -> Tensor:
+def gather_order(parts: Tensor) -> Tensor:
     """Reorders all-gathered chunks into the sequence: [CP, …, S / CP, H] becomes […, S, H]."""
     early, late = parts.chunk(2, dim=-2)
     return torch.cat((early, late.flip(0))).movedim(0, -3).flatten(-3, -2)
 
 
-def in_parts(whole: Tensor, ranks: int) -> Tensor:
-    """Inverse of `in_order`: […, S, H] becomes [CP, …, S / CP, H]."""
+def chunk_order(whole: Tensor, ranks: int) -> Tensor:
+    """Inverse of `gather_order`: […, S, H] becomes [CP, …, S / CP, H]."""
     chunks = whole.unflatten(-2, (2 * ranks, -1)).movedim(-3, 0)
     return torch.cat((chunks[:ranks], chunks[ranks:].flip(0)), dim=-2)
 
@@ -259,32 +259,32 @@ class ExpertAxis:
         """Splits tokens over these ranks as sequence parallelism does over the tensor axis."""
         return TensorAxis(self.group, sequence_parallel=True)
 
-    def exchanged(self, x_ND: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    def all_to_all(self, x_ND: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Sends consecutive rows to the ranks and returns the received rows (all-to-all, differentiable)."""
         if self.group.size == 1:
             return x_ND
         return _Exchange.apply(x_ND, tuple(sent), tuple(received), self.group)
 
-    def exchanged_counts(self, counts_GE: Tensor) -> Tensor:
+    def all_to_all_counts(self, counts_GE: Tensor) -> Tensor:
         """Sends row i to rank i; row i of the result comes from rank i."""
         received = torch.empty_like(counts_GE, memory_format=torch.contiguous_format)
         all_to_all_into(received, counts_GE.contiguous(), self.group)
         return received
 
-    def gathered_numbers(self, x_TK: Tensor) -> Tensor:
+    def all_gather_integers(self, x_TK: Tensor) -> Tensor:
         """All-gathers integers of all ranks, without gradient."""
         return _all_gather_rows(x_TK, self.group)
 
-    def over_micro_batch(self, x: Tensor) -> Tensor:
+    def sum_over_micro_batch(self, x: Tensor) -> Tensor:
         """Sums over the ranks that share the micro-batch, without gradient."""
         return all_reduce_(x.clone(), self.sequence)
 
-    def of_micro_batch(self, x_TK: Tensor) -> Tensor:
+    def gather_micro_batch(self, x_TK: Tensor) -> Tensor:
         """All-gathers the rows of the ranks that share the micro-batch, without gradient."""
         return _all_gather_rows(x_TK, self.sequence)
 
 
-NO_EXPERTS_ELSEWHERE = ExpertAxis()
+NO_EXPERT_PARALLELISM = ExpertAxis()
 
 
 def expert_axis(world: World) -> ExpertAxis:

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pentatron.layout.packing import ALIGNMENT, Item, aligned, packed
+from pentatron.layout.packing import ALIGNMENT, Item, align_up, pack
 from pentatron.layout.ranks import Axis
-from pentatron.parallel.collectives import Group, Pending, start_all_gather_into
-from pentatron.parallel.shards import Fragment, Held, Piece, fragments_of
+from pentatron.parallel.collectives import Group, PendingWork, start_all_gather_into
+from pentatron.parallel.shards import Fragment, Shard, ShardedParameter, fragments_of
 
 # The most rows of strided views to examine for merging; more would slow down the construction of a model.
 _MOST_SPANS = 1 << 14
@@ -49,7 +49,7 @@ class Span:
 class Slot:
     """A parameter and its span in a bucket."""
 
-    held: Held
+    held: ShardedParameter
     span: Span
 
 
@@ -74,7 +74,7 @@ class Plan:
         length = self.size // self.copies.size
         return Span(self.copies.rank * length, (self.copies.rank + 1) * length)
 
-    def pieces(self, within: Span, values: Tensor, begin: int) -> Iterator[tuple[Piece, Fragment]]:
+    def pieces(self, within: Span, values: Tensor, begin: int) -> Iterator[tuple[Shard, Fragment]]:
         """Yields the pieces in `within` as views of `values`, which start at element `begin`."""
         for slot in self.slots:
             part = slot.span.within(within)
@@ -84,7 +84,9 @@ class Plan:
                 yield from fragments_of(slot.held, flat, local.first, local.last)
 
 
-def plan_buckets(held: Sequence[Held], limit: int, group_of: Callable[[Axis], Group]) -> list[Plan]:
+def plan_buckets(
+    held: Sequence[ShardedParameter], limit: int, group_of: Callable[[Axis], Group]
+) -> list[Plan]:
     """Packs parameters, given in model order, into buckets of at most `limit` elements.
 
     A larger parameter gets its own bucket. So does one that the first and the last stage share: its
@@ -92,25 +94,23 @@ def plan_buckets(held: Sequence[Held], limit: int, group_of: Callable[[Axis], Gr
     `group_of` returns the group of an axis. Buckets are in the order in which they were opened.
     """
     items = [Item(h.parameter.numel(), h.declared.copies, _is_tied(h)) for h in held]
-    return [
-        _plan([held[i] for i in bucket.items], group_of(bucket.copies)) for bucket in packed(items, limit)
-    ]
+    return [_plan([held[i] for i in bucket.items], group_of(bucket.copies)) for bucket in pack(items, limit)]
 
 
-def _is_tied(held: Held) -> bool:
+def _is_tied(held: ShardedParameter) -> bool:
     """Whether the first and the last stage share the parameter."""
     return any("embedding" in piece.partial_over for piece in held.declared.pieces)
 
 
-def _plan(group: Sequence[Held], copies: Group) -> Plan:
+def _plan(group: Sequence[ShardedParameter], copies: Group) -> Plan:
     slots: list[Slot] = []
     end = decayed = 0
     for held in sorted(group, key=lambda h: not h.decays):
         slots.append(Slot(held, Span(end, end + held.parameter.numel())))
-        end = aligned(slots[-1].span.last)
+        end = align_up(slots[-1].span.last)
         if held.decays:
             decayed = end
-    return Plan(tuple(slots), decayed, aligned(end, ALIGNMENT * copies.size), copies)
+    return Plan(tuple(slots), decayed, align_up(end, ALIGNMENT * copies.size), copies)
 
 
 class Bucket:
@@ -148,7 +148,7 @@ class Bucket:
         return self.plan.copies
 
 
-def in_few_runs(flat: Tensor, views: Iterable[Tensor]) -> list[Tensor]:
+def merge_views(flat: Tensor, views: Iterable[Tensor]) -> list[Tensor]:
     """Merges disjoint views of a flat tensor that are separated by nothing but alignment padding.
 
     Padding is always zero, so it does not change sums of squares or sums over ranks. Strided views that
@@ -187,20 +187,20 @@ def _merged(spans: Iterable[Span], alignment: int) -> list[Span]:
     """Sorts spans and merges those where the next one begins at the end of the previous one, aligned up."""
     merged: list[Span] = []
     for span in sorted(spans, key=lambda span: span.first):
-        if merged and span.first <= aligned(merged[-1].last, alignment):
+        if merged and span.first <= align_up(merged[-1].last, alignment):
             merged[-1] = Span(merged[-1].first, span.last)
         else:
             merged.append(span)
     return merged
 
 
-def held_bytes(tensors: Iterable[Tensor]) -> int:
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Returns the size of the storages of some tensors, each counted once."""
     memories = (t.untyped_storage() for t in tensors)
     return sum({memory.data_ptr(): memory.nbytes() for memory in memories}.values())
 
 
-class WeightGathering:
+class WeightGather:
     """All-gathers the updated weights over their replicas, bucket by bucket in the order of forward.
 
     With `overlap` the first modules compute while the last buckets are still being gathered: a forward
@@ -211,7 +211,7 @@ class WeightGathering:
     def __init__(self, buckets: Sequence[Bucket], models: Iterable[nn.Module], overlap: bool) -> None:
         self.buckets = buckets
         self.overlap = overlap
-        self._pending: dict[int, Pending] = {}
+        self._pending: dict[int, PendingWork] = {}
         if overlap and any(bucket.copies.size > 1 for bucket in buckets):
             for model in models:
                 self._hook(model)

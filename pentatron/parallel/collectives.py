@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pentatron.errors import AgreedError, UserError, file_sentence
-from pentatron.parallel.encoding import ForgedMessage, encode, length_of_rest, opened, sealed
-from pentatron.parallel.rank_status import Call, Whereabouts
+from pentatron.errors import AgreedError, UserError, describe_os_error
+from pentatron.parallel.encoding import ForgedMessage, encode, length_of_rest, sign, verify_and_decode
+from pentatron.parallel.rank_status import Call, RankStatus
 
 # The step time is nearly the same on all ranks, as each waits for the slowest in the next collective;
 # subtracting the wait time reveals the straggler.
@@ -27,7 +27,7 @@ Cause = Literal["collective", "message"]
 
 
 @dataclass(frozen=True)
-class Waited:
+class WaitTimes:
     """Wait times in seconds."""
 
     collectives: float
@@ -38,7 +38,7 @@ class Waited:
         return self.collectives + self.messages
 
 
-class Waits:
+class WaitTimer:
     """Measures how long this rank waits in collectives and for messages, between `begin` and `end`.
 
     On a CPU the collective blocks the caller, whose clock is read. On a GPU the caller only launches kernels,
@@ -46,8 +46,8 @@ class Waits:
     as zero. `whereabouts` records every wait, also outside `begin` and `end`: the hang detection reads it.
     """
 
-    def __init__(self, whereabouts: Whereabouts | None = None) -> None:
-        self.whereabouts = whereabouts or Whereabouts()
+    def __init__(self, whereabouts: RankStatus | None = None) -> None:
+        self.whereabouts = whereabouts or RankStatus()
         self._measuring = False
         # True within a wait that is being measured, so that nested waits are not counted twice.
         self._inside_wait = False
@@ -59,14 +59,14 @@ class Waits:
         self._seconds = dict.fromkeys(self._seconds, 0.0)
         self._events.clear()
 
-    def end(self) -> Waited:
+    def end(self) -> WaitTimes:
         """Returns the wait times; on a GPU, blocks until the measured events have completed."""
         self._measuring = False
         for cause, before, after in self._events:
             after.synchronize()
             self._seconds[cause] += before.elapsed_time(after) / 1000
         self._events.clear()
-        return Waited(self._seconds["collective"], self._seconds["message"])
+        return WaitTimes(self._seconds["collective"], self._seconds["message"])
 
     @contextmanager
     def standing(
@@ -105,7 +105,7 @@ _SEND, _RECEIVE = dist.isend, dist.irecv
 _BLOCK = 1024
 
 
-class Pending(Protocol):
+class PendingWork(Protocol):
     """Handle of an asynchronous collective."""
 
     def wait(self) -> Any: ...
@@ -124,7 +124,7 @@ class Group:
     size: int
     process_group: Any = None
     through_host: bool = False
-    waits: Waits | None = field(default=None, compare=False, repr=False)
+    waits: WaitTimer | None = field(default=None, compare=False, repr=False)
     name: str = field(default="a group", compare=False)
     key: bytes | None = field(default=None, compare=False, repr=False)
 
@@ -143,7 +143,7 @@ class Group:
         """Context manager around an operation that may wait for other ranks."""
         return nullcontext() if self.waits is None else self.waits.standing(tensor.device, cause, call)
 
-    def exchanging(self, what: str) -> AbstractContextManager[None]:
+    def object_exchange(self, what: str) -> AbstractContextManager[None]:
         """Context manager around an exchange of Python objects, whose wait time is not measured."""
         return nullcontext() if self.waits is None else self.waits.whereabouts.inside(self.begins(what))
 
@@ -152,7 +152,7 @@ class Group:
 class _TimedWork:
     """Handle of an asynchronous collective that measures the time spent in `wait`."""
 
-    work: Pending
+    work: PendingWork
     group: Group
     tensor: Tensor
     call: Call | None = None
@@ -162,7 +162,7 @@ class _TimedWork:
             self.work.wait()
 
 
-def _counted(work: Pending | None, group: Group, tensor: Tensor, call: Call | None) -> Pending | None:
+def _counted(work: PendingWork | None, group: Group, tensor: Tensor, call: Call | None) -> PendingWork | None:
     return None if work is None else _TimedWork(work, group, tensor, call)
 
 
@@ -174,7 +174,7 @@ def all_reduce_(tensor: Tensor, group: Group) -> Tensor:
     return tensor
 
 
-def start_all_reduce_(tensor: Tensor, group: Group) -> Pending | None:
+def start_all_reduce_(tensor: Tensor, group: Group) -> PendingWork | None:
     """Starts an in-place sum over the group; returns None if there is nothing to wait for."""
     if group.size == 1:
         return None
@@ -189,7 +189,7 @@ def all_gather_into(whole: Tensor, part: Tensor, group: Group) -> None:
         pending.wait()
 
 
-def start_all_gather_into(whole: Tensor, part: Tensor, group: Group) -> Pending | None:
+def start_all_gather_into(whole: Tensor, part: Tensor, group: Group) -> PendingWork | None:
     """Starts `all_gather_into`. `part` may be a view of this rank's place in `whole`."""
     if group.size == 1:
         if part.data_ptr() != whole.data_ptr():
@@ -206,7 +206,7 @@ def reduce_scatter_into(part: Tensor, whole: Tensor, group: Group) -> None:
         pending.wait()
 
 
-def start_reduce_scatter_into(part: Tensor, whole: Tensor, group: Group) -> Pending | None:
+def start_reduce_scatter_into(part: Tensor, whole: Tensor, group: Group) -> PendingWork | None:
     """Starts `reduce_scatter_into`.
 
     `part` may be a view of this rank's place in `whole`, the rest of which becomes undefined.
@@ -249,12 +249,12 @@ def all_to_all_into(
 
 
 @dataclass(frozen=True)
-class Passing:
+class RingExchange:
     """Handle of a ring exchange: one tensor is received from the previous rank and one sent to the next."""
 
     arriving: Tensor
     leaving: Tensor
-    works: Sequence[Pending]
+    works: Sequence[PendingWork]
     device: torch.device
     group: Group
     call: Call | None = None
@@ -267,7 +267,7 @@ class Passing:
         return self.arriving.to(self.device)
 
 
-def start_passing_on(tensor: Tensor, group: Group, tag: int) -> Passing:
+def start_ring_exchange(tensor: Tensor, group: Group, tag: int) -> RingExchange:
     """Starts sending a tensor to the next rank of a ring and receiving one of the same shape from the
     previous rank.
 
@@ -284,7 +284,7 @@ def start_passing_on(tensor: Tensor, group: Group, tag: int) -> Passing:
             dist.P2POp(_RECEIVE, arriving, group=group.process_group, tag=tag, group_peer=preceding),
         ]
     )
-    return Passing(arriving, leaving, works, tensor.device, group, call)
+    return RingExchange(arriving, leaving, works, tensor.device, group, call)
 
 
 def all_reduce_max_(tensor: Tensor, group: Group) -> Tensor:
@@ -301,7 +301,7 @@ def largest(number: int, group: Group) -> int:
     return int(all_reduce_max_(torch.tensor(number), group).item())
 
 
-def earliest(moment: float, group: Group) -> float:
+def earliest_over_ranks(moment: float, group: Group) -> float:
     """Returns the minimum of the ranks' times in seconds since the epoch, to the millisecond; collective."""
     return -largest(-int(moment * 1000), group) / 1000
 
@@ -318,29 +318,33 @@ def broadcast_object(value: Any, group: Group) -> Any:
     """Returns rank 0's Python object on every rank; types as in `encoding.encode`."""
     if group.size == 1:
         return value
-    first, own_rest = sealed(encode(value), group.key, 0, _BLOCK) if group.rank == 0 else (bytes(_BLOCK), b"")
-    with group.exchanging("broadcast of a value"), _reject_forged(group):
+    first, own_rest = sign(encode(value), group.key, 0, _BLOCK) if group.rank == 0 else (bytes(_BLOCK), b"")
+    with group.object_exchange("broadcast of a value"), _reject_forged(group):
         block = _as_tensor(first)
         dist.broadcast(block, group=group.process_group, group_src=0)
         rest_bytes = length_of_rest(_as_bytes(block), group.key, 0)
         rest_tensor = _as_tensor(own_rest or bytes(rest_bytes))
         if rest_bytes:
             dist.broadcast(rest_tensor, group=group.process_group, group_src=0)
-        return value if group.rank == 0 else opened(_as_bytes(block), _as_bytes(rest_tensor), group.key, 0)
+        return (
+            value
+            if group.rank == 0
+            else verify_and_decode(_as_bytes(block), _as_bytes(rest_tensor), group.key, 0)
+        )
 
 
 def gather_objects(value: Any, group: Group) -> Sequence[Any]:
     """Returns every rank's Python object in rank order; types as in `encoding.encode`."""
     if group.size == 1:
         return [value]
-    first, rest = sealed(encode(value), group.key, group.rank, _BLOCK)
-    with group.exchanging("gathering of values"), _reject_forged(group):
+    first, rest = sign(encode(value), group.key, group.rank, _BLOCK)
+    with group.object_exchange("gathering of values"), _reject_forged(group):
         blocks = _gathered(first, group)
         lengths = [length_of_rest(block, group.key, rank) for rank, block in enumerate(blocks)]
         longest = max(lengths)
         rests = _gathered(rest.ljust(longest, b"\0"), group) if longest else blocks
         return [
-            opened(block, padded[:length], group.key, rank)
+            verify_and_decode(block, padded[:length], group.key, rank)
             for rank, (block, padded, length) in enumerate(zip(blocks, rests, lengths))
         ]
 
@@ -372,7 +376,7 @@ def _reject_forged(group: Group) -> Iterator[None]:
         ) from None
 
 
-def on_some_ranks(chosen: bool, action: Callable[[], T], group: Group) -> T | None:
+def run_on_some_ranks(chosen: bool, action: Callable[[], T], group: Group) -> T | None:
     """Runs `action` where `chosen`.
 
     Raises an error of the user or of a file on every rank, so that no rank hangs.
@@ -384,12 +388,12 @@ def on_some_ranks(chosen: bool, action: Callable[[], T], group: Group) -> T | No
         except UserError as error:
             problem = str(error)
         except OSError as error:
-            problem = file_sentence(error)
-    raise_together(problem, group)
+            problem = describe_os_error(error)
+    raise_on_all_ranks(problem, group)
     return value
 
 
-def raise_together(problem: str | None, group: Group) -> None:
+def raise_on_all_ranks(problem: str | None, group: Group) -> None:
     """Raises the problem of the first rank that has one, on all ranks; collective."""
     problems = [p for p in gather_objects(problem, group) if p is not None]
     if problems:

@@ -116,7 +116,7 @@ def _decoded(value: dict[str, Any]) -> Any:
     return declared(**dict(zip(fields, content, strict=True)))
 
 
-def sealed(message: bytes, key: bytes | None, sender: int, room: int) -> tuple[bytes, bytes]:
+def sign(message: bytes, key: bytes | None, sender: int, room: int) -> tuple[bytes, bytes]:
     """Splits a message into a block of `room` bytes, with its length, and the rest; each with an HMAC."""
     head, rest = message[: room - _LENGTH.size - _MAC_BYTES], message[room - _LENGTH.size - _MAC_BYTES :]
     content = _LENGTH.pack(len(message)) + head
@@ -140,7 +140,7 @@ def length_of_rest(first: memoryview, key: bytes | None, sender: int) -> int:
     return length - room + _MAC_BYTES if length > room else 0
 
 
-def opened(first: memoryview, rest: memoryview, key: bytes | None, sender: int) -> Any:
+def verify_and_decode(first: memoryview, rest: memoryview, key: bytes | None, sender: int) -> Any:
     """Verifies and decodes a message whose block has passed `length_of_rest`; `rest` followed the block."""
     content = first[_MAC_BYTES:]
     (length,) = _LENGTH.unpack_from(content)

@@ -19,7 +19,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pentatron.layout.actions import Action, Kind, Schedule
 from pentatron.ops.linear import Cell, DeferredGradients
-from pentatron.parallel.messages import Announced, Arrival, Messages, Parcel, announced, deliveries
+from pentatron.parallel.messages import (
+    MessageKey,
+    Messages,
+    PendingReceive,
+    SendSummary,
+    acknowledged_sends,
+    summarize_sends,
+)
 from pentatron.parallel.shards import Shape
 from pentatron.parallel.timers import Timers
 
@@ -117,7 +124,7 @@ class _ScheduleRun:
     """One run through this rank's actions.
 
     `activations[s, m]` is the output of stage s for micro-batch m, `gradients[s, m]` the gradient of the
-    input of stage s. Both hold `Arrival`s for tensors that are still being received.
+    input of stage s. Both hold `PendingReceive`s for tensors that are still being received.
     """
 
     def __init__(
@@ -141,9 +148,9 @@ class _ScheduleRun:
         self.backwards_left = Counter(
             action.stage for action in self.actions if action.kind in (Kind.BACKWARD, Kind.WEIGHT)
         )
-        self.acknowledged = deliveries(schedule, executor.rank)
-        self.activations: dict[Cell, Tensor | Arrival] = {}
-        self.gradients: dict[Cell, Tensor | Arrival] = {}
+        self.acknowledged = acknowledged_sends(schedule, executor.rank)
+        self.activations: dict[Cell, Tensor | PendingReceive] = {}
+        self.gradients: dict[Cell, Tensor | PendingReceive] = {}
         self.saved: dict[Cell, _SavedForward] = {}
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=executor.device)
 
@@ -196,7 +203,7 @@ class _ScheduleRun:
         whole = action.kind is Kind.BACKWARD
         last = whole and self._is_last(stage)
         self.sink.begin_backward(stage, last, action.kind)
-        with nullcontext() if whole else self.deferred.collecting(cell):
+        with nullcontext() if whole else self.deferred.collect(cell):
             if saved.start is not None:
                 torch.autograd.backward(saved.start, output_gradient)
         self.sink.end_backward(stage, last, action.kind)
@@ -241,13 +248,13 @@ class _ScheduleRun:
         assert self.sink is not None, "a schedule for evaluation reduces nothing"
         self.sink.reduce(action.stage)
 
-    def _take(self, table: dict[Cell, Tensor | Arrival], gradient: bool, cell: Cell) -> Tensor:
+    def _take(self, table: dict[Cell, Tensor | PendingReceive], gradient: bool, cell: Cell) -> Tensor:
         value = table.pop(cell)
         if isinstance(value, Tensor):
             return value
         with self.executor.timers("backward-recv" if gradient else "forward-recv", 2):
             tensor = value.wait()
-        parcel: Parcel = (gradient, *cell)
+        parcel: MessageKey = (gradient, *cell)
         for delivered in self.acknowledged.get(parcel, ()):
             self.messages.delivered(delivered)
         return tensor
@@ -262,14 +269,14 @@ class _ScheduleRun:
                 f"{micro_batch}, but stage {stage + 1} expects {dtype} of shape {tuple(expected)}"
             )
 
-    def _announced(self, kind: Kind) -> dict[int, Announced]:
+    def _announced(self, kind: Kind) -> dict[int, SendSummary]:
         """Summarizes the activations between this rank and each peer in this step."""
         cells: dict[int, list[Cell]] = {}
         for action in self.actions:
             if action.kind is kind and action.peer is not None:
                 cells.setdefault(action.peer, []).append((action.stage + 1, action.micro_batch))
         return {
-            peer: announced(
+            peer: summarize_sends(
                 [self.program.message_shape(*cell) for cell in sorted(stage_cells)], self.executor.dtype
             )
             for peer, stage_cells in cells.items()

@@ -3,7 +3,7 @@
 Gradients without replicas are kept parameter by parameter: the first one as autograd produced it, in the
 model's dtype, a second one is accumulated in fp32. Gradients that are summed over replicas are cast into one
 flat fp32 buffer per collective. Buffers are neither zeroed in advance nor kept between steps. As their
-addresses change every step, views of gradients are described by `Place`s and resolved in each step.
+addresses change every step, views of gradients are described by `GradientView`s and resolved in each step.
 """
 
 import hashlib
@@ -15,28 +15,28 @@ import torch
 from torch import Tensor
 
 from pentatron.layout.ranks import Axis
-from pentatron.ops.dispatch import by_kernel
-from pentatron.parallel.buckets import Bucket, Span, in_few_runs
+from pentatron.ops.dispatch import uses_triton
+from pentatron.parallel.buckets import Bucket, Span, merge_views
 from pentatron.parallel.collectives import all_reduce_, gather_objects
-from pentatron.parallel.shards import Fragment, Piece, Shape
+from pentatron.parallel.shards import Fragment, Shape, Shard
 from pentatron.parallel.world import World
 
 
-def added(before: Tensor | None, gradient: Tensor) -> Tensor:
+def accumulate(before: Tensor | None, gradient: Tensor) -> Tensor:
     """Accumulates a gradient, in fp32 from the second one on. May reuse the memory of `before`."""
     if before is None:
         return gradient
     if before.dtype == torch.float32:
         return before.add_(gradient)
-    if by_kernel(before) and gradient.dtype == before.dtype and gradient.is_contiguous():
-        from pentatron.ops.triton_update import exact_sum
+    if uses_triton(before) and gradient.dtype == before.dtype and gradient.is_contiguous():
+        from pentatron.ops.triton_update import sum_in_fp32
 
-        return exact_sum(before, gradient)
+        return sum_in_fp32(before, gradient)
     return before.to(torch.float32).add_(gradient)
 
 
 @dataclass(eq=False)
-class Holder:
+class GradientStorage:
     """A flat tensor of `elements` gradients.
 
     `values` is None while no gradient has come, which counts as zeros.
@@ -56,25 +56,25 @@ class Holder:
         """Returns a meta tensor of the same size, on which views are computed."""
         return torch.empty(self.elements, device="meta")
 
-    def places(self, views: Iterable[Tensor], template: Tensor) -> "list[Place]":
+    def places(self, views: Iterable[Tensor], template: Tensor) -> "list[GradientView]":
         """Merges disjoint views of the template into few views of each step's gradients."""
         return [
-            Place(self, tuple(run.shape), run.stride(), int(run.storage_offset()))
-            for run in in_few_runs(template, views)
+            GradientView(self, tuple(run.shape), run.stride(), int(run.storage_offset()))
+            for run in merge_views(template, views)
         ]
 
 
 @dataclass(frozen=True)
-class Place:
-    """A view of the gradients of a `Holder`, valid in every step."""
+class GradientView:
+    """A view of the gradients of a `GradientStorage`, valid in every step."""
 
-    holder: Holder
+    holder: GradientStorage
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int = 0
 
     @classmethod
-    def of(cls, holder: Holder, span: Span) -> "Place":
+    def of(cls, holder: GradientStorage, span: Span) -> "GradientView":
         return cls(holder, (len(span),), (1,), span.first)
 
     @property
@@ -88,15 +88,15 @@ class Place:
 
 
 @dataclass(frozen=True)
-class HeldGradients:
+class GradientSlice:
     """A contiguous part of a bucket's gradients, which begins at `span.first`."""
 
     bucket: Bucket
     span: Span
-    holder: Holder = field(repr=False)
+    holder: GradientStorage = field(repr=False)
 
 
-class AsTheyCome:
+class UnbucketedGradients:
     """Gradients of a bucket without replicas, each in its own memory.
 
     Autograd may produce views of one storage for two parameters (the gradients of a sum, say), but gradients
@@ -107,7 +107,7 @@ class AsTheyCome:
     def __init__(self, bucket: Bucket, storages: set[int]) -> None:
         self._storages = storages
         self.stretches = [
-            HeldGradients(bucket, slot.span, Holder(len(slot.span))) for slot in bucket.plan.slots
+            GradientSlice(bucket, slot.span, GradientStorage(len(slot.span))) for slot in bucket.plan.slots
         ]
 
     def take(self, slot: int, gradient: Tensor) -> None:
@@ -119,7 +119,7 @@ class AsTheyCome:
             if memory in self._storages:
                 flat = flat.clone()
             self._storages.add(memory)
-        holder.values = added(holder.values, flat)
+        holder.values = accumulate(holder.values, flat)
 
     def drop(self) -> None:
         self._storages.clear()
@@ -130,7 +130,7 @@ class AsTheyCome:
         return (s.holder.values for s in self.stretches if s.holder.values is not None)
 
 
-class Filling:
+class BucketBuffer:
     """A flat fp32 buffer that collects the gradients of a bucket. It need not be initialized."""
 
     def __init__(self, bucket: Bucket, buffer: Tensor) -> None:
@@ -162,23 +162,23 @@ class Filling:
 
 
 # The axes, besides the replicas, over which gradients can be partial sums.
-SUMMED_OVER: tuple[Axis, ...] = ("tensor", "kv", "embedding")
+PARTIAL_AXES: tuple[Axis, ...] = ("tensor", "kv", "embedding")
 
 
 @dataclass(frozen=True)
-class KeptGradients:
+class FlatGradients:
     """A flat range of gradients with its fragments as views of `template`; `name` is equal on all ranks."""
 
     name: str
-    holder: Holder
+    holder: GradientStorage
     template: Tensor
-    pieces: Sequence[tuple[Piece, Fragment]]
+    pieces: Sequence[tuple[Shard, Fragment]]
 
-    def runs(self, chosen: Iterable[Fragment]) -> list[Place]:
+    def runs(self, chosen: Iterable[Fragment]) -> list[GradientView]:
         return self.holder.places([fragment.values for fragment in chosen], self.template)
 
 
-class PartialSums:
+class PartialGradientReduction:
     """All-reduces gradients that are partial sums over other axes than the replicas, once a step.
 
     The ranks of such an axis hold the same pieces at the same offsets of equal buckets, and of their shards.
@@ -186,9 +186,9 @@ class PartialSums:
     bucket); sorting by name makes the order the same.
     """
 
-    def __init__(self, world: World, gradients: Iterable[KeptGradients]) -> None:
+    def __init__(self, world: World, gradients: Iterable[FlatGradients]) -> None:
         self.world = world
-        self._runs: dict[tuple[Axis, ...], list[Place]] = {}
+        self._runs: dict[tuple[Axis, ...], list[GradientView]] = {}
         rectangles: dict[Axis, list[tuple[str, Shape, Shape]]] = {}
         for kept in sorted(gradients, key=lambda kept: kept.name):
             fragments: dict[tuple[Axis, ...], list[Fragment]] = {}
@@ -205,14 +205,14 @@ class PartialSums:
 
     def _require_equal(self, places: Mapping[Axis, Sequence[Any]]) -> None:
         """Raises if ranks of an axis have different rectangles, which must not be summed."""
-        for axis in SUMMED_OVER:
+        for axis in PARTIAL_AXES:
             digest = hashlib.sha256(repr(places.get(axis, ())).encode()).hexdigest()
             if len(set(gather_objects(digest, self.world.group(axis)))) > 1:
                 raise RuntimeError(
                     f"the ranks of the {axis} axis hold different parts of sums: this is a bug in Pentatron"
                 )
 
-    def add_up(self) -> None:
+    def all_reduce(self) -> None:
         """Runs one all-reduce for every axis of every set of axes, in the same order on all ranks."""
         for axes in sorted(self._runs):
             runs = []

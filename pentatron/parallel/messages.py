@@ -27,7 +27,7 @@ from pentatron.parallel.world import World
 from pentatron.text import plural
 
 # Identifies a message on both ends: whether it is a gradient, the stage that computed it, the micro-batch.
-Parcel = tuple[bool, int, int]
+MessageKey = tuple[bool, int, int]
 # A one-way channel: whether it carries gradients, and whether it leads to the higher rank.
 Channel = tuple[bool, bool]
 # A message path: whether it carries gradients, the pipeline rank of the sender, that of the receiver.
@@ -40,11 +40,11 @@ MOST_MICRO_BATCHES = 1 << 17
 ANNOUNCEMENT_TAG = 0
 
 
-def parcel_of(action: Action) -> Parcel:
+def message_key(action: Action) -> MessageKey:
     return action.kind in GRADIENTS, action.stage, action.micro_batch
 
 
-def tag_of(parcel: Parcel) -> int:
+def message_tag(parcel: MessageKey) -> int:
     """Returns a tag below 2³¹ that is unique within a step."""
     gradient, stage, micro_batch = parcel
     assert stage < MOST_STAGES and micro_batch < MOST_MICRO_BATCHES, "the tag has too few bits"
@@ -52,7 +52,7 @@ def tag_of(parcel: Parcel) -> int:
 
 
 @dataclass(frozen=True)
-class Arrival:
+class PendingReceive:
     """Handle of a posted receive."""
 
     buffer: Tensor
@@ -68,7 +68,7 @@ class Arrival:
 
 
 @dataclass(frozen=True)
-class Announced:
+class SendSummary:
     """Summary of the activations one rank sends another in a step: their number, the total number of
     elements, and a checksum of their dtype and shapes."""
 
@@ -80,9 +80,9 @@ class Announced:
         return f"{self.messages} {plural(self.messages, 'activation')} of {self.elements} elements in all"
 
 
-def announced(shapes: Sequence[Shape], dtype: torch.dtype) -> Announced:
+def summarize_sends(shapes: Sequence[Shape], dtype: torch.dtype) -> SendSummary:
     text = f"{dtype} {[tuple(shape) for shape in shapes]}"
-    return Announced(len(shapes), sum(map(math.prod, shapes)), zlib.crc32(text.encode()))
+    return SendSummary(len(shapes), sum(map(math.prod, shapes)), zlib.crc32(text.encode()))
 
 
 class Messages:
@@ -96,7 +96,7 @@ class Messages:
         self._group = group
         self.channels = channels or {}
         # Tensors being sent, kept alive until the send has completed.
-        self.under_way: dict[Parcel, tuple[Tensor, dist.Work]] = {}
+        self.under_way: dict[MessageKey, tuple[Tensor, dist.Work]] = {}
         self._announcements: list[tuple[Tensor, dist.Work]] = []
 
     def post_send(self, tensor: Tensor, peer: int, action: Action) -> None:
@@ -105,22 +105,22 @@ class Messages:
         for sent, (_, work) in list(self.under_way.items()):
             if work.is_completed():
                 del self.under_way[sent]
-        parcel = parcel_of(action)
+        parcel = message_key(action)
         assert parcel not in self.under_way, f"{action} is sent twice"
         tensor = tensor.contiguous()
         if self._group.through_host:
             tensor = tensor.cpu()
         process_group = self._process_group(action, peer > self._group.rank)
-        self.under_way[parcel] = (tensor, _start_send(tensor, process_group, peer, tag_of(parcel)))
+        self.under_way[parcel] = (tensor, _start_send(tensor, process_group, peer, message_tag(parcel)))
 
     def post_receive(
         self, shape: Shape, dtype: torch.dtype, device: torch.device, peer: int, action: Action
-    ) -> Arrival:
+    ) -> PendingReceive:
         """Allocates a buffer and starts an asynchronous receive into it."""
         memory = torch.device("cpu") if self._group.through_host else device
         buffer = torch.empty(shape, dtype=dtype, device=memory)
         process_group = self._process_group(action, peer < self._group.rank)
-        work = _start_receive(buffer, process_group, peer, tag_of(parcel_of(action)))
+        work = _start_receive(buffer, process_group, peer, message_tag(message_key(action)))
         content = "gradients" if action.kind in GRADIENTS else "activations"
         call = Call(
             f"{content} of micro-batch {action.micro_batch} from pipeline rank {peer}",
@@ -128,9 +128,9 @@ class Messages:
             0,
             buffer.numel(),
         )
-        return Arrival(buffer, work, device, self._group, call)
+        return PendingReceive(buffer, work, device, self._group, call)
 
-    def delivered(self, parcel: Parcel) -> None:
+    def delivered(self, parcel: MessageKey) -> None:
         """Releases a sent tensor that is known to have arrived."""
         if parcel in self.under_way:
             self._wait_for(*self.under_way.pop(parcel))
@@ -146,7 +146,7 @@ class Messages:
         with self._group.standing(tensor, "message", Call("a message", self._group.name, 0, tensor.numel())):
             work.wait()
 
-    def agree(self, sends: Mapping[int, Announced], receives: Mapping[int, Announced]) -> None:
+    def agree(self, sends: Mapping[int, SendSummary], receives: Mapping[int, SendSummary]) -> None:
         """Compares the announced sends and receives of this rank with those of its peers.
 
         With a wrong size, gloo would leave the rest of a larger buffer unchanged and abort the process on a
@@ -166,7 +166,7 @@ class Messages:
         for numbers, work in zip(incoming.values(), works):
             self._wait_for(numbers, work)
         for peer, numbers in incoming.items():
-            sent, expected = Announced(*numbers.tolist()), receives[peer]
+            sent, expected = SendSummary(*numbers.tolist()), receives[peer]
             if sent != expected:
                 raise RuntimeError(
                     f"pipeline rank {peer} sends {sent} in this step, but rank {self._group.rank} expects {expected}"
@@ -212,12 +212,12 @@ def open_channels(world: World, placement: Placement) -> dict[Channel, Any]:
             process_group = dist.new_group(list(members), timeout=world.timeout)
             if world.everyone.rank in members:
                 channels[channel] = process_group
-    for route in routes(placement):
+    for route in message_paths(placement):
         _connect(channels, route, world.pipeline, world.device)
     return channels
 
 
-def routes(placement: Placement) -> list[Route]:
+def message_paths(placement: Placement) -> list[Route]:
     """Returns the message paths in an order in which consecutive pairs of ranks can connect concurrently."""
     paths: set[Route] = set()
     for source, target in itertools.pairwise(placement.rank_of):
@@ -237,31 +237,31 @@ def _connect(channels: Mapping[Channel, Any], route: Route, group: Group, device
         dist.recv(element, group=process_group, group_src=sender)
 
 
-def deliveries(schedule: Schedule, rank: int) -> dict[Parcel, list[Parcel]]:
+def acknowledged_sends(schedule: Schedule, rank: int) -> dict[MessageKey, list[MessageKey]]:
     """Maps every message a rank receives to those of its sends which that message acknowledges.
 
     The sender of the message had by then finished computations that needed them.
     """
-    received: dict[Parcel, list[Parcel]] = {}
+    received: dict[MessageKey, list[MessageKey]] = {}
     for peer in {action.peer for action in schedule.actions[rank] if action.peer is not None}:
         received.update(_acknowledgements(schedule.actions[peer], rank))
     return received
 
 
-def _acknowledgements(actions: Sequence[Action], rank: int) -> Iterator[tuple[Parcel, list[Parcel]]]:
+def _acknowledgements(actions: Sequence[Action], rank: int) -> Iterator[tuple[MessageKey, list[MessageKey]]]:
     """Yields each message of a peer to `rank` with the messages it acknowledges since the previous one of its
     kind.
 
     Activations and gradients acknowledge separately: this rank's schedule decides which of the two it takes
     first.
     """
-    needed_by: dict[tuple[Kind, int, int], Parcel] = {}
-    arrived: dict[Kind, list[Parcel]] = {kind: [] for kind in SENDS}
+    needed_by: dict[tuple[Kind, int, int], MessageKey] = {}
+    arrived: dict[Kind, list[MessageKey]] = {kind: [] for kind in SENDS}
     for action in actions:
         if action.peer == rank and action.kind in RECEIVES:
-            needed_by[_consumer(action)] = parcel_of(action)
+            needed_by[_consumer(action)] = message_key(action)
         elif action.peer == rank and action.kind in SENDS:
-            yield parcel_of(action), arrived[action.kind]
+            yield message_key(action), arrived[action.kind]
             arrived[action.kind] = []
         else:
             # Of a backward in two halves, the input half consumes the message.

@@ -21,19 +21,19 @@ from torch.distributed.rendezvous import rendezvous
 
 from pentatron.parallel.rendezvous import (
     SECRET,
-    MeetingError,
-    MeetingPoint,
-    failed_meeting,
+    Rendezvous,
+    RendezvousError,
+    inherited_or_new_socket,
     is_loopback,
-    listener_of,
+    rendezvous_error,
 )
 
 # The GPU identifier of a process that has no GPU of its own.
 _NO_GPU = "none"
 
 
-def join(
-    device: torch.device, rank: int, world_size: int, timeout: datetime.timedelta, point: MeetingPoint
+def init_process_group(
+    device: torch.device, rank: int, world_size: int, timeout: datetime.timedelta, point: Rendezvous
 ) -> bytes | None:
     """Creates the default process group. Uses NCCL if every process has its own GPU, otherwise gloo.
 
@@ -44,8 +44,8 @@ def join(
         store = open_store(point, rank, world_size, timeout)
         store.set_timeout(timeout)
         # Ask all ranks: with CUDA_VISIBLE_DEVICES a process does not see which GPUs the others use.
-        gpus, key = introduced(store, point, gpu, rank, world_size)
-        backend = "cpu:gloo,cuda:nccl" if each_has_its_own(gpus) else "gloo"
+        gpus, key = exchange_gpus(store, point, gpu, rank, world_size)
+        backend = "cpu:gloo,cuda:nccl" if all_gpus_distinct(gpus) else "gloo"
         # No `device_id`: torch would then run all point-to-point messages of a group on one stream, where one
         # waiting message blocks the others.
         dist.init_process_group(
@@ -56,11 +56,11 @@ def join(
             timeout=timeout,
         )
     except (dist.DistError, RuntimeError, ValueError) as error:
-        raise failed_meeting(str(error), world_size) from None
+        raise rendezvous_error(str(error), world_size) from None
     return key
 
 
-def open_store(point: MeetingPoint, rank: int, world_size: int, timeout: datetime.timedelta) -> Store:
+def open_store(point: Rendezvous, rank: int, world_size: int, timeout: datetime.timedelta) -> Store:
     """Returns the store of the rendezvous.
 
     On a loopback address rank 0 listens on that address only; torch would listen on all addresses.
@@ -69,11 +69,11 @@ def open_store(point: MeetingPoint, rank: int, world_size: int, timeout: datetim
         store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
         return store
     address = (point.host, point.port, world_size, True, timeout)
-    return TCPStore(*address, master_listen_fd=listener_of(point).detach())
+    return TCPStore(*address, master_listen_fd=inherited_or_new_socket(point).detach())
 
 
-def introduced(
-    store: Store, point: MeetingPoint, gpu: str, rank: int, world_size: int
+def exchange_gpus(
+    store: Store, point: Rendezvous, gpu: str, rank: int, world_size: int
 ) -> tuple[list[str], bytes | None]:
     """Exchanges the GPU identifiers of all ranks; returns them and the key of the job, None without a secret.
 
@@ -85,7 +85,7 @@ def introduced(
     if rank == 0:
         store.set("job", job)
     elif store.get("job").decode() != job:
-        raise MeetingError(
+        raise RendezvousError(
             f"rank {rank} connected to another job at {point}; choose another --master-port (MASTER_PORT) for one of the two, and "
             f"give every process of a job the same {SECRET}, if it has one"
         )
@@ -100,14 +100,14 @@ def introduced(
     shown = store.multi_get([f"proof/{number}" for number in range(world_size)])
     for number, (proof, expected) in enumerate(zip(shown, proofs)):
         if not hmac.compare_digest(bytes(proof), expected.encode()):
-            raise MeetingError(
+            raise RendezvousError(
                 f"a process that does not know the secret of this job has joined it at {point}, as rank {number} or beside it; choose "
                 f"another --master-port (MASTER_PORT)"
             )
     return gpus, key
 
 
-def leave(failed: bool) -> None:
+def destroy_process_group(failed: bool) -> None:
     """Destroys the process group.
 
     After a failure other ranks may wait for messages that this rank will not send, and it for theirs. NCCL
@@ -123,7 +123,7 @@ def leave(failed: bool) -> None:
         dist.destroy_process_group()
 
 
-def each_has_its_own(gpus: Sequence[str]) -> bool:
+def all_gpus_distinct(gpus: Sequence[str]) -> bool:
     """Whether every process has a GPU of its own. NCCL refuses shared GPUs and MIG slices; gloo is slower."""
     return _NO_GPU not in gpus and max(Counter(gpus).values()) == 1
 

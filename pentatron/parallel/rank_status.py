@@ -27,7 +27,7 @@ class Call:
         return f"{self.what} {which}of {self.group} ({self.size} elements)"
 
 
-class Whereabouts:
+class RankStatus:
     """Progress of this rank.
 
     `step` is the last completed step, `calls` counts all collectives and messages, `counts` the collectives
@@ -47,13 +47,13 @@ class Whereabouts:
         # Seconds of the first step, which compiles and fills caches, and of the longest later one.
         self.first_step = 0.0
         self.longest_step = 0.0
-        self.when_step_is_done: Callable[[], None] | None = None
-        self.when_opened: Callable[[], None] | None = None
+        self.on_step_done: Callable[[], None] | None = None
+        self.on_opened: Callable[[], None] | None = None
 
-    def folder_is_ours(self) -> None:
+    def run_folder_locked(self) -> None:
         self.opened = True
-        if self.when_opened is not None:
-            self.when_opened()
+        if self.on_opened is not None:
+            self.on_opened()
 
     def begin_at(self, step: int) -> None:
         """Called when the run starts or resumes after this step."""
@@ -67,8 +67,8 @@ class Whereabouts:
             self.longest_step = max(self.longest_step, seconds)
         else:
             self.first_step = seconds
-        if self.when_step_is_done is not None:
-            self.when_step_is_done()
+        if self.on_step_done is not None:
+            self.on_step_done()
 
     def enter(self, what: str, group: str, size: int) -> Call:
         """Counts a collective; every rank of the group must begin the same one with the same number."""

@@ -1,11 +1,11 @@
 """Gradient reduction of one stage: collects gradients during backward and sums them in fp32 over the
 replicas.
 
-`WholeReduction` keeps full gradients and reduces them once a step (ZeRO 0 and 1). `ScatteredReduction` keeps
+`FullReduction` keeps full gradients and reduces them once a step (ZeRO 0 and 1). `ShardedReduction` keeps
 this rank's shard and reduces in every backward pass (ZeRO 2). `SharedReduction` keeps full gradients of
 parameters that several stages of a rank share, such as a tied embedding, and reduces them once a step under
 every ZeRO stage. Buckets without replicas are not reduced: their gradients stay as autograd produced them
-(`AsTheyCome`).
+(`UnbucketedGradients`).
 
 Buckets are reduced strictly in order: a bucket that is complete early waits for those before it. The ranks of
 a stage run the same schedule over the same buckets, so all of them start the same collectives in the same
@@ -24,8 +24,14 @@ from torch import Tensor
 
 from pentatron.layout.actions import Kind
 from pentatron.parallel.buckets import Bucket
-from pentatron.parallel.collectives import Pending, start_all_reduce_, start_reduce_scatter_into
-from pentatron.parallel.gradients import AsTheyCome, Filling, HeldGradients, Holder, added
+from pentatron.parallel.collectives import PendingWork, start_all_reduce_, start_reduce_scatter_into
+from pentatron.parallel.gradients import (
+    BucketBuffer,
+    GradientSlice,
+    GradientStorage,
+    UnbucketedGradients,
+    accumulate,
+)
 
 
 class Reduction(ABC):
@@ -38,11 +44,15 @@ class Reduction(ABC):
         self.buckets = buckets
         storages: set[int] = set()
         # Buckets without replicas, by their number.
-        self._local = {n: AsTheyCome(b, storages) for n, b in enumerate(buckets) if b.copies.size == 1}
+        self._local = {
+            n: UnbucketedGradients(b, storages) for n, b in enumerate(buckets) if b.copies.size == 1
+        }
         # This rank's part of the reduced gradients of all other buckets.
-        self._reduced = {n: Holder(len(b.kept)) for n, b in enumerate(buckets) if n not in self._local}
+        self._reduced = {
+            n: GradientStorage(len(b.kept)) for n, b in enumerate(buckets) if n not in self._local
+        }
         # Flat fp32 buffers that collect the gradients of a bucket before its reduction.
-        self._buffers: dict[int, Filling] = {}
+        self._buffers: dict[int, BucketBuffer] = {}
         # The next bucket to reduce in this step (ZeRO 2: in this backward).
         self._next = 0
         # While buckets are reduced as they fill: their slots without a gradient in this backward.
@@ -55,12 +65,12 @@ class Reduction(ABC):
                 entry.held.parameter.register_post_accumulate_grad_hook(self._collector(number, slot))
 
     @property
-    def held(self) -> Iterator[HeldGradients]:
+    def held(self) -> Iterator[GradientSlice]:
         for number, bucket in enumerate(self.buckets):
             if number in self._local:
                 yield from self._local[number].stretches
             else:
-                yield HeldGradients(bucket, bucket.kept, self._reduced[number])
+                yield GradientSlice(bucket, bucket.kept, self._reduced[number])
 
     def _collector(self, number: int, slot: int) -> Callable[[Tensor], None]:
         """Returns a hook that moves each new gradient of a parameter from `.grad` into this object."""
@@ -88,10 +98,10 @@ class Reduction(ABC):
 
         return collect
 
-    def _buffer(self, number: int) -> Filling:
+    def _buffer(self, number: int) -> BucketBuffer:
         if number not in self._buffers:
             bucket = self.buckets[number]
-            self._buffers[number] = Filling(bucket, self._allocate(bucket))
+            self._buffers[number] = BucketBuffer(bucket, self._allocate(bucket))
         return self._buffers[number]
 
     def _reduce_next(self) -> None:
@@ -164,7 +174,7 @@ class Reduction(ABC):
         return [*sums, *(t for bucket in self._local.values() for t in bucket.memory())]
 
 
-class WholeReduction(Reduction):
+class FullReduction(Reduction):
     """Full gradients, reduced once a step by all-reduce, or by reduce-scatter if `scatter`.
 
     With `overlap` the reduction overlaps the last backward pass, otherwise it follows it.
@@ -174,7 +184,7 @@ class WholeReduction(Reduction):
         super().__init__(buckets)
         self.scatter = scatter
         self.overlap = overlap
-        self._pending: list[Pending] = []
+        self._pending: list[PendingWork] = []
 
     def _allocate(self, bucket: Bucket) -> Tensor:
         return torch.empty(bucket.size, dtype=torch.float32, device=bucket.weights.device)
@@ -221,7 +231,7 @@ class WholeReduction(Reduction):
         return [*super().memory(), *(filling.buffer for filling in self._buffers.values())]
 
 
-class SharedReduction(WholeReduction):
+class SharedReduction(FullReduction):
     """Gradients of parameters that several stages of a rank share, reduced once after the last stage."""
 
     def __init__(self, buckets: Sequence[Bucket], scatter: bool, overlap: bool, stages: int) -> None:
@@ -248,8 +258,8 @@ class _PendingScatter:
 
     buffer: Tensor
     part: Tensor
-    share: Holder
-    pending: Pending | None
+    share: GradientStorage
+    pending: PendingWork | None
 
 
 class ScatterBuffers:
@@ -273,7 +283,7 @@ class ScatterBuffers:
             self._free.append(self.made[-1])
         return self._free.pop()
 
-    def scatter(self, buffer: Tensor, bucket: Bucket, share: Holder) -> None:
+    def scatter(self, buffer: Tensor, bucket: Bucket, share: GradientStorage) -> None:
         """Reduce-scatters a bucket's gradients, adds this rank's part to `share`, and frees the buffer."""
         self.finish()
         part = bucket.own.of(buffer)
@@ -304,7 +314,7 @@ class ScatterBuffers:
         self._free.clear()
 
 
-class ScatteredReduction(Reduction):
+class ShardedReduction(Reduction):
     """Keeps only this rank's shard of the gradients through the step; every backward pass adds to it.
 
     Gradients from an input half are kept in full and accumulated until the next weight half or whole
@@ -334,7 +344,7 @@ class ScatteredReduction(Reduction):
 
     def _take_from_input_half(self, number: int, slot: int, gradient: Tensor) -> None:
         gradients = self._input_half_gradients[number]
-        gradients[slot] = added(gradients.get(slot), gradient)
+        gradients[slot] = accumulate(gradients.get(slot), gradient)
 
     def drop(self) -> None:
         self.buffers.drop()

@@ -21,7 +21,7 @@ from pentatron.text import plural
 _RETRY_SECONDS = 0.3
 # A host name that does not resolve within this time will not; a machine may take much longer to come up.
 _DNS_TIMEOUT = 5.0
-SILENCE = 30.0
+NOTICE_SECONDS = 30.0
 # Environment variables: the secret of a job, and the file descriptor of the socket that rank 0 inherits.
 SECRET, LISTENER = "PENTATRON_JOB_SECRET", "PENTATRON_LISTENER"
 GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
@@ -38,12 +38,12 @@ CHECKLIST = (
 )
 
 
-class MeetingError(UserError):
+class RendezvousError(UserError):
     """The rendezvous failed, or a collective timed out."""
 
 
 @dataclass(frozen=True)
-class MeetingPoint:
+class Rendezvous:
     """Address of the rendezvous. `is_served`: the launcher serves it (torchrun's store); otherwise rank 0
     will.
 
@@ -61,12 +61,12 @@ class MeetingPoint:
         return f"{self.host}:{self.port}"
 
 
-def reach(point: MeetingPoint, rank: int, patience: float, report: Callable[[str], None]) -> None:
+def wait_for_rendezvous(point: Rendezvous, rank: int, patience: float, report: Callable[[str], None]) -> None:
     """Waits until a rendezvous at `point` is possible; raises the reason after at most `patience` seconds."""
     _resolve(point, patience)
     if rank == 0 and not point.is_served:
         if point.listener is None:
-            listening_at(point).close()
+            listening_socket(point).close()
         return
     started, notified, reason = time.monotonic(), False, ""
     while True:
@@ -78,12 +78,12 @@ def reach(point: MeetingPoint, rank: int, patience: float, report: Callable[[str
         except OSError as error:
             reason = _reason(error)
         if waited > patience:
-            raise MeetingError(
+            raise RendezvousError(
                 f"rank 0 could not be reached at {point} within {patience:.0f} seconds ({reason}); check that MASTER_ADDR and "
                 f"MASTER_PORT (or --init-method) name the machine of rank 0 and its port, that rank 0 was started, and that no "
                 f"firewall is in between"
             )
-        if waited > SILENCE and not notified:
+        if waited > NOTICE_SECONDS and not notified:
             notified = True
             report(
                 f"still waiting for rank 0 at {point} ({reason}); giving up after {patience / 60:.0f} minutes in all"
@@ -92,9 +92,9 @@ def reach(point: MeetingPoint, rank: int, patience: float, report: Callable[[str
 
 
 @contextmanager
-def waiting_aloud(text: str | None, report: Callable[[str], None]) -> Iterator[Callable[[], None]]:
+def slow_rendezvous_notice(text: str | None, report: Callable[[str], None]) -> Iterator[Callable[[], None]]:
     """Reports `text` if the rendezvous takes long. Yields a function to call when it has succeeded."""
-    reminder = threading.Timer(SILENCE, report, [text])
+    reminder = threading.Timer(NOTICE_SECONDS, report, [text])
     reminder.daemon = True
     if text is not None:
         reminder.start()
@@ -104,7 +104,7 @@ def waiting_aloud(text: str | None, report: Callable[[str], None]) -> Iterator[C
         reminder.cancel()
 
 
-def what_is_waited_for(rank: int, ranks: int, has_launcher: bool) -> str | None:
+def slow_rendezvous_text(rank: int, ranks: int, has_launcher: bool) -> str | None:
     """Returns the notice of a rank whose rendezvous takes long, or None.
 
     Rank 0 reports for all waiting ranks. If rank 0 has ended because its port was taken, the other ranks are
@@ -130,7 +130,7 @@ def _reason(error: OSError) -> str:
     return error.strerror or type(error).__name__
 
 
-def _resolve(point: MeetingPoint, patience: float) -> None:
+def _resolve(point: Rendezvous, patience: float) -> None:
     deadline = time.monotonic() + min(patience, _DNS_TIMEOUT)
     while True:
         try:
@@ -139,7 +139,7 @@ def _resolve(point: MeetingPoint, patience: float) -> None:
         except (OSError, UnicodeError) as error:
             if time.monotonic() >= deadline:
                 reason = error.strerror if isinstance(error, OSError) else "not a host name"
-                raise MeetingError(
+                raise RendezvousError(
                     f"the machine '{point.host}' is unknown here ({reason}); set MASTER_ADDR (or --init-method) to the name "
                     f"or the address of the machine of rank 0"
                 ) from None
@@ -159,7 +159,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def stays_on_this_machine(environment: Mapping[str, str]) -> bool:
+def is_single_machine(environment: Mapping[str, str]) -> bool:
     """Whether all ranks are on this machine, judged by the rendezvous address or the launcher's variables."""
     if is_loopback(environment.get("MASTER_ADDR", "")):
         return True
@@ -173,7 +173,7 @@ def loopback_variables(
     return {name: "lo" for name in names if name not in environment and sys.platform == "linux"}
 
 
-def listening_at(point: MeetingPoint) -> socket.socket:
+def listening_socket(point: Rendezvous) -> socket.socket:
     """Returns a listening socket: on the rendezvous address if that is loopback, else on all addresses."""
     host = "127.0.0.1" if point.host == "localhost" else point.host
     family = socket.AF_INET6 if is_loopback(point.host) and ":" in host else socket.AF_INET
@@ -184,14 +184,14 @@ def listening_at(point: MeetingPoint) -> socket.socket:
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
-        raise MeetingError(
+        raise RendezvousError(
             f"port {point.port} cannot be used for the rendezvous ({error.strerror}); another job or an earlier run may hold it: set "
             f"another MASTER_PORT (--master-port, --init-method) for all processes, or leave --master-port out to take a free one"
         ) from None
     return listener
 
 
-def listener_of(point: MeetingPoint) -> socket.socket:
+def inherited_or_new_socket(point: Rendezvous) -> socket.socket:
     """Returns the listening socket that rank 0 has inherited, or a new one."""
     if point.listener is not None:
         with contextlib.suppress(OSError):
@@ -201,41 +201,41 @@ def listener_of(point: MeetingPoint) -> socket.socket:
                 return inherited
             # The descriptor belongs to another file, so it must not be closed here.
             inherited.detach()
-    return listening_at(point)
+    return listening_socket(point)
 
 
 def job_secret(environment: Mapping[str, str]) -> bytes | None:
     """Returns the secret of this rank's job, or None."""
     secret = environment.get(SECRET, "")
     if secret and len(secret) < _SHORTEST_SECRET:
-        raise MeetingError(
+        raise RendezvousError(
             f"{SECRET} has {len(secret)} characters, which can be guessed; export the same random one on every machine, such as the "
             f"output of: openssl rand -hex 32"
         )
     return secret.encode() or None
 
 
-def failed_meeting(message: str, world_size: int) -> MeetingError:
+def rendezvous_error(message: str, world_size: int) -> RendezvousError:
     """Translates torch's error about a failed process group into a message with advice."""
     timed_out = re.search(
         r"Timed out after (\d+) seconds waiting for clients\. (\d+)/(\d+) clients joined", message
     )
     if timed_out is not None:
-        return MeetingError(
+        return RendezvousError(
             f"{timed_out[2]} of {timed_out[3]} processes came within {timed_out[1]} seconds; start all of them with the same command, and "
             f"check that WORLD_SIZE (torchrun: --nnodes × --nproc_per_node; --world-size) is their real number"
         )
     if "EADDRINUSE" in message:
-        return MeetingError(
+        return RendezvousError(
             "the port of the rendezvous is taken by another job or an earlier run; set another MASTER_PORT for all processes"
         )
     if "Unable to find address for" in message or "no socket interface found" in message:
-        return MeetingError(
+        return RendezvousError(
             "a network interface named in the environment does not exist on this machine; export GLOO_SOCKET_IFNAME and "
             "NCCL_SOCKET_IFNAME with one that does (`pentatron doctor` lists them), or unset them"
         )
     reason = message.strip().splitlines()[0] if message.strip() else "no reason given"
-    return MeetingError(
+    return RendezvousError(
         f"the {world_size} processes could not form a process group ({reason}); check that MASTER_ADDR and MASTER_PORT "
         f"name the machine of rank 0 and a free port, that no firewall is in between, and that all {world_size} "
         f"processes were started"
@@ -250,7 +250,7 @@ _DISCONNECT_SIGNS = (
 )
 
 
-def lost_contact(message: str, timeout_minutes: float) -> UserError | None:
+def collective_error(message: str, timeout_minutes: float) -> UserError | None:
     """Translates the error of a failed collective: another rank timed out or is gone.
 
     None for other errors.
@@ -258,7 +258,7 @@ def lost_contact(message: str, timeout_minutes: float) -> UserError | None:
     if any(sign in message for sign in _TIMEOUT_SIGNS):
         seconds = timeout_minutes * 60
         limit = f"{seconds:.0f} seconds" if seconds < 120 else f"{timeout_minutes:.0f} minutes"
-        return MeetingError(
+        return RendezvousError(
             f"another rank did not answer within {limit}, so this one stops; if it is only slow, raise "
             f"--distributed-timeout-minutes (or NCCL_TIMEOUT, in seconds), if it hangs, look at its last lines, and if the network "
             f"is at fault, export NCCL_DEBUG=INFO to see what NCCL does, NCCL_SOCKET_IFNAME to name the interface, or "

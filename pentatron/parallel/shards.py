@@ -1,7 +1,7 @@
 """Sharding specification: the rectangles of logical tensors that each parameter of a rank holds.
 
 A logical tensor is a parameter of the whole model, as a single process would hold it. On a rank, a parameter
-is a plain local tensor that holds some rectangles of it. Each rectangle is a `Piece`, with the axes over
+is a plain local tensor that holds some rectangles of it. Each rectangle is a `Shard`, with the axes over
 which it is replicated and those over which its gradient is a partial sum. Initialization, gradient norm,
 reduction, parameter counts and checkpoints are derived from pieces, never from parameter names. Elements
 outside all pieces (padding) stay zero and belong to no logical tensor.
@@ -21,11 +21,11 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Piece:
+class Shard:
     """A rectangle of `size`, at `start` in the logical tensor and at `local` in the parameter.
 
     Data-parallel replicas of the parameter are not among the axes here: they are the same for all of its
-    pieces (`Declared.copies`).
+    pieces (`ShardingSpec.copies`).
     """
 
     start: Shape
@@ -40,19 +40,19 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Initial:
+class Initialization:
     """Initialization: a constant, or normal with `scale` times the configured standard deviation."""
 
     scale: float = 1.0
     constant: float | None = None
 
 
-ZEROS = Initial(constant=0.0)
-ONES = Initial(constant=1.0)
+ZEROS = Initialization(constant=0.0)
+ONES = Initialization(constant=1.0)
 
 
 @dataclass(frozen=True)
-class Declared:
+class ShardingSpec:
     """Sharding of one parameter: the `shape` of its logical tensor and the pieces of it.
 
     `tensor` names the logical tensor if it is not the parameter's own name. `copies` is the axis of the
@@ -60,20 +60,20 @@ class Declared:
     """
 
     shape: Shape
-    pieces: tuple[Piece, ...]
-    initial: Initial
+    pieces: tuple[Shard, ...]
+    initial: Initialization
     tensor: str | None = None
     copies: Axis = "replicas"
 
 
 @dataclass(frozen=True)
-class Held:
+class ShardedParameter:
     """A parameter of a model on this rank, its name and sharding, and the name of its logical tensor."""
 
     name: str
     tensor: str
     parameter: nn.Parameter
-    declared: Declared
+    declared: ShardingSpec
 
     @property
     def decays(self) -> bool:
@@ -81,14 +81,14 @@ class Held:
         return len(self.declared.shape) > 1
 
 
-class DeclaringModule(nn.Module):
+class ShardedModule(nn.Module):
     """Base class of layers, which declare the sharding of each parameter when they create it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.declared: dict[str, Declared] = {}
+        self.declared: dict[str, ShardingSpec] = {}
 
-    def declare(self, name: str, local_shape: Shape, declared: Declared) -> nn.Parameter:
+    def declare(self, name: str, local_shape: Shape, declared: ShardingSpec) -> nn.Parameter:
         """Registers an uninitialized parameter under `name`."""
         parameter = nn.Parameter(torch.empty(local_shape))
         self.register_parameter(name, parameter)
@@ -96,24 +96,24 @@ class DeclaringModule(nn.Module):
         return parameter
 
 
-def whole(shape: Shape, initial: Initial, partial_over: frozenset[Axis] = frozenset()) -> Declared:
+def whole(shape: Shape, initial: Initialization, partial_over: frozenset[Axis] = frozenset()) -> ShardingSpec:
     """Declares a parameter that every tensor-parallel rank holds in full."""
     everywhere: frozenset[Axis] = frozenset({"tensor"})
     origin = (0,) * len(shape)
-    return Declared(shape, (Piece(origin, origin, shape, everywhere, partial_over),), initial)
+    return ShardingSpec(shape, (Shard(origin, origin, shape, everywhere, partial_over),), initial)
 
 
-def held_parameters(*models: nn.Module) -> list[Held]:
+def sharded_parameters(*models: nn.Module) -> list[ShardedParameter]:
     """Returns the trainable parameters in model order; shared ones once, under their first name."""
-    parameters: dict[int, Held] = {}
+    parameters: dict[int, ShardedParameter] = {}
     for path, module in itertools.chain.from_iterable(model.named_modules() for model in models):
         for name, parameter in module.named_parameters(path, recurse=False):
             if id(parameter) in parameters or not parameter.requires_grad:
                 continue
-            if not isinstance(module, DeclaringModule):
+            if not isinstance(module, ShardedModule):
                 raise TypeError(f"{name}: {type(module).__name__} does not declare its parameters")
             declared = module.declared[name.rpartition(".")[2]]
-            parameters[id(parameter)] = Held(name, declared.tensor or name, parameter, declared)
+            parameters[id(parameter)] = ShardedParameter(name, declared.tensor or name, parameter, declared)
     return list(parameters.values())
 
 
@@ -163,8 +163,8 @@ def region(tensor: Tensor, start: Shape, size: Shape) -> Tensor:
 
 
 def fragments_of(
-    held: Held, values: Tensor, first: int = 0, last: int | None = None
-) -> Iterator[tuple[Piece, Fragment]]:
+    held: ShardedParameter, values: Tensor, first: int = 0, last: int | None = None
+) -> Iterator[tuple[Shard, Fragment]]:
     """Yields the pieces of a parameter within the elements [first, last) of its memory, as views of `values`.
 
     `values` is one-dimensional and holds those elements of the parameter, or of another tensor of the same
@@ -180,7 +180,7 @@ def fragments_of(
         begin = end
 
 
-def fragments_in(held: Held, values: Tensor, start: Shape) -> Iterator[tuple[Piece, Fragment]]:
+def fragments_in(held: ShardedParameter, values: Tensor, start: Shape) -> Iterator[tuple[Shard, Fragment]]:
     """Yields the pieces of a parameter within its rectangle `values`, which begins at `start`, as views."""
     for piece in held.declared.pieces:
         common = overlap(start, tuple(values.shape), piece.local, piece.size)
@@ -192,7 +192,7 @@ def fragments_in(held: Held, values: Tensor, start: Shape) -> Iterator[tuple[Pie
         yield piece, Fragment(held.tensor, held.declared.shape, where, region(values, inside, extent))
 
 
-def runs_of(chosen: Tensor) -> list[tuple[int, int]]:
+def true_runs(chosen: Tensor) -> list[tuple[int, int]]:
     """Returns (first, last) of each run of true elements in a one-dimensional boolean tensor."""
     edges = torch.nn.functional.pad(chosen.to(torch.int8), (1, 1)).diff()
     starts, stops = (edges == 1).nonzero().flatten().tolist(), (edges == -1).nonzero().flatten().tolist()

@@ -19,10 +19,16 @@ import torch.distributed as dist
 from pentatron import __version__
 from pentatron.errors import AgreedError, UserError
 from pentatron.layout.ranks import Axis, Coordinates, Grid
-from pentatron.parallel.collectives import Group, Waits, broadcast_object, gather_objects, raise_together
-from pentatron.parallel.process_group import join, leave
-from pentatron.parallel.rank_status import Whereabouts
-from pentatron.parallel.rendezvous import MeetingPoint
+from pentatron.parallel.collectives import (
+    Group,
+    WaitTimer,
+    broadcast_object,
+    gather_objects,
+    raise_on_all_ranks,
+)
+from pentatron.parallel.process_group import destroy_process_group, init_process_group
+from pentatron.parallel.rank_status import RankStatus
+from pentatron.parallel.rendezvous import Rendezvous
 
 ALONE = Group(0, 1)
 _ALL_RANKS = "all ranks"
@@ -47,7 +53,7 @@ class World:
     groups: Mapping[Axis, Group] = field(default_factory=dict)
     timeout: datetime.timedelta | None = None
     # Measures the time this rank waits for others, in all groups.
-    waits: Waits = field(default_factory=Waits, compare=False)
+    waits: WaitTimer = field(default_factory=WaitTimer, compare=False)
 
     @functools.cached_property
     def copies(self) -> torch.cuda.Stream:
@@ -62,11 +68,11 @@ class World:
         return self.groups.get(axis, ALONE)
 
     @property
-    def whereabouts(self) -> Whereabouts:
+    def whereabouts(self) -> RankStatus:
         """The progress of this rank, read by the hang detection."""
         return self.waits.whereabouts
 
-    def wait_at_most(self, seconds: float, others: typing.Iterable[typing.Any] = ()) -> None:
+    def set_timeout(self, seconds: float, others: typing.Iterable[typing.Any] = ()) -> None:
         """Sets the timeout of later collectives, and of the additional process groups in `others`."""
         limit = datetime.timedelta(seconds=seconds)
         own = [g.process_group for g in (self.everyone, *self.groups.values()) if g.size > 1]
@@ -106,9 +112,9 @@ class World:
         return all(self.group(axis).rank == 0 for axis in axes)
 
 
-def single_process(device: torch.device | None = None, whereabouts: Whereabouts | None = None) -> World:
+def single_process(device: torch.device | None = None, whereabouts: RankStatus | None = None) -> World:
     """Returns a world of one rank, without any process group."""
-    waits = Waits(whereabouts or Whereabouts())
+    waits = WaitTimer(whereabouts or RankStatus())
     return World(Grid(), Coordinates(0, 0, 0, 0), ALONE, 0, device or torch.device("cpu"), waits=waits)
 
 
@@ -138,33 +144,33 @@ def open_world(
     device: torch.device,
     timeout_minutes: float,
     settings: Mapping[str, Any],
-    point: MeetingPoint | None,
-    whereabouts: Whereabouts | None = None,
+    point: Rendezvous | None,
+    whereabouts: RankStatus | None = None,
 ) -> Iterator[World]:
     """Joins the process group whose rendezvous is `point`, and leaves it at the end.
 
     Checks first that all ranks have the same `settings`. A world of one rank needs no process group and no
     `point`.
     """
-    status = whereabouts or Whereabouts()
+    status = whereabouts or RankStatus()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if grid.world_size == 1:
-        yield connect(grid, rank, local_rank, device, whereabouts=status)
+        yield create_groups(grid, rank, local_rank, device, whereabouts=status)
         return
     timeout = datetime.timedelta(minutes=timeout_minutes)
     assert point is not None, "several ranks need a rendezvous"
-    key = join(device, rank, grid.world_size, timeout, point)
+    key = init_process_group(device, rank, grid.world_size, timeout, point)
     try:
         everyone = Group(rank, grid.world_size, dist.group.WORLD, name=_ALL_RANKS, key=key)
         nccl = ".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else ""
         versions = {"pentatron": __version__, "torch": str(torch.__version__), "NCCL": nccl}
         require_same_settings(settings, versions, everyone)
-        yield connect(grid, rank, local_rank, device, timeout, status, key)
+        yield create_groups(grid, rank, local_rank, device, timeout, status, key)
     except BaseException:
-        leave(failed=True)
+        destroy_process_group(failed=True)
         raise
-    leave(failed=False)
+    destroy_process_group(failed=False)
 
 
 def require_same_settings(settings: Mapping[str, Any], versions: Mapping[str, str], group: Group) -> None:
@@ -178,7 +184,7 @@ def require_same_settings(settings: Mapping[str, Any], versions: Mapping[str, st
         return
     first, first_versions = broadcast_object((dict(settings), dict(versions)), group)
     other = [name for name, version in versions.items() if first_versions.get(name) != version]
-    raise_together(
+    raise_on_all_ranks(
         f"rank {group.rank} runs {other[0]} {versions[other[0]]}, rank 0 runs {other[0]} {first_versions.get(other[0])}; "
         f"install the same versions on every machine"
         if other
@@ -194,27 +200,27 @@ def require_same_settings(settings: Mapping[str, Any], versions: Mapping[str, st
             f"rank {group.rank} was started with {flag} {settings[flag]}, rank 0 with {flag} {first.get(flag)}{more}; "
             f"start every process with the same command"
         )
-    raise_together(problem, group)
+    raise_on_all_ranks(problem, group)
 
 
-def connect(
+def create_groups(
     grid: Grid,
     rank: int,
     local_rank: int,
     device: torch.device,
     timeout: datetime.timedelta | None = None,
-    whereabouts: Whereabouts | None = None,
+    whereabouts: RankStatus | None = None,
     key: bytes | None = None,
 ) -> World:
     """Creates the process groups of all axes inside the initialized default process group.
 
-    New groups do not inherit the `timeout` of the default group. `key` is the one that `join` returned.
+    New groups do not inherit the `timeout` of the default group. `key` is the one that `init_process_group` returned.
     """
-    status = whereabouts or Whereabouts()
+    status = whereabouts or RankStatus()
     if grid.world_size == 1:
         return single_process(device, status)
     through_host = device.type == "cuda" and dist.get_backend() == "gloo"
-    waits = Waits(status)
+    waits = WaitTimer(status)
     everyone = Group(rank, grid.world_size, dist.group.WORLD, through_host, waits, _ALL_RANKS, key)
     # Axes often have the same members (data and replicas, say); such axes share one process group.
     created: dict[tuple[tuple[int, ...], ...], Group | None] = {(tuple(range(grid.world_size)),): everyone}

@@ -23,22 +23,22 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardPlacement
 
-from pentatron.layout.packing import aligned
+from pentatron.layout.packing import align_up
 from pentatron.layout.ranks import Axis
-from pentatron.parallel.collectives import Group, Waits, all_gather_into, reduce_scatter_into
+from pentatron.parallel.collectives import Group, WaitTimer, all_gather_into, reduce_scatter_into
 from pentatron.parallel.shards import (
     Fragment,
-    Held,
-    Piece,
     Shape,
+    Shard,
+    ShardedParameter,
     fragments_in,
     fragments_of,
-    held_parameters,
+    sharded_parameters,
 )
 from pentatron.parallel.world import World
 
 
-def count_waits(unit: FSDPModule, waits: Waits) -> None:
+def measure_waits(unit: FSDPModule, waits: WaitTimer) -> None:
     """Replaces the collectives of a unit by ones that measure their wait time.
 
     Only for CPUs, where torch waits for each collective. On a GPU torch overlaps them with computation on its
@@ -51,7 +51,7 @@ def count_waits(unit: FSDPModule, waits: Waits) -> None:
 class _TimedCollective:
     """Implements the interface of torch's custom collectives with the default behaviour."""
 
-    def __init__(self, waits: Waits) -> None:
+    def __init__(self, waits: WaitTimer) -> None:
         self.waits = waits
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -79,22 +79,22 @@ class _ReduceScatter(_TimedCollective):
 
 
 # By axis of replicas: the axis of the ranks that shard, and that of the ranks with equal shards.
-SHARED_OVER: dict[Axis, tuple[Axis, Axis]] = {
+SHARD_AXES: dict[Axis, tuple[Axis, Axis]] = {
     "replicas": ("shards", "instances"),
     "expert_data": ("expert_shards", "expert_instances"),
 }
 
 
 @dataclass(frozen=True)
-class Shard:
+class Zero3Shard:
     """This rank's shard of one parameter, the rectangle that begins at `start`, and its gradients."""
 
-    held: Held
+    held: ShardedParameter
     start: Shape
     values: Tensor
     gradients: Tensor
 
-    def pieces(self, laid_out_alike: Tensor) -> Iterator[tuple[Piece, Fragment]]:
+    def pieces(self, laid_out_alike: Tensor) -> Iterator[tuple[Shard, Fragment]]:
         return fragments_in(self.held, laid_out_alike, self.start)
 
 
@@ -107,7 +107,7 @@ class ShardedStage:
     def __init__(self, stage: nn.Module, world: World, dtype: torch.dtype) -> None:
         self.stage = stage
         # Keep no reference to the parameters: each must be freed when its unit is sharded.
-        declarations = {held.name: (held.tensor, held.declared) for held in held_parameters(stage)}
+        declarations = {held.name: (held.tensor, held.declared) for held in sharded_parameters(stage)}
         copies = {name: declared.copies for name, (_, declared) in declarations.items()}
         self.units: list[FSDPModule] = []
         for path, module in _units(stage, copies):
@@ -116,23 +116,28 @@ class ShardedStage:
             axis: Axis = "replicas" if path == "" or "replicas" in axes_inside else axes_inside[0]
             self.units.append(_shard_unit(module, _mesh(world, axis), dtype, keep=path == ""))
             if world.device.type == "cpu":
-                count_waits(self.units[-1], world.waits)
-        held = [Held(n, t, stage.get_parameter(n), declared) for n, (t, declared) in declarations.items()]
+                measure_waits(self.units[-1], world.waits)
+        held = [
+            ShardedParameter(n, t, stage.get_parameter(n), declared)
+            for n, (t, declared) in declarations.items()
+        ]
         self.flat: dict[Axis, Tensor] = {}
-        self.shards: list[Shard] = []
-        for axis in SHARED_OVER:
+        self.shards: list[Zero3Shard] = []
+        for axis in SHARD_AXES:
             self._allocate_gradients(axis, [h for h in held if h.declared.copies == axis], world.device)
 
-    def _allocate_gradients(self, axis: Axis, parameters: Sequence[Held], device: torch.device) -> None:
+    def _allocate_gradients(
+        self, axis: Axis, parameters: Sequence[ShardedParameter], device: torch.device
+    ) -> None:
         """Allocates the gradients of some parameters in one flat tensor, aligned, with zeros in between."""
         if not parameters:
             return
         with torch.no_grad():
             local: list[Tensor] = [cast(Any, held.parameter).to_local() for held in parameters]
-        ends = list(itertools.accumulate(aligned(values.numel()) for values in local))
+        ends = list(itertools.accumulate(align_up(values.numel()) for values in local))
         flat = self.flat[axis] = torch.zeros(ends[-1], dtype=torch.float32, device=device)
         for held, values, end in zip(parameters, local, ends):
-            room = aligned(values.numel())
+            room = align_up(values.numel())
             gradients = flat[end - room : end - room + values.numel()].view(values.shape)
             parameter: Any = held.parameter
             # Torch accumulates into an existing gradient, so this one stays in place.
@@ -145,21 +150,21 @@ class ShardedStage:
                 stride=parameter.stride(),
             )
             mesh = parameter.device_mesh
-            start, _ = share_of(tuple(parameter.shape), mesh.get_local_rank(), mesh.size())
-            self.shards.append(Shard(held, start, values, gradients))
+            start, _ = shard_bounds(tuple(parameter.shape), mesh.get_local_rank(), mesh.size())
+            self.shards.append(Zero3Shard(held, start, values, gradients))
 
     def begin_backward(self, last: bool) -> None:
         """Called before a backward. After the `last` one of a step the rest of the stage is freed too."""
         self.units[-1].set_reshard_after_backward(last, recurse=False)
 
-    def drop_gathered(self) -> None:
+    def reshard(self) -> None:
         """Frees gathered weights after the shards have changed, so that they are gathered again."""
         for unit in self.units:
             unit.reshard()
 
-    def whole_weights(self) -> Iterator[tuple[Piece, Fragment]]:
+    def full_weights(self) -> Iterator[tuple[Shard, Fragment]]:
         """Yields copies of the gathered weights, unit by unit; collective, so every rank must exhaust it."""
-        self.drop_gathered()
+        self.reshard()
         for unit in self.units:
             unit.unshard()
             for shard in self.shards:
@@ -232,14 +237,14 @@ def _shard_dimension(shape: Sequence[int], ranks: int) -> int:
 
 
 def _mesh(world: World, axis: Axis) -> DeviceMesh:
-    process_group = world.group(SHARED_OVER[axis][0]).process_group
+    process_group = world.group(SHARD_AXES[axis][0]).process_group
     if process_group is None:
         # The mesh needs a process group even for one rank.
         process_group = dist.new_group([world.everyone.rank], use_local_synchronization=True)
     return DeviceMesh.from_group(process_group, world.device.type)
 
 
-def share_of(shape: Shape, rank: int, ranks: int) -> tuple[Shape, Shape]:
+def shard_bounds(shape: Shape, rank: int, ranks: int) -> tuple[Shape, Shape]:
     """Returns (start, size) of a rank's shard of a parameter, as `fully_shard` cuts it."""
     dim = _shard_dimension(shape, ranks)
     rows = math.ceil(shape[dim] / ranks)

@@ -24,7 +24,7 @@ _EVALUATED = 4096
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes that one micro-batch keeps on one stage: `layers` in and around the layers, `logits` for the
+    """Bytes that one micro-batch keeps on one stage: `layers` in and around the layers, `loss_activations` for the
     loss."""
 
     layers: int = 0
@@ -35,11 +35,11 @@ class Activations:
         return self.layers + self.logits
 
 
-def kept(shape: Shape, part: StagePart) -> Activations:
+def saved_activations(shape: Shape, part: StagePart) -> Activations:
     """Returns the activations that a stage keeps from the end of a forward to its backward."""
     runs = shape.config.recomputed(part)
     recomputed = {layer for run in runs for layer in run}
-    hidden_states = shape.width * shape.in_stream * shape.hidden
+    hidden_states = shape.width * shape.local_tokens * shape.hidden
     total = len(runs) * hidden_states
     total += _layers_sum(shape, [number for number in part.layers if number not in recomputed])
     total += _outside_layers(shape, part)
@@ -53,20 +53,20 @@ def kept(shape: Shape, part: StagePart) -> Activations:
         # The input received from the previous stage; otherwise the first norm or recomputed run saves it
         # anyway.
         total += hidden_states
-    return Activations(total, logits(shape) if part.head else 0)
+    return Activations(total, loss_activations(shape) if part.head else 0)
 
 
 def _layers_sum(shape: Shape, numbers: Sequence[int]) -> int:
     kinds = Counter((number in shape.sparse_layers, number in shape.fp8_layers) for number in numbers)
-    return sum(count * layer(shape, sparse, fp8=fp8) for (sparse, fp8), count in kinds.items())
+    return sum(count * layer_activations(shape, sparse, fp8=fp8) for (sparse, fp8), count in kinds.items())
 
 
-def first_layer(shape: Shape, part: StagePart) -> int:
+def first_layer_activations(shape: Shape, part: StagePart) -> int:
     """Returns the activations that are left when the backward of a stage reaches its first layer."""
     return _layers_sum(shape, part.layers[:1])
 
 
-def rerun(shape: Shape, part: StagePart) -> int:
+def recompute_peak(shape: Shape, part: StagePart) -> int:
     """Returns the largest amount of activations that recomputing layers, or a module of a layer, restores in
     backward."""
     runs = shape.config.recomputed(part)
@@ -75,10 +75,13 @@ def rerun(shape: Shape, part: StagePart) -> int:
     if not _recomputed_modules(shape):
         return 0
     kinds = {number in shape.sparse_layers for number in part.layers}
-    return max((layer(shape, kind, frozenset()) - layer(shape, kind) for kind in kinds), default=0)
+    return max(
+        (layer_activations(shape, kind, frozenset()) - layer_activations(shape, kind) for kind in kinds),
+        default=0,
+    )
 
 
-def deferred(shape: Shape, part: StagePart) -> int:
+def deferred_weight_gradient_inputs(shape: Shape, part: StagePart) -> int:
     """Returns the bytes kept between the input-gradient and weight-gradient halves of a split backward: the
     input and the output gradient of every linear layer."""
     s, tokens = shape, shape.tokens
@@ -96,22 +99,22 @@ def deferred(shape: Shape, part: StagePart) -> int:
     return total + (s.width * tokens * (s.hidden + s.words) if part.head else 0)
 
 
-def logits(shape: Shape) -> int:
+def loss_activations(shape: Shape) -> int:
     """Returns the bytes the loss keeps for backward. A fused loss keeps the logits of one chunk in the
     model's precision; otherwise log-probabilities are kept in fp32, without vocabulary padding if one rank
     holds the whole vocabulary."""
     model = shape.config.model
     if shape.decisions.loss.on:
-        return shape.width * chunk(shape) * shape.words
+        return shape.width * loss_chunk(shape) * shape.words
     words = shape.words if shape.grid.tensor > 1 else model.vocab_size
     return _FP32 * shape.tokens * words
 
 
-def logits_evaluated(shape: Shape) -> int:
+def evaluation_loss_bytes(shape: Shape) -> int:
     """Returns the bytes of the loss in evaluation. An unfused loss has logits in the model's precision and in
     fp32, and log-probabilities; a fused loss without its own kernel has two fp32 blocks."""
     if shape.decisions.loss.on:
-        elements = min(chunk(shape), _EVALUATED) * shape.words
+        elements = min(loss_chunk(shape), _EVALUATED) * shape.words
         return shape.width * elements + (
             0 if shape.decisions.loss.kernel else 2 * _FP32 * min(_LOSS_BLOCK, elements)
         )
@@ -119,13 +122,13 @@ def logits_evaluated(shape: Shape) -> int:
     return (shape.width + cast + _FP32) * shape.tokens * shape.words
 
 
-def in_layer(shape: Shape) -> int:
+def layer_forward_peak(shape: Shape) -> int:
     """Returns an upper bound of the forward peak of a dense layer: everything that it could save for
     backward."""
-    return layer(shape, sparse=False, modules=frozenset())
+    return layer_activations(shape, sparse=False, modules=frozenset())
 
 
-def chunk(shape: Shape) -> int:
+def loss_chunk(shape: Shape) -> int:
     """Returns the number of tokens in a chunk of the fused loss; deferred weight gradients require a single
     chunk."""
     if shape.config.defers_weight_gradients:
@@ -133,33 +136,39 @@ def chunk(shape: Shape) -> int:
     return min(shape.tokens, shape.decisions.loss.chunk)
 
 
-def loss_in_backward(shape: Shape) -> int:
+def loss_backward_bytes(shape: Shape) -> int:
     """Returns the extra bytes while the loss is differentiated, beside the log-probabilities: their gradient
     and that of the logits in fp32, and with a vocabulary-parallel loss also the latter in the model's
     precision. A fused loss overwrites the logits with their gradient; without its own kernel it needs two
     fp32 blocks for that."""
     model = shape.config.model
     if shape.decisions.loss.on:
-        return 0 if shape.decisions.loss.kernel else 2 * _FP32 * min(_LOSS_BLOCK, chunk(shape) * shape.words)
+        return (
+            0
+            if shape.decisions.loss.kernel
+            else 2 * _FP32 * min(_LOSS_BLOCK, loss_chunk(shape) * shape.words)
+        )
     if shape.grid.tensor == 1:
         return 2 * _FP32 * shape.tokens * model.vocab_size
     cast = shape.width if shape.width != _FP32 else 0
     return (2 * _FP32 + cast) * shape.tokens * shape.words
 
 
-def layer(shape: Shape, sparse: bool, modules: frozenset[str] | None = None, fp8: bool = False) -> int:
+def layer_activations(
+    shape: Shape, sparse: bool, modules: frozenset[str] | None = None, fp8: bool = False
+) -> int:
     """Returns the activations of one layer, dense or with experts, that is not recomputed as a whole.
 
     `modules` are those that selective recompute covers. With `fp8`, linear layers save their quantized
     inputs.
     """
     modules = _recomputed_modules(shape) if modules is None else modules
-    dropout_indices = 2 * _INDEX * shape.in_stream if shape.config.model.hidden_dropout else 0
+    dropout_indices = 2 * _INDEX * shape.local_tokens if shape.config.model.hidden_dropout else 0
     # The output of a norm is saved by the linear layer that reads it.
     norm = shape.width * shape.hidden if "layernorm" in modules else _norm_row(shape, shape.hidden)
     feed_forward = _experts(shape, modules) if sparse else _mlp(shape, "mlp" in modules, fp8)
     return (
-        2 * shape.in_stream * norm
+        2 * shape.local_tokens * norm
         + _attention(shape, "core_attn" in modules, fp8)
         + feed_forward
         + dropout_indices
@@ -247,16 +256,16 @@ def _scores(shape: Shape) -> int:
 
 def _mlp(shape: Shape, recomputed: bool, fp8: bool) -> int:
     if recomputed:
-        return shape.width * shape.in_stream * shape.hidden
+        return shape.width * shape.local_tokens * shape.hidden
     if fp8:
         # Inputs of the matrices in one byte; the outputs of the first one in full precision for the gate's
         # backward.
-        kept_widths = (2 if shape.decisions.gate.on else between(shape) - 1) * shape.width
+        kept_widths = (2 if shape.decisions.gate.on else saved_ffn_tensors(shape) - 1) * shape.width
         return shape.tokens * (shape.hidden + (kept_widths + 1) * shape.inner)
-    return shape.width * shape.tokens * (shape.hidden + between(shape) * shape.inner)
+    return shape.width * shape.tokens * (shape.hidden + saved_ffn_tensors(shape) * shape.inner)
 
 
-def between(shape: Shape, sparse: bool = False) -> int:
+def saved_ffn_tensors(shape: Shape, sparse: bool = False) -> int:
     """Returns how many tensors of the FFN width are saved per token: both halves of the gate and, unless
     recomputed, the activated half and the product; or the input and output of GELU."""
     if not shape.config.model.gated_linear_unit:
@@ -268,7 +277,7 @@ def between(shape: Shape, sparse: bool = False) -> int:
 
 def _experts(shape: Shape, modules: frozenset[str]) -> int:
     s, moe, e = shape, shape.config.moe, shape.width
-    hidden_states = e * s.in_stream * s.hidden
+    hidden_states = e * s.local_tokens * s.hidden
     if "moe" in modules:
         return hidden_states
     total = _router(s) + (_shared_expert(s, "shared_experts" in modules) if s.shared_inner else 0)
@@ -277,9 +286,9 @@ def _experts(shape: Shape, modules: frozenset[str]) -> int:
         # permutation both ways.
         inputs = 0 if "moe_act" in modules else e * s.rows * s.hidden
         return total + inputs + e * s.rows * (s.halves * s.expert_inner + 1) + 2 * _INDEX * s.rows
-    inner = s.halves if "moe_act" in modules else between(s, sparse=True)
+    inner = s.halves if "moe_act" in modules else saved_ffn_tensors(s, sparse=True)
     total += e * s.rows * (s.hidden + inner * s.expert_inner) + _INDEX * s.rows
-    pairs = s.in_stream * moe.moe_router_topk
+    pairs = s.local_tokens * moe.moe_router_topk
     if moe.moe_token_dispatcher_type == "allgather":
         pairs *= s.grid.expert * s.grid.expert_tensor
     return total + pairs * (e * (s.hidden + 1) + _INDEX)
@@ -290,23 +299,25 @@ def _router(shape: Shape) -> int:
     the scores of all experts if an auxiliary loss reads them."""
     s, moe = shape, shape.config.moe
     router_bytes = {"fp32": _FP32, "fp64": 2 * _FP32}.get(moe.moe_router_dtype or "", s.width)
-    total = router_bytes * s.in_stream * s.hidden
+    total = router_bytes * s.local_tokens * s.hidden
     balanced = any(moe.moe_aux_loss_coeff) and moe.moe_router_load_balancing_type != ("none",)
     full_scores = moe.moe_router_pre_softmax + moe.moe_router_score_function.count("sigmoid")
     full_scores += balanced + bool(moe.moe_z_loss_coeff)
-    return total + s.in_stream * (_FP32 * moe.experts * full_scores + (_FP32 + _INDEX) * moe.moe_router_topk)
+    return total + s.local_tokens * (
+        _FP32 * moe.experts * full_scores + (_FP32 + _INDEX) * moe.moe_router_topk
+    )
 
 
 def _shared_expert(shape: Shape, recomputed: bool) -> int:
     s, e = shape, shape.width
-    hidden_states = e * s.in_stream * s.hidden
+    hidden_states = e * s.local_tokens * s.hidden
     # The router has saved this input already, if its precision is the same.
     router_saves_input = s.config.moe.moe_router_dtype in (None, "fp32" if e == _FP32 else "")
     if recomputed:
         return 0 if router_saves_input else hidden_states
     inputs = e * s.tokens * s.hidden if s.sequence_parallel else (0 if router_saves_input else hidden_states)
     gate = hidden_states if has_shared_gate(s.config.moe) else 0
-    saved = 2 if s.decisions.gate.in_second else between(s, sparse=True)
+    saved = 2 if s.decisions.gate.in_second else saved_ffn_tensors(s, sparse=True)
     return inputs + gate + e * s.tokens * saved * s.shared_inner
 
 
@@ -320,9 +331,9 @@ def _outside_layers(shape: Shape, part: StagePart) -> int:
         total += _FP32 * s.tokens * int(s.head * model.rotary_percent)
     if part.embedding:
         total += s.tokens * (_INDEX + vocabulary_parallel)
-        total += _INDEX * s.in_stream if model.hidden_dropout else 0
+        total += _INDEX * s.local_tokens if model.hidden_dropout else 0
         total += _INDEX * s.tokens if model.position_embedding_type == "learned_absolute" else 0
     if part.head:
-        total += s.in_stream * _norm_row(s, s.hidden) + s.width * s.tokens * s.hidden
+        total += s.local_tokens * _norm_row(s, s.hidden) + s.width * s.tokens * s.hidden
         total += s.tokens * (_INDEX + _FP32 + (vocabulary_parallel and not s.decisions.loss.on))
     return total

@@ -3,11 +3,11 @@
 import dataclasses
 from dataclasses import dataclass
 
-from pentatron.plan.activations import layer
-from pentatron.plan.memory import RankMemory, largest_of
-from pentatron.plan.search import Layout, Search, usable
+from pentatron.plan.activations import layer_activations
+from pentatron.plan.memory import RankMemory, peak_rank_memory
+from pentatron.plan.search import Layout, Search, usable_memory
 from pentatron.plan.shape import Shape
-from pentatron.plan.static_memory import moments, total_parameters, whole
+from pentatron.plan.static_memory import on_one_process, state_values, total_parameters
 from pentatron.settings.settings import Settings
 from pentatron.text import binary_size, divisors
 
@@ -30,7 +30,7 @@ def by_expert_size(layout: Layout) -> list[tuple[int, int, int]]:
             continue
         parallel = dataclasses.replace(shape.config.parallel, expert_model_parallel_size=size)
         varied = Shape(dataclasses.replace(shape.config, parallel=parallel), on_gpu=shape.on_gpu)
-        rows.append((size, largest_of(varied).total, _experts_weights(varied)))
+        rows.append((size, peak_rank_memory(varied).total, _experts_weights(varied)))
     return rows
 
 
@@ -45,7 +45,7 @@ def _experts_weights(shape: Shape) -> int:
 
 
 @dataclass(frozen=True)
-class Suggested:
+class SuggestedLayout:
     """A row of a guide's table: a layout for models from `low` to `high` billion parameters."""
 
     low: float
@@ -66,18 +66,18 @@ class Suggested:
 
 # The guides' two tables: with the number of GPUs, and by the size of the model alone.
 TABLE_3D = (
-    Suggested(0, 1, 4, 1, 1, 4),
-    Suggested(1, 3, 4, 2, 1, 2),
-    Suggested(3, 7, 8, 2, 2, 2),
-    Suggested(7, 13, 16, 4, 2, 2),
-    Suggested(13, 30, 32, 4, 4, 2),
-    Suggested(30, 70, 64, 8, 4, 2),
+    SuggestedLayout(0, 1, 4, 1, 1, 4),
+    SuggestedLayout(1, 3, 4, 2, 1, 2),
+    SuggestedLayout(3, 7, 8, 2, 2, 2),
+    SuggestedLayout(7, 13, 16, 4, 2, 2),
+    SuggestedLayout(13, 30, 32, 4, 4, 2),
+    SuggestedLayout(30, 70, 64, 8, 4, 2),
 )
 SETS = {
-    "small": Suggested(0, 1, 4, 1, 1, 4),
-    "medium": Suggested(1, 10, 8, 2, 2, 2),
-    "large": Suggested(10, 100, 64, 8, 4, 2),
-    "huge": Suggested(100, float("inf"), 128, 8, 8, 2, "with ZeRO 3 and the optimizer in host memory"),
+    "small": SuggestedLayout(0, 1, 4, 1, 1, 4),
+    "medium": SuggestedLayout(1, 10, 8, 2, 2, 2),
+    "large": SuggestedLayout(10, 100, 64, 8, 4, 2),
+    "huge": SuggestedLayout(100, float("inf"), 128, 8, 8, 2, "with ZeRO 3 and the optimizer in host memory"),
 }
 
 
@@ -124,14 +124,14 @@ def advise(search: Search, base: Layout, layouts: list[Layout]) -> Advice:
     shape, device = base.shape, search.device
     parameters, _ = total_parameters(shape)
     single = _alone(search, shape)
-    unaided = largest_of(single)
+    unaided = peak_rank_memory(single)
     undivided = [layout for layout in layouts if layout.shape.grid.tensor * layout.shape.grid.pipeline == 1]
     fitting = [layout for layout in undivided if layout.fits]
     layer_bytes = _layer_bytes(single)
-    layer_fits = layer_bytes < usable(device)
+    layer_fits = layer_bytes < usable_memory(device)
     depth = shape.config.model.num_layers
     tree = (
-        Answer("Does it fit one GPU?", _fits_one(unaided, usable(device), fitting, search.world)),
+        Answer("Does it fit one GPU?", _fits_one(unaided, usable_memory(device), fitting, search.world)),
         Answer(
             "Does a single layer fit one GPU?",
             f"{'yes' if layer_fits else 'no'}, it takes {binary_size(layer_bytes)}: "
@@ -154,7 +154,7 @@ def advise(search: Search, base: Layout, layouts: list[Layout]) -> Advice:
 
 def _alone(search: Search, shape: Shape) -> Shape:
     """Returns the model on one GPU, with only those memory savings that the user requested."""
-    single = whole(shape)
+    single = on_one_process(shape)
     config = single.config
     requested = Settings.defaults(**search.kept)
     memory = (
@@ -203,8 +203,8 @@ def _layer_bytes(single: Shape) -> int:
     sparse = bool(single.sparse_layers)
     parameters = sum(p.elements for p in single.parameters.layer(min(single.sparse_layers) if sparse else 0))
     # Weights, gradients, master weights unless the weights are fp32, and optimizer state.
-    parameter_bytes = single.width + _FP32 * (1 + (single.width != _FP32) + moments(single))
-    return parameter_bytes * parameters + layer(single, sparse, frozenset())
+    parameter_bytes = single.width + _FP32 * (1 + (single.width != _FP32) + state_values(single))
+    return parameter_bytes * parameters + layer_activations(single, sparse, frozenset())
 
 
 def _combination(best: Layout | None) -> str:

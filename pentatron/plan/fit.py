@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pentatron.plan.memory import RankMemory, memory_of, recorded
-from pentatron.plan.static_memory import Held
+from pentatron.plan.memory import RankMemory, memory_of, with_graphs
+from pentatron.plan.static_memory import StaticMemory
 from pentatron.settings.run import RunConfig
 from pentatron.text import binary_size, in_mib
 
@@ -17,7 +17,7 @@ _ALLOWANCE = 1.05
 
 
 @dataclass(frozen=True)
-class Room:
+class AvailableMemory:
     """Memory available to one process in bytes. `kind` is GPU or host."""
 
     kind: str
@@ -33,7 +33,7 @@ class Verdict:
     impossible: bool
 
 
-def judge(config: RunConfig, pipeline_rank: int, room: Room) -> Verdict | None:
+def check_device_memory(config: RunConfig, pipeline_rank: int, room: AvailableMemory) -> Verdict | None:
     """Checks the memory of a pipeline rank; returns None if it fits.
 
     The run is impossible if the static memory of any rank exceeds the total memory.
@@ -56,7 +56,7 @@ def judge(config: RunConfig, pipeline_rank: int, room: Room) -> Verdict | None:
     parts = (
         f"weights, gradients and optimizer alone take {binary_size(static)}"
         if impossible
-        else in_parts(planned)
+        else format_parts(planned)
     )
     return Verdict(
         f"this run {verdict}: it needs about {binary_size(needed)} for each process, and {available} ({parts}); "
@@ -65,7 +65,7 @@ def judge(config: RunConfig, pipeline_rank: int, room: Room) -> Verdict | None:
     )
 
 
-def judge_host(config: RunConfig, room: Room) -> Verdict | None:
+def check_host_memory(config: RunConfig, room: AvailableMemory) -> Verdict | None:
     """Checks the host memory of processes that compute on GPUs; returns None if it fits."""
     static = max((rank.held for rank in memory_of(config, on_gpu=True).ranks), key=lambda each: each.in_host)
     needed = static.in_host
@@ -73,7 +73,7 @@ def judge_host(config: RunConfig, room: Room) -> Verdict | None:
         return None
     impossible = needed > room.total and not config.model.spec
     ways = [way for way in _static_remedies(config) if "zero-stage" in way or "distributed" in way]
-    ways += ["saving without --async-save"] if static.saving else []
+    ways += ["saving without --async-save"] if static.async_save_copy else []
     return Verdict(
         f"this run {'cannot' if impossible else 'may not'} fit: {' and '.join(_in_host(static))} in host memory for each process, and a "
         f"process has {binary_size(room.total)} of it, {binary_size(room.free)} free; "
@@ -82,19 +82,19 @@ def judge_host(config: RunConfig, room: Room) -> Verdict | None:
     )
 
 
-def _in_host(held: Held) -> Iterator[str]:
+def _in_host(held: StaticMemory) -> Iterator[str]:
     if held.host:
         yield f"--optimizer-cpu-offload keeps {binary_size(held.host)} of master weights and moments"
-    if held.saving:
-        yield f"--async-save {'' if held.host else 'keeps '}a copy of {binary_size(held.saving)} to write from"
+    if held.async_save_copy:
+        yield f"--async-save {'' if held.host else 'keeps '}a copy of {binary_size(held.async_save_copy)} to write from"
 
 
-def _static_memory(planned: RankMemory, room: Room) -> int:
+def _static_memory(planned: RankMemory, room: AvailableMemory) -> int:
     """Returns the static memory in this kind of memory."""
     return planned.held.on_device + (planned.held.in_host if room.kind == "host" else 0)
 
 
-def in_parts(planned: RankMemory) -> str:
+def format_parts(planned: RankMemory) -> str:
     """Formats the parts of a rank's memory that are not zero."""
     parts = {
         "weights": planned.held.weights,
@@ -107,11 +107,13 @@ def in_parts(planned: RankMemory) -> str:
     return ", ".join(f"{name} {binary_size(count)}" for name, count in parts.items() if count)
 
 
-def planned_line(config: RunConfig, on_gpu: bool) -> str:
+def planned_memory_line(config: RunConfig, on_gpu: bool) -> str:
     """Formats the planned memory of every pipeline rank, for the log beside the measured memory."""
     memory = memory_of(config, on_gpu)
     totals = [in_mib(rank.total, ".1f") for rank in memory.ranks]
-    return f"planned memory by pipeline rank (MB): {', '.join(totals)} ({in_parts(memory.largest)} at most)"
+    return (
+        f"planned memory by pipeline rank (MB): {', '.join(totals)} ({format_parts(memory.largest)} at most)"
+    )
 
 
 def out_of_memory(config: RunConfig, rank: int, reason: str, kind: str, has_graphs: bool = False) -> str:
@@ -119,10 +121,10 @@ def out_of_memory(config: RunConfig, rank: int, reason: str, kind: str, has_grap
 
     `has_graphs`: micro-batches are captured as CUDA graphs, also if `--cuda-graphs auto` decided that.
     """
-    config = recorded(config) if has_graphs else config
+    config = with_graphs(config) if has_graphs else config
     planned = memory_of(config, kind == "GPU").ranks[config.grid.coordinates(rank).pipeline]
     return (
-        f"out of {kind} memory ({reason}); the plan for this rank was about {binary_size(planned.total)}: {in_parts(planned)}. "
+        f"out of {kind} memory ({reason}); the plan for this rank was about {binary_size(planned.total)}: {format_parts(planned)}. "
         f"{remedies(config, planned, has_graphs).capitalize()}; `pentatron plan` shows what fits"
     )
 
@@ -176,7 +178,7 @@ def _static_remedies(config: RunConfig) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Footprint:
+class MegatronEstimate:
     """Megatron-LM's estimate of the bytes on the most loaded rank."""
 
     weight_and_optimizer: float
@@ -187,7 +189,7 @@ class Footprint:
         return self.weight_and_optimizer + self.activation
 
 
-def footprint(config: RunConfig, micro_batches: int | None = None) -> Footprint:
+def megatron_estimate(config: RunConfig, micro_batches: int | None = None) -> MegatronEstimate:
     """Returns Megatron-LM's estimate by its published formulas, for comparable logs; coarser than
     `pentatron.plan.memory`.
 
@@ -201,12 +203,12 @@ def footprint(config: RunConfig, micro_batches: int | None = None) -> Footprint:
     activation = (
         _sequence_parallel_activations(config, steps) if with_sequence else _activations(config, steps)
     )
-    return Footprint(_weight_and_optimizer(config), activation)
+    return MegatronEstimate(_weight_and_optimizer(config), activation)
 
 
-def footprint_line(config: RunConfig, micro_batches: int | None = None) -> str:
+def megatron_estimate_line(config: RunConfig, micro_batches: int | None = None) -> str:
     """Formats the line that Megatron-LM prints after its first iterations."""
-    estimate = footprint(config, micro_batches)
+    estimate = megatron_estimate(config, micro_batches)
     return (
         f"Theoretical memory footprints: weight and optimizer={in_mib(estimate.weight_and_optimizer, '.2f')} MB, "
         f"activation={in_mib(estimate.activation, '.2f')} MB, total={in_mib(estimate.total, '.2f')} MB"

@@ -12,7 +12,7 @@ from pentatron.layout.stages import StagePart
 from pentatron.plan import activations
 from pentatron.plan.activations import Activations
 from pentatron.plan.shape import Shape
-from pentatron.plan.static_memory import Held, held, shards_parameters
+from pentatron.plan.static_memory import StaticMemory, shards_parameters, static_memory_of
 from pentatron.settings.run import RunConfig
 
 _FP32 = 4
@@ -39,7 +39,7 @@ class RankMemory:
     gradients of the last backward are allocated while activations are freed.
     """
 
-    held: Held
+    held: StaticMemory
     activations: int
     logits: int
     buffers: int
@@ -74,21 +74,23 @@ def memory_of(config: RunConfig, on_gpu: bool | None = None) -> Memory:
     return memory_of_shape(Shape(config, on_gpu=on_gpu))
 
 
-def recorded(config: RunConfig) -> RunConfig:
+def with_graphs(config: RunConfig) -> RunConfig:
     """Returns the configuration with CUDA graphs required."""
     return dataclasses.replace(config, kernels=dataclasses.replace(config.kernels, cuda_graphs="on"))
 
 
-def beside_graphs(config: RunConfig) -> int:
+def bytes_outside_graphs(config: RunConfig) -> int:
     """Returns the bytes that evaluation, the optimizer step and the first gradients need beside captured CUDA
     graphs."""
-    return memory_of(recorded(config), on_gpu=True).largest.graphs
+    return memory_of(with_graphs(config), on_gpu=True).largest.graphs
 
 
-def largest_of(shape: Shape) -> RankMemory:
+def peak_rank_memory(shape: Shape) -> RankMemory:
     """Returns the memory of the rank that needs most, checking only representative ranks of a long
     pipeline."""
-    return max((_rank_memory(shape, rank) for rank in shape.telling_ranks), key=lambda rank: rank.total)
+    return max(
+        (_rank_memory(shape, rank) for rank in shape.representative_ranks), key=lambda rank: rank.total
+    )
 
 
 def memory_of_shape(shape: Shape) -> Memory:
@@ -98,8 +100,10 @@ def memory_of_shape(shape: Shape) -> Memory:
 def _peak(shape: Shape, pipeline_rank: int, parts: Mapping[int, StagePart]) -> tuple[Activations, int]:
     """Returns the largest activations that a rank keeps at a time, and from how many micro-batches."""
     split = shape.config.defers_weight_gradients
-    saved = [activations.kept(shape, part) for part in parts.values()]
-    deferred = [activations.deferred(shape, part) if split else 0 for part in parts.values()]
+    saved = [activations.saved_activations(shape, part) for part in parts.values()]
+    deferred = [
+        activations.deferred_weight_gradient_inputs(shape, part) if split else 0 for part in parts.values()
+    ]
 
     def kept_in(state: State) -> Activations:
         return Activations(
@@ -127,7 +131,7 @@ def _shortened_schedule(shape: Shape) -> tuple[str, int, int, int, int | None]:
     group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage
     if group is not None:
         micro_batches = min(steps, _PEAK_MICRO_BATCHES * group + steps % group)
-    grouped = group is not None and schedules.takes_groups(schedule, virtual)
+    grouped = group is not None and schedules.uses_groups(schedule, virtual)
     group = min(group, micro_batches) if grouped and group else None
     return schedule, ranks, virtual, micro_batches, group
 
@@ -165,7 +169,7 @@ def _walk(
 
 def _rank_memory(shape: Shape, rank: int) -> RankMemory:
     parts = shape.parts(rank)
-    (saved, micro_batches), static = _peak(shape, rank, parts), held(shape, rank)
+    (saved, micro_batches), static = _peak(shape, rank, parts), static_memory_of(shape, rank)
     working = max(_backward_peak(shape, part) for part in parts.values())
     spared = graphs = 0
     if shape.grid.pipeline == 1 and not shards_parameters(shape):
@@ -208,11 +212,13 @@ def _evaluation_peak(shape: Shape) -> int:
     train, size = shape.config.train, shape.config.eval_batch[1]
     if not train.eval_iters or not (train.eval_interval or shape.config.data.test_data_path):
         return 0
-    evaluation = shape.alike(
+    evaluation = shape.with_config(
         dataclasses.replace(shape.config, train=dataclasses.replace(train, micro_batch_size=size))
     )
-    hidden_states = evaluation.width * evaluation.in_stream * evaluation.hidden
-    return 2 * hidden_states + max(activations.in_layer(evaluation), activations.logits_evaluated(evaluation))
+    hidden_states = evaluation.width * evaluation.local_tokens * evaluation.hidden
+    return 2 * hidden_states + max(
+        activations.layer_forward_peak(evaluation), activations.evaluation_loss_bytes(evaluation)
+    )
 
 
 def _backward_peak(shape: Shape, part: StagePart, added: int = 0) -> int:
@@ -225,22 +231,29 @@ def _backward_peak(shape: Shape, part: StagePart, added: int = 0) -> int:
     # With a tied embedding, the gradient of the output layer is kept until that of the embedding exists.
     waiting_table = table if shape.tied and part.embedding and part.head else 0
     layer_parameters = [p.elements for number in part.layers for p in shape.parameters.layer(number)]
-    saved = activations.kept(shape, part)
+    saved = activations.saved_activations(shape, part)
     rate = added / sum(p.elements for p in shape.parameters.stage(part))
     table_elements = shape.words * shape.hidden
     of_head = rate * table_elements if part.head and not (shape.tied and part.embedding) else 0
-    in_layer = activations.rerun(shape, part) + shape.width * max(layer_parameters, default=0) + waiting_table
+    in_layer = (
+        activations.recompute_peak(shape, part)
+        + shape.width * max(layer_parameters, default=0)
+        + waiting_table
+    )
     in_layer += _compiled_mlp_gradients(shape)
     # The peak is in the last layer, when all activations are saved, or in the first, when all gradients
     # exist.
     of_embedding = rate * table_elements if part.embedding else 0
-    first = 0 if shape.config.recomputed(part) else activations.first_layer(shape, part)
+    first = 0 if shape.config.recomputed(part) else activations.first_layer_activations(shape, part)
     peaks = [
         in_layer + int(of_head) - saved.logits,
         in_layer + int(added - of_embedding) + first - saved.total,
     ]
     if part.head:
-        peaks += [activations.loss_in_backward(shape), _output_layer_gradients(shape, table) - saved.logits]
+        peaks += [
+            activations.loss_backward_bytes(shape),
+            _output_layer_gradients(shape, table) - saved.logits,
+        ]
     if part.embedding:
         # Adding both gradients of a tied embedding allocates a third tensor.
         peaks.append(table + 2 * waiting_table + int(added - of_embedding) - saved.total)
@@ -264,7 +277,7 @@ def _compiled_mlp_gradients(shape: Shape) -> int:
     if not shape.decisions.compilation.on or shape.sparse_layers:
         return 0
     inner = (shape.halves + 2 if shape.halves > 1 else 2) * shape.inner
-    return shape.width * (shape.in_stream * shape.hidden + shape.tokens * inner)
+    return shape.width * (shape.local_tokens * shape.hidden + shape.tokens * inner)
 
 
 def _output_layer_gradients(shape: Shape, table: int) -> int:
@@ -273,14 +286,16 @@ def _output_layer_gradients(shape: Shape, table: int) -> int:
     by then. In fp8, the gradient of the logits and the matrix exist in one byte per element too, the former
     also transposed."""
     fp8 = (
-        2 * activations.chunk(shape) * shape.words + shape.words * shape.hidden
+        2 * activations.loss_chunk(shape) * shape.words + shape.words * shape.hidden
         if shape.on_gpu and shape.decisions.fp8.head
         else 0
     )
     if not shape.decisions.loss.on:
         return shape.width * shape.tokens * shape.words + table + fp8
-    chunks = 2 if activations.chunk(shape) < shape.tokens else 1
-    return activations.logits(shape) + chunks * table + shape.width * shape.tokens * shape.hidden + fp8
+    chunks = 2 if activations.loss_chunk(shape) < shape.tokens else 1
+    return (
+        activations.loss_activations(shape) + chunks * table + shape.width * shape.tokens * shape.hidden + fp8
+    )
 
 
 def _messages(shape: Shape, rank: int) -> int:
@@ -289,7 +304,7 @@ def _messages(shape: Shape, rank: int) -> int:
     if shape.grid.pipeline == 1:
         return 0
     prefetched = max(0, _walk(*_shortened_schedule(shape), rank)[1] - _MESSAGES)
-    return (2 * _MESSAGES + prefetched) * shape.width * shape.in_stream * shape.hidden
+    return (2 * _MESSAGES + prefetched) * shape.width * shape.local_tokens * shape.hidden
 
 
 def _collectives(shape: Shape, rank: int) -> int:

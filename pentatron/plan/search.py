@@ -10,9 +10,9 @@ from typing import Any
 
 from pentatron.devices import GIB, Device
 from pentatron.errors import ConfigError
-from pentatron.plan.memory import Memory, RankMemory, largest_of, memory_of_shape, recorded
+from pentatron.plan.memory import Memory, RankMemory, memory_of_shape, peak_rank_memory, with_graphs
 from pentatron.plan.shape import Shape
-from pentatron.plan.static_memory import held
+from pentatron.plan.static_memory import static_memory_of
 from pentatron.plan.timing import EFFICIENCY, Estimate, estimate
 from pentatron.settings.decision_types import DeviceFacts
 from pentatron.settings.decisions import decide
@@ -23,7 +23,7 @@ from pentatron.text import divisors
 
 _CHOSEN = "chosen by pentatron plan"
 # Settings that divide devices and layers. The search varies them, also if they are given.
-SIZES = (
+DIVISION_SETTINGS = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
@@ -35,7 +35,7 @@ SIZES = (
     "pipeline_model_parallel_layout",
 )
 # Settings of how a division is run. The search chooses those that are not given, and keeps the others.
-MANNERS = (
+EXECUTION_SETTINGS = (
     "sequence_parallel",
     "zero_stage",
     "overlap_grad_reduce",
@@ -49,7 +49,7 @@ MANNERS = (
     "recompute_modules",
     "num_distributed_optimizer_instances",
 )
-LAYOUT = (*SIZES, *MANNERS)
+LAYOUT_SETTINGS = (*DIVISION_SETTINGS, *EXECUTION_SETTINGS)
 _LONGEST_PIPELINE = 64
 # Below this sequence length context parallelism costs more than it saves.
 _LONG_SEQUENCE = 16384
@@ -70,7 +70,7 @@ _REMEDIES: tuple[tuple[int, str | None, bool], ...] = (
 _OVERHEAD, _USABLE = GIB, 0.95
 
 
-def usable(device: Device) -> float:
+def usable_memory(device: Device) -> float:
     """Returns how much of a device's memory a layout may fill."""
     return device.memory * _USABLE - (_OVERHEAD if device.memory > 4 * _OVERHEAD else 0)
 
@@ -100,7 +100,7 @@ class Layout:
 
     @cached_property
     def largest(self) -> RankMemory:
-        return largest_of(self.shape)
+        return peak_rank_memory(self.shape)
 
     @cached_property
     def estimate(self) -> Estimate:
@@ -108,29 +108,32 @@ class Layout:
 
     @cached_property
     def fits(self) -> bool:
-        return self.largest.total <= usable(self.device) and not self.lacks_host_memory
+        return self.largest.total <= usable_memory(self.device) and not self.lacks_host_memory
 
     @cached_property
-    def if_recorded(self) -> RankMemory | None:
+    def with_graphs(self) -> RankMemory | None:
         """The memory of the rank with CUDA graphs, if `--cuda-graphs auto` would capture its micro-batches
         and there is room for them."""
         peak = self.device.peak(self.shape.width) / 1e12
-        if not self.device.is_gpu or not decide(self.config, DeviceFacts("cuda", peak=peak)).graphs.if_room:
+        if (
+            not self.device.is_gpu
+            or not decide(self.config, DeviceFacts("cuda", peak=peak)).graphs.if_memory_allows
+        ):
             return None
-        memory = largest_of(self.shape.alike(recorded(self.config)))
-        return memory if memory.total <= usable(self.device) else None
+        memory = peak_rank_memory(self.shape.with_config(with_graphs(self.config)))
+        return memory if memory.total <= usable_memory(self.device) else None
 
     @property
-    def host_of_a_machine(self) -> int:
+    def machine_host_bytes(self) -> int:
         """Host memory in bytes that the processes of one machine need."""
         if not (self.shape.decisions.offload.on or self.config.checkpoint.async_save):
             return 0
-        largest = max(held(self.shape, rank).in_host for rank in self.shape.telling_ranks)
+        largest = max(static_memory_of(self.shape, rank).in_host for rank in self.shape.representative_ranks)
         return largest * min(self.per_machine, self.shape.grid.world_size)
 
     @property
     def lacks_host_memory(self) -> bool:
-        return self.host_memory is not None and self.host_of_a_machine > self.host_memory
+        return self.host_memory is not None and self.machine_host_bytes > self.host_memory
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -157,7 +160,7 @@ class Search:
     @cached_property
     def kept(self) -> dict[str, Any]:
         """The given settings of how a division is run, which all layouts keep."""
-        return {name: getattr(self.draft, name) for name in MANNERS if self.draft.given(name)}
+        return {name: getattr(self.draft, name) for name in EXECUTION_SETTINGS if self.draft.given(name)}
 
     @property
     def facts(self) -> Facts:
@@ -169,7 +172,7 @@ class Search:
         if self.free_batch and not draft.given("micro_batch_size"):
             draft.assign(f"file {_CHOSEN}", micro_batch_size=1)
         config = resolve(draft, self.facts, built_only=False).config
-        given = {name: getattr(draft, name) for name in LAYOUT if draft.given(name)}
+        given = {name: getattr(draft, name) for name in LAYOUT_SETTINGS if draft.given(name)}
         return self._layout(Shape(config, on_gpu=self.device.is_gpu), given)
 
     def layouts(self) -> list[Layout]:
@@ -240,7 +243,7 @@ class Search:
 
     def _resolve(self, settings: Mapping[str, Any]) -> RunConfig:
         draft = self.draft.copy()
-        defaults = {name: table()[name].default for name in LAYOUT if name not in self.kept}
+        defaults = {name: table()[name].default for name in LAYOUT_SETTINGS if name not in self.kept}
         draft.assign("default", **defaults)
         draft.assign(f"file {_CHOSEN}", **settings)
         return resolve(draft, self.facts, built_only=False).config
@@ -265,7 +268,7 @@ class Search:
         layouts: list[Layout] = []
         for remedy in self._remedies(chosen):
             settings = {**chosen, **remedy, "micro_batch_size": micro}
-            layout = self._layout(base.alike(_changed(base.config, settings)), settings)
+            layout = self._layout(base.with_config(_changed(base.config, settings)), settings)
             layouts.append(layout)
             # Later remedies are slower, except that ZeRO 2 or 3 may be faster than recompute.
             if layout.fits and Settings.defaults(**remedy).recompute_granularity is None:

@@ -8,11 +8,11 @@ from pentatron.layout.ranks import Axis, Grid
 from pentatron.layout.stages import StagePart
 from pentatron.settings.decision_types import Decisions, DeviceFacts
 from pentatron.settings.decisions import decide
-from pentatron.settings.parameters import ModelParameters, halves_of, is_tied
+from pentatron.settings.parameters import ModelParameters, is_tied, matrices_before_activation
 from pentatron.settings.run import RunConfig
 
 # Cached properties that depend only on the division of the model over ranks.
-_DIVISION_PROPERTIES = ("grid", "stages", "placement", "sparse_layers", "telling_ranks", "parameters")
+_DIVISION_PROPERTIES = ("grid", "stages", "placement", "sparse_layers", "representative_ranks", "parameters")
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Shape:
     buckets: dict[int, dict[tuple[int, ...], list[tuple[Axis, int]]]] = field(default_factory=dict)
     on_gpu: bool | None = None
 
-    def alike(self, config: RunConfig) -> "Shape":
+    def with_config(self, config: RunConfig) -> "Shape":
         """Returns the shape of a configuration with the same division of the model, sharing everything cached
         about it."""
         shape = Shape(config, self.buckets, self.on_gpu)
@@ -63,7 +63,7 @@ class Shape:
         return {number: self.stages[number] for number in self.placement.stages_of(pipeline_rank)}
 
     @cached_property
-    def telling_ranks(self) -> tuple[int, ...]:
+    def representative_ranks(self) -> tuple[int, ...]:
         """The pipeline ranks among which are those that need most memory and send most: the first, which
         keeps most micro-batches, the second, the first of those with most layers, and the last, which has the
         output layer. All ranks if the pipeline is folded."""
@@ -132,7 +132,7 @@ class Shape:
     @property
     def halves(self) -> int:
         """Matrices before the activation function: 2 in a gated MLP, otherwise 1."""
-        return halves_of(self.config.model)
+        return matrices_before_activation(self.config.model)
 
     @cached_property
     def words(self) -> int:
@@ -152,7 +152,7 @@ class Shape:
         return self.config.train.micro_batch_size * self.config.model.seq_length // self.grid.context
 
     @cached_property
-    def in_stream(self) -> int:
+    def local_tokens(self) -> int:
         """Tokens of a micro-batch whose hidden states a rank holds between layers."""
         return self.tokens // self.grid.tensor if self.sequence_parallel else self.tokens
 
@@ -168,7 +168,7 @@ class Shape:
     @cached_property
     def rows(self) -> int:
         """Token-expert pairs dispatched to one rank, with balanced experts."""
-        pairs = self.in_stream * self.config.moe.moe_router_topk * self.grid.expert_tensor
+        pairs = self.local_tokens * self.config.moe.moe_router_topk * self.grid.expert_tensor
         capacity_factor = self.config.moe.moe_expert_capacity_factor
         return pairs if capacity_factor is None else int(pairs * min(1.0, capacity_factor))
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pentatron.layout.packing import Item, aligned, packed
+from pentatron.layout.packing import Item, align_up, pack
 from pentatron.layout.ranks import Axis
 from pentatron.layout.stages import StagePart
 from pentatron.plan.shape import Shape
@@ -19,14 +19,14 @@ from pentatron.settings.parameters import Parameter
 _FP32 = 4
 
 
-def moments(shape: Shape) -> int:
+def state_values(shape: Shape) -> int:
     """Returns the number of values in the optimizer state per parameter."""
     optim = shape.config.optim
     return 2 if optim.optimizer == "adam" else int(optim.sgd_momentum > 0)
 
 
 @dataclass(frozen=True)
-class Held:
+class StaticMemory:
     """Static memory of one rank in bytes.
 
     `host` is the part of the optimizer state that is offloaded to host memory; `saving` is the copy in host
@@ -38,11 +38,11 @@ class Held:
     master: int = 0
     moments: int = 0
     host: int = 0
-    saving: int = 0
+    async_save_copy: int = 0
 
     @property
     def in_host(self) -> int:
-        return self.host + self.saving
+        return self.host + self.async_save_copy
 
     @property
     def optimizer(self) -> int:
@@ -54,7 +54,7 @@ class Held:
         return self.weights + self.gradients + self.optimizer
 
 
-def held(shape: Shape, pipeline_rank: int) -> Held:
+def static_memory_of(shape: Shape, pipeline_rank: int) -> StaticMemory:
     """Returns the static memory of a pipeline rank."""
     parts = shape.parts(pipeline_rank)
     if shards_parameters(shape):
@@ -76,10 +76,10 @@ def parameters_of(shape: Shape, parts: Mapping[int, StagePart]) -> dict[tuple[in
     }
     ends = [number for number, part in parts.items() if part.embedding or part.head]
     if len(ends) == 2 and shape.tied:
-        table = next(p for p in by_stages[(ends[0],)] if p.at_both_ends)
+        table = next(p for p in by_stages[(ends[0],)] if p.is_tied_across_stages)
         for end in ends:
-            by_stages[(end,)] = [p for p in by_stages[(end,)] if not p.at_both_ends]
-        by_stages[tuple(ends)] = [dataclasses.replace(table, at_both_ends=False)]
+            by_stages[(end,)] = [p for p in by_stages[(end,)] if not p.is_tied_across_stages]
+        by_stages[tuple(ends)] = [dataclasses.replace(table, is_tied_across_stages=False)]
     return by_stages
 
 
@@ -95,14 +95,14 @@ def buckets(shape: Shape, pipeline_rank: int) -> dict[tuple[int, ...], list[tupl
 
 
 def _bucket_sizes(shape: Shape, parameters: Sequence[Parameter]) -> list[tuple[Axis, int]]:
-    items = [Item(p.elements, p.copies, p.at_both_ends) for p in parameters]
+    items = [Item(p.elements, p.copies, p.is_tied_across_stages) for p in parameters]
     return [
         (bucket.copies, bucket.size(items, shape.ranks(bucket.copies)))
-        for bucket in packed(items, shape.config.parallel.ddp_bucket_size)
+        for bucket in pack(items, shape.config.parallel.ddp_bucket_size)
     ]
 
 
-def _bucketed_memory(shape: Shape, pipeline_rank: int) -> Held:
+def _bucketed_memory(shape: Shape, pipeline_rank: int) -> StaticMemory:
     parallel, offload = shape.config.parallel, shape.decisions.offload.on
     by_stages = buckets(shape, pipeline_rank)
     all_buckets = [bucket for sizes in by_stages.values() for bucket in sizes]
@@ -110,14 +110,14 @@ def _bucketed_memory(shape: Shape, pipeline_rank: int) -> Held:
     shard_elements = sum(size // shape.ranks(axis) for axis, size in all_buckets)
     state_elements = shard_elements if parallel.zero_stage else elements
     has_master = offload or shape.width != _FP32
-    master, state = _FP32 * state_elements if has_master else 0, moments(shape) * _FP32 * state_elements
-    return Held(
+    master, state = _FP32 * state_elements if has_master else 0, state_values(shape) * _FP32 * state_elements
+    return StaticMemory(
         weights=shape.width * elements,
         gradients=_gradients(shape, pipeline_rank, by_stages),
         master=master,
         moments=state,
         host=master + state if offload else 0,
-        saving=_saving_copy(shape, state_elements),
+        async_save_copy=_saving_copy(shape, state_elements),
     )
 
 
@@ -126,7 +126,7 @@ def _saving_copy(shape: Shape, elements: int) -> int:
     replicas saves all of it at most."""
     checkpoint = shape.config.checkpoint
     in_background = checkpoint.async_save and checkpoint.save_checkpoints
-    return (1 + moments(shape)) * _FP32 * elements if in_background else 0
+    return (1 + state_values(shape)) * _FP32 * elements if in_background else 0
 
 
 def _gradients(
@@ -151,7 +151,7 @@ def _gradients(
                 accumulated = (
                     not one_backward
                     or len(stages) > 1
-                    or (parameter.at_both_ends and shape.grid.pipeline > 1)
+                    or (parameter.is_tied_across_stages and shape.grid.pipeline > 1)
                 )
                 total += (_FP32 if accumulated else shape.width) * parameter.elements
     return total
@@ -171,19 +171,19 @@ def _sharded_gradients(shape: Shape, by_stages: Mapping[tuple[int, ...], Sequenc
     return shared + shards + buffers * largest
 
 
-def _sharded_memory(shape: Shape, parts: Mapping[int, StagePart]) -> Held:
+def _sharded_memory(shape: Shape, parts: Mapping[int, StagePart]) -> StaticMemory:
     """Returns the static memory with ZeRO 3, where the shards are the fp32 master weights."""
     weights = gradients = 0
     for parameters in parameters_of(shape, parts).values():
         shards = [_shard_elements(p, shape.ranks(p.copies) // shape.grid.instances) for p in parameters]
         weights += sum(shards)
-        gradients += sum(map(aligned, shards))
-    return Held(
+        gradients += sum(map(align_up, shards))
+    return StaticMemory(
         weights=_FP32 * weights,
         gradients=_FP32 * gradients,
         master=0,
-        moments=moments(shape) * _FP32 * weights,
-        saving=_saving_copy(shape, weights),
+        moments=state_values(shape) * _FP32 * weights,
+        async_save_copy=_saving_copy(shape, weights),
     )
 
 
@@ -202,7 +202,7 @@ def _shard_elements(parameter: Parameter, ranks: int) -> int:
 def total_parameters(shape: Shape) -> tuple[int, int]:
     """Returns the parameters of the whole model, without vocabulary padding, and those active per token."""
     model, moe = shape.config.model, shape.config.moe
-    single = whole(shape)
+    single = on_one_process(shape)
     part = StagePart(tuple(range(model.num_layers)), embedding=True, head=True)
     total = sum(p.elements for p in single.parameters.stage(part))
     tables = 1 if single.tied else 2
@@ -214,7 +214,7 @@ def total_parameters(shape: Shape) -> tuple[int, int]:
     return total, total - idle
 
 
-def whole(shape: Shape) -> Shape:
+def on_one_process(shape: Shape) -> Shape:
     """Returns the same model on one process."""
     sizes: dict[str, Any] = {
         f.name: 1 for f in dataclasses.fields(shape.config.parallel) if f.name.endswith("_parallel_size")

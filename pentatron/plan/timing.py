@@ -19,7 +19,7 @@ from pentatron.layout.ranks import Axis
 from pentatron.layout.stages import StagePart
 from pentatron.plan.shape import Shape
 from pentatron.plan.static_memory import buckets, shards_parameters
-from pentatron.settings.parameters import attention_sizes, costs_of, matrices_of, step_flops
+from pentatron.settings.parameters import attention_sizes, costs_of, matrices_per_mlp, step_flops
 
 _FP32 = 4
 EFFICIENCY = 0.5
@@ -47,7 +47,9 @@ class Traffic:
 
 def traffic_of(shape: Shape) -> Traffic:
     """Returns the traffic of the pipeline rank that sends most."""
-    return max((rank_traffic(shape, rank) for rank in shape.telling_ranks), key=lambda traffic: traffic.total)
+    return max(
+        (rank_traffic(shape, rank) for rank in shape.representative_ranks), key=lambda traffic: traffic.total
+    )
 
 
 def rank_traffic(shape: Shape, rank: int) -> Traffic:
@@ -128,7 +130,7 @@ def _pipeline(shape: Shape, rank: int, parts: Mapping[int, StagePart]) -> float:
     rank_of, steps = shape.placement.rank_of, shape.accumulation
     if shape.grid.pipeline == 1:
         return 0.0
-    message = shape.width * shape.in_stream * shape.hidden
+    message = shape.width * shape.local_tokens * shape.hidden
     boundaries = sum(
         (number + 1 < len(rank_of) and rank_of[number + 1] != rank)
         + (number > 0 and rank_of[number - 1] != rank)
@@ -191,7 +193,7 @@ def _expert(shape: Shape, part: StagePart) -> float:
     transfers = 4 * layers + 2 * recomputed
     if moe.moe_token_dispatcher_type == "alltoall":
         return transfers * shape.width * shape.rows * shape.hidden * _ring(ranks)
-    return transfers * shape.width * ranks * shape.in_stream * shape.hidden * _ring(ranks)
+    return transfers * shape.width * ranks * shape.local_tokens * shape.hidden * _ring(ranks)
 
 
 @dataclass(frozen=True)
@@ -259,7 +261,7 @@ def _recompute_factor(shape: Shape) -> float:
     macs = 0.0
     if "core_attn" in memory.recompute_modules:
         macs += model.seq_length * attention_sizes(model).linear_proj.inputs
-    matrices = matrices_of(model)
+    matrices = matrices_per_mlp(model)
     if "mlp" in memory.recompute_modules:
         dense = 1 - len(shape.sparse_layers) / model.num_layers
         macs += dense * matrices * model.hidden_size * model.ffn_hidden_size

@@ -41,24 +41,24 @@ class FlagTable:
             self._by_flag[flag] = (table()[name], Spelling(flag))
 
     def find(self, word: str) -> tuple[Setting, Spelling] | None:
-        return self._by_flag.get(normal(word))
+        return self._by_flag.get(normalize_flag(word))
 
     def refusal(self, word: str) -> str:
         """Returns why this entry point refuses an ambiguous flag, or an empty string if it does not."""
-        return self.entry.refused.get(normal(word), "")
+        return self.entry.refused.get(normalize_flag(word), "")
 
     def unknown(self, word: str) -> str:
         """Returns the error message for an unknown or refused flag."""
         typed = word.split("=", 1)[0]
         if refusal := self.refusal(word):
             return f"{typed} is ambiguous here: {refusal}"
-        guess = did_you_mean(normal(word), [*self.entry.own, *self._by_flag], "--")
+        guess = did_you_mean(normalize_flag(word), [*self.entry.own, *self._by_flag], "--")
         is_own = any(f"--{flag}?" in guess for flag in self.entry.own)
         program = self.entry.own_help if is_own and self.entry.own_help else self.entry.name
         return f"unknown flag {typed}{guess}; {program} --help lists them all"
 
 
-def normal(word: str) -> str:
+def normalize_flag(word: str) -> str:
     """Normalizes the spelling of a flag: `--Tp_size=2` → `tp-size`."""
     return word.split("=", 1)[0].lstrip("-").replace("_", "-").lower()
 

@@ -54,25 +54,25 @@ def _number(word: str) -> float | None:
         return None
 
 
-def names_files(s: "DataConfig") -> str:
+def training_files_flag(s: "DataConfig") -> str:
     """Returns the flag that names the `.bin/.idx` training pairs, or an empty string."""
     return "--data-path" if s.data_path else "--train-data-path" if s.train_data_path else ""
 
 
-def trained_files(s: "DataConfig") -> tuple[tuple[str, ...], str | None]:
+def training_files(s: "DataConfig") -> tuple[tuple[str, ...], str | None]:
     """Returns the prefixes of the training pairs and the value of `--split`, None if they are not split."""
     prefixes = Blend.parse(s.data_path or s.train_data_path or ()).prefixes
     return prefixes, s.split if s.data_path else None
 
 
-def counted_by_the_run(s: "DataConfig") -> bool:
+def is_counted_in_run(s: "DataConfig") -> bool:
     """Whether the length of an epoch is known only once the run has tokenized its data."""
     return bool(s.sft or s.corpus)
 
 
-def without_epochs(s: "DataConfig") -> str:
+def why_no_epochs(s: "DataConfig") -> str:
     """Returns why the data has no epoch of a countable length, or an empty string."""
-    if counted_by_the_run(s):
+    if is_counted_in_run(s):
         return ""
     if s.mock_data:
         return "mock data has no epochs"

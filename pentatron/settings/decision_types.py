@@ -48,7 +48,7 @@ class CompileDecision:
 
     on: bool
     required: bool
-    held_back: str
+    disabled_reason: str
     together: int
     together_idle: str
     documents: bool
@@ -112,7 +112,7 @@ class Fp8Decision:
     by_rows: bool
     layers: range
     head: bool
-    experts_left: bool
+    experts_in_bf16: bool
     lacking: str
     idle: str
     ends_idle: str
@@ -128,7 +128,7 @@ class GraphsDecision:
     """
 
     required: bool = False
-    if_room: bool = False
+    if_memory_allows: bool = False
     problem: str = ""
     left_out: str = ""
 

@@ -42,7 +42,7 @@ _LAUNCH_SECONDS_FP8 = 13e-3
 _ALWAYS_OVERLAPPED = "ZeRO 3 always sums and gathers one layer while others compute"
 
 
-def device_of_settings(config: RunConfig) -> DeviceFacts:
+def device_from_settings(config: RunConfig) -> DeviceFacts:
     """Returns what the settings alone determine about the device."""
     return DeviceFacts("" if config.launch.device == "auto" else config.launch.device)
 
@@ -106,7 +106,7 @@ def _offload(config: RunConfig, device: DeviceFacts) -> Decision:
 
 def _gradient_overlap(config: RunConfig) -> Decision:
     wanted, sharded = config.parallel.overlap_grad_reduce, config.parallel.zero_stage == 3
-    if not has_copies(config):
+    if not has_replicas(config):
         return Decision(False, "one data-parallel rank has nothing to reduce" if wanted else "")
     return Decision(wanted or sharded, _ALWAYS_OVERLAPPED if wanted and sharded else "")
 
@@ -115,14 +115,14 @@ def _parameter_overlap(config: RunConfig) -> Decision:
     wanted, stage = config.parallel.overlap_param_gather, config.parallel.zero_stage
     if stage == 0:
         idle = "parameters are not sharded (--zero-stage 0), so there is nothing to gather"
-    elif not has_copies(config):
+    elif not has_replicas(config):
         idle = "one data-parallel rank has nothing to gather"
     else:
         idle = _ALWAYS_OVERLAPPED if stage == 3 else ""
     return Decision(idle == _ALWAYS_OVERLAPPED or (wanted and not idle), idle if wanted else "")
 
 
-def has_copies(config: RunConfig) -> bool:
+def has_replicas(config: RunConfig) -> bool:
     """Whether parameters are replicated on ranks that see different tokens.
 
     Experts may also be replicated across tensor ranks.
@@ -158,7 +158,7 @@ def _compile(config: RunConfig, device: DeviceFacts) -> CompileDecision:
     return CompileDecision(
         on=wanted == "on" or (by_default and not deterministic),
         required=wanted == "on",
-        held_back=held_back,
+        disabled_reason=held_back,
         together=1 if idle else count,
         together_idle=idle,
         documents=_has_documents(config.data),
@@ -184,7 +184,7 @@ def _why_compiled_singly(config: RunConfig, device: DeviceFacts, count: int) -> 
         "tensor ranks communicate inside a layer": parallel.tensor_model_parallel_size > 1,
         "context ranks communicate inside a layer": parallel.context_parallel_size > 1,
         "the schedule defers weight gradients": config.defers_weight_gradients,
-        "weights are gathered at every layer (ZeRO 3)": parallel.zero_stage == 3 and has_copies(config),
+        "weights are gathered at every layer (ZeRO 3)": parallel.zero_stage == 3 and has_replicas(config),
         "gathered weights are waited for at every layer (--overlap-param-gather)": _parameter_overlap(
             config
         ).on,
@@ -315,7 +315,7 @@ def _fp8(config: RunConfig, device: DeviceFacts) -> Fp8Decision:
         by_rows=precision.fp8_recipe == "rowwise",
         layers=_fp8_layers(config),
         head=wanted is not None and precision.fp8_output_layer,
-        experts_left=config.moe.num_experts is not None and len(_fp8_layers(config)) > 0,
+        experts_in_bf16=config.moe.num_experts is not None and len(_fp8_layers(config)) > 0,
         lacking="" if wanted is None else _fp8_lacking(device),
         idle=idle,
         ends_idle=ends_idle,
@@ -353,7 +353,7 @@ def _graphs(config: RunConfig, device: DeviceFacts, own_program: bool) -> Graphs
     wanted = _GRAPHS[config.kernels.cuda_graphs]
     if wanted == "off" or (wanted == "auto" and not device.is_gpu):
         return GraphsDecision()
-    problem = not_recordable(config.settings)
+    problem = why_not_capturable(config.settings)
     if own_program:
         problem = problem or "a custom model or forward step may have data-dependent control flow"
     if device.kind and not (device.is_gpu and device.is_nvidia):
@@ -364,7 +364,7 @@ def _graphs(config: RunConfig, device: DeviceFacts, own_program: bool) -> Graphs
     if layer_seconds(config.model, config.moe, config.train.micro_batch_size, device.peak) > launching:
         return GraphsDecision()
     if not problem:
-        return GraphsDecision(if_room=True)
+        return GraphsDecision(if_memory_allows=True)
     return GraphsDecision(
         left_out=f"CUDA graphs are not used, though launching kernels takes longer than computing such small layers: {problem}"
     )
@@ -375,7 +375,7 @@ def requires_graphs(cuda_graphs: str) -> bool:
     return _GRAPHS.get(cuda_graphs) == "on"
 
 
-def not_recordable(s: Settings) -> str:
+def why_not_capturable(s: Settings) -> str:
     """Returns why the steps of the run cannot be captured as CUDA graphs, or an empty string.
 
     A graph replays the same kernel launches in every step, so they must not depend on the tokens.

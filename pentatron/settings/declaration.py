@@ -29,14 +29,14 @@ class Limit:
         return all(self.holds(number) for number in numbers)
 
 
-ABOVE_ZERO = Limit(lambda x: x > 0, "more than 0")
-ZERO_OR_MORE = Limit(lambda x: x >= 0, "0 or more")
+POSITIVE = Limit(lambda x: x > 0, "more than 0")
+NON_NEGATIVE = Limit(lambda x: x >= 0, "0 or more")
 BELOW_ONE = Limit(lambda x: 0 <= x < 1, "at least 0 and below 1")
 ONE_OR_MORE = Limit(lambda x: x >= 1, "1 or more")
-TOKENS_OR_ALL = Limit(lambda x: x >= -1, "-1 or more")
+MINUS_ONE_OR_MORE = Limit(lambda x: x >= -1, "-1 or more")
 ABOVE_ONE = Limit(lambda x: x > 1, "more than 1")
-BETWEEN = Limit(lambda x: 0 < x < 1, "more than 0 and below 1")
-SHARE = Limit(lambda x: 0 < x <= 1, "above 0 and at most 1")
+BETWEEN_ZERO_AND_ONE = Limit(lambda x: 0 < x < 1, "more than 0 and below 1")
+FRACTION = Limit(lambda x: 0 < x <= 1, "above 0 and at most 1")
 # Seeds of NumPy's generators have 32 bits.
 SEED = Limit(lambda x: 0 <= x < 2**32, "from 0 to 4294967295")
 PORT = Limit(lambda x: 1 <= x <= 65535, "a port from 1 to 65535")
@@ -52,7 +52,7 @@ else:
 Need = Callable[[Settings], str]
 
 
-def unless(met: Callable[[Settings], Any], reason: str | Callable[[Settings], str]) -> Need:
+def requires(met: Callable[[Settings], Any], reason: str | Callable[[Settings], str]) -> Need:
     """Builds a need from a predicate. `reason` completes the notice `--flag value: …`."""
 
     def check(s: Settings) -> str:

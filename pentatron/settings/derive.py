@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from pentatron.layout.schedules import FOLDED
-from pentatron.layout.stages import written_stages
+from pentatron.layout.stages import parse_layout
 from pentatron.settings.run import table
-from pentatron.settings.schedule import plan_so_far, settle_stepwise_batch
-from pentatron.settings.settings import KEPT, Draft, is_inside, unset
-from pentatron.text import divisors, either
+from pentatron.settings.schedule import batch_plan_or_none, derive_stepwise_batch
+from pentatron.settings.settings import KEPT_PREFIX, Draft, is_inside, is_unset
+from pentatron.text import divisors, join_choices
 
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 # A flag for one of these chooses a layout, so the parallel sizes of a preset are ignored.
@@ -98,7 +98,7 @@ def _fits(draft: Draft, tensor: int, pipeline: int) -> bool:
 
 
 def _data_parallel(draft: Draft) -> None:
-    if not unset(draft.data_parallel_size):
+    if not is_unset(draft.data_parallel_size):
         return
     model = draft.ranks_per_replica
     draft.derive(
@@ -132,7 +132,7 @@ def _virtual_stages(draft: Draft) -> None:
 
 def _number_of_stages(written: str) -> int:
     try:
-        return len(written_stages(written))
+        return len(parse_layout(written))
     except ValueError:
         return 0
 
@@ -142,11 +142,11 @@ def _processes(draft: Draft) -> None:
     if draft.nproc_per_node != facts.local_processes and not draft.given("nproc_per_node"):
         reason = f"started by {facts.launcher}" if facts.launcher else "processes on this machine"
         draft.derive(reason, nproc_per_node=facts.local_processes)
-    if unset(draft.max_restarts):
+    if is_unset(draft.max_restarts):
         several = facts.world_size > 1 and not facts.launcher
         reason = "several processes" if several else facts.launcher or "one process"
         draft.derive(reason, max_restarts=3 if several else 0)
-    if unset(draft.threads_per_process):
+    if is_unset(draft.threads_per_process):
         threads = max(1, facts.cores // max(1, facts.local_processes))
         draft.derive(f"{facts.cores} cores / {facts.local_processes} processes", threads_per_process=threads)
 
@@ -155,17 +155,17 @@ def _attention(draft: Draft) -> list[str]:
     hidden = draft.hidden_size
     # A preset of another width does not fix the number of heads.
     is_resized = draft.given("hidden_size") and not draft.given("num_attention_heads")
-    if unset(draft.num_attention_heads):
+    if is_unset(draft.num_attention_heads):
         _heads(draft, "")
-    elif is_resized and unset(draft.kv_channels) and hidden % draft.num_attention_heads:
+    elif is_resized and is_unset(draft.kv_channels) and hidden % draft.num_attention_heads:
         _heads(draft, f"; {draft.source('num_attention_heads')} has {draft.num_attention_heads}")
     heads = draft.num_attention_heads
     problems = []
-    if unset(draft.kv_channels):
+    if is_unset(draft.kv_channels):
         if hidden % heads and draft.wrong.keys().isdisjoint(("hidden_size", "num_attention_heads")):
             problems = [
                 f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}; "
-                f"use {either(divisors(hidden))} heads, or give --kv-channels"
+                f"use {join_choices(divisors(hidden))} heads, or give --kv-channels"
             ]
         draft.derive(f"{hidden} hidden / {heads} heads", kv_channels=max(1, hidden // heads))
     _groups(draft)
@@ -203,16 +203,16 @@ def _groups(draft: Draft) -> None:
 
 def _widths(draft: Draft) -> None:
     hidden = draft.hidden_size
-    if unset(draft.ffn_hidden_size):
+    if is_unset(draft.ffn_hidden_size):
         if draft.gated_linear_unit:
             draft.derive("8/3 × hidden, in 64s", ffn_hidden_size=max(64, int(4 * hidden * 2 / 3 / 64) * 64))
         else:
             draft.derive("4 × hidden", ffn_hidden_size=4 * hidden)
-    if unset(draft.max_position_embeddings):
+    if is_unset(draft.max_position_embeddings):
         draft.derive("seq-length", max_position_embeddings=draft.seq_length)
-    if unset(draft.vocab_size) and not unset(draft.padded_vocab_size):
+    if is_unset(draft.vocab_size) and not is_unset(draft.padded_vocab_size):
         draft.derive("padded-vocab-size", vocab_size=draft.padded_vocab_size)
-    if unset(draft.padded_vocab_size) and not unset(draft.vocab_size):
+    if is_unset(draft.padded_vocab_size) and not is_unset(draft.vocab_size):
         multiple = draft.make_vocab_size_divisible_by * draft.tensor_model_parallel_size
         padded = math.ceil(draft.vocab_size / multiple) * multiple
         draft.derive(f"{draft.vocab_size} up to a multiple of {multiple}", padded_vocab_size=padded)
@@ -225,9 +225,9 @@ def _positions(draft: Draft) -> list[str]:
     """
     problems = [*_yarn(draft), *_interpolation(draft)]
     if draft.rope_scaling_type == "llama3":
-        if unset(draft.rope_scaling_factor):
+        if is_unset(draft.rope_scaling_factor):
             draft.derive("llama3, as in Megatron", rope_scaling_factor=_LLAMA3_FACTOR)
-        if unset(draft.rope_scaling_original_max_position_embeddings):
+        if is_unset(draft.rope_scaling_original_max_position_embeddings):
             draft.derive("llama3", rope_scaling_original_max_position_embeddings=_LLAMA3_LENGTH)
     return problems
 
@@ -271,9 +271,9 @@ def _imply(draft: Draft, name: str, value: Any, words: str) -> list[str]:
 def _experts(draft: Draft) -> None:
     if draft.num_experts is None:
         return
-    if unset(draft.moe_ffn_hidden_size):
+    if is_unset(draft.moe_ffn_hidden_size):
         draft.derive("ffn-hidden-size", moe_ffn_hidden_size=draft.ffn_hidden_size)
-    if unset(draft.expert_tensor_parallel_size):
+    if is_unset(draft.expert_tensor_parallel_size):
         draft.derive("as dense layers", expert_tensor_parallel_size=draft.tensor_model_parallel_size)
     tensor = draft.tensor_model_parallel_size
     if tensor > 1 and not draft.sequence_parallel and not draft.given("sequence_parallel"):
@@ -288,16 +288,16 @@ def _recompute(draft: Draft) -> None:
         return
     if method is None:
         draft.derive("--recompute-granularity full", recompute_method="uniform")
-    if method != "block" and unset(draft.recompute_num_layers):
+    if method != "block" and is_unset(draft.recompute_num_layers):
         draft.derive("every layer by itself", recompute_num_layers=1)
 
 
 def _batches(draft: Draft) -> list[str]:
     """Derives micro and global batch size from the settings given. Returns the contradictions found."""
-    problems = settle_stepwise_batch(draft)
+    problems = derive_stepwise_batch(draft)
     if problems:
         return problems
-    if KEPT in draft.source("global_batch_size"):
+    if KEPT_PREFIX in draft.source("global_batch_size"):
         # --batch_size remains set beside the kept size: the next start compares it with its own flags.
         return _micro_and_global(draft, None)
     if draft.rank_batch_size is not None:
@@ -342,7 +342,7 @@ def _micro_and_global(draft: Draft, steps: int | None) -> list[str]:
 
 def _common_divisor(draft: Draft, total: int) -> int:
     """Returns the greatest common divisor of all batch sizes of the ramp-up."""
-    plan = plan_so_far(draft)
+    plan = batch_plan_or_none(draft)
     return total if plan is None else plan.common_divisor
 
 
@@ -375,7 +375,7 @@ def _batches_of_a_rank(draft: Draft, batch: int) -> list[str]:
     if batch % count:
         return [
             f"--batch_size {batch} is not divisible by --num_microbatches {count}; "
-            f"use {either(divisors(batch))} micro-batches"
+            f"use {join_choices(divisors(batch))} micro-batches"
         ]
     draft.derive(f"{batch} per rank / {count} micro-batches", micro_batch_size=batch // count)
     draft.derive(
@@ -392,9 +392,9 @@ def _folders(draft: Draft) -> list[str]:
     if draft.given("save") and draft.save_checkpoints and not draft.given("run_dir"):
         # Two runs of one script may differ in --save alone; they must not share a log.
         draft.derive("beside the checkpoints of --save", run_dir=draft.save)
-    if unset(draft.save):
+    if is_unset(draft.save):
         draft.derive("the run folder", save=f"{draft.run_dir}/checkpoints")
-    if unset(draft.load):
+    if is_unset(draft.load):
         draft.derive("the run's own checkpoints", load=draft.save)
     for name, relative in draft.in_run_folder.items():
         path = Path(draft.run_dir) / relative
@@ -405,7 +405,7 @@ def _folders(draft: Draft) -> list[str]:
 
 def _moved_aside(draft: Draft) -> list[str]:
     """Returns a problem if `--fresh` would move the folder that is to be loaded."""
-    if not draft.fresh or not draft.given("load") or unset(draft.load):
+    if not draft.fresh or not draft.given("load") or is_unset(draft.load):
         return []
     load = draft.load
     inside = [folder for folder in (draft.run_dir, draft.save) if is_inside(load, folder)]

@@ -306,7 +306,7 @@ def saved_values(text: str) -> dict[str, Any]:
     return values
 
 
-def places_in_run(file: str, values: Mapping[str, Any]) -> dict[str, str]:
+def paths_in_run(file: str, values: Mapping[str, Any]) -> dict[str, str]:
     """Maps settings to the paths inside its folder that the run of a `config.yaml` wrote to.
 
     A run that uses the file writes to the same paths in its own folder. Empty if the file is not the

@@ -71,7 +71,7 @@ def windowed_layers(skip_frequency: str | None, num_layers: int) -> tuple[bool, 
     return tuple(bool(entry) for entry in pattern)
 
 
-def window_of(
+def window_of_layer(
     window_size: Sequence[int], skip_frequency: str | None, num_layers: int, layer_number: int
 ) -> int | None:
     """Returns the number of preceding tokens that a token attends to, None for all.

@@ -7,21 +7,21 @@ import math
 from collections.abc import Callable
 
 from pentatron.errors import UserError
-from pentatron.layout.batch import batch_problem
+from pentatron.layout.batch import batch_size_problem
 from pentatron.layout.ranks import world_size_problem
 from pentatron.layout.schedules import (
-    HALVING,
+    SPLITS_BACKWARD,
     Stages,
     group_problem,
     micro_batches_problem,
-    stages_misfit,
-    takes_groups,
+    required_stages,
+    uses_groups,
 )
 from pentatron.layout.stages import Costs, stage_parts
 from pentatron.settings.parameters import attention_sizes, costs_of, division_of, grid_of
 from pentatron.settings.run import table
-from pentatron.settings.settings import Settings, unset
-from pentatron.text import divisors, either
+from pentatron.settings.settings import Settings, is_unset
+from pentatron.text import divisors, join_choices
 
 Rule = Callable[[Settings], str | None]
 
@@ -74,7 +74,7 @@ def _heads_per_rank(s: Settings) -> str | None:
         return None
     return (
         f"--num-attention-heads {heads} is not divisible by --tensor-model-parallel-size {tp}; "
-        f"use {either(divisors(heads))}"
+        f"use {join_choices(divisors(heads))}"
     )
 
 
@@ -85,7 +85,7 @@ def _groups_per_rank(s: Settings) -> str | None:
         return None
     return (
         f"--num-query-groups {groups} is neither a multiple nor a divisor of --tensor-model-parallel-size {tp}; "
-        f"use a tensor parallel size of {either(divisors(groups))}"
+        f"use a tensor parallel size of {join_choices(divisors(groups))}"
     )
 
 
@@ -148,7 +148,7 @@ def _heads_per_context_rank(s: Settings) -> str | None:
     counts = f"{heads} heads" + (f" in {groups} groups" if groups != heads else "")
     return (
         f"--cp-comm-type a2a cannot distribute {counts}{' of each tensor rank' if tp > 1 else ''} to {cp} (context) ranks; "
-        f"use a context parallel size of {either(fits)}, or --cp-comm-type p2p"
+        f"use a context parallel size of {join_choices(fits)}, or --cp-comm-type p2p"
     )
 
 
@@ -249,7 +249,7 @@ def _schedule(s: Settings) -> str | None:
     """Checks that the schedule exists for this number of virtual stages."""
     kind, ranks = s.pipeline_schedule, s.pipeline_model_parallel_size
     virtual = s.virtual_stages
-    match None if ranks == 1 else stages_misfit(kind, virtual):
+    match None if ranks == 1 else required_stages(kind, virtual):
         case Stages.SEVERAL:
             return (
                 f"--pipeline-schedule {kind} needs several stages on each rank; "
@@ -270,7 +270,7 @@ def _schedule(s: Settings) -> str | None:
 
 def _micro_batch_count(s: Settings) -> int | None:
     """Returns the micro-batches per step, or None if the batch sizes are unknown or do not divide."""
-    if unset(s.global_batch_size) or unset(s.micro_batch_size) or _batch(s) is not None:
+    if is_unset(s.global_batch_size) or is_unset(s.micro_batch_size) or _batch(s) is not None:
         return None
     return int(s.global_batch_size // (s.micro_batch_size * s.data_parallel_size))
 
@@ -284,7 +284,7 @@ def _enough_micro_batches(s: Settings) -> str | None:
 def _micro_batch_groups(s: Settings) -> str | None:
     group, ranks = s.microbatch_group_size_per_virtual_pipeline_stage, s.pipeline_model_parallel_size
     virtual = s.virtual_stages
-    if group is None or virtual == 1 or ranks == 1 or not takes_groups(s.pipeline_schedule, virtual):
+    if group is None or virtual == 1 or ranks == 1 or not uses_groups(s.pipeline_schedule, virtual):
         return None
     count = _micro_batch_count(s)
     problem = None if count is None else group_problem(ranks, count, group)
@@ -293,20 +293,20 @@ def _micro_batch_groups(s: Settings) -> str | None:
 
 
 def _batch(s: Settings) -> str | None:
-    if unset(s.global_batch_size) or unset(s.micro_batch_size):
+    if is_unset(s.global_batch_size) or is_unset(s.micro_batch_size):
         return None
-    return batch_problem(s.global_batch_size, s.micro_batch_size, s.data_parallel_size)
+    return batch_size_problem(s.global_batch_size, s.micro_batch_size, s.data_parallel_size)
 
 
 def _recompute_method(s: Settings) -> str | None:
     kind, method, count = s.recompute_granularity, s.recompute_method, s.recompute_num_layers
-    if kind == "selective" and (method is not None or not unset(count)):
+    if kind == "selective" and (method is not None or not is_unset(count)):
         flag = f"--recompute-num-layers {count}" if method is None else f"--recompute-method {method}"
         return (
             f"{flag} is for whole layers, but --recompute-granularity selective recomputes modules; "
             f"leave it out or use full"
         )
-    if kind == "full" and method == "block" and unset(count):
+    if kind == "full" and method == "block" and is_unset(count):
         return (
             "--recompute-method block needs the number of first layers of a stage to recompute; "
             "give --recompute-num-layers"
@@ -359,7 +359,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
 
 def _zero3_split_backward(s: Settings) -> str | None:
     kind = s.pipeline_schedule
-    if s.zero_stage != 3 or kind not in HALVING or s.pipeline_model_parallel_size == 1:
+    if s.zero_stage != 3 or kind not in SPLITS_BACKWARD or s.pipeline_model_parallel_size == 1:
         return None
     return (
         f"--pipeline-schedule {kind} defers weight gradients until after --zero-stage 3 has reduced the "
@@ -375,7 +375,7 @@ def _hybrid_sharding(s: Settings) -> str | None:
     if replicas % count:
         return (
             f"--num-distributed-optimizer-instances {count} does not divide {grid.data} (data) × {grid.context} (context) = "
-            f"{replicas} ranks that hold the same weights; use {either(divisors(replicas))}"
+            f"{replicas} ranks that hold the same weights; use {join_choices(divisors(replicas))}"
         )
     # Another rule checks whether the experts fit the ranks.
     replicas_of_experts, rest = divmod(grid.stage_size, grid.expert * grid.expert_tensor)
@@ -384,7 +384,7 @@ def _hybrid_sharding(s: Settings) -> str | None:
     both = [n for n in divisors(replicas) if replicas_of_experts % n == 0]
     return (
         f"--num-distributed-optimizer-instances {count} does not divide the {replicas_of_experts} ranks that hold the same experts; "
-        f"use {either(both)}"
+        f"use {join_choices(both)}"
     )
 
 

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from pentatron.settings.declaration import first_unmet
-from pentatron.settings.layers import window_of
+from pentatron.settings.layers import window_of_layer
 from pentatron.settings.model import moe_layers
-from pentatron.settings.resolve import foreseen
+from pentatron.settings.resolve import derived_settings
 from pentatron.settings.run import table
 from pentatron.settings.settings import Draft, Facts, Settings
 
 # Prefix of the origin of settings taken from a checkpoint.
-LOADED = "loaded from "
+LOADED_PREFIX = "loaded from "
 # Settings of the architecture that weights do not depend on, so each run may choose them.
 NOT_IN_WEIGHTS = frozenset(name for name, item in table().items() if not item.in_weights)
 # Settings that are redundant with others.
@@ -65,7 +65,7 @@ def architecture(saved: Mapping[str, Any]) -> Architecture:
     return Architecture(Settings.defaults(**values), tuple(names))
 
 
-def differences(loaded: Architecture, now: Settings) -> list[str]:
+def architecture_differences(loaded: Architecture, now: Settings) -> list[str]:
     """Returns the names of the settings in which the two models differ."""
     return [name for name in loaded.names if _differ(name, loaded, now)]
 
@@ -106,7 +106,7 @@ def _windows(s: Settings) -> tuple[int | None, ...]:
     """Returns the window of every layer, or () for an invalid pattern, which a rule reports."""
     try:
         return tuple(
-            window_of(s.window_size, s.window_attn_skip_freq, s.num_layers, number)
+            window_of_layer(s.window_size, s.window_attn_skip_freq, s.num_layers, number)
             for number in range(1, s.num_layers + 1)
         )
     except ValueError:
@@ -118,13 +118,15 @@ def _is_idle(name: str, s: Settings) -> bool:
     return bool(first_unmet(table()[name].needs, s))
 
 
-def adopt(draft: Draft, facts: Facts, saved: Mapping[str, Any], origin: str, way_out: str) -> None:
+def adopt_architecture(
+    draft: Draft, facts: Facts, saved: Mapping[str, Any], origin: str, way_out: str
+) -> None:
     """Takes settings that are not given from the saved architecture, and reports contradicting ones.
 
     `origin` names the checkpoint, and `way_out` is the advice at the end of the errors.
     """
     loaded = architecture(saved)
-    before = foreseen(draft, facts)
+    before = derived_settings(draft, facts)
     _check_tokenizer(draft, loaded, origin)
     has_learned_positions = loaded.settings.position_embedding_type == "learned_absolute"
     open_names = [name for name in loaded.names if name != _CODE and not _is_chosen(draft, name)]
@@ -138,18 +140,18 @@ def adopt(draft: Draft, facts: Facts, saved: Mapping[str, Any], origin: str, way
             f"--seq-length {draft.seq_length} is longer than the {loaded.settings.max_position_embeddings} learned positions of {origin}; give a "
             f"shorter one, {way_out}"
         )
-    different = differences(loaded, before)
+    different = architecture_differences(loaded, before)
     if loaded.settings.max_position_embeddings not in (None, before.max_position_embeddings):
         different.append(_POSITIONS)
     if adopted := [name for name in open_names if name in different]:
         for name in open_names:
-            draft.assign(f"{LOADED}{origin}", **{name: getattr(loaded.settings, name)})
+            draft.assign(f"{LOADED_PREFIX}{origin}", **{name: getattr(loaded.settings, name)})
         shown = [name for name in open_names if name in adopted or name in _SHAPE]
         draft.notices.append(
             f"architecture from {origin}: {' '.join(_written(loaded.settings, n) for n in shown)}"
         )
-    after = foreseen(draft, facts)
-    for name in differences(loaded, after):
+    after = derived_settings(draft, facts)
+    for name in architecture_differences(loaded, after):
         if name in draft.wrong:
             # Its error is reported already, such as a tokenizer that was not found.
             continue

@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 
 from pentatron.settings.declaration import (
-    ABOVE_ZERO,
     BELOW_ONE,
+    FRACTION,
     FREE,
+    MINUS_ONE_OR_MORE,
+    NON_NEGATIVE,
     ONE_OR_MORE,
     ORDER,
-    SHARE,
-    TOKENS_OR_ALL,
-    ZERO_OR_MORE,
+    POSITIVE,
     setting,
 )
 from pentatron.settings.layers import layer_pattern
@@ -39,33 +39,33 @@ from pentatron.settings.needs import (
 class TransformerConfig:
     """Model architecture"""
 
-    num_layers: int = setting(4, "transformer layers", limit=ABOVE_ZERO)
-    hidden_size: int = setting(256, "width of the hidden states", limit=ABOVE_ZERO)
-    ffn_hidden_size: int = setting(None, "MLP width (4 × hidden; with SwiGLU 8/3 × hidden)", limit=ABOVE_ZERO)
-    num_attention_heads: int = setting(None, "attention heads (from the hidden size)", limit=ABOVE_ZERO)
+    num_layers: int = setting(4, "transformer layers", limit=POSITIVE)
+    hidden_size: int = setting(256, "width of the hidden states", limit=POSITIVE)
+    ffn_hidden_size: int = setting(None, "MLP width (4 × hidden; with SwiGLU 8/3 × hidden)", limit=POSITIVE)
+    num_attention_heads: int = setting(None, "attention heads (from the hidden size)", limit=POSITIVE)
     kv_channels: int = setting(
-        None, "width of one head (hidden / heads); heads × width may differ from hidden", limit=ABOVE_ZERO
+        None, "width of one head (hidden / heads); heads × width may differ from hidden", limit=POSITIVE
     )
     group_query_attention: bool = setting(False, "share keys and values between groups of heads")
-    num_query_groups: int = setting(None, "key/value heads with --group-query-attention", limit=ABOVE_ZERO)
+    num_query_groups: int = setting(None, "key/value heads with --group-query-attention", limit=POSITIVE)
     seq_length: int = setting(
-        256, "tokens in one sample", also="--max_seq_len", limit=ABOVE_ZERO, resume=ORDER, in_weights=False
+        256, "tokens in one sample", also="--max_seq_len", limit=POSITIVE, resume=ORDER, in_weights=False
     )
-    max_position_embeddings: int = setting(None, "maximum sequence length (seq-length)", limit=ABOVE_ZERO)
-    vocab_size: int = setting(None, "vocabulary size (from the tokenizer if not given)", limit=ABOVE_ZERO)
+    max_position_embeddings: int = setting(None, "maximum sequence length (seq-length)", limit=POSITIVE)
+    vocab_size: int = setting(None, "vocabulary size (from the tokenizer if not given)", limit=POSITIVE)
     make_vocab_size_divisible_by: int = setting(
         128,
         "pad the vocabulary to a multiple of this × tensor parallel size",
-        limit=ABOVE_ZERO,
+        limit=POSITIVE,
         needs=PADDING_NOT_GIVEN,
         in_weights=False,
     )
     padded_vocab_size: int = setting(
-        None, "rows of the embedding with padding (derived)", limit=ABOVE_ZERO, resume=FREE, in_weights=False
+        None, "rows of the embedding with padding (derived)", limit=POSITIVE, resume=FREE, in_weights=False
     )
 
     normalization: str = setting("LayerNorm", "normalization layer", choices=("LayerNorm", "RMSNorm"))
-    layernorm_epsilon: float = setting(1e-5, "epsilon of the norms", also="--norm-epsilon", limit=ABOVE_ZERO)
+    layernorm_epsilon: float = setting(1e-5, "epsilon of the norms", also="--norm-epsilon", limit=POSITIVE)
     qk_layernorm: bool = setting(False, "normalize queries and keys (Qwen3)")
     qk_l2_norm: bool = setting(
         False, "L2-normalize queries and keys", not_yet="the L2 norm of queries and keys"
@@ -83,8 +83,8 @@ class TransformerConfig:
         choices=("learned_absolute", "rope", "yarn", "none"),
         sets={"--use-rotary-position-embeddings": "rope"},
     )
-    rotary_base: float = setting(10000.0, "base of the rotary frequencies", limit=ABOVE_ZERO, needs=ROPE)
-    rotary_percent: float = setting(1.0, "fraction of the head that is rotated", limit=SHARE, needs=ROPE)
+    rotary_base: float = setting(10000.0, "base of the rotary frequencies", limit=POSITIVE, needs=ROPE)
+    rotary_percent: float = setting(1.0, "fraction of the head that is rotated", limit=FRACTION, needs=ROPE)
     rotary_interleaved: bool = setting(False, "rotate adjacent channel pairs instead of halves", needs=ROPE)
     rope_scaling_type: str | None = setting(
         None,
@@ -104,17 +104,17 @@ class TransformerConfig:
         None,
         "maximum sequence length of the first training (llama3: 8192)",
         also="--yarn-original-max-position-embeddings",
-        limit=ABOVE_ZERO,
+        limit=POSITIVE,
         needs=ORIGINAL_LENGTH,
     )
     rope_scaling_low_freq_factor: float = setting(
         1.0,
         "llama3: wavelengths that fit less often than this into that length are scaled",
-        limit=ABOVE_ZERO,
+        limit=POSITIVE,
         needs=LLAMA3_SCALING,
     )
     rope_scaling_high_freq_factor: float = setting(
-        4.0, "llama3: wavelengths that fit more often are not scaled", limit=ABOVE_ZERO, needs=LLAMA3_SCALING
+        4.0, "llama3: wavelengths that fit more often are not scaled", limit=POSITIVE, needs=LLAMA3_SCALING
     )
     rotary_seq_len_interpolation_factor: float | None = setting(
         None,
@@ -123,22 +123,22 @@ class TransformerConfig:
         needs=ROPE,
     )
     yarn_beta_fast: float = setting(
-        32.0, "yarn: channel pairs with more rotations than this are not scaled", limit=ABOVE_ZERO, needs=YARN
+        32.0, "yarn: channel pairs with more rotations than this are not scaled", limit=POSITIVE, needs=YARN
     )
     yarn_beta_slow: float = setting(
-        1.0, "yarn: channel pairs with fewer rotations than this are scaled", limit=ABOVE_ZERO, needs=YARN
+        1.0, "yarn: channel pairs with fewer rotations than this are scaled", limit=POSITIVE, needs=YARN
     )
     yarn_attention_factor: float | None = setting(
-        None, "yarn: factor of rotated queries and keys (0.1 ln(factor) + 1)", limit=ABOVE_ZERO, needs=YARN
+        None, "yarn: factor of rotated queries and keys (0.1 ln(factor) + 1)", limit=POSITIVE, needs=YARN
     )
     yarn_mscale: float | None = setting(
         None,
         "yarn: numerator of another such factor: (0.1 × mscale × ln(factor) + 1) / (0.1 × mscale_all_dim × ln(factor) + 1)",
-        limit=ZERO_OR_MORE,
+        limit=NON_NEGATIVE,
         needs=MSCALES,
     )
     yarn_mscale_all_dim: float | None = setting(
-        None, "yarn: denominator of that factor", limit=ZERO_OR_MORE, needs=MSCALES
+        None, "yarn: denominator of that factor", limit=NON_NEGATIVE, needs=MSCALES
     )
     yarn_truncate: bool = setting(
         True,
@@ -149,7 +149,7 @@ class TransformerConfig:
     window_size: tuple[int, ...] = setting(
         (),
         "LEFT,0: sliding window; a token attends to itself and LEFT tokens before it (LEFT -1 or not given: all)",
-        limit=TOKENS_OR_ALL,
+        limit=MINUS_ONE_OR_MORE,
         needs=a_shorter_window,
     )
     window_attn_skip_freq: str | None = setting(
@@ -161,7 +161,7 @@ class TransformerConfig:
     hidden_dropout: float = setting(0.0, "dropout on the hidden states", limit=BELOW_ONE, in_weights=False)
     attention_dropout: float = setting(0.0, "dropout on attention weights", limit=BELOW_ONE, in_weights=False)
     init_method_std: float = setting(
-        0.02, "standard deviation of the initial weights", limit=ZERO_OR_MORE, in_weights=False
+        0.02, "standard deviation of the initial weights", limit=NON_NEGATIVE, in_weights=False
     )
     multi_latent_attention: bool = setting(False, "multi-latent attention", not_yet="multi-latent attention")
     spec: tuple[str, ...] = setting(
@@ -175,14 +175,14 @@ class TransformerConfig:
 class MoEConfig:
     """Mixture of experts"""
 
-    num_experts: int | None = setting(None, "number of experts", limit=ABOVE_ZERO)
+    num_experts: int | None = setting(None, "number of experts", limit=POSITIVE)
     moe_layer_freq: str = setting(
         "1", "layers with experts: every N-th, or a list like [0]*1+[1]*26 with 1 for experts", needs=EXPERTS
     )
     moe_ffn_hidden_size: int = setting(
-        None, "width inside one expert (ffn-hidden-size)", limit=ABOVE_ZERO, needs=EXPERTS
+        None, "width inside one expert (ffn-hidden-size)", limit=POSITIVE, needs=EXPERTS
     )
-    moe_router_topk: int = setting(2, "experts per token", limit=ABOVE_ZERO, needs=EXPERTS)
+    moe_router_topk: int = setting(2, "experts per token", limit=POSITIVE, needs=EXPERTS)
     moe_router_score_function: str = setting(
         "softmax", "function from router logits to scores", choices=("softmax", "sigmoid"), needs=EXPERTS
     )
@@ -190,12 +190,12 @@ class MoEConfig:
         False, "softmax over all experts before the top-k, not over the selected ones", needs=SOFTMAX_SCORES
     )
     moe_router_topk_scaling_factor: float | None = setting(
-        None, "factor of the weights of the selected experts", limit=ABOVE_ZERO, needs=EXPERTS
+        None, "factor of the weights of the selected experts", limit=POSITIVE, needs=EXPERTS
     )
     moe_router_num_groups: int | None = setting(
-        None, "expert groups for group-limited routing", limit=ABOVE_ZERO, needs=EXPERTS
+        None, "expert groups for group-limited routing", limit=POSITIVE, needs=EXPERTS
     )
-    moe_router_group_topk: int = setting(None, "expert groups a token uses", limit=ABOVE_ZERO, needs=EXPERTS)
+    moe_router_group_topk: int = setting(None, "expert groups a token uses", limit=POSITIVE, needs=EXPERTS)
     moe_router_dtype: str | None = setting(
         None,
         "precision of the router's logits (that of the model)",
@@ -211,12 +211,12 @@ class MoEConfig:
         in_weights=False,
     )
     moe_aux_loss_coeff: tuple[float, ...] = setting(
-        (0.0,), "weight of the load-balancing loss(es)", limit=ZERO_OR_MORE, needs=BALANCING, in_weights=False
+        (0.0,), "weight of the load-balancing loss(es)", limit=NON_NEGATIVE, needs=BALANCING, in_weights=False
     )
     moe_z_loss_coeff: float | None = setting(
         None,
         "weight of the router's z-loss, which keeps its logits small",
-        limit=ZERO_OR_MORE,
+        limit=NON_NEGATIVE,
         needs=EXPERTS,
         in_weights=False,
     )
@@ -224,7 +224,7 @@ class MoEConfig:
         False, "balance without a loss: a selection bias, updated after every step", needs=EXPERTS
     )
     moe_router_bias_update_rate: float = setting(
-        1e-3, "update of that bias per step", limit=ZERO_OR_MORE, needs=EXPERT_BIAS, in_weights=False
+        1e-3, "update of that bias per step", limit=NON_NEGATIVE, needs=EXPERT_BIAS, in_weights=False
     )
     moe_token_dispatcher_type: str = setting(
         "alltoall",
@@ -249,7 +249,7 @@ class MoEConfig:
     moe_expert_capacity_factor: float | None = setting(
         None,
         "drop tokens above this multiple of an expert's equal share (none are dropped)",
-        limit=ABOVE_ZERO,
+        limit=POSITIVE,
         needs=EXPERTS,
         in_weights=False,
     )
@@ -261,7 +261,7 @@ class MoEConfig:
         in_weights=False,
     )
     moe_shared_expert_intermediate_size: int | None = setting(
-        None, "width of the shared expert, which every token uses", limit=ABOVE_ZERO, needs=EXPERTS
+        None, "width of the shared expert, which every token uses", limit=POSITIVE, needs=EXPERTS
     )
     moe_shared_expert_gate: bool = setting(False, "gate the shared expert (Qwen2-MoE)", needs=EXPERTS)
     moe_per_layer_logging: bool = setting(
@@ -306,7 +306,7 @@ class KernelConfig:
     compile_layers_together: int = setting(
         1,
         "layers per compiled function: more take longer to compile, but less host time per step, which limits small models",
-        limit=ABOVE_ZERO,
+        limit=POSITIVE,
     )
     cuda_graphs: str = setting(
         "auto",
@@ -324,7 +324,7 @@ class KernelConfig:
         3,
         "steps before CUDA graphs are captured",
         notice="--cuda-graphs captures after one run of the same shape, so from the second step on",
-        limit=ZERO_OR_MORE,
+        limit=NON_NEGATIVE,
     )
     attention_softmax_in_fp32: bool = setting(
         False, "softmax of attention in fp32", notice="attention here always takes the softmax in fp32"
@@ -351,7 +351,7 @@ class KernelConfig:
     cross_entropy_chunk: int = setting(
         32768,
         "tokens whose logits a fused loss holds at a time; beyond it, logits are recomputed in backward",
-        limit=ABOVE_ZERO,
+        limit=POSITIVE,
     )
 
 

@@ -8,8 +8,8 @@ from pentatron.settings.layers import windowed_layers
 from pentatron.settings.layout_rules import Rule, error_of
 from pentatron.settings.model import moe_layers
 from pentatron.settings.parameters import grid_of
-from pentatron.settings.settings import Settings, unset
-from pentatron.text import divisors, either
+from pentatron.settings.settings import Settings, is_unset
+from pentatron.text import divisors, join_choices
 
 # --- experts ---
 
@@ -21,7 +21,7 @@ def _experts(s: Settings) -> str | None:
     if experts % ep:
         return (
             f"--num-experts {experts} is not divisible by --expert-model-parallel-size {ep}; "
-            f"use {either(divisors(experts))}"
+            f"use {join_choices(divisors(experts))}"
         )
     if topk > experts:
         return f"--moe-router-topk {topk} is more than --num-experts {experts}; use at most {experts}"
@@ -81,16 +81,16 @@ def _experts_with_tensor_ranks(s: Settings) -> str | None:
 def _groups_of_experts(s: Settings) -> str | None:
     experts, topk = s.num_experts, s.moe_router_topk
     groups, used = s.moe_router_num_groups, s.moe_router_group_topk
-    if experts is None or (groups is None and unset(used)):
+    if experts is None or (groups is None and is_unset(used)):
         return None
-    if groups is None or unset(used):
+    if groups is None or is_unset(used):
         return "--moe-router-num-groups and --moe-router-group-topk go together; give both"
     if experts % groups:
-        return f"--num-experts {experts} is not divisible by --moe-router-num-groups {groups}; use {either(divisors(experts))}"
+        return f"--num-experts {experts} is not divisible by --moe-router-num-groups {groups}; use {join_choices(divisors(experts))}"
     if used > groups:
         return f"--moe-router-group-topk {used} is more than --moe-router-num-groups {groups}; use at most {groups}"
     if topk % used:
-        return f"--moe-router-topk {topk} is not divisible by --moe-router-group-topk {used}; use {either(divisors(topk))}"
+        return f"--moe-router-topk {topk} is not divisible by --moe-router-group-topk {used}; use {join_choices(divisors(topk))}"
     if topk > used * (experts // groups):
         most = used * (experts // groups)
         return (
@@ -166,13 +166,13 @@ def _rotary(s: Settings) -> str | None:
 
 def _factor(s: Settings) -> str | None:
     kind = _scaling(s)
-    if kind is None or not unset(s.rope_scaling_factor):
+    if kind is None or not is_unset(s.rope_scaling_factor):
         return None
     return f"{_SCALING} {kind} needs a factor; give --rope-scaling-factor"
 
 
 def _yarn_original_length(s: Settings) -> str | None:
-    if _scaling(s) != "yarn" or not unset(s.rope_scaling_original_max_position_embeddings):
+    if _scaling(s) != "yarn" or not is_unset(s.rope_scaling_original_max_position_embeddings):
         return None
     return (
         f"{_SCALING} yarn needs the sequence length of the first training; "

@@ -4,9 +4,9 @@ The docstring of a need names what it takes. The reason completes the notice `--
 """
 
 from pentatron.errors import UserError
-from pentatron.layout.schedules import takes_groups
-from pentatron.settings.data_paths import NAMED, Blend, counted_by_the_run, names_files, without_epochs
-from pentatron.settings.declaration import Need, Settings, unless
+from pentatron.layout.schedules import uses_groups
+from pentatron.settings.data_paths import NAMED, Blend, is_counted_in_run, training_files_flag, why_no_epochs
+from pentatron.settings.declaration import Need, Settings, requires
 from pentatron.settings.entry import GRAD_SCALER
 from pentatron.settings.layers import windowed_layers
 
@@ -52,9 +52,9 @@ def countable_epochs(s: Settings) -> str:
     """Data whose samples are counted before the run starts."""
     if s.is_synthetic or s.epoch_samples is not None:
         return ""
-    if counted_by_the_run(s):
+    if is_counted_in_run(s):
         return "the number of steps is known once the run has tokenized its data"
-    if not (why := without_epochs(s)) and s.facts.launcher:
+    if not (why := why_no_epochs(s)) and s.facts.launcher:
         return "the number of steps is known once the run has counted its data"
     return f"{why or 'the data is not read here'}; --train-iters {s.train_iters} decides"
 
@@ -107,7 +107,7 @@ def a_tokenizer(s: Settings) -> str:
     """A checkpoint and a tokenizer, with which text is generated."""
     if not s.save_checkpoints:
         return "the prompt is continued with the last checkpoint, and none is saved"
-    named = s.corpus or (names_files(s) and (s.tokenizer_type or s.tokenizer_model))
+    named = s.corpus or (training_files_flag(s) and (s.tokenizer_type or s.tokenizer_model))
     return "" if named else "there is no tokenizer, so no text can be generated"
 
 
@@ -120,7 +120,7 @@ def text_or_ids(s: Settings) -> str:
     """A tokenizer that is used."""
     if s.corpus:
         return "a tokenizer is trained for the corpus"
-    used = names_files(s) or s.source("vocab_size").startswith("derived: tokenizer")
+    used = training_files_flag(s) or s.source("vocab_size").startswith("derived: tokenizer")
     return "" if used else "synthetic data consists of tokens, and --vocab-size is given"
 
 
@@ -173,10 +173,10 @@ def documents(s: Settings) -> str:
     return "every synthetic sample is one document, so this changes nothing"
 
 
-CONVERSATIONS = unless(lambda s: s.sft, "there are no conversations (--sft), so this changes nothing")
+CONVERSATIONS = requires(lambda s: s.sft, "there are no conversations (--sft), so this changes nothing")
 TEMPLATE = (
     CONVERSATIONS,
-    unless(
+    requires(
         lambda s: s.sft_tokenizer_prompt_format != "identity",
         "texts are concatenated without a template (--sft-tokenizer-prompt-format identity)",
     ),
@@ -186,7 +186,7 @@ TEMPLATE = (
 # --- architecture: positions, windows, biases, experts ---
 
 
-ROPE = unless(
+ROPE = requires(
     lambda s: s.position_embedding_type == "rope",
     lambda s: f"positions are {s.position_embedding_type}, not rope, so this changes nothing",
 )
@@ -212,13 +212,13 @@ LLAMA3_SCALING = _scaling("llama3")
 YARN = _scaling("yarn")
 MSCALES = (
     YARN,
-    unless(lambda s: s.yarn_attention_factor is None, "--yarn-attention-factor is given and used as it is"),
-    unless(
+    requires(lambda s: s.yarn_attention_factor is None, "--yarn-attention-factor is given and used as it is"),
+    requires(
         lambda s: s.yarn_mscale and s.yarn_mscale_all_dim,
         "--yarn-mscale and --yarn-mscale-all-dim act together, both above 0",
     ),
 )
-WINDOW = unless(lambda s: s.window_size, "no layer has a window (--window-size), so this changes nothing")
+WINDOW = requires(lambda s: s.window_size, "no layer has a window (--window-size), so this changes nothing")
 
 
 def a_shorter_window(s: Settings) -> str:
@@ -237,39 +237,39 @@ def a_shorter_window(s: Settings) -> str:
 
 
 _BIAS_ALREADY = "every linear layer has a bias already"
-QKV_BIAS_ALONE = unless(lambda s: not (s.add_qkv_bias and s.add_bias_linear), _BIAS_ALREADY)
-PROJECTION_BIAS_ALONE = unless(lambda s: not (s.add_proj_bias and s.add_bias_linear), _BIAS_ALREADY)
-MLP_BIAS_ALONE = unless(lambda s: not (s.add_mlp_bias and s.add_bias_linear), _BIAS_ALREADY)
-PADDING_NOT_GIVEN = unless(
+QKV_BIAS_ALONE = requires(lambda s: not (s.add_qkv_bias and s.add_bias_linear), _BIAS_ALREADY)
+PROJECTION_BIAS_ALONE = requires(lambda s: not (s.add_proj_bias and s.add_bias_linear), _BIAS_ALREADY)
+MLP_BIAS_ALONE = requires(lambda s: not (s.add_mlp_bias and s.add_bias_linear), _BIAS_ALREADY)
+PADDING_NOT_GIVEN = requires(
     lambda s: not s.given("padded_vocab_size"),
     lambda s: f"--padded-vocab-size {s.padded_vocab_size} is given and used as it is",
 )
 
-EXPERTS = unless(lambda s: s.num_experts, "there are no experts (--num-experts), so this changes nothing")
+EXPERTS = requires(lambda s: s.num_experts, "there are no experts (--num-experts), so this changes nothing")
 EXPERT_BIAS = (
     EXPERTS,
-    unless(
+    requires(
         lambda s: s.moe_router_enable_expert_bias,
         "there is no bias to update (--moe-router-enable-expert-bias)",
     ),
 )
 SOFTMAX_SCORES = (
     EXPERTS,
-    unless(
+    requires(
         lambda s: not s.moe_router_pre_softmax or s.moe_router_score_function == "softmax",
         "the scores are a sigmoid, so there is no softmax",
     ),
 )
 BALANCING_WEIGHT = (
     EXPERTS,
-    unless(
+    requires(
         lambda s: s.moe_router_load_balancing_type == ("none",) or any(s.moe_aux_loss_coeff),
         "its weight is 0 (--moe-aux-loss-coeff), so it has no effect",
     ),
 )
 BALANCING = (
     EXPERTS,
-    unless(
+    requires(
         lambda s: s.moe_router_load_balancing_type != ("none",) or not any(s.moe_aux_loss_coeff),
         "there is no load-balancing loss (--moe-router-load-balancing-type none)",
     ),
@@ -279,7 +279,7 @@ BALANCING = (
 # --- optimizer, schedules and precision ---
 
 
-DECAY = unless(
+DECAY = requires(
     lambda s: s.lr_decay_style != "constant", "the learning rate does not decay (--lr-decay-style constant)"
 )
 
@@ -289,11 +289,11 @@ def decay_or_fraction(s: Settings) -> str:
     return DECAY(s) if s.lr_warmup_fraction is None else ""
 
 
-WSD = unless(
+WSD = requires(
     lambda s: s.lr_decay_style == "WSD",
     lambda s: f"only --lr-decay-style WSD has such a decay, not {s.lr_decay_style}",
 )
-WARMUP = unless(
+WARMUP = requires(
     lambda s: s.lr_warmup_iters or s.lr_warmup_samples or s.lr_warmup_fraction,
     "there is no warm-up (--lr-warmup-iters)",
 )
@@ -320,8 +320,8 @@ def growing_batch(s: Settings) -> str:
     return "it starts at the global batch size, so every batch has that size" if same else ""
 
 
-ADAM = unless(lambda s: s.optimizer == "adam", lambda s: f"--optimizer {s.optimizer} does not use it")
-SGD = unless(lambda s: s.optimizer == "sgd", "--optimizer adam uses --adam-beta1 instead")
+ADAM = requires(lambda s: s.optimizer == "adam", lambda s: f"--optimizer {s.optimizer} does not use it")
+SGD = requires(lambda s: s.optimizer == "sgd", "--optimizer adam uses --adam-beta1 instead")
 
 
 def loss_scale_search(name: str) -> Need:
@@ -346,25 +346,25 @@ def nonzero_loss_scale(s: Settings) -> str:
 # --- layout: ranks to shard over, pipeline stages, recompute ---
 
 
-TENSOR_AXIS = unless(
+TENSOR_AXIS = requires(
     lambda s: not s.sequence_parallel or s.tensor_model_parallel_size > 1,
     "there is one tensor rank (--tensor-model-parallel-size 1), so this changes nothing",
 )
-PIPELINE = unless(
+PIPELINE = requires(
     lambda s: s.pipeline_model_parallel_size > 1, "there is one pipeline stage, so no schedule is needed"
 )
-STAGES = unless(
+STAGES = requires(
     lambda s: s.pipeline_model_parallel_size > 1 or s.virtual_stages > 1,
     "there is one pipeline stage, which holds all layers",
 )
 GROUPED_MICRO_BATCHES = (
     PIPELINE,
-    unless(
-        lambda s: takes_groups(s.pipeline_schedule, s.virtual_stages),
+    requires(
+        lambda s: uses_groups(s.pipeline_schedule, s.virtual_stages),
         lambda s: f"{s.pipeline_schedule} does not group micro-batches, only interleaved does",
     ),
 )
-SPLIT_SEQUENCES = unless(
+SPLIT_SEQUENCES = requires(
     lambda s: s.context_parallel_size > 1,
     "sequences are not split (--context-parallel-size 1), so nothing is exchanged",
 )
@@ -405,7 +405,7 @@ def hybrid_shards(s: Settings) -> str:
     return ""
 
 
-RECOMPUTE = unless(
+RECOMPUTE = requires(
     lambda s: s.recompute_granularity is not None, "nothing is recomputed without --recompute-granularity"
 )
 
@@ -426,7 +426,7 @@ def recomputed_modules(s: Settings) -> str:
 # --- processes, checkpoints, logs, profiles and the training loop ---
 
 
-SEVERAL_PROCESSES = unless(lambda s: s.facts.world_size > 1, "one process runs no collectives")
+SEVERAL_PROCESSES = requires(lambda s: s.facts.world_size > 1, "one process runs no collectives")
 
 
 def own_port(s: Settings) -> str:
@@ -459,16 +459,18 @@ def open_rendezvous(s: Settings) -> str:
     return "one process has no rendezvous" if s.facts.world_size == 1 else ""
 
 
-MEMORY_SAMPLES = unless(
+MEMORY_SAMPLES = requires(
     lambda s: s.monitor_memory_continuously, "memory is not sampled (--monitor-memory-continuously)"
 )
-A_DASHBOARD = unless(
+A_DASHBOARD = requires(
     lambda s: s.tensorboard_dir is not None or s.wandb_project is not None,
     "neither --tensorboard-dir nor --wandb-project is given",
 )
-WANDB = unless(lambda s: s.wandb_project is not None, "nothing is logged there without --wandb-project")
-PROGRESS_FILE = unless(lambda s: s.log_progress, "it is written to progress.txt, which needs --log-progress")
-CHECKPOINTS = unless(
+WANDB = requires(lambda s: s.wandb_project is not None, "nothing is logged there without --wandb-project")
+PROGRESS_FILE = requires(
+    lambda s: s.log_progress, "it is written to progress.txt, which needs --log-progress"
+)
+CHECKPOINTS = requires(
     lambda s: s.save_checkpoints,
     lambda s: (
         "nothing is saved (--no-save-checkpoints)"
@@ -478,16 +480,16 @@ CHECKPOINTS = unless(
 )
 RETENTION = (
     CHECKPOINTS,
-    unless(lambda s: s.keep_checkpoints is not None, "every checkpoint is kept (--keep-checkpoints none)"),
+    requires(lambda s: s.keep_checkpoints is not None, "every checkpoint is kept (--keep-checkpoints none)"),
 )
-OWN_FORMAT = unless(
+OWN_FORMAT = requires(
     lambda s: s.ckpt_format != "torch",
     "checkpoints of that format can be loaded; this run saves in Pentatron's format, which any layout can load",
 )
-LOADED = unless(lambda s: s.given("load"), "nothing is loaded (--load)")
+LOADED = requires(lambda s: s.given("load"), "nothing is loaded (--load)")
 
 
-EXIT_SIGNAL_HANDLER = unless(
+EXIT_SIGNAL_HANDLER = requires(
     lambda s: s.exit_signal_handler,
     "any signal saves and stops a run; --exit-signal-handler makes the exit code 0 for this one",
 )
@@ -513,10 +515,10 @@ def steps_within_the_run(s: Settings) -> str:
     return f"the run has {last} steps, so none of these is reached" if never else ""
 
 
-PROFILE = unless(lambda s: s.profile, "nothing is profiled (--profile)")
+PROFILE = requires(lambda s: s.profile, "nothing is profiled (--profile)")
 PROFILED_RANK = (
     PROFILE,
-    unless(
+    requires(
         lambda s: min(s.profile_ranks, default=0) < s.facts.world_size,
         lambda s: (
             f"the last of the {s.facts.world_size} ranks is {s.facts.world_size - 1}, so none of these exists"
@@ -532,7 +534,7 @@ def profile_within_the_run(s: Settings) -> str:
     return f"the run ends with step {last}, before --profile-step-start" if late else ""
 
 
-MANUAL_GC = unless(lambda s: s.manual_gc, "Python collects garbage automatically (--manual-gc)")
+MANUAL_GC = requires(lambda s: s.manual_gc, "Python collects garbage automatically (--manual-gc)")
 
 
 def replicas_to_compare(s: Settings) -> str:
@@ -541,6 +543,6 @@ def replicas_to_compare(s: Settings) -> str:
     return "one process has no replicas to compare" if asked and s.facts.world_size == 1 else ""
 
 
-MEMORY_HISTORY = unless(
+MEMORY_HISTORY = requires(
     lambda s: s.record_memory_history, "no allocations are recorded (--record-memory-history)"
 )

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from pentatron.settings.declaration import (
-    ABOVE_ZERO,
     FREE,
+    NON_NEGATIVE,
     ORDER,
+    POSITIVE,
     SEED,
     SILENT,
-    ZERO_OR_MORE,
     OnResume,
     setting,
 )
@@ -44,7 +44,7 @@ class RunSettings:
     seed: int = setting(1234, "seed of initial weights, sample order and dropout", limit=SEED, resume=ORDER)
     sample_prompt: str | None = setting(None, "prompt to continue at the end", needs=a_tokenizer, resume=FREE)
     sample_tokens: int = setting(
-        120, "tokens to generate for it (0: none)", limit=ZERO_OR_MORE, needs=a_sample, resume=FREE
+        120, "tokens to generate for it (0: none)", limit=NON_NEGATIVE, needs=a_sample, resume=FREE
     )
 
 
@@ -62,17 +62,17 @@ class CheckpointConfig:
         None,
         "steps between checkpoints (a tenth of the run, at least 100); the last step is always saved",
         also="--save_steps",
-        limit=ABOVE_ZERO,
+        limit=POSITIVE,
         needs=CHECKPOINTS,
     )
     save_checkpoints: bool = setting(True, "save checkpoints (--no-save-checkpoints: for benchmarks)")
     keep_checkpoints: int | None = setting(
-        3, "number of newest checkpoints to keep (none: all)", limit=ABOVE_ZERO, needs=CHECKPOINTS
+        3, "number of newest checkpoints to keep (none: all)", limit=POSITIVE, needs=CHECKPOINTS
     )
     save_retain_interval: int | None = setting(
         None,
         "also keep every checkpoint at a multiple of this step for good (a multiple of --save-interval)",
-        limit=ABOVE_ZERO,
+        limit=POSITIVE,
         needs=RETENTION,
     )
     async_save: bool = setting(
@@ -97,7 +97,7 @@ class CheckpointConfig:
         False, "resume with the learning rate and weight decay schedule of the checkpoint"
     )
     ckpt_step: int | None = setting(
-        None, "checkpoint step to load from --load (the newest)", limit=ZERO_OR_MORE, needs=LOADED
+        None, "checkpoint step to load from --load (the newest)", limit=NON_NEGATIVE, needs=LOADED
     )
     exit_on_missing_checkpoint: bool = setting(
         False, "exit if --load names the run's own folder and it has no checkpoint", needs=LOADED
@@ -141,12 +141,12 @@ class LogConfig:
 
     on_resume: ClassVar[OnResume] = FREE
 
-    log_interval: int = setting(10, "steps between lines of train.log", limit=ABOVE_ZERO)
+    log_interval: int = setting(10, "steps between lines of train.log", limit=POSITIVE)
     log_throughput: bool = setting(False, "add TFLOP/s per GPU to the log lines")
     log_progress: bool = setting(False, "write every start and checkpoint of the run to SAVE/progress.txt")
     tensorboard_dir: str | None = setting(None, "folder for TensorBoard")
     tensorboard_log_interval: int = setting(
-        1, "steps between points in TensorBoard and Weights & Biases", limit=ABOVE_ZERO, needs=A_DASHBOARD
+        1, "steps between points in TensorBoard and Weights & Biases", limit=POSITIVE, needs=A_DASHBOARD
     )
     log_timers_to_tensorboard: bool = setting(False, "throughput and step time there too", needs=A_DASHBOARD)
     log_memory_to_tensorboard: bool = setting(False, "memory there too", needs=A_DASHBOARD)
@@ -158,7 +158,7 @@ class LogConfig:
     wandb_save_dir: str | None = setting(None, "folder for its files (RUN_DIR/wandb)", needs=WANDB)
     monitor_memory_continuously: bool = setting(False, "write each rank's memory over time to RUN_DIR/memory")
     memory_monitor_interval: float = setting(
-        1.0, "seconds between memory samples", limit=ABOVE_ZERO, needs=MEMORY_SAMPLES
+        1.0, "seconds between memory samples", limit=POSITIVE, needs=MEMORY_SAMPLES
     )
     save_performance_summary: bool = setting(False, "write RUN_DIR/performance_summary.json at the end")
     console_lines: str = setting(
@@ -169,9 +169,9 @@ class LogConfig:
         "profile some steps: a trace in RUN_DIR/profile, or on a GPU a range for nsys",
         needs=profile_within_the_run,
     )
-    profile_step_start: int = setting(10, "steps before the profile", limit=ZERO_OR_MORE, needs=PROFILE)
-    profile_step_end: int = setting(12, "last step of the profile", limit=ABOVE_ZERO, needs=PROFILE)
-    profile_ranks: tuple[int, ...] = setting((0,), "profiled ranks", limit=ZERO_OR_MORE, needs=PROFILED_RANK)
+    profile_step_start: int = setting(10, "steps before the profile", limit=NON_NEGATIVE, needs=PROFILE)
+    profile_step_end: int = setting(12, "last step of the profile", limit=POSITIVE, needs=PROFILE)
+    profile_ranks: tuple[int, ...] = setting((0,), "profiled ranks", limit=NON_NEGATIVE, needs=PROFILED_RANK)
     use_pytorch_profiler: bool = setting(
         False, "on a GPU, write a trace by torch.profiler instead of a range for nsys"
     )

@@ -5,12 +5,12 @@ from typing import ClassVar
 
 from pentatron.settings.declaration import (
     ABOVE_ONE,
-    ABOVE_ZERO,
-    BETWEEN,
+    BETWEEN_ZERO_AND_ONE,
     FREE,
+    NON_NEGATIVE,
     PORT,
+    POSITIVE,
     SILENT,
-    ZERO_OR_MORE,
     OnResume,
     setting,
 )
@@ -43,22 +43,22 @@ class ParallelConfig:
     """Parallelism"""
 
     tensor_model_parallel_size: int = setting(
-        1, "tensor-parallel ranks, which share each layer", also="--tp_size --tp", limit=ABOVE_ZERO
+        1, "tensor-parallel ranks, which share each layer", also="--tp_size --tp", limit=POSITIVE
     )
     pipeline_model_parallel_size: int = setting(
-        1, "pipeline ranks, which the layers are divided over", also="--pp_size --pp", limit=ABOVE_ZERO
+        1, "pipeline ranks, which the layers are divided over", also="--pp_size --pp", limit=POSITIVE
     )
     context_parallel_size: int = setting(
-        1, "context-parallel ranks, which share each sequence", also="--cp_size --cp", limit=ABOVE_ZERO
+        1, "context-parallel ranks, which share each sequence", also="--cp_size --cp", limit=POSITIVE
     )
     expert_model_parallel_size: int = setting(
-        1, "expert-parallel ranks, which experts are divided over", also="--ep_size --ep", limit=ABOVE_ZERO
+        1, "expert-parallel ranks, which experts are divided over", also="--ep_size --ep", limit=POSITIVE
     )
     expert_tensor_parallel_size: int = setting(
-        None, "tensor-parallel ranks of one expert (tensor parallel size)", limit=ABOVE_ZERO, needs=EXPERTS
+        None, "tensor-parallel ranks of one expert (tensor parallel size)", limit=POSITIVE, needs=EXPERTS
     )
     data_parallel_size: int = setting(
-        None, "replicas (world / (tp × pp × cp), checked if given)", also="--dp_size --dp", limit=ABOVE_ZERO
+        None, "replicas (world / (tp × pp × cp), checked if given)", also="--dp_size --dp", limit=POSITIVE
     )
     sequence_parallel: bool = setting(
         False, "split sequences over the tensor ranks in norms and residuals", needs=TENSOR_AXIS
@@ -73,22 +73,22 @@ class ParallelConfig:
         None,
         "virtual stages on each pipeline rank",
         also="--num-virtual-stages-per-pipeline-rank --vpp",
-        limit=ABOVE_ZERO,
+        limit=POSITIVE,
     )
     num_layers_per_virtual_pipeline_stage: int | None = setting(
-        None, "layers of one virtual stage, instead of the number of stages", limit=ABOVE_ZERO
+        None, "layers of one virtual stage, instead of the number of stages", limit=POSITIVE
     )
     microbatch_group_size_per_virtual_pipeline_stage: int | None = setting(
         None,
         "consecutive micro-batches of one virtual stage before its rank switches to the next (pipeline ranks)",
-        limit=ABOVE_ZERO,
+        limit=POSITIVE,
         needs=GROUPED_MICRO_BATCHES,
     )
     decoder_first_pipeline_num_layers: int | None = setting(
-        None, "layers on the first pipeline rank (balanced by cost)", limit=ABOVE_ZERO, needs=STAGES
+        None, "layers on the first pipeline rank (balanced by cost)", limit=POSITIVE, needs=STAGES
     )
     decoder_last_pipeline_num_layers: int | None = setting(
-        None, "layers on the last pipeline rank (balanced by cost)", limit=ABOVE_ZERO, needs=STAGES
+        None, "layers on the last pipeline rank (balanced by cost)", limit=POSITIVE, needs=STAGES
     )
     account_for_embedding_in_pipeline_split: bool = setting(
         False, "count the embedding as one layer when layers are divided", needs=STAGES
@@ -117,13 +117,13 @@ class ParallelConfig:
     num_distributed_optimizer_instances: int = setting(
         1,
         "ZeRO 3: groups of data-parallel ranks that each hold the whole model (hybrid sharding)",
-        limit=ABOVE_ZERO,
+        limit=POSITIVE,
         needs=hybrid_shards,
     )
     overlap_grad_reduce: bool = setting(False, "reduce gradients while backward runs")
     overlap_param_gather: bool = setting(False, "gather parameters while forward runs")
     ddp_bucket_size: int = setting(
-        40_000_000, "elements per gradient bucket, reduced in one collective", limit=ABOVE_ZERO, needs=buckets
+        40_000_000, "elements per gradient bucket, reduced in one collective", limit=POSITIVE, needs=buckets
     )
     optimizer_cpu_offload: bool = setting(
         False, "keep master weights and optimizer state in host memory, updated on the CPU (ZeRO 0 to 2)"
@@ -155,7 +155,7 @@ class MemoryConfig:
     recompute_num_layers: int = setting(
         None,
         "layers per chunk (uniform: 1), or number of first layers of a stage (block)",
-        limit=ABOVE_ZERO,
+        limit=POSITIVE,
         needs=RECOMPUTE,
     )
     recompute_modules: tuple[str, ...] = setting(
@@ -181,23 +181,23 @@ class PrecisionConfig:
         False, "fp16 weights and activations, fp32 master weights and gradients, scaled loss"
     )
     loss_scale: float | None = setting(
-        None, "static loss scale, any precision (fp16: dynamic)", limit=ZERO_OR_MORE, needs=nonzero_loss_scale
+        None, "static loss scale, any precision (fp16: dynamic)", limit=NON_NEGATIVE, needs=nonzero_loss_scale
     )
     initial_loss_scale: float = setting(
         2.0**32,
         "initial dynamic loss scale in fp16",
         also="--init-scale",
-        limit=ABOVE_ZERO,
+        limit=POSITIVE,
         needs=loss_scale_search("initial_loss_scale"),
     )
     min_loss_scale: float = setting(
-        1.0, "minimum loss scale (0: none)", limit=ZERO_OR_MORE, needs=loss_scale_search("min_loss_scale")
+        1.0, "minimum loss scale (0: none)", limit=NON_NEGATIVE, needs=loss_scale_search("min_loss_scale")
     )
     loss_scale_window: int = setting(
         1000,
         "consecutive steps without overflow before the loss scale grows",
         also="--growth-interval",
-        limit=ABOVE_ZERO,
+        limit=POSITIVE,
         needs=loss_scale_search("loss_scale_window"),
     )
     loss_scale_growth_factor: float = setting(
@@ -211,13 +211,13 @@ class PrecisionConfig:
         0.5,
         "factor of the loss scale after gradients overflow",
         also="--backoff-factor",
-        limit=BETWEEN,
+        limit=BETWEEN_ZERO_AND_ONE,
         needs=loss_scale_search("loss_scale_backoff_factor"),
     )
     hysteresis: int = setting(
         2,
         "overflows after a growth before the loss scale is reduced",
-        limit=ABOVE_ZERO,
+        limit=POSITIVE,
         needs=loss_scale_search("hysteresis"),
     )
     fp8_format: str | None = setting(
@@ -239,10 +239,10 @@ class PrecisionConfig:
         False, "keep the first and last layers in bf16 when the others have fp8 matmuls"
     )
     num_layers_at_start_in_bf16: int = setting(
-        1, "number of first layers in bf16 with --first-last-layers-bf16", limit=ZERO_OR_MORE
+        1, "number of first layers in bf16 with --first-last-layers-bf16", limit=NON_NEGATIVE
     )
     num_layers_at_end_in_bf16: int = setting(
-        1, "number of last layers in bf16 with --first-last-layers-bf16", limit=ZERO_OR_MORE
+        1, "number of last layers in bf16 with --first-last-layers-bf16", limit=NON_NEGATIVE
     )
     deterministic_mode: bool = setting(False, "use deterministic kernels only; others are refused")
 
@@ -266,40 +266,40 @@ class LaunchConfig:
     on_resume: ClassVar[OnResume] = FREE
 
     nproc_per_node: int = setting(
-        None, "processes to start (one per GPU; 1 without GPU)", also="--num-processes", limit=ABOVE_ZERO
+        None, "processes to start (one per GPU; 1 without GPU)", also="--num-processes", limit=POSITIVE
     )
     device: str = setting("auto", "compute device", choices=("auto", "cpu", "cuda"))
     threads_per_process: int = setting(
-        None, "CPU threads of one process (OMP_NUM_THREADS, else cores / processes)", limit=ABOVE_ZERO
+        None, "CPU threads of one process (OMP_NUM_THREADS, else cores / processes)", limit=POSITIVE
     )
     master_port: int | None = setting(None, "port of the rendezvous (a free one)", limit=PORT, needs=own_port)
     world_size: int | None = setting(
-        None, "expected number of processes; a different actual number is an error", limit=ABOVE_ZERO
+        None, "expected number of processes; a different actual number is an error", limit=POSITIVE
     )
     init_method: str | None = setting(
         None, "rendezvous as tcp://HOST:PORT, if no launcher provides one", needs=open_rendezvous
     )
     distributed_timeout_minutes: float = setting(
-        10.0, "timeout of collectives, for the slowest rank", limit=ABOVE_ZERO, needs=SEVERAL_PROCESSES
+        10.0, "timeout of collectives, for the slowest rank", limit=POSITIVE, needs=SEVERAL_PROCESSES
     )
     distributed_timeout_seconds_after_init: float | None = setting(
         None,
         "timeout of collectives after the first step, in seconds (unchanged)",
-        limit=ABOVE_ZERO,
+        limit=POSITIVE,
         needs=SEVERAL_PROCESSES,
     )
     max_restarts: int = setting(
         None,
         "restarts of a crashed job from its last checkpoint; a new checkpoint resets the count (3; 0 for one process, which then runs "
         "without a supervisor)",
-        limit=ZERO_OR_MORE,
+        limit=NON_NEGATIVE,
         needs=own_processes,
     )
     heartbeat_timeout: float | None = setting(
         None,
         "seconds without a heartbeat, or at one point of a step, after which a rank is considered hung (60, but at least 10 times the longest "
         "step and twice the first; 0: never)",
-        limit=ZERO_OR_MORE,
+        limit=NON_NEGATIVE,
         needs=a_supervisor,
     )
     check_memory: bool = setting(True, "before starting, compare the estimated memory with the device's")
@@ -307,7 +307,7 @@ class LaunchConfig:
         None,
         "local rank, as older launchers pass it",
         notice="LOCAL_RANK, which the launcher sets in the environment, is used instead",
-        limit=ZERO_OR_MORE,
+        limit=NON_NEGATIVE,
     )
     job_id: str | None = setting(
         None, "name of the job in progress.txt (the Slurm job ID)", needs=PROGRESS_FILE, resume=SILENT

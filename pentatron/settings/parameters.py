@@ -10,8 +10,8 @@ from functools import cached_property
 
 from pentatron.layout.ranks import Axis, Grid
 from pentatron.layout.schedules import FOLDED
-from pentatron.layout.stages import Costs, Division, StagePart
-from pentatron.settings.layers import window_of, windowed_layers
+from pentatron.layout.stages import Costs, StageDivision, StagePart
+from pentatron.settings.layers import window_of_layer, windowed_layers
 from pentatron.settings.model import NO_EXPERTS, MoEConfig, TransformerConfig, inner_widths, moe_layers
 from pentatron.settings.settings import Settings
 
@@ -30,7 +30,7 @@ class Parameter:
     name: str
     shape: tuple[int, ...]
     copies: Axis = "replicas"
-    at_both_ends: bool = False
+    is_tied_across_stages: bool = False
 
     @cached_property
     def elements(self) -> int:
@@ -99,7 +99,7 @@ def has_mlp_bias(config: TransformerConfig) -> bool:
     return config.add_bias_linear or config.add_mlp_bias
 
 
-def halves_of(config: TransformerConfig) -> int:
+def matrices_before_activation(config: TransformerConfig) -> int:
     """Returns the number of matrices before the activation of an MLP.
 
     A gated MLP has two, in one parameter.
@@ -107,9 +107,9 @@ def halves_of(config: TransformerConfig) -> int:
     return 2 if config.gated_linear_unit else 1
 
 
-def matrices_of(config: TransformerConfig) -> int:
+def matrices_per_mlp(config: TransformerConfig) -> int:
     """Returns the number of matrices of an MLP or expert."""
-    return halves_of(config) + 1
+    return matrices_before_activation(config) + 1
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,10 @@ def mlp_sizes(config: TransformerConfig, ranks: int = 1, inner: int | None = Non
     `inner`: unsharded inner width, if not the configured one.
     """
     width, hidden, bias = (inner or config.ffn_hidden_size) // ranks, config.hidden_size, has_mlp_bias(config)
-    fc1, fc2 = LinearSizes(hidden, halves_of(config) * width, bias), LinearSizes(width, hidden, bias)
+    fc1, fc2 = (
+        LinearSizes(hidden, matrices_before_activation(config) * width, bias),
+        LinearSizes(width, hidden, bias),
+    )
     return MLPSizes(width, fc1, fc2)
 
 
@@ -155,7 +158,9 @@ def expert_sizes(config: TransformerConfig, moe: MoEConfig, holders: int = 1, cu
     """
     count, inner = moe.experts // holders, moe.moe_ffn_hidden_size // cut
     hidden = config.hidden_size
-    return ExpertSizes(count, inner, (count, halves_of(config) * inner, hidden), (count, hidden, inner))
+    return ExpertSizes(
+        count, inner, (count, matrices_before_activation(config) * inner, hidden), (count, hidden, inner)
+    )
 
 
 def router_shape(hidden: int, moe: MoEConfig) -> tuple[int, int]:
@@ -185,12 +190,12 @@ def is_tied(config: TransformerConfig) -> bool:
     return not config.untie_embeddings_and_output_weights
 
 
-def head_has_table(config: TransformerConfig, part: StagePart) -> bool:
+def has_separate_output_weight(config: TransformerConfig, part: StagePart) -> bool:
     """Whether the output layer of a stage has a weight other than the embedding of that stage."""
     return part.head and not (is_tied(config) and part.embedding)
 
 
-def table_shape(config: TransformerConfig, ranks: int = 1) -> tuple[int, int]:
+def embedding_shape(config: TransformerConfig, ranks: int = 1) -> tuple[int, int]:
     """Returns the shape of the weight of embedding and output layer."""
     return (config.padded_vocab_size // ranks, config.hidden_size)
 
@@ -233,13 +238,15 @@ class ModelParameters:
 
     @cached_property
     def table(self) -> tuple[int, int]:
-        return table_shape(self.model, self.grid.tensor)
+        return embedding_shape(self.model, self.grid.tensor)
 
     def stage(self, part: StagePart) -> list[Parameter]:
         parameters: list[Parameter] = []
         tied = is_tied(self.model)
         if part.embedding:
-            word = Parameter("embedding.word.weight", self.table, at_both_ends=tied and not part.head)
+            word = Parameter(
+                "embedding.word.weight", self.table, is_tied_across_stages=tied and not part.head
+            )
             parameters.append(word)
             positions = position_shape(self.model)
             if positions is not None:
@@ -248,8 +255,8 @@ class ModelParameters:
             parameters += self.layer(layer)
         if part.head:
             parameters += self._norm("final_norm")
-        if head_has_table(self.model, part):
-            parameters.append(Parameter("head.weight", self.table, at_both_ends=tied))
+        if has_separate_output_weight(self.model, part):
+            parameters.append(Parameter("head.weight", self.table, is_tied_across_stages=tied))
         return parameters
 
     def layer(self, number: int) -> list[Parameter]:
@@ -306,7 +313,7 @@ def step_flops(config: TransformerConfig, batch: int, sequence: int, moe: MoECon
     hidden, attention = config.hidden_size, attention_sizes(config)
     attended = attention.linear_proj.inputs
     sparse = 0 if moe.num_experts is None else sum(moe_layers(moe.moe_layer_freq, config.num_layers))
-    mlps = hidden * inner_widths(config, moe, sparse) * matrices_of(config)
+    mlps = hidden * inner_widths(config, moe, sparse) * matrices_per_mlp(config)
     projections = attention.linear_qkv.multiplications + attention.linear_proj.multiplications
     per_token = mlps + config.num_layers * projections + hidden * config.padded_vocab_size
     return (
@@ -322,7 +329,7 @@ def layer_seconds(config: TransformerConfig, moe: MoEConfig, samples: int, peak:
 
 def _pairs(config: TransformerConfig, sequence: int) -> int:
     """Returns the attended token pairs of a sequence over all layers, twice: for scores and values."""
-    layers, before = config.num_layers, window_of(config.window_size, None, 1, 1)
+    layers, before = config.num_layers, window_of_layer(config.window_size, None, 1, 1)
     if before is None:
         return layers * sequence * sequence
     windows, seen = sum(windowed_layers(config.window_attn_skip_freq, layers)), min(before + 1, sequence)
@@ -349,7 +356,7 @@ def grid_of(s: Settings) -> Grid:
     )
 
 
-def division_of(s: Settings) -> Division:
+def division_of(s: Settings) -> StageDivision:
     """Returns how the layers are divided into stages.
 
     On one rank, layers at the ends are not counted separately.
@@ -360,8 +367,8 @@ def division_of(s: Settings) -> Division:
         s.pipeline_model_parallel_layout,
     )
     if ranks == 1:
-        return Division(ranks, virtual, written=written)
-    return Division(
+        return StageDivision(ranks, virtual, written=written)
+    return StageDivision(
         ranks=ranks,
         virtual=virtual,
         first=s.decoder_first_pipeline_num_layers,
@@ -381,7 +388,7 @@ def costs_of(s: Settings) -> Costs:
     """
     hidden, attention = s.hidden_size, attention_sizes(s)
     projections = attention.linear_qkv.multiplications + attention.linear_proj.multiplications
-    mlp = matrices_of(s) * hidden * _inner_width(s)
+    mlp = matrices_per_mlp(s) * hidden * _inner_width(s)
     # A token attends to half the sequence on average, once for the scores and once for the values.
     scores = s.seq_length * attention.linear_proj.inputs
     return Costs(layer=projections + mlp + scores, embedding=0, head=hidden * (s.padded_vocab_size or 0))

@@ -9,18 +9,18 @@ from pentatron.errors import ConfigError, UserError
 from pentatron.settings.command_line import did_you_mean, parse_flags
 from pentatron.settings.data_paths import NAMED, Blend
 from pentatron.settings.decision_types import Decisions
-from pentatron.settings.decisions import decide, device_of_settings
+from pentatron.settings.decisions import decide, device_from_settings
 from pentatron.settings.declaration import first_unmet
 from pentatron.settings.deepspeed import read_deepspeed
 from pentatron.settings.derive import derive
 from pentatron.settings.entry import EntryPoint
-from pentatron.settings.files import places_in_run, read_data_files, read_file
+from pentatron.settings.files import paths_in_run, read_data_files, read_file
 from pentatron.settings.parameters import has_mlp_bias
 from pentatron.settings.presets import presets
-from pentatron.settings.rules import not_available, out_of_limits, problems_of
+from pentatron.settings.rules import out_of_limits, problems_of, unsupported_features
 from pentatron.settings.run import RunConfig, table
 from pentatron.settings.schedule import derive_length
-from pentatron.settings.settings import Assigned, Draft, Facts, Settings, unset
+from pentatron.settings.settings import Assigned, Draft, Facts, Settings, is_unset
 
 # If one of these is given, the default preset is not used.
 _REPLACES_DEFAULT_PRESET = (
@@ -57,7 +57,7 @@ class Resolved:
         """The origins of all values."""
         return self.settings.sources
 
-    def telling(self, notes: Sequence[str]) -> "Resolved":
+    def with_notices(self, notes: Sequence[str]) -> "Resolved":
         """Returns a copy with further notices."""
         draft = self.open
         if draft is not None:
@@ -98,12 +98,12 @@ def gather(words: Sequence[str], entry: EntryPoint) -> Draft:
     draft = Draft({**values, **given}, notices)
     if flags.config is not None:
         kept = {name: assigned.value for name, assigned in from_file.items() if given[name] is assigned}
-        draft.in_run_folder = places_in_run(flags.config, kept)
+        draft.in_run_folder = paths_in_run(flags.config, kept)
     _drop_idle_default(draft)
     read_data_files(draft)
-    if unset(draft.run_dir):
+    if is_unset(draft.run_dir):
         # Before the folder is read: the same command must always lead to the same folder.
-        draft.derive("runs/NAME, after the model and the data", run_dir=f"runs/{name_of_run(draft)}")
+        draft.derive("runs/NAME, after the model and the data", run_dir=f"runs/{default_run_name(draft)}")
     return draft
 
 
@@ -140,12 +140,12 @@ def _with_length(draft: Draft) -> Resolved:
     """Derives the length of the run, checks all settings and freezes them."""
     before = draft.copy()
     problems = [*draft.problems, *derive_length(draft)]
-    missing = [] if draft.built_only else not_available(draft)
+    missing = [] if draft.built_only else unsupported_features(draft)
     problems += [problem for problem in problems_of(draft, draft.wrong) if problem not in missing]
     if problems:
         raise ConfigError(problems)
     config = RunConfig.of(draft)
-    notices = notices_for(draft, decide(config, device_of_settings(config)))
+    notices = notices_for(draft, decide(config, device_from_settings(config)))
     is_open = draft.epochs is not None and not draft.is_synthetic and draft.epoch_samples is None
     notices = [*draft.notices, *missing, *notices, *draft.further_notices]
     return Resolved(config, draft, notices, before if is_open else None)
@@ -157,13 +157,13 @@ def notices_of_device(resolved: Resolved, decisions: Decisions) -> list[str]:
     return [line for line in lines if line not in resolved.notices]
 
 
-def problems_beside(draft: Draft, facts: Facts, unknown: Collection[str]) -> list[str]:
+def problems_independent_of(draft: Draft, facts: Facts, unknown: Collection[str]) -> list[str]:
     """Returns the problems that do not depend on the `unknown` settings. Does not change the draft."""
     copy, problems = _derived(draft, facts, unknown)
     return problems + problems_of(copy, {*copy.wrong, *unknown})
 
 
-def foreseen(draft: Draft, facts: Facts) -> Settings:
+def derived_settings(draft: Draft, facts: Facts) -> Settings:
     """Returns the settings as `resolve` would derive them now. Does not check them or change the draft."""
     return _derived(draft, facts)[0]
 
@@ -276,7 +276,7 @@ def _is_requested(s: Settings, name: str) -> bool:
 # --- name of the run folder ---
 
 
-def name_of_run(draft: Draft) -> str:
+def default_run_name(draft: Draft) -> str:
     """Returns the default name of a run: `MODEL-DATA`, such as `qwen3-0.6b-chats`."""
     return "-".join(filter(None, (_model(draft), _data(draft)))) or "run"
 

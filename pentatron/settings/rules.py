@@ -7,20 +7,20 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from pentatron.settings.data_paths import NAMED, Blend, names_files
-from pentatron.settings.decisions import not_recordable, requires_graphs
+from pentatron.settings.data_paths import NAMED, Blend, training_files_flag
+from pentatron.settings.decisions import requires_graphs, why_not_capturable
 from pentatron.settings.declaration import Setting, flag_of
 from pentatron.settings.layout_rules import LAYOUT_RULES, ZERO_RULES, Rule, error_of
 from pentatron.settings.model_rules import MOE_RULES, POSITION_RULES, PRECISION_RULES
 from pentatron.settings.run import table
-from pentatron.settings.settings import Settings, unset
+from pentatron.settings.settings import Settings, is_unset
 from pentatron.settings.training_rules import LOOP_RULES, SCHEDULE_RULES, SFT_RULES
-from pentatron.text import divisors, either, meeting_point
+from pentatron.text import divisors, join_choices, parse_rendezvous_url
 
 
 def problems_of(s: Settings, unsound: Collection[str] = ()) -> list[str]:
     """Returns all errors in the settings. Rules that read an `unsound` setting are skipped."""
-    return [*out_of_limits(s).values(), *not_available(s), *broken_rules(s, unsound)]
+    return [*out_of_limits(s).values(), *unsupported_features(s), *broken_rules(s, unsound)]
 
 
 def broken_rules(s: Settings, unsound: Collection[str] = ()) -> list[str]:
@@ -58,7 +58,7 @@ def out_of_limits(s: Settings) -> dict[str, str]:
     }
 
 
-def not_available(s: Settings) -> list[str]:
+def unsupported_features(s: Settings) -> list[str]:
     """Returns an error for each requested feature that is not implemented."""
     wanted: dict[str, list[Setting]] = {}
     for name, item in table().items():
@@ -85,14 +85,14 @@ def _way_out(items: list[Setting], s: Settings) -> str:
 def _graphs(s: Settings) -> str | None:
     if not requires_graphs(s.cuda_graphs):
         return None
-    reason = "the run is on a CPU" if s.device == "cpu" else not_recordable(s)
+    reason = "the run is on a CPU" if s.device == "cpu" else why_not_capturable(s)
     if not reason:
         return None
     return f"--cuda-graphs on is not possible: {reason}; leave it out, or use --cuda-graphs auto"
 
 
 def _meeting_point(s: Settings) -> str | None:
-    if s.init_method is None or meeting_point(s.init_method) is not None:
+    if s.init_method is None or parse_rendezvous_url(s.init_method) is not None:
         return None
     return f"--init-method {s.init_method} must look like tcp://HOST:PORT, for example tcp://localhost:12345"
 
@@ -103,7 +103,7 @@ def _groups(s: Settings) -> str | None:
         return None
     return (
         f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}; "
-        f"use {either(divisors(heads))} groups"
+        f"use {join_choices(divisors(heads))} groups"
     )
 
 
@@ -127,7 +127,7 @@ def _positions(s: Settings) -> str | None:
 
 def _vocabulary(s: Settings) -> str | None:
     # The size of --vocab-file is read before the rules are checked.
-    if not unset(s.vocab_size) or s.vocab_file is not None:
+    if not is_unset(s.vocab_size) or s.vocab_file is not None:
         return None
     return "the vocabulary size is unknown; give --vocab-size, or --tokenizer-model with a folder that has a tokenizer.json"
 
@@ -140,7 +140,7 @@ def _tokenizer(s: Settings) -> str | None:
         ),
     }
     kind = s.tokenizer_type
-    if kind not in files or not names_files(s) or s.tokenizer_model is not None:
+    if kind not in files or not training_files_flag(s) or s.tokenizer_model is not None:
         return None
     return f"--tokenizer-type {kind} needs --tokenizer-model, a folder that has a {files[kind]}"
 

@@ -7,19 +7,19 @@ from typing import Any
 
 from pentatron.layout import schedules
 from pentatron.layout.actions import Placement, Schedule
-from pentatron.layout.batch import BatchPlan, accumulation_steps, batch_problem
+from pentatron.layout.batch import BatchSizeSchedule, accumulation_steps, batch_size_problem
 from pentatron.layout.ranks import Grid
 from pentatron.layout.schedules import schedule_problem
-from pentatron.layout.stages import StagePart, recomputed_runs, stage_parts
+from pentatron.layout.stages import StagePart, recompute_groups, stage_parts
 from pentatron.settings.declaration import Setting, settings_of
 from pentatron.settings.model import KernelConfig, MoEConfig, TransformerConfig, moe_layers
 from pentatron.settings.output import CheckpointConfig, LogConfig, RunSettings
 from pentatron.settings.parallel import LaunchConfig, MemoryConfig, ParallelConfig, PrecisionConfig
 from pentatron.settings.parameters import costs_of, division_of, grid_of
-from pentatron.settings.schedule import Spans, plan_of, spans_of
+from pentatron.settings.schedule import ScheduleLengths, batch_plan_of, schedule_lengths_of
 from pentatron.settings.settings import Settings
 from pentatron.settings.training import DataConfig, LoopConfig, OptimConfig, TrainConfig
-from pentatron.text import divisors, either, redacted_value
+from pentatron.text import divisors, join_choices, redact_value
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class RunConfig:
     @property
     def defers_weight_gradients(self) -> bool:
         """Whether backward is split, with weight gradients computed later."""
-        return self._schedule_kind in schedules.HALVING
+        return self._schedule_kind in schedules.SPLITS_BACKWARD
 
     @property
     def stages(self) -> tuple[StagePart, ...]:
@@ -94,7 +94,7 @@ class RunConfig:
             return []
         count = self.memory.recompute_num_layers
         block = self.memory.recompute_method == "block"
-        runs, _ = recomputed_runs(part.layers, 1 if block else count, count if block else None)
+        runs, _ = recompute_groups(part.layers, 1 if block else count, count if block else None)
         return [tuple(run) for run in runs]
 
     @property
@@ -110,7 +110,7 @@ class RunConfig:
         ranks, virtual = self.parallel.pipeline_model_parallel_size, self.virtual_stages
         kind = self._schedule_kind
         group = self.parallel.microbatch_group_size_per_virtual_pipeline_stage
-        if not schedules.takes_groups(kind, virtual) or group is None:
+        if not schedules.uses_groups(kind, virtual) or group is None:
             return schedules.training_schedule(kind, ranks, virtual, micro_batches)
         # A step of a smaller batch may have fewer micro-batches than a group.
         return schedules.training_schedule(kind, ranks, virtual, micro_batches, min(group, micro_batches))
@@ -129,14 +129,14 @@ class RunConfig:
         return accumulation_steps(batch_size, self.train.micro_batch_size, self.grid.data)
 
     @functools.cached_property
-    def batch_plan(self) -> BatchPlan:
+    def batch_plan(self) -> BatchSizeSchedule:
         """The batch size of each step."""
-        return plan_of(self.settings)
+        return batch_plan_of(self.settings)
 
     @property
-    def spans(self) -> Spans:
+    def spans(self) -> ScheduleLengths:
         """The lengths of the learning rate schedule, in samples."""
-        return spans_of(self.settings, self.batch_plan)
+        return schedule_lengths_of(self.settings, self.batch_plan)
 
     @property
     def eval_batch(self) -> tuple[int, int]:
@@ -165,7 +165,7 @@ class RunConfig:
         """Returns all settings by section as JSON types, without secrets, to be saved with the run."""
         return {
             section: {
-                name: redacted_value(list(value) if isinstance(value, tuple) else value)
+                name: redact_value(list(value) if isinstance(value, tuple) else value)
                 for name, value in fields.items()
             }
             for section, fields in dataclasses.asdict(self).items()
@@ -191,7 +191,7 @@ def table() -> dict[str, Setting]:
 def size_problem(config: RunConfig, size: int) -> str | None:
     """Returns why a step of this many samples cannot run in this layout, or None."""
     micro, replicas, ranks = config.train.micro_batch_size, config.grid.data, config.grid.pipeline
-    if batch_problem(size, micro, replicas) is not None:
+    if batch_size_problem(size, micro, replicas) is not None:
         return (
             f"{size} is not divisible by micro batch size ({micro}) times data parallel size ({replicas}) = "
             f"{micro * replicas}"
@@ -202,7 +202,9 @@ def size_problem(config: RunConfig, size: int) -> str | None:
     return schedule_problem(config.parallel.pipeline_schedule, ranks, config.virtual_stages, count)
 
 
-def sizes_problem(config: RunConfig, consumed_samples: int = 0, steps_taken: int = 0) -> str | None:
+def remaining_batch_sizes_problem(
+    config: RunConfig, consumed_samples: int = 0, steps_taken: int = 0
+) -> str | None:
     """Returns an error for the first remaining batch size that cannot run in this layout, or None."""
     plan, left = config.batch_plan, config.train.train_iters - steps_taken
     for stretch in plan.sizes(left, consumed_samples) if left > 0 else ():
@@ -222,5 +224,5 @@ def _way_out(config: RunConfig) -> str:
         return "begin with larger batches, or use another --pipeline-schedule"
     multiples = f"use batch sizes that are multiples of {chunk}"
     if common % replicas == 0:
-        return f"{multiples}, or --micro-batch-size {either(divisors(common // replicas))}"
+        return f"{multiples}, or --micro-batch-size {join_choices(divisors(common // replicas))}"
     return f"{multiples}, or a number of data-parallel ranks that divides {common}"

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pentatron.layout.batch import BatchPlan, constant, linear_ramp, written_steps
+from pentatron.layout.batch import BatchSizeSchedule, constant, linear_ramp, parse_batch_steps
 from pentatron.settings.declaration import flag_of
-from pentatron.settings.settings import Draft, Settings, unset
-from pentatron.text import counted
+from pentatron.settings.settings import Draft, Settings, is_unset
+from pentatron.text import format_count
 
 
-def plan_of(s: Settings) -> BatchPlan:
+def batch_plan_of(s: Settings) -> BatchSizeSchedule:
     """Returns the batch sizes of the run.
 
     Raises `ValueError` with a message for an invalid ramp-up or schedule.
@@ -17,7 +17,7 @@ def plan_of(s: Settings) -> BatchPlan:
     steps, ramp, full = s.step_batch_size_schedule, s.rampup_batch_size, s.global_batch_size
     if steps:
         try:
-            return written_steps(steps, s.seq_length)
+            return parse_batch_steps(steps, s.seq_length)
         except ValueError as error:
             raise ValueError(f"--step-batch-size-schedule {' '.join(steps)}: {error}") from None
     if not ramp:
@@ -32,7 +32,7 @@ def plan_of(s: Settings) -> BatchPlan:
 
 
 @dataclass(frozen=True)
-class Spans:
+class ScheduleLengths:
     """Lengths in samples: the warm-up, the end of the decay, the decay at the end of WSD, the whole run."""
 
     warmup: float
@@ -41,14 +41,14 @@ class Spans:
     total: int
 
 
-def spans_of(s: Settings, plan: BatchPlan) -> Spans:
+def schedule_lengths_of(s: Settings, plan: BatchSizeSchedule) -> ScheduleLengths:
     """Converts the lengths of the schedules to samples. Steps have the batch sizes of the plan."""
     total = s.train_samples or plan.samples_after(max(1, s.train_iters))
     decay = s.lr_decay_samples or plan.samples_after(s.lr_decay_iters or 0)
-    return Spans(_warmup_samples(s, plan, decay), decay, _wsd(s, plan, decay), total)
+    return ScheduleLengths(_warmup_samples(s, plan, decay), decay, _wsd(s, plan, decay), total)
 
 
-def _warmup_samples(s: Settings, plan: BatchPlan, decay: int) -> float:
+def _warmup_samples(s: Settings, plan: BatchSizeSchedule, decay: int) -> float:
     if s.lr_warmup_fraction is not None:
         return float(s.lr_warmup_fraction * decay)
     if s.lr_warmup_samples is not None:
@@ -56,7 +56,7 @@ def _warmup_samples(s: Settings, plan: BatchPlan, decay: int) -> float:
     return plan.samples_after(s.lr_warmup_iters)
 
 
-def _wsd(s: Settings, plan: BatchPlan, decay: int) -> int:
+def _wsd(s: Settings, plan: BatchSizeSchedule, decay: int) -> int:
     if s.lr_wsd_decay_samples is not None:
         return int(s.lr_wsd_decay_samples)
     if s.lr_wsd_decay_iters is None:
@@ -73,12 +73,12 @@ def _wsd(s: Settings, plan: BatchPlan, decay: int) -> int:
 # contradict each other. The saved file of a run contains derived values too: those they are derived from win.
 
 
-def plan_so_far(draft: Draft) -> BatchPlan | None:
+def batch_plan_or_none(draft: Draft) -> BatchSizeSchedule | None:
     """Returns the batch plan, or None if there is none, which the rules report."""
-    if unset(draft.global_batch_size) and not draft.step_batch_size_schedule:
+    if is_unset(draft.global_batch_size) and not draft.step_batch_size_schedule:
         return None
     try:
-        return plan_of(draft)
+        return batch_plan_of(draft)
     except ValueError:
         return None
 
@@ -110,7 +110,7 @@ def _contradiction(draft: Draft, given: list[str], what: str) -> list[str]:
     return []
 
 
-def settle_stepwise_batch(draft: Draft) -> list[str]:
+def derive_stepwise_batch(draft: Draft) -> list[str]:
     """Derives the global batch size as the last of --step-batch-size-schedule. Returns the problems.
 
     Validation and the checks of the layout use that size.
@@ -121,7 +121,7 @@ def settle_stepwise_batch(draft: Draft) -> list[str]:
     given = _select_given(draft, *others, "step_batch_size_schedule")
     if draft.given("step_batch_size_schedule") and "step_batch_size_schedule" not in given:
         return []
-    plan = plan_so_far(draft)
+    plan = batch_plan_or_none(draft)
     size = None if plan is None else plan.changes[-1][1]
     problems: list[str] = []
     for name in given[:-1]:
@@ -139,21 +139,21 @@ def derive_length(draft: Draft) -> list[str]:
 
     With `--epochs` over data that is not counted yet, all of these stay unset.
     """
-    plan = plan_so_far(draft)
+    plan = batch_plan_or_none(draft)
     problems = _samples(draft, plan) + _epochs(draft, plan)
-    if draft.skip_train and unset(draft.train_iters) and draft.epochs is None:
+    if draft.skip_train and is_unset(draft.train_iters) and draft.epochs is None:
         draft.derive("nothing is trained (--skip-train)", train_iters=0)
     problems += _decay(draft)
     if draft.min_lr > draft.lr and not draft.given("min_lr"):
         draft.derive(f"a tenth of --lr; the preset has {draft.min_lr}", min_lr=draft.lr / 10)
     _weight_decay(draft)
-    if unset(draft.save_interval) and not unset(draft.train_iters):
+    if is_unset(draft.save_interval) and not is_unset(draft.train_iters):
         interval = max(1, min(draft.train_iters, max(100, draft.train_iters // 10)))
         draft.derive("a tenth of the run, at least 100 steps", save_interval=interval)
     return problems + _warmup(draft, plan)
 
 
-def _samples(draft: Draft, plan: BatchPlan | None) -> list[str]:
+def _samples(draft: Draft, plan: BatchSizeSchedule | None) -> list[str]:
     """Derives the steps of --train-samples. Samples that do not fill a step at the end are not used."""
     given = _select_given(draft, "train_iters", "train_samples")
     samples = draft.train_samples
@@ -175,7 +175,7 @@ def _samples(draft: Draft, plan: BatchPlan | None) -> list[str]:
     return []
 
 
-def _epochs(draft: Draft, plan: BatchPlan | None) -> list[str]:
+def _epochs(draft: Draft, plan: BatchSizeSchedule | None) -> list[str]:
     """Derives the steps of --epochs. If the length is given too, the run ends at the smaller of the two."""
     if flag := _overriding_flag(draft, ("train_iters", "train_samples"), "epochs"):
         draft.derive(f"{flag_of(flag)} is given", epochs=None)
@@ -186,7 +186,7 @@ def _epochs(draft: Draft, plan: BatchPlan | None) -> list[str]:
         _limit_length(draft, *_synthetic_steps(epochs, draft.dataset_size, plan))
     elif draft.epoch_samples is not None:
         limit = plan.steps_within(epochs * draft.epoch_samples)
-        in_words = f"{counted(epochs, 'epoch')} of {counted(draft.epoch_samples, 'sample')}"
+        in_words = f"{format_count(epochs, 'epoch')} of {format_count(draft.epoch_samples, 'sample')}"
         if limit == 0:
             draft.wrong["epochs"] = (
                 f"--epochs {epochs}: {in_words} cannot fill the {plan.size_at(0)} samples of the first step; give more "
@@ -205,13 +205,13 @@ def _overriding_flag(draft: Draft, names: Sequence[str], other: str) -> str:
     return next((name for name in flags if getattr(draft, name) is not None), "")
 
 
-def _synthetic_steps(epochs: int, size: int, plan: BatchPlan) -> tuple[int, str]:
+def _synthetic_steps(epochs: int, size: int, plan: BatchSizeSchedule) -> tuple[int, str]:
     """Returns the steps of the epochs of synthetic data, and the reason in words."""
     if plan.is_constant:
         per_epoch = max(1, size // plan.size_at(0))
-        return epochs * per_epoch, f"{counted(epochs, 'epoch')} of {counted(per_epoch, 'step')}"
+        return epochs * per_epoch, f"{format_count(epochs, 'epoch')} of {format_count(per_epoch, 'step')}"
     limit = max(1, plan.steps_within(epochs * size))
-    return limit, f"{counted(epochs, 'epoch')} ({counted(limit, 'step')} of changing size)"
+    return limit, f"{format_count(epochs, 'epoch')} ({format_count(limit, 'step')} of changing size)"
 
 
 def _limit_length(draft: Draft, limit: int, in_words: str) -> None:
@@ -227,11 +227,11 @@ def _limit_length(draft: Draft, limit: int, in_words: str) -> None:
             return
         if limit > steps:
             draft.notices.append(
-                f"training stops after {counted(steps, 'step')}: {flag_of(name)} ends it before {in_words}"
+                f"training stops after {format_count(steps, 'step')}: {flag_of(name)} ends it before {in_words}"
             )
             return
         draft.notices.append(
-            f"training stops after {counted(limit, 'step')}: {in_words}, before {flag_of(name)} {getattr(draft, name)}"
+            f"training stops after {format_count(limit, 'step')}: {in_words}, before {flag_of(name)} {getattr(draft, name)}"
         )
         in_words = f"{in_words}, before {steps} steps"
     draft.derive(in_words, train_iters=limit)
@@ -249,7 +249,7 @@ def _decay(draft: Draft) -> list[str]:
     if draft.lr_decay_samples is None and draft.lr_decay_iters is None:
         if draft.train_samples is not None:
             draft.derive("train-samples", lr_decay_samples=draft.train_samples)
-        elif not unset(draft.train_iters):
+        elif not is_unset(draft.train_iters):
             draft.derive("train-iters", lr_decay_iters=max(1, draft.train_iters))
     return problems
 
@@ -262,7 +262,7 @@ def _weight_decay(draft: Draft) -> None:
             draft.derive("weight-decay", **{name: draft.weight_decay})
 
 
-def _warmup(draft: Draft, plan: BatchPlan | None) -> list[str]:
+def _warmup(draft: Draft, plan: BatchSizeSchedule | None) -> list[str]:
     """Derives the whole steps of the warm-up, however it is given. Returns the contradictions found."""
     given = _select_given(draft, "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction")
     if plan is None or (draft.lr_decay_iters is None and draft.lr_decay_samples is None):

@@ -16,7 +16,7 @@ from pentatron.settings.parallel import LaunchConfig, MemoryConfig, ParallelConf
 from pentatron.settings.training import DataConfig, LoopConfig, OptimConfig, TrainConfig
 
 # Prefix of the reason of values that a resumed run keeps from its first start.
-KEPT = "kept from"
+KEPT_PREFIX = "kept from"
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def is_written(source: str) -> bool:
     return source.startswith(("flag", "file"))
 
 
-def unset(value: object) -> bool:
+def is_unset(value: object) -> bool:
     """Whether a setting is neither given nor derived yet.
 
     Its declared type is that in a resolved run, without None.
@@ -200,7 +200,7 @@ class Draft(Settings):
 
 
 # Settings that select what is loaded from a checkpoint.
-CHOOSING = ("finetune", "no_load_optim", "no_load_rng")
+LOAD_OPTIONS = ("finetune", "no_load_optim", "no_load_rng")
 
 
 class Start(Enum):
@@ -226,28 +226,28 @@ def start_of(s: Settings, load_given: bool, resumes: bool) -> Start:
         return Start.ANEW
     if resumes or (s.skip_train and not load_given):
         return Start.RESUME
-    if not load_given or unset(s.load):
+    if not load_given or is_unset(s.load):
         return Start.ANEW
     selects = s.finetune or s.no_load_optim or s.no_load_rng
-    if not selects and names_checkpoints(s.load, s.save):
+    if not selects and is_checkpoint_folder(s.load, s.save):
         return Start.RESUME
     inside = is_inside(s.load, s.run_dir, s.save)
     return Start.IN_PLACE if inside or s.skip_train else Start.ANEW
 
 
-def how_to_go_on(start: Start, save: str) -> str:
+def how_to_resume(start: Start, save: str) -> str:
     """Returns the advice how to resume from the last checkpoint, given the start of this command."""
     if start is Start.RESUME:
         return "the same command resumes from there"
     return f"the same command with --load {save}, and without --finetune, resumes from there"
 
 
-def another_run(run_dir: str) -> str:
+def other_run_error(run_dir: str) -> str:
     """Returns the beginning of the error for a derived run folder that holds another run."""
     return f"another run is in {run_dir}; choose --run-dir for this one"
 
 
-def names_checkpoints(load: str, save: str) -> bool:
+def is_checkpoint_folder(load: str, save: str) -> bool:
     """Whether `load` is the checkpoint folder `save` or the run folder that contains it."""
     folder = Path(save).resolve()
     return folder in (Path(load).resolve(), (Path(load) / "checkpoints").resolve())

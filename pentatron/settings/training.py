@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from pentatron.settings.declaration import (
-    ABOVE_ZERO,
     BELOW_ONE,
     FREE,
+    NON_NEGATIVE,
     ORDER,
+    POSITIVE,
     SILENT,
-    ZERO_OR_MORE,
     OnResume,
     setting,
 )
@@ -57,7 +57,7 @@ class DataConfig:
     corpus: str | None = setting(
         None, "text corpus built locally: the source code of Python's standard library", choices=("python",)
     )
-    corpus_bytes: int = setting(8_000_000, "bytes of the corpus to use", limit=ABOVE_ZERO, needs=a_corpus)
+    corpus_bytes: int = setting(8_000_000, "bytes of the corpus to use", limit=POSITIVE, needs=a_corpus)
     data_path: tuple[str, ...] = setting(
         (), "prefix of a .bin/.idx pair, or a blend of several (P1 P2 … or, with weights, W1 P1 W2 P2 …)"
     )
@@ -74,7 +74,7 @@ class DataConfig:
     mid_level_dataset_surplus: float = setting(
         0.005,
         "fraction of additional samples that a weighted dataset of a blend is built for",
-        limit=ZERO_OR_MORE,
+        limit=NON_NEGATIVE,
         needs=weighted_data,
         resume=ORDER,
     )
@@ -89,7 +89,7 @@ class DataConfig:
     )
     mock_data: bool = setting(False, "mock data that counts tokens, for speed tests")
     dataset_size: int | None = setting(
-        None, "number of synthetic samples, if no data is given", limit=ABOVE_ZERO, needs=synthetic_data
+        None, "number of synthetic samples, if no data is given", limit=POSITIVE, needs=synthetic_data
     )
     reset_position_ids: bool = setting(False, "restart position ids at 0 in every document", needs=documents)
     reset_attention_mask: bool = setting(False, "mask attention between documents", needs=documents)
@@ -116,8 +116,8 @@ class DataConfig:
     )
     vocab_file: str | None = setting(None, "GPT-2 vocabulary (vocab.json)", needs=gpt2_tokenizer)
     merge_file: str | None = setting(None, "GPT-2 merges (merges.txt)", needs=gpt2_tokenizer)
-    num_workers: int = setting(0, "data loading processes of one rank", limit=ZERO_OR_MORE)
-    prefetch_factor: int = setting(2, "batches each one prefetches", limit=ABOVE_ZERO, needs=reader_processes)
+    num_workers: int = setting(0, "data loading processes of one rank", limit=NON_NEGATIVE)
+    prefetch_factor: int = setting(2, "batches each one prefetches", limit=POSITIVE, needs=reader_processes)
     dataloader_type: str = setting(
         "single",
         "order of samples: one order for the whole run (single), or a new shuffle in every epoch (cyclic)",
@@ -152,42 +152,42 @@ class TrainConfig:
     """Batches, length and evaluation"""
 
     micro_batch_size: int = setting(
-        None, "samples per micro-batch, which one rank computes at once (1)", limit=ABOVE_ZERO
+        None, "samples per micro-batch, which one rank computes at once (1)", limit=POSITIVE
     )
     global_batch_size: int = setting(
-        None, "samples per optimizer step (micro-batch × data-parallel size)", limit=ABOVE_ZERO
+        None, "samples per optimizer step (micro-batch × data-parallel size)", limit=POSITIVE
     )
     gradient_accumulation_steps: int | None = setting(
-        None, "micro-batches per step, instead of --global-batch-size", limit=ABOVE_ZERO
+        None, "micro-batches per step, instead of --global-batch-size", limit=POSITIVE
     )
     num_microbatches: int | None = setting(
-        None, "micro-batches that the batch of a data-parallel rank is split into", limit=ABOVE_ZERO
+        None, "micro-batches that the batch of a data-parallel rank is split into", limit=POSITIVE
     )
     rank_batch_size: int | None = setting(
-        None, "samples per data-parallel rank and step, before the split into micro-batches", limit=ABOVE_ZERO
+        None, "samples per data-parallel rank and step, before the split into micro-batches", limit=POSITIVE
     )
     rampup_batch_size: tuple[int, ...] = setting(
         (),
         "START INCREMENT SAMPLES: increase the global batch size from START to its final value within SAMPLES samples",
-        limit=ABOVE_ZERO,
+        limit=POSITIVE,
         needs=growing_batch,
     )
     step_batch_size_schedule: tuple[str, ...] = setting(
         (), "TOKENS:SIZE ... instead of --global-batch-size: size from this many tokens on (0:768 250B:1536)"
     )
-    train_iters: int = setting(None, "optimizer steps", also="--train-steps --max_steps", limit=ZERO_OR_MORE)
-    train_samples: int | None = setting(None, "samples to train on, instead of steps", limit=ABOVE_ZERO)
+    train_iters: int = setting(None, "optimizer steps", also="--train-steps --max_steps", limit=NON_NEGATIVE)
+    train_samples: int | None = setting(None, "samples to train on, instead of steps", limit=POSITIVE)
     epochs: int | None = setting(
         None,
         "epochs of the training data, in whole steps; the run ends at the smaller of this and --train-iters",
-        limit=ABOVE_ZERO,
+        limit=POSITIVE,
         needs=countable_epochs,
     )
     eval_interval: int = setting(
-        1000, "steps between validations (0: never)", limit=ZERO_OR_MORE, needs=evaluations
+        1000, "steps between validations (0: never)", limit=NON_NEGATIVE, needs=evaluations
     )
     eval_iters: int = setting(
-        10, "steps of one validation (0: never validate)", limit=ZERO_OR_MORE, needs=evaluation_steps
+        10, "steps of one validation (0: never validate)", limit=NON_NEGATIVE, needs=evaluation_steps
     )
     full_validation: bool = setting(
         False,
@@ -195,10 +195,10 @@ class TrainConfig:
         needs=a_validation_set,
     )
     eval_global_batch_size: int | None = setting(
-        None, "samples of one validation step (global batch)", limit=ABOVE_ZERO, needs=evaluation
+        None, "samples of one validation step (global batch)", limit=POSITIVE, needs=evaluation
     )
     eval_micro_batch_size: int | None = setting(
-        None, "samples per micro-batch in validation (micro-batch)", limit=ABOVE_ZERO, needs=evaluation
+        None, "samples per micro-batch in validation (micro-batch)", limit=POSITIVE, needs=evaluation
     )
     skip_train: bool = setting(
         False, "evaluate the loaded model (validation and test), and exit", resume=FREE
@@ -216,16 +216,16 @@ class OptimConfig:
 
     optimizer: str = setting("adam", "AdamW, or SGD with momentum", choices=("adam", "sgd"))
     sgd_momentum: float = setting(0.9, "momentum of SGD", limit=BELOW_ONE, needs=SGD)
-    lr: float = setting(3e-4, "learning rate", also="--learning_rate", limit=ZERO_OR_MORE)
-    min_lr: float = setting(0.0, "learning rate at the end of the decay", limit=ZERO_OR_MORE, needs=DECAY)
+    lr: float = setting(3e-4, "learning rate", also="--learning_rate", limit=NON_NEGATIVE)
+    min_lr: float = setting(0.0, "learning rate at the end of the decay", limit=NON_NEGATIVE, needs=DECAY)
     lr_decay_style: str = setting(
         "cosine", "shape of the decay", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
     )
     lr_decay_iters: int | None = setting(
-        None, "step at which the decay ends (train-iters)", limit=ABOVE_ZERO, needs=decay_or_fraction
+        None, "step at which the decay ends (train-iters)", limit=POSITIVE, needs=decay_or_fraction
     )
     lr_decay_samples: int | None = setting(
-        None, "sample at which the decay ends", limit=ABOVE_ZERO, needs=decay_or_fraction
+        None, "sample at which the decay ends", limit=POSITIVE, needs=decay_or_fraction
     )
     lr_wsd_decay_style: str = setting(
         "exponential",
@@ -233,28 +233,28 @@ class OptimConfig:
         choices=("exponential", "linear", "cosine", "minus_sqrt"),
         needs=WSD,
     )
-    lr_wsd_decay_iters: int | None = setting(None, "steps of WSD's final decay", limit=ABOVE_ZERO, needs=WSD)
+    lr_wsd_decay_iters: int | None = setting(None, "steps of WSD's final decay", limit=POSITIVE, needs=WSD)
     lr_wsd_decay_samples: int | None = setting(
-        None, "samples of WSD's final decay", limit=ABOVE_ZERO, needs=WSD
+        None, "samples of WSD's final decay", limit=POSITIVE, needs=WSD
     )
     lr_warmup_iters: int = setting(
-        0, "steps of linear warm-up", also="--warmup_steps --lr-warmup-steps", limit=ZERO_OR_MORE
+        0, "steps of linear warm-up", also="--warmup_steps --lr-warmup-steps", limit=NON_NEGATIVE
     )
-    lr_warmup_samples: int | None = setting(None, "samples of linear warm-up", limit=ZERO_OR_MORE)
+    lr_warmup_samples: int | None = setting(None, "samples of linear warm-up", limit=NON_NEGATIVE)
     lr_warmup_fraction: float | None = setting(
         None, "warm-up as a fraction of the samples until the end of the decay", limit=BELOW_ONE
     )
     lr_warmup_init: float = setting(
-        0.0, "learning rate at the beginning of the warm-up", limit=ZERO_OR_MORE, needs=WARMUP
+        0.0, "learning rate at the beginning of the warm-up", limit=NON_NEGATIVE, needs=WARMUP
     )
     weight_decay: float = setting(
         0.01,
         "weight decay, decoupled in AdamW; not applied to norms and biases",
-        limit=ZERO_OR_MORE,
+        limit=NON_NEGATIVE,
         needs=one_weight_decay,
     )
-    start_weight_decay: float = setting(None, "weight decay at the start (weight-decay)", limit=ZERO_OR_MORE)
-    end_weight_decay: float = setting(None, "weight decay at the end (weight-decay)", limit=ZERO_OR_MORE)
+    start_weight_decay: float = setting(None, "weight decay at the start (weight-decay)", limit=NON_NEGATIVE)
+    end_weight_decay: float = setting(None, "weight decay at the end (weight-decay)", limit=NON_NEGATIVE)
     weight_decay_incr_style: str = setting(
         "constant",
         "how weight decay changes between the two",
@@ -262,11 +262,11 @@ class OptimConfig:
         needs=changing_weight_decay,
     )
     clip_grad: float = setting(
-        1.0, "maximum gradient norm (0: off)", also="--gradient-clip-val --max_grad_norm", limit=ZERO_OR_MORE
+        1.0, "maximum gradient norm (0: off)", also="--gradient-clip-val --max_grad_norm", limit=NON_NEGATIVE
     )
     adam_beta1: float = setting(0.9, "decay of Adam's first moment", limit=BELOW_ONE, needs=ADAM)
     adam_beta2: float = setting(0.999, "decay of Adam's second moment", limit=BELOW_ONE, needs=ADAM)
-    adam_eps: float = setting(1e-8, "Adam's epsilon", limit=ABOVE_ZERO, needs=ADAM)
+    adam_eps: float = setting(1e-8, "Adam's epsilon", limit=POSITIVE, needs=ADAM)
     fused_update: bool = setting(
         True,
         "on a GPU, clip, update by AdamW and round the weights in one fused kernel, without waiting for the norm; off: torch's "
@@ -283,9 +283,9 @@ class LoopConfig:
 
     on_resume: ClassVar[OnResume] = FREE
 
-    exit_interval: int | None = setting(None, "save and exit at multiples of this step", limit=ABOVE_ZERO)
+    exit_interval: int | None = setting(None, "save and exit at multiples of this step", limit=POSITIVE)
     exit_duration_in_mins: float | None = setting(
-        None, "save and exit after this many minutes, including the start", limit=ABOVE_ZERO
+        None, "save and exit after this many minutes, including the start", limit=POSITIVE
     )
     exit_signal_handler: bool = setting(
         False, "on --exit-signal save and exit with code 0 (else 128 + number)"
@@ -313,13 +313,13 @@ class LoopConfig:
     iterations_to_skip: tuple[int, ...] = setting(
         (),
         "steps, numbered as in the log, whose samples are read but not trained on",
-        limit=ABOVE_ZERO,
+        limit=POSITIVE,
         needs=steps_within_the_run,
     )
     check_weight_hash_across_dp_replicas_interval: int | None = setting(
         None,
         "steps between comparisons of weights that are replicated on several ranks (never)",
-        limit=ABOVE_ZERO,
+        limit=POSITIVE,
         needs=replicas_to_compare,
     )
     timing_log_level: int = setting(
@@ -332,7 +332,7 @@ class LoopConfig:
     )
     manual_gc: bool = setting(False, "run Python's garbage collection at the same steps on all ranks")
     manual_gc_interval: int = setting(
-        0, "steps between collections (0: only before the first step)", limit=ZERO_OR_MORE, needs=MANUAL_GC
+        0, "steps between collections (0: only before the first step)", limit=NON_NEGATIVE, needs=MANUAL_GC
     )
     manual_gc_eval: bool = setting(True, "collect around each evaluation too", needs=MANUAL_GC)
     enable_one_logger: bool = setting(
@@ -348,5 +348,5 @@ class LoopConfig:
         None,
         "samples before the data repeats",
         notice="data always repeats after its end (--dataloader-type), so this changes nothing",
-        limit=ABOVE_ZERO,
+        limit=POSITIVE,
     )

@@ -4,11 +4,11 @@ import datetime
 from collections.abc import Sequence
 
 from pentatron.errors import UserError
-from pentatron.layout.batch import BatchPlan, batch_problem
-from pentatron.settings.data_paths import counted_by_the_run, names_files, without_epochs
+from pentatron.layout.batch import BatchSizeSchedule, batch_size_problem
+from pentatron.settings.data_paths import is_counted_in_run, training_files_flag, why_no_epochs
 from pentatron.settings.layout_rules import Rule, error_of
-from pentatron.settings.schedule import Spans, plan_of, spans_of
-from pentatron.settings.settings import Settings, unset
+from pentatron.settings.schedule import ScheduleLengths, batch_plan_of, schedule_lengths_of
+from pentatron.settings.settings import Settings, is_unset
 
 # --- evaluation, profiles and retained checkpoints ---
 
@@ -20,7 +20,7 @@ def _eval_batch(s: Settings) -> str | None:
     micro = s.eval_micro_batch_size or s.micro_batch_size
     if total is None or micro is None:
         return None
-    problem = batch_problem(total, micro, s.data_parallel_size)
+    problem = batch_size_problem(total, micro, s.data_parallel_size)
     return problem and f"in evaluation (--eval-global-batch-size, --eval-micro-batch-size): {problem}"
 
 
@@ -57,7 +57,7 @@ def is_weight(word: str) -> bool:
     return word.replace(".", "", 1).isdecimal()
 
 
-def named_text(words: Sequence[str]) -> str | None:
+def first_text_file(words: Sequence[str]) -> str | None:
     """Returns the first word that names a text file rather than tokenized data, or None."""
     return next((word for word in words if word.removesuffix(".gz").endswith(_JSON)), None)
 
@@ -65,7 +65,7 @@ def named_text(words: Sequence[str]) -> str | None:
 def _sft_file(s: Settings) -> str | None:
     words = s.data_path
     if not s.sft:
-        text = named_text(words)
+        text = first_text_file(words)
         if text is None:
             return None
         return (
@@ -109,38 +109,38 @@ SFT_RULES: tuple[Rule, ...] = (_sft_file, _sft_tokenizer, _sft_date)
 def _plan(s: Settings) -> str | None:
     if not s.rampup_batch_size and not s.step_batch_size_schedule:
         return None
-    if unset(s.global_batch_size) and not s.step_batch_size_schedule:
+    if is_unset(s.global_batch_size) and not s.step_batch_size_schedule:
         return None
-    return error_of(plan_of, s)
+    return error_of(batch_plan_of, s)
 
 
 def _run_length(s: Settings) -> str | None:
-    if not unset(s.train_iters) or s.train_samples is not None:
+    if not is_unset(s.train_iters) or s.train_samples is not None:
         return None
     if s.epochs is not None:
-        if counted_by_the_run(s) or named_text(s.data_path or ()):
+        if is_counted_in_run(s) or first_text_file(s.data_path or ()):
             # Counted later; or text files without --sft, which another rule reports.
             return None
         try:
-            why = without_epochs(s)
+            why = why_no_epochs(s)
         except UserError:
             # Another rule reports the invalid data path.
             return None
-        if not why and s.facts.launcher and names_files(s):
+        if not why and s.facts.launcher and training_files_flag(s):
             # The ranks count the samples of the files later.
             return None
         return f"the number of steps of --epochs {s.epochs} is unknown: {why or 'no data is read'}; give --train-iters instead"
     return "the length of the run is unknown; give --train-iters"
 
 
-def _lengths(s: Settings) -> tuple[BatchPlan, Spans] | None:
+def _lengths(s: Settings) -> tuple[BatchSizeSchedule, ScheduleLengths] | None:
     """Returns the batch plan and the schedule lengths, or None if another rule reports a problem."""
-    if unset(s.train_iters) or unset(s.global_batch_size) or _plan(s) is not None:
+    if is_unset(s.train_iters) or is_unset(s.global_batch_size) or _plan(s) is not None:
         return None
     if s.lr_decay_iters is None and s.lr_decay_samples is None:
         return None
-    plan = plan_of(s)
-    return plan, spans_of(s, plan)
+    plan = batch_plan_of(s)
+    return plan, schedule_lengths_of(s, plan)
 
 
 def _warmup(s: Settings) -> str | None:

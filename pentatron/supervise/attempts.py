@@ -13,7 +13,7 @@ FILE_NAME = "job.json"
 
 
 @dataclass(frozen=True)
-class Launched:
+class LauncherState:
     """A start by a launcher that restarts jobs.
 
     `job`: its job ID, None if it has none. `restarts`: how often it has restarted the job.
@@ -32,19 +32,19 @@ class Attempt:
     """
 
     restarted: bool = False
-    launchers: Mapping[str, Launched] = field(default_factory=dict)
+    launchers: Mapping[str, LauncherState] = field(default_factory=dict)
     began: float | None = None
 
 
-FIRST = Attempt()
+FIRST_ATTEMPT = Attempt()
 
 
-def attempt_in(folder: Path, launchers: Mapping[str, Launched]) -> Attempt:
+def identify_attempt(folder: Path, launchers: Mapping[str, LauncherState]) -> Attempt:
     """Compares the job ID and restart count of the launchers with those recorded in the run folder."""
     return Attempt(any(_is_restart(folder, name, now) for name, now in launchers.items()), launchers)
 
 
-def _is_restart(folder: Path, launcher: str, now: Launched) -> bool:
+def _is_restart(folder: Path, launcher: str, now: LauncherState) -> bool:
     if now.restarts == 0:
         return False
     recorded = _recorded_launchers(folder)
@@ -81,9 +81,9 @@ def recorded_foreign(folder: Path) -> list[str]:
     return [name for name in recorded["foreign"] if isinstance(name, str)]
 
 
-def _recorded_launchers(folder: Path) -> dict[str, Launched] | None:
+def _recorded_launchers(folder: Path) -> dict[str, LauncherState] | None:
     try:
         launchers = (recorded_job(folder) or {})["launchers"]
-        return {str(name): Launched(**launched) for name, launched in launchers.items()}
+        return {str(name): LauncherState(**launched) for name, launched in launchers.items()}
     except (KeyError, TypeError, AttributeError):
         return None

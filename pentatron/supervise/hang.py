@@ -15,8 +15,8 @@ from datetime import datetime
 from pathlib import Path
 
 from pentatron.layout.ranks import ranks_in_words
-from pentatron.parallel.rank_status import Whereabouts
-from pentatron.supervise.heartbeat import Beat, beat_path, read_beat
+from pentatron.parallel.rank_status import RankStatus
+from pentatron.supervise.heartbeat import Heartbeat, heartbeat_path, read_heartbeat
 from pentatron.supervise.processes import Failure, Process
 
 # Phases with step limits. Any other phase (start, save, evaluation) may take as long as the collective
@@ -32,17 +32,17 @@ _TIMES_THE_FIRST_STEP = 2
 # After a longer pause between two checks the watchdog itself was suspended.
 _SUSPENDED_SECONDS = 5.0
 # Upon this signal a worker writes the stack traces of all its threads, even if it is blocked.
-STACKS = signal.SIGQUIT
+STACKS_SIGNAL = signal.SIGQUIT
 _CHECK_SECONDS = 0.5
 _STACKS_SECONDS = 1.5
 
 
 # The limits of a rank depend on its own status or, seen from outside, on its heartbeat.
-Pace = Whereabouts | Beat
+Pace = RankStatus | Heartbeat
 
 
 @dataclass(frozen=True)
-class Limits:
+class HangLimits:
     """Timeouts in seconds.
 
     `heartbeat`: the user's limit; None derives it from the steps so far, 0 turns the watchdog off.
@@ -78,19 +78,19 @@ def _is_steady(pace: Pace) -> bool:
 
 @dataclass
 class _Seen:
-    beat: Beat
+    beat: Heartbeat
     pulse_at: float
     place_at: float
 
 
 @dataclass(frozen=True)
-class Standing:
+class RankState:
     """State of a rank: its last heartbeat, seconds since then, and seconds without progress.
 
     `is_silent`: whether the heartbeat is overdue.
     """
 
-    beat: Beat
+    beat: Heartbeat
     silent: float
     still: float
     is_silent: bool
@@ -100,7 +100,7 @@ class Standing:
 class Hang:
     """A detected hang. `culprits`: the ranks that the others wait for; empty if undetermined."""
 
-    standing: Sequence[Standing]
+    standing: Sequence[RankState]
     culprits: Sequence[int]
 
     @property
@@ -138,7 +138,7 @@ class Hang:
         return f"hangs{more}: for {standing.still:.0f} seconds it {_where(standing.beat)}{waiting}"
 
 
-def _where(beat: Beat) -> str:
+def _where(beat: Heartbeat) -> str:
     if beat.waits_in is not None:
         return f"waits in the {beat.waits_in}"
     if beat.phase == "step":
@@ -146,15 +146,15 @@ def _where(beat: Beat) -> str:
     return f"is {beat.phase}, after step {beat.step}"
 
 
-class HangWatch:
+class HangDetector:
     """Detects hangs from heartbeats, with the clock of the observer only."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: HangLimits) -> None:
         self.limits = limits
         self._seen: dict[int, _Seen] = {}
         self._last_check = 0.0
 
-    def look(self, beats: Sequence[Beat], now: float, ranks: Sequence[int]) -> Hang | None:
+    def look(self, beats: Sequence[Heartbeat], now: float, ranks: Sequence[int]) -> Hang | None:
         """Returns the hang of the running `ranks`, if there is one."""
         if now - self._last_check > _SUSPENDED_SECONDS:
             # The machine was asleep or the launcher was stopped: heartbeats were missed.
@@ -171,18 +171,18 @@ class HangWatch:
         if not beats or self.limits.heartbeat == 0:
             return None
         standing = [
-            Standing(
+            RankState(
                 s.beat, now - s.pulse_at, now - s.place_at, now - s.pulse_at > self.limits.silence(s.beat)
             )
             for _, s in sorted(self._seen.items())
         ]
         limit = max(self.limits.of(s.beat) for s in standing)
         if any(s.is_silent for s in standing) or all(s.still > limit for s in standing):
-            return Hang(standing, culprits_of(standing))
+            return Hang(standing, find_culprits(standing))
         return None
 
 
-def culprits_of(standing: Sequence[Standing]) -> list[int]:
+def find_culprits(standing: Sequence[RankState]) -> list[int]:
     """Returns the ranks that the others wait for.
 
     These are silent ranks, else ranks outside of collectives, else ranks that have started fewer collectives
@@ -204,7 +204,7 @@ def culprits_of(standing: Sequence[Standing]) -> list[int]:
     return _minority(standing)
 
 
-def _minority(standing: Sequence[Standing]) -> list[int]:
+def _minority(standing: Sequence[RankState]) -> list[int]:
     """Returns the ranks in another collective than most: with equal counts, they skipped one."""
     kinds: dict[tuple[int, str, int], list[int]] = {}
     for s in standing:
@@ -243,7 +243,7 @@ def _children(pid: int) -> list[int]:
     return []
 
 
-def describe(hang: Hang, sentence: str, stacks: Mapping[int, str]) -> str:
+def format_report(hang: Hang, sentence: str, stacks: Mapping[int, str]) -> str:
     """Formats the report of a hang: the culprit, the state of every rank, and stack traces."""
     lines = [f"{datetime.now().astimezone().isoformat(timespec='seconds')}: {sentence}", ""]
     for rank_state in hang.standing:
@@ -269,7 +269,7 @@ def describe(hang: Hang, sentence: str, stacks: Mapping[int, str]) -> str:
     return "\n".join(lines)
 
 
-def free_path(folder: Path, step: int, is_taken: Callable[[Path], bool] = Path.exists) -> Path:
+def report_path(folder: Path, step: int, is_taken: Callable[[Path], bool] = Path.exists) -> Path:
     """Returns hang-STEP.txt, with a number if that step has hung before."""
     path, number = folder / f"hang-{step}.txt", 2
     while is_taken(path):
@@ -281,16 +281,16 @@ def stacks_path(job: Path, rank: int) -> Path:
     return job / f"rank-{rank}.stacks"
 
 
-def read_beats(job: Path, ranks: Sequence[int]) -> list[Beat]:
-    return [beat for rank in ranks if (beat := read_beat(beat_path(job, rank))) is not None]
+def read_heartbeats(job: Path, ranks: Sequence[int]) -> list[Heartbeat]:
+    return [beat for rank in ranks if (beat := read_heartbeat(heartbeat_path(job, rank))) is not None]
 
 
-class JobWatch:
+class JobWatchdog:
     """The launcher's watchdog over its workers. `folder`: the run folder, for the report."""
 
-    def __init__(self, limits: Limits, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, limits: HangLimits, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.limits, self.folder, self.clock = limits, folder, clock
-        self._watch = HangWatch(limits)
+        self._watch = HangDetector(limits)
         self._next = 0.0
 
     def __call__(self, processes: Sequence[Process], job: Path) -> Failure | None:
@@ -300,7 +300,7 @@ class JobWatch:
             return None
         self._next = now + _CHECK_SECONDS
         running = [process for process in processes if process.code is None]
-        beats = read_beats(job, [process.rank for process in running])
+        beats = read_heartbeats(job, [process.rank for process in running])
         hang = self._watch.look(beats, now, [process.rank for process in running])
         return None if hang is None else self._settle(hang, running, job, len(processes))
 
@@ -312,12 +312,12 @@ class JobWatch:
         listening = {standing.beat.rank for standing in hang.standing}
         for process in running:
             if process.rank in listening:
-                process.send(STACKS)
+                process.send(STACKS_SIGNAL)
         time.sleep(_STACKS_SECONDS)
         stacks = {rank: _read(stacks_path(job, rank)) for rank in listening}
-        path = free_path(self.folder, hang.step)
+        path = report_path(self.folder, hang.step)
         with suppress(OSError):
-            path.write_text(describe(hang, sentence, stacks), encoding="utf-8")
+            path.write_text(format_report(hang, sentence, stacks), encoding="utf-8")
             sentence = f"{sentence}; {path} says where every rank is"
         rank = hang.culprits[0] if hang.culprits else running[0].rank
         return Failure(rank, 1, time.time(), "hung", story=sentence)

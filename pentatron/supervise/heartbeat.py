@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pentatron.files import sync
-from pentatron.parallel.rank_status import Call, Whereabouts
+from pentatron.files import fsync
+from pentatron.parallel.rank_status import Call, RankStatus
 
 # Header: step, first step and whether the run folder is locked. The training thread writes it at once, so
 # that it is exact even if the rank is killed.
@@ -24,7 +24,7 @@ _BYTES = 8192
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """Content of a heartbeat file. `pulse` counts the writes."""
 
     rank: int
@@ -48,11 +48,11 @@ class Beat:
         return self.step, self.phase, self.calls
 
 
-def beat_path(folder: Path, rank: int) -> Path:
+def heartbeat_path(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:05d}.beat"
 
 
-def read_beat(path: Path) -> Beat | None:
+def read_heartbeat(path: Path) -> Heartbeat | None:
     """Returns None without a file, or while it is being written."""
     try:
         text = path.read_bytes()
@@ -60,12 +60,12 @@ def read_beat(path: Path) -> Beat | None:
         content = json.loads(text[_EXACT_BYTES:].decode())
         call = content.pop("waits_in")
         content |= {"step": step, "began": began, "opened": bool(opened)}
-        return Beat(waits_in=None if call is None else Call(*call), **content)
+        return Heartbeat(waits_in=None if call is None else Call(*call), **content)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-class Heart:
+class HeartbeatWriter:
     """Writes this rank's heartbeat to `path` every `pause` seconds.
 
     `synced`: calls fsync, for readers on other machines. `at_pulse` is called after each write, by the same
@@ -77,7 +77,7 @@ class Heart:
         path: Path,
         rank: int,
         host: str,
-        where: Whereabouts,
+        where: RankStatus,
         pause: float,
         synced: bool = False,
         at_pulse: Callable[[], None] | None = None,
@@ -86,12 +86,12 @@ class Heart:
         self._about: dict[str, Any] = {"rank": rank, "pid": os.getpid(), "host": host}
         self._pulse = 0
         # Whether the last heartbeat could be written.
-        self.is_heard = True
+        self.last_write_succeeded = True
         self._stop = threading.Event()
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         os.ftruncate(self._file, _BYTES)
         if not synced:
-            where.when_step_is_done, where.when_opened = self._write_exact, self._write_exact
+            where.on_step_done, where.on_opened = self._write_exact, self._write_exact
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self) -> None:
@@ -113,13 +113,13 @@ class Heart:
         text = json.dumps(content).encode().ljust(_BYTES - _EXACT_BYTES)
         if self.synced:
             text = self._exact() + text
-        self.is_heard = False
+        self.last_write_succeeded = False
         # A full or unmounted disk must not end the run.
         with suppress(OSError):
             os.pwrite(self._file, text, 0 if self.synced else _EXACT_BYTES)
             if self.synced:
-                sync(self._file)
-            self.is_heard = True
+                fsync(self._file)
+            self.last_write_succeeded = True
 
     def _run(self) -> None:
         while not self._stop.wait(self.pause):
@@ -130,7 +130,7 @@ class Heart:
     def close(self) -> None:
         """Stops the thread and removes the file."""
         self._stop.set()
-        self.where.when_step_is_done = self.where.when_opened = None
+        self.where.on_step_done = self.where.on_opened = None
         self._thread.join(timeout=5)
         with suppress(OSError):
             os.close(self._file)
@@ -138,7 +138,7 @@ class Heart:
 
 
 @contextmanager
-def beating(heart: Heart | None) -> Iterator[None]:
+def running_heartbeat(heart: HeartbeatWriter | None) -> Iterator[None]:
     """Context manager that runs the heartbeat. After an error the file stays, for the failure report."""
     if heart is None:
         yield

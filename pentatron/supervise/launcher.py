@@ -18,34 +18,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from pentatron.errors import BadNumbers, UserError
-from pentatron.parallel.rendezvous import LISTENER, SECRET, MeetingPoint, listening_at
-from pentatron.supervise.hang import STACKS, stacks_path
-from pentatron.supervise.heartbeat import beat_path, read_beat
+from pentatron.errors import NonFiniteError, UserError
+from pentatron.parallel.rendezvous import LISTENER, SECRET, Rendezvous, listening_socket
+from pentatron.supervise.hang import STACKS_SIGNAL, stacks_path
+from pentatron.supervise.heartbeat import heartbeat_path, read_heartbeat
 from pentatron.supervise.processes import (
     Failure,
     Process,
-    Signals,
-    end_all,
-    failures_of,
-    listening,
-    started,
-    unfinished,
+    ReceivedSignals,
+    find_failures,
+    kill_all,
+    recording_signals,
+    start_workers,
+    unfinished_ranks,
 )
-from pentatron.supervise.signals import WATCHED, watched_here
+from pentatron.supervise.signals import WATCHED, signals_to_watch
 
 # Environment of workers: the folder of the job, process ID of the launcher, and number of restarts.
-JOB, LAUNCHER, RESTART = "PENTATRON_JOB", "PENTATRON_LAUNCHER", "PENTATRON_RESTART"
+JOB_FOLDER, LAUNCHER_PID, RESTART_COUNT = "PENTATRON_JOB", "PENTATRON_LAUNCHER", "PENTATRON_RESTART"
 # All variables that `run_workers` sets; the first ones have no meaning to other programs.
-OF_OUR_LAUNCHER = (JOB, LAUNCHER, RESTART, SECRET, LISTENER)
-OF_A_WORKER = (
-    *OF_OUR_LAUNCHER,
+LAUNCHER_VARIABLES = (JOB_FOLDER, LAUNCHER_PID, RESTART_COUNT, SECRET, LISTENER)
+WORKER_VARIABLES = (
+    *LAUNCHER_VARIABLES,
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
 )
 # Exit code after SIGPIPE, when the reader of the output has closed it, as a shell reports it.
-READER_LEFT = 128 + signal.SIGPIPE
+BROKEN_PIPE = 128 + signal.SIGPIPE
 # Exit codes with which a rank has printed the reason, and which a restart would not change.
-TOLD = (UserError.exit_code, BadNumbers.REPRODUCIBLE, BadNumbers.TRANSIENT, READER_LEFT)
+EXPLAINED_CODES = (UserError.exit_code, NonFiniteError.REPRODUCIBLE, NonFiniteError.TRANSIENT, BROKEN_PIPE)
 _HOST = "127.0.0.1"
 _PAUSE = 0.1
 # How long the other ranks may take to exit: after a crash, and after an end that all ranks agree on.
@@ -53,7 +53,7 @@ _AFTER_A_CRASH, _AFTER_AN_END = 3.0, 60.0
 
 
 @dataclass(frozen=True)
-class Ended:
+class JobResult:
     """How the workers ended.
 
     `failures`: with the cause first. `stopped_by`: signal to the launcher. `step`: last step done by any
@@ -70,15 +70,15 @@ class Ended:
     @property
     def is_crash(self) -> bool:
         """Whether something failed, other than by a user error or a requested stop."""
-        return bool(self.failures) and self.exit_code not in TOLD and self.wished_by is None
+        return bool(self.failures) and self.exit_code not in EXPLAINED_CODES and self.stop_signal is None
 
     @property
-    def wished_by(self) -> signal.Signals | None:
+    def stop_signal(self) -> signal.Signals | None:
         """The signal that stopped the launcher or a rank."""
         return self.stopped_by or next((n for n in WATCHED if self.exit_code in (128 + n, -n)), None)
 
     @property
-    def has_told(self) -> bool:
+    def is_explained(self) -> bool:
         """Whether a rank has printed the reason itself."""
         return _is_agreed(self.exit_code)
 
@@ -111,14 +111,14 @@ def scratch_folder(purpose: str) -> Iterator[Path]:
     """Creates a temporary folder, and removes those of killed commands of this user."""
     _remove_stale_folders(Path(tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{purpose}-") as name:
-        lock = hold_folder(Path(name))
+        lock = lock_folder(Path(name))
         try:
             yield Path(name)
         finally:
             os.close(lock)
 
 
-def hold_folder(folder: Path) -> int:
+def lock_folder(folder: Path) -> int:
     """Locks a temporary folder against removal while the returned descriptor is open."""
     lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     fcntl.flock(lock, fcntl.LOCK_SH)
@@ -179,7 +179,7 @@ def listener_for_workers(port: int) -> socket.socket:
     Rank 0 inherits it, so that no other process can take the port. If another job has the port, it fails at
     once instead of after the rendezvous timeout.
     """
-    return listening_at(MeetingPoint(_HOST, port))
+    return listening_socket(Rendezvous(_HOST, port))
 
 
 def run_workers(
@@ -188,16 +188,16 @@ def run_workers(
     port: int | None,
     environment: Mapping[str, str],
     launcher: int,
-    received: Signals | None = None,
+    received: ReceivedSignals | None = None,
     watch: Watch | None = None,
     restart: int = 0,
-) -> Ended:
+) -> JobResult:
     """Runs `python WORDS...` once per rank until all exit; if one fails, the others are killed.
 
     `launcher`: ID of this process. `received`: the signals of a caller that records them already.
     """
     with contextlib.ExitStack() as stack:
-        signals = received or stack.enter_context(listening(watched_here()))
+        signals = received or stack.enter_context(recording_signals(signals_to_watch()))
         listener = stack.enter_context(listener_for_workers(port or 0))
         require_descriptors(processes)
         job = stack.enter_context(scratch_folder("job"))
@@ -206,22 +206,22 @@ def run_workers(
             "MASTER_PORT": str(listener.getsockname()[1]),
             "WORLD_SIZE": str(processes),
             "LOCAL_WORLD_SIZE": str(processes),
-            JOB: str(job),
-            LAUNCHER: str(launcher),
-            RESTART: str(restart),
+            JOB_FOLDER: str(job),
+            LAUNCHER_PID: str(launcher),
+            RESTART_COUNT: str(restart),
             # Other users can read the command line of a process, but not its environment.
             SECRET: secrets.token_hex(32),
         }
         of_each = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
         of_each[0][LISTENER] = str(listener.fileno())
         with (
-            started(python_words, environment, of_each, listener) as running,
+            start_workers(python_words, environment, of_each, listener) as running,
             _stacks_on_request(running, job),
         ):
             # Rank 0 alone holds it now: if it dies, connections are refused.
             listener.close()
             hang = _follow(running, signals, job, watch)
-            end_all(running)
+            kill_all(running)
             return _ended(running, signals, job, hang)
 
 
@@ -233,18 +233,20 @@ def _stacks_on_request(processes: Sequence[Process], job: Path) -> Iterator[None
         # The file shows that the worker has a handler: without one the signal would kill it.
         ready = [process for process in processes if stacks_path(job, process.rank).exists()]
         for process in ready:
-            process.send(STACKS)
+            process.send(STACKS_SIGNAL)
         with contextlib.suppress(OSError):
             os.write(2, f"pentatron: {len(ready)} ranks write their stacks to {job}/rank-*.stacks\n".encode())
 
-    before = signal.signal(STACKS, ask)
+    before = signal.signal(STACKS_SIGNAL, ask)
     try:
         yield
     finally:
-        signal.signal(STACKS, before)
+        signal.signal(STACKS_SIGNAL, before)
 
 
-def _follow(processes: Sequence[Process], signals: Signals, job: Path, watch: Watch | None) -> Failure | None:
+def _follow(
+    processes: Sequence[Process], signals: ReceivedSignals, job: Path, watch: Watch | None
+) -> Failure | None:
     """Returns when all processes have exited or the rest is to be killed; returns the failure of a hang."""
     forwarded, deadline = False, None
     while True:
@@ -260,7 +262,7 @@ def _follow(processes: Sequence[Process], signals: Signals, job: Path, watch: Wa
                 process.send(signals.received[0])
         if any(codes) and deadline is None:
             agreed = signals.received or all(
-                _is_agreed(code) and code != READER_LEFT for code in codes if code
+                _is_agreed(code) and code != BROKEN_PIPE for code in codes if code
             )
             deadline = time.monotonic() + (_AFTER_AN_END if agreed else _AFTER_A_CRASH)
         if deadline is not None and time.monotonic() > deadline:
@@ -272,22 +274,24 @@ def _follow(processes: Sequence[Process], signals: Signals, job: Path, watch: Wa
 
 
 def _is_agreed(code: int) -> bool:
-    return code in TOLD or code - 128 in WATCHED
+    return code in EXPLAINED_CODES or code - 128 in WATCHED
 
 
-def _ended(processes: Sequence[Process], signals: Signals, job: Path, hang: Failure | None) -> Ended:
+def _ended(
+    processes: Sequence[Process], signals: ReceivedSignals, job: Path, hang: Failure | None
+) -> JobResult:
     stopped_by = signals.first
     if signals.is_impatient:
         sys.stderr.write("pentatron: stopped at once; checkpoints that were saved before are intact\n")
         sys.stderr.flush()
-        return Ended(128 + signal.SIGINT, stopped_by=signal.SIGINT)
+        return JobResult(128 + signal.SIGINT, stopped_by=signal.SIGINT)
     codes = [process.code for process in processes]
     if hang is None and not any(codes):
-        failures = unfinished(processes, job)
+        failures = unfinished_ranks(processes, job)
         if not failures:
-            return Ended(0)
+            return JobResult(0)
     else:
-        failures = [*([hang] if hang else []), *failures_of(processes, job)]
+        failures = [*([hang] if hang else []), *find_failures(processes, job)]
     code = failures[0].code
     # A rank without its handler, at the start or the end, is killed by the signal or a later one of the
     # scheduler.
@@ -297,8 +301,8 @@ def _ended(processes: Sequence[Process], signals: Signals, job: Path, hang: Fail
     if hang is None and stopped_by is not None and stopped:
         if all(code == -stopped_by for code in codes):
             sys.stderr.write(f"pentatron: stopped by {stopped_by.name} before training began\n")
-        return Ended(128 + stopped_by, stopped_by=stopped_by)
-    beats = [b for p in processes if (b := read_beat(beat_path(job, p.rank))) is not None]
+        return JobResult(128 + stopped_by, stopped_by=stopped_by)
+    beats = [b for p in processes if (b := read_heartbeat(heartbeat_path(job, p.rank))) is not None]
     step = max((b.step for b in beats), default=0)
     advanced, opened = any(b.step > b.began for b in beats), any(b.opened for b in beats)
-    return Ended(code, failures, stopped_by, step, advanced, opened)
+    return JobResult(code, failures, stopped_by, step, advanced, opened)

@@ -13,25 +13,25 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from pentatron.parallel.rank_status import Whereabouts
+from pentatron.parallel.rank_status import RankStatus
 from pentatron.supervise.hang import (
     Hang,
-    Limits,
-    Standing,
-    culprits_of,
-    describe,
-    free_path,
+    HangLimits,
+    RankState,
+    find_culprits,
+    format_report,
     process_state,
-    read_beats,
+    read_heartbeats,
+    report_path,
 )
-from pentatron.supervise.heartbeat import Beat, Heart, beat_path
+from pentatron.supervise.heartbeat import Heartbeat, HeartbeatWriter, heartbeat_path
 
 _SLOWEST_PULSE = 5.0
 # Heartbeats of the peers to compare before the job counts as hung.
 _LOOKS = 3
 
 
-class PeerWatch:
+class PeerWatchdog:
     """A rank's watchdog over itself and its peers.
 
     `folder`: the run folder, on a shared file system. `tell` prints a line to the terminal.
@@ -39,19 +39,19 @@ class PeerWatch:
 
     def __init__(
         self,
-        where: Whereabouts,
+        where: RankStatus,
         rank: int,
         ranks: int,
         folder: Path,
-        limits: Limits,
+        limits: HangLimits,
         tell: Callable[[str], None],
     ) -> None:
         self.where, self.rank, self.ranks, self.folder = where, rank, ranks, folder
         self.limits, self.tell = limits, tell
-        self.heart: Heart | None = None
+        self.heart: HeartbeatWriter | None = None
         self._place: object = None
         self._since = time.monotonic()
-        self._first: dict[int, Beat] = {}
+        self._first: dict[int, Heartbeat] = {}
         self._looks = 0
         # Reports of earlier hangs, from before this start.
         self._earlier_reports: frozenset[Path] = frozenset()
@@ -69,9 +69,9 @@ class PeerWatch:
         with contextlib.suppress(OSError):
             self._earlier_reports = frozenset(self.folder.glob("hang-*.txt"))
             self.beats.mkdir(exist_ok=True)
-            path = beat_path(self.beats, self.rank)
+            path = heartbeat_path(self.beats, self.rank)
             host = os.uname().nodename
-            self.heart = Heart(path, self.rank, host, self.where, self.pause, True, self.at_pulse)
+            self.heart = HeartbeatWriter(path, self.rank, host, self.where, self.pause, True, self.at_pulse)
             self.heart.start()
 
     def close(self) -> None:
@@ -87,12 +87,12 @@ class PeerWatch:
             return
         if time.monotonic() - self._since <= self.limits.of(self.where):
             return
-        if self.heart is not None and self.heart.is_heard:
+        if self.heart is not None and self.heart.last_write_succeeded:
             # If this rank cannot write, peers probably cannot either, and only seem frozen.
             self._check_peers()
 
     def _check_peers(self) -> None:
-        now = {beat.rank: beat for beat in read_beats(self.beats, range(self.ranks))}
+        now = {beat.rank: beat for beat in read_heartbeats(self.beats, range(self.ranks))}
         if not self._looks:
             self._first = now
         self._looks += 1
@@ -105,8 +105,8 @@ class PeerWatch:
             standing = []
             for rank, beat in now.items():
                 is_silent = beat.pulse == before[rank].pulse
-                standing.append(Standing(beat, still if is_silent else 0.0, still, is_silent))
-            self._report_and_exit(Hang(standing, culprits_of(standing)))
+                standing.append(RankState(beat, still if is_silent else 0.0, still, is_silent))
+            self._report_and_exit(Hang(standing, find_culprits(standing)))
 
     def _report_and_exit(self, hang: Hang) -> None:
         host = os.uname().nodename
@@ -116,11 +116,11 @@ class PeerWatch:
             log.flush()
             faulthandler.dump_traceback(log, all_threads=True)
         sentence = hang.sentence(states, self.ranks)
-        path = free_path(self.folder, hang.step, self._earlier_reports.__contains__)
+        path = report_path(self.folder, hang.step, self._earlier_reports.__contains__)
         try:
             # Mode "x": of all ranks that notice the hang, one writes the report.
             with path.open("x", encoding="utf-8") as file:
-                file.write(describe(hang, sentence, {}))
+                file.write(format_report(hang, sentence, {}))
                 file.write(f"The stacks of ranks that could tell are in {self.beats}.\n")
             self.tell(f"{sentence}; {path} says where every rank is, and {self.beats} has their stacks")
         except FileExistsError:

@@ -81,7 +81,7 @@ def python_command(words: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def started(
+def start_workers(
     python_words: Sequence[str],
     environment: Mapping[str, str],
     of_each: Sequence[Mapping[str, str]],
@@ -104,10 +104,10 @@ def started(
             processes.append(Process(rank, handle))
         yield processes
     finally:
-        end_all(processes)
+        kill_all(processes)
 
 
-def end_all(processes: Sequence[Process]) -> None:
+def kill_all(processes: Sequence[Process]) -> None:
     for process in processes:
         process.look()
         process.kill()
@@ -119,7 +119,7 @@ def end_all(processes: Sequence[Process]) -> None:
 
 
 @dataclass
-class Signals:
+class ReceivedSignals:
     """Signals that the launcher has received, to be forwarded."""
 
     received: list[signal.Signals] = field(default_factory=list)
@@ -138,9 +138,9 @@ class Signals:
 
 
 @contextmanager
-def listening(numbers: Sequence[signal.Signals]) -> Iterator[Signals]:
+def recording_signals(numbers: Sequence[signal.Signals]) -> Iterator[ReceivedSignals]:
     """Context manager that records signals instead of ending this process."""
-    signals = Signals()
+    signals = ReceivedSignals()
     before = {number: signal.signal(number, signals) for number in numbers}
     try:
         yield signals
@@ -230,17 +230,17 @@ def write_record(job: Path, rank: int, kind: str, text: str, at: float) -> None:
     rename(partial, path)
 
 
-def begin_work(job: Path, rank: int) -> None:
-    """Creates the file that `end_work` renames: a new file might not fit on a full disk by then."""
+def mark_working(job: Path, rank: int) -> None:
+    """Creates the file that `mark_done` renames: a new file might not fit on a full disk by then."""
     (job / _WORKING.format(rank=rank)).touch()
 
 
-def end_work(job: Path, rank: int) -> None:
+def mark_done(job: Path, rank: int) -> None:
     """Records that a rank has completed its work."""
     rename(job / _WORKING.format(rank=rank), job / _DONE.format(rank=rank))
 
 
-def unfinished(processes: Sequence[Process], job: Path) -> list[Failure]:
+def unfinished_ranks(processes: Sequence[Process], job: Path) -> list[Failure]:
     """Returns failures of ranks that exited with code 0 but did not record the end of their work."""
     return [
         Failure(process.rank, 1, process.ended_at, "unfinished")
@@ -249,7 +249,7 @@ def unfinished(processes: Sequence[Process], job: Path) -> list[Failure]:
     ]
 
 
-def failures_of(processes: Sequence[Process], job: Path) -> list[Failure]:
+def find_failures(processes: Sequence[Process], job: Path) -> list[Failure]:
     """Returns the failures of a job, with the cause first."""
     failures = [_failure(process, job) for process in processes if process.code]
     if failures and all(failure.is_consequence for failure in failures):
@@ -296,7 +296,7 @@ def _crash_stack(path: Path) -> str:
     return "\n".join(lines[:_LONGEST_CRASH])
 
 
-def keep_records(failures: Sequence[Failure], folder: Path, attempt: int) -> list[Path]:
+def append_tracebacks(failures: Sequence[Failure], folder: Path, attempt: int) -> list[Path]:
     """Appends the traceback of each rank to its file in the run folder."""
     paths = []
     for failure in failures:

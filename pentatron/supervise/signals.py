@@ -22,7 +22,7 @@ WATCHED = (
 _ECHO_SECONDS = 5.0
 
 
-def watched_here() -> list[signal.Signals]:
+def signals_to_watch() -> list[signal.Signals]:
     """Returns the watched signals, without SIGHUP if it is ignored, as under `nohup`."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [number for number in WATCHED if not (ignored and number == signal.SIGHUP)]
@@ -55,10 +55,10 @@ class StopRequest:
     @property
     def signal(self) -> signal.Signals | None:
         # Without its launcher a rank receives no signals: it stops after the step.
-        return signal.SIGTERM if self.is_left_alone else self._received
+        return signal.SIGTERM if self.is_orphaned else self._received
 
     @property
-    def is_left_alone(self) -> bool:
+    def is_orphaned(self) -> bool:
         """Whether the launcher has died. The kernel may have sent SIGTERM for that (PR_SET_PDEATHSIG)."""
         gone = self._launcher is not None and os.getppid() != self._launcher
         return gone and self._received in (None, signal.SIGTERM)
@@ -82,7 +82,7 @@ class StopRequest:
 def stop_on_signals(launcher: int | None, tells: bool = False) -> Iterator[StopRequest]:
     """Installs the handler. `launcher`: process ID to watch. `tells`: whether Ctrl-C prints a line."""
     request = StopRequest(launcher, tells)
-    before = {number: signal.signal(number, request) for number in watched_here()}
+    before = {number: signal.signal(number, request) for number in signals_to_watch()}
     try:
         yield request
     finally:

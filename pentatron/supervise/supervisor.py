@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from pentatron.checkpoint.lock import is_in_use
-from pentatron.monitor.report import FAILED
+from pentatron.checkpoint.lock import is_locked
+from pentatron.monitor.report import ERROR_PREFIX
 from pentatron.monitor.terminal import append_line
-from pentatron.supervise.launcher import Ended
-from pentatron.supervise.processes import Failure, Signals, keep_records
+from pentatron.supervise.launcher import JobResult
+from pentatron.supervise.processes import Failure, ReceivedSignals, append_tracebacks
 from pentatron.supervise.signals import signal_name
 
 # Starts the job and waits for its end. The argument is the number of restarts so far.
-Attempt = Callable[[int], Ended]
+Attempt = Callable[[int], JobResult]
 
 _POLL_SECONDS = 0.1
 _LONGEST_PAUSE = 30
@@ -44,16 +44,16 @@ class Supervisor:
     ranks: int
     limit: int
     folder: Path
-    signals: Signals
+    signals: ReceivedSignals
     resumes: bool
     saved_step: Callable[[], int | None]
     tell: Callable[[str], None]
     sleep: Callable[[float], None] = time.sleep
-    way_on: str = "the same command goes on from there"
+    resume_hint: str = "the same command goes on from there"
     # Whether another job holds the folder, which is then not written to.
     _in_use: bool = False
 
-    def run(self) -> Ended:
+    def run(self) -> JobResult:
         # `in_vain` counts the restarts since the last new checkpoint, `restarts` all of them. A start with 0
         # known restarts follows the user's choice of resuming or not.
         restarts, in_vain, known_restarts = 0, 0, 0
@@ -62,8 +62,8 @@ class Supervisor:
             ended = self.attempt(known_restarts)
             if not ended.failures:
                 return ended
-            self._in_use = not ended.opened and is_in_use(self.folder)
-            if ended.has_told:
+            self._in_use = not ended.opened and is_locked(self.folder)
+            if ended.is_explained:
                 self._keep(ended.failures, restarts)
                 return ended
             self._report(ended, restarts)
@@ -82,7 +82,7 @@ class Supervisor:
                 outcome = (
                     "No checkpoint had been saved yet"
                     if saved is None
-                    else f"The last checkpoint, step {saved}, is intact: {self.way_on}"
+                    else f"The last checkpoint, step {saved}, is intact: {self.resume_hint}"
                 )
                 self._say(f"{reason}. {outcome}")
                 return ended
@@ -90,7 +90,7 @@ class Supervisor:
             known_restarts = restarts if is_own else 0
             self._record(ended.failures[0], restarts, saved or 0, ended.step)
 
-    def _report(self, ended: Ended, restarts: int) -> None:
+    def _report(self, ended: JobResult, restarts: int) -> None:
         """Prints the first traceback. The log gets one line, the folder `ranks` all tracebacks."""
         first = ended.failures[0]
         records = self._keep(ended.failures, restarts)
@@ -98,15 +98,15 @@ class Supervisor:
         others = f"; {self.folder / 'ranks'} has what the other ranks said" if len(records) > 1 else ""
         story = ended.story(self.ranks, when)
         self.tell(f"{story}\n(rank {first.rank} failed first{others})" if first.text else f"{story}{others}")
-        self._log(f"{FAILED}{first.sentence(self.ranks, when)}")
+        self._log(f"{ERROR_PREFIX}{first.sentence(self.ranks, when)}")
 
     def _keep(self, failures: Sequence[Failure], restarts: int) -> list[Path]:
         try:
-            return [] if self._in_use else keep_records(failures, self.folder / "ranks", restarts)
+            return [] if self._in_use else append_tracebacks(failures, self.folder / "ranks", restarts)
         except OSError:
             return []
 
-    def _reason_to_end(self, ended: Ended, restarts: int, in_vain: int) -> str | None:
+    def _reason_to_end(self, ended: JobResult, restarts: int, in_vain: int) -> str | None:
         if (requested := self._requested_stop(ended)) is not None:
             return requested
         if self.limit == 0:
@@ -118,8 +118,8 @@ class Supervisor:
             return f"not started again: {tried} reached no new checkpoint (--max-restarts {self.limit}), and it failed after step {ended.step}"
         return None
 
-    def _requested_stop(self, ended: Ended) -> str | None:
-        number = ended.wished_by or self.signals.first
+    def _requested_stop(self, ended: JobResult) -> str | None:
+        number = ended.stop_signal or self.signals.first
         return None if number is None else f"not started again, as {signal_name(number)} asked for an end"
 
     def _wait(self, seconds: int) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from pentatron.data.loader import Batch, build_loader
 from pentatron.errors import UserError
-from pentatron.parallel.collectives import largest, raise_together
+from pentatron.parallel.collectives import largest, raise_on_all_ranks
 from pentatron.parallel.world import World
 from pentatron.settings.run import RunConfig
 from pentatron.supervise.signals import StopRequest
@@ -32,7 +32,7 @@ class Transport(Protocol):
     def finish(self, batch: Batch, started: object) -> Batch: ...
 
 
-class ToGPU:
+class CopyToGPU:
     """Copies batches asynchronously from page-locked memory on a separate CUDA stream."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
@@ -77,7 +77,7 @@ class _Ended:
 _Item = tuple[Batch, object] | _Failed | _Ended
 
 
-class ReadAhead(Iterator[Batch]):
+class Prefetcher(Iterator[Batch]):
     """Iterates over batches, of which a thread prefetches `depth`. It starts at once and keeps their order.
 
     An error of the reader is raised in place of its batch. Prefetched batches that were not consumed are read
@@ -167,10 +167,10 @@ def micro_batches(
     )
     # Starts the worker processes of the loader before the prefetch thread.
     batches = iter(loader)
-    return ReadAhead(batches, ahead, ToGPU(world.copies)) if on_gpu else batches
+    return Prefetcher(batches, ahead, CopyToGPU(world.copies)) if on_gpu else batches
 
 
-def agree_on_next_step(
+def next_step_batches(
     batches: Iterator[Batch],
     count: int,
     stop: StopRequest,
@@ -191,5 +191,5 @@ def agree_on_next_step(
         problem, verdict = str(error), _BAD_DATA
     verdict = largest(verdict, world.everyone)
     if verdict == _BAD_DATA:
-        raise_together(problem, world.everyone)
+        raise_on_all_ranks(problem, world.everyone)
     return step_batches, signal.Signals(verdict) if verdict else None

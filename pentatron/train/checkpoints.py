@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from pentatron.checkpoint.load import load_tensor
-from pentatron.checkpoint.save import Saved, Saver
+from pentatron.checkpoint.save import SavedStep, Saver
 from pentatron.checkpoint.state import TrainState
-from pentatron.checkpoint.store import CheckpointStore, Found
-from pentatron.errors import NotSaved
+from pentatron.checkpoint.store import Checkpoint, CheckpointStore
+from pentatron.errors import SaveError
 from pentatron.optim.build import AnyOptimizer
 from pentatron.parallel.world import World
 from pentatron.train.model import ParallelModel
@@ -52,7 +52,7 @@ def random_state(world: World) -> dict[str, Tensor]:
     return state
 
 
-def restore_random_state(found: Found, world: World) -> None:
+def restore_random_state(found: Checkpoint, world: World) -> None:
     """Restores the states of this rank. A rank that the saved run did not have keeps its initial states."""
     stored: Mapping[str, object] = found.manifest.tensors
 
@@ -100,7 +100,7 @@ class Checkpoints:
         self.saver = Saver(store, self.world.everyone, self.config.checkpoint.async_save, output.say)
         # Steps of the last started and the last finished save.
         self._started = self._saved = saved
-        optimizer.before_update(self.saver.wait_until_copied)
+        optimizer.set_before_update(self.saver.wait_until_copied)
 
     @property
     def last(self) -> str:
@@ -110,11 +110,11 @@ class Checkpoints:
             else f"the last checkpoint is step {self._saved}"
         )
 
-    def save_if_possible(self) -> None:
+    def save_or_warn(self) -> None:
         """Saves an intermediate step; warns instead of failing if it cannot be saved."""
         try:
             self.save()
-        except NotSaved as failure:
+        except SaveError as failure:
             self._warn(failure)
 
     def save(self) -> None:
@@ -127,8 +127,8 @@ class Checkpoints:
             return
         with self.model.timers(_SAVE_TIMER, 0):
             try:
-                self._log(self.saver.settle_before_next())
-            except NotSaved as failure:
+                self._log(self.saver.wait_for_previous())
+            except SaveError as failure:
                 self._warn(failure)
             self.saver.begin(
                 step,
@@ -158,19 +158,19 @@ class Checkpoints:
             # The hang detection allows a save more time than a step.
             with self.world.whereabouts.doing("saving") if wait else contextlib.nullcontext():
                 self._log(self.saver.settle(wait))
-        except NotSaved as failure:
+        except SaveError as failure:
             if wait:
                 raise
             self._warn(failure)
 
-    def _warn(self, failure: NotSaved) -> None:
+    def _warn(self, failure: SaveError) -> None:
         """Training continues: the next save may succeed; stopping would lose the steps since the last."""
         self._started = self._saved
         self.output.say(
             f"warning: {failure.what}; {self.last}. Training goes on and the next save tries again"
         )
 
-    def settle_after(self, error: Exception) -> None:
+    def settle_after_error(self, error: Exception) -> None:
         """Finishes a background save while all ranks end with `error`; a second error is only logged."""
         try:
             self.settle(wait=True)
@@ -196,7 +196,7 @@ class Checkpoints:
                 f"maybe_finalize_async_save(blocking=True) at its end"
             )
 
-    def _log(self, saved: Saved | None) -> None:
+    def _log(self, saved: SavedStep | None) -> None:
         if saved is None:
             return
         self._saved = saved.step

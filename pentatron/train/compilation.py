@@ -14,12 +14,12 @@ from torch import Tensor
 
 from pentatron.errors import UserError
 from pentatron.models.causal_lm import CausalLM
-from pentatron.nn.compiled import Compile, Compiled, compiled_of
-from pentatron.parallel.rank_status import Whereabouts
+from pentatron.nn.compiled import CompileOptions, CompileReport, compile_report
+from pentatron.parallel.rank_status import RankStatus
 from pentatron.settings.decision_types import CompileDecision
 from pentatron.text import plural
 
-_NOTHING = Compiled(0, ())
+_NOTHING = CompileReport(0, ())
 # First words of torch's warnings: a function reached the recompile limit, or cannot be compiled.
 _GIVEN_UP = ("torch._dynamo hit config.", "WON'T CONVERT")
 
@@ -31,14 +31,14 @@ class Compilation:
     run.
     """
 
-    def __init__(self, compiled: Compiled = _NOTHING, notes: tuple[str, ...] = ()) -> None:
+    def __init__(self, compiled: CompileReport = _NOTHING, notes: tuple[str, ...] = ()) -> None:
         self.compiled, self.notes = compiled, notes
         self.seconds, self.times = 0.0, 0
         self._given_up: dict[str, None] = {}
         self._reported: set[str] = set()
         self._reported_time = False
 
-    def watch(self, where: Whereabouts) -> None:
+    def watch(self, where: RankStatus) -> None:
         """Registers callbacks that time the compiler and set the phase of the rank status to "compiling"."""
         from torch._dynamo.callback import callback_handler
 
@@ -89,11 +89,11 @@ class Compilation:
         if (line := _in_one_line(message)) not in self._reported:
             self._given_up[line] = None
 
-    def given_up(self) -> list[str]:
+    def unreported_fallbacks(self) -> list[str]:
         """Returns unreported warnings about functions that run uncompiled."""
         return list(self._given_up)
 
-    def told(self) -> None:
+    def mark_reported(self) -> None:
         """Marks all warnings so far as reported."""
         self._reported.update(self._given_up)
         self._given_up.clear()
@@ -107,14 +107,14 @@ class Compilation:
 class CheckedCompile:
     """How layers are compiled on this machine. If None, `notes` has the reason."""
 
-    compile: Compile | None = None
+    compile: CompileOptions | None = None
     notes: tuple[str, ...] = ()
 
 
-def checked_compilation(decided: CompileDecision, device: torch.device) -> CheckedCompile:
+def check_compilation(decided: CompileDecision, device: torch.device) -> CheckedCompile:
     """Returns the decided compilation if the compiler works on this machine."""
     if not decided.on:
-        return CheckedCompile(notes=(decided.held_back,) if decided.held_back else ())
+        return CheckedCompile(notes=(decided.disabled_reason,) if decided.disabled_reason else ())
     problem = _trial(device)
     if problem and decided.required:
         raise UserError(
@@ -133,14 +133,16 @@ def checked_compilation(decided: CompileDecision, device: torch.device) -> Check
     torch._dynamo.config.suppress_errors = not decided.required
     # Autotuning may choose other kernels in each run, which sum in another order.
     options = {"deterministic": True} if decided.deterministic else None
-    return CheckedCompile(Compile(options=options, together=decided.together, documents=decided.documents))
+    return CheckedCompile(
+        CompileOptions(options=options, together=decided.together, documents=decided.documents)
+    )
 
 
-def compilation_of(checked: CheckedCompile, stages: Iterable[CausalLM], where: Whereabouts) -> Compilation:
+def track_compilation(checked: CheckedCompile, stages: Iterable[CausalLM], where: RankStatus) -> Compilation:
     """Returns the compiled part of the built stages, and starts to time the compiler."""
     if checked.compile is None:
         return Compilation(notes=checked.notes)
-    compiled = compiled_of(layer for stage in stages for layer in stage.layers.values())
+    compiled = compile_report(layer for stage in stages for layer in stage.layers.values())
     compilation = Compilation(compiled, tuple(f"not compiled: {what}" for what in compiled.left_out))
     if compiled.layers:
         compilation.watch(where)

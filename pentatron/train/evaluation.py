@@ -5,13 +5,13 @@ from typing import Any
 
 from pentatron.checkpoint.state import TrainState
 from pentatron.data.datasets import Datasets
-from pentatron.data.loader import Batch, FiniteDataset, Padded, Repeated
+from pentatron.data.loader import Batch, FiniteDataset, PaddedDataset, RepeatedDataset
 from pentatron.monitor.report import perplexity
-from pentatron.train.batches import agree_on_next_step, micro_batches
+from pentatron.train.batches import micro_batches, next_step_batches
 from pentatron.train.model import ParallelModel
 from pentatron.train.output import Output
-from pentatron.train.step import Evaluated, evaluate
-from pentatron.train.stop import Ending, Endings
+from pentatron.train.step import EvaluationResult, evaluate
+from pentatron.train.stop import StopConditions, StopReason
 
 
 class Evaluation:
@@ -26,14 +26,14 @@ class Evaluation:
         datasets: Datasets,
         state: TrainState,
         output: Output,
-        endings: Endings,
+        endings: StopConditions,
     ) -> None:
         self.config, self.world, self.model, self.datasets = model.config, model.world, model, datasets
         self.state, self.output, self.endings = state, output, endings
         # Step and result of the last validation over the whole set.
-        self._whole: tuple[int, Evaluated] | None = None
+        self._whole: tuple[int, EvaluationResult] | None = None
         # Why the last evaluation was interrupted, if it was.
-        self.ended_by: Ending | None = None
+        self.ended_by: StopReason | None = None
         self._validated_step: int | None = None
 
     def after_training(self) -> dict[str, float]:
@@ -64,7 +64,7 @@ class Evaluation:
         whole = self._is_whole(self.datasets.valid)
         if whole and self._whole is not None and self._whole[0] == self.state.step:
             # Neither the weights nor the samples have changed.
-            result: Evaluated | None = self._whole[1]
+            result: EvaluationResult | None = self._whole[1]
         else:
             result = self._evaluate(self.datasets.valid, self.state.consumed_valid_samples)
         if result is None:
@@ -82,14 +82,14 @@ class Evaluation:
     def _is_whole(self, samples: Any) -> bool:
         return self.config.train.full_validation and isinstance(samples, FiniteDataset)
 
-    def _evaluate(self, samples: Any, consumed: int) -> Evaluated | None:
+    def _evaluate(self, samples: Any, consumed: int) -> EvaluationResult | None:
         """Evaluates --eval-iters steps, or all samples; returns None if the run is to stop."""
         steps, (size, micro) = self.config.train.eval_iters, self.config.eval_batch
         if self._is_whole(samples):
             steps, consumed = -(-len(samples) // size), 0
-            samples = Padded(samples, steps * size)
+            samples = PaddedDataset(samples, steps * size)
         elif isinstance(samples, FiniteDataset):
-            samples = Repeated(samples)
+            samples = RepeatedDataset(samples)
         count = self.config.eval_accumulation
         batches = micro_batches(self.config, self.world, samples, consumed, micro)
         result = evaluate(self.model, self._until_stopped(batches, steps, count), count)
@@ -103,13 +103,13 @@ class Evaluation:
         """Yields the micro-batches of `steps` steps; ends early and sets `ended_by` if the run is to stop."""
         self.ended_by, endings = None, self.endings
         for _ in range(steps):
-            step_batches, number = agree_on_next_step(batches, at_once, endings.stop, endings.world)
-            self.ended_by = endings.by_the_clock() if number is None else endings.by_signal(number)
+            step_batches, number = next_step_batches(batches, at_once, endings.stop, endings.world)
+            self.ended_by = endings.by_time_limit() if number is None else endings.by_signal(number)
             if self.ended_by is not None:
                 return
             yield from step_batches
 
-    def _log(self, name: str, where: str, result: Evaluated, remark: str = "") -> None:
+    def _log(self, name: str, where: str, result: EvaluationResult, remark: str = "") -> None:
         values = {"lm loss": result.loss, **result.reported}
         shown = (f"{n} value: {v:.6E} | {n} PPL: {perplexity(v):.6E} | " for n, v in values.items())
         line = f" validation loss at {where} | {''.join(shown)}"

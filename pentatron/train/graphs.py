@@ -2,7 +2,7 @@
 
 A graph launches the same kernels on the same addresses. Inputs that change are copied to static buffers
 before a replay: tokens, dropout keys, the divisor of the loss and the loss scale. Scales of fp8 weights have
-a fixed address. Gradients lie where they lay at capture, and the `Holder`s of the parameters are set to these
+a fixed address. Gradients lie where they lay at capture, and the `GradientStorage`s of the parameters are set to these
 tensors after a replay. The first micro-batch of a step (no gradients), the second (gradients as they came)
 and later ones (fp32 sums) launch different kernels, so each has its own graph.
 
@@ -23,9 +23,9 @@ from pentatron.errors import UserError
 from pentatron.nn.dropout import DropoutKeys
 from pentatron.optim.optimizer import Optimizer
 from pentatron.parallel.executor import StageProgram
-from pentatron.parallel.gradients import Holder
+from pentatron.parallel.gradients import GradientStorage
 from pentatron.parallel.shards import Shape
-from pentatron.plan.memory import beside_graphs
+from pentatron.plan.memory import bytes_outside_graphs
 from pentatron.settings.decision_types import GraphsDecision
 from pentatron.settings.run import RunConfig
 from pentatron.text import binary_size
@@ -48,10 +48,10 @@ class Computation(StageProgram, Protocol):
     ) -> "Computation": ...
 
 
-class Recorder(Protocol):
+class GraphRecorder(Protocol):
     """Captures graphs. `record` runs nothing; it returns a function that replays, and its output tensor."""
 
-    def lacks(self) -> str:
+    def memory_problem(self) -> str:
         """Returns why the memory does not suffice for a capture, or an empty string."""
         ...
 
@@ -75,7 +75,7 @@ class CudaGraphs:
         self.held = 0
         self._pool: Any = None
 
-    def lacks(self) -> str:
+    def memory_problem(self) -> str:
         needed = torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device)
         free = torch.cuda.mem_get_info(self.device)[0]
         free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
@@ -151,12 +151,12 @@ class _Graph:
     after: Values
 
 
-class Recording:
+class GraphReplay:
     """The graphs of a run, if any. `notes` are logged at its start."""
 
     def __init__(
         self,
-        recorder: Recorder | None = None,
+        recorder: GraphRecorder | None = None,
         required: bool = False,
         notes: tuple[str, ...] = (),
         draws: bool = False,
@@ -218,7 +218,7 @@ class Recording:
         return graph.loss
 
     def _record(
-        self, program: Computation, optimizer: Optimizer, holders: Sequence[Holder], before: Values
+        self, program: Computation, optimizer: Optimizer, holders: Sequence[GradientStorage], before: Values
     ) -> _Graph | None:
         inputs, recorder = self._inputs, self._recorder
         assert inputs is not None and recorder is not None
@@ -236,7 +236,7 @@ class Recording:
             return loss.detach()
 
         began = time.perf_counter()
-        problem, ends = "" if self._required else recorder.lacks(), self._required
+        problem, ends = "" if self._required else recorder.memory_problem(), self._required
         if not problem:
             try:
                 replay, loss = recorder.record(work)
@@ -280,7 +280,7 @@ def _gradient_state(values: Values) -> int:
     return 2 if all(t.dtype == torch.float32 for t in gradients) else 1
 
 
-def _set_gradients(holders: Sequence[Holder], values: Values) -> None:
+def _set_gradients(holders: Sequence[GradientStorage], values: Values) -> None:
     for holder, value in zip(holders, values, strict=True):
         holder.values = value
 
@@ -289,7 +289,7 @@ def _set_gradients(holders: Sequence[Holder], values: Values) -> None:
 class _Replayed:
     """Wraps a program. The loss of a replayed micro-batch has no autograd graph: its backward is done."""
 
-    recording: Recording
+    recording: GraphReplay
     program: Computation
     optimizer: Optimizer
     scale: float
@@ -302,7 +302,7 @@ class _Replayed:
         return self.program.message_shape(stage, micro_batch)
 
 
-def record_steps(config: RunConfig, decided: GraphsDecision, device: torch.device) -> Recording:
+def build_graph_replay(config: RunConfig, decided: GraphsDecision, device: torch.device) -> GraphReplay:
     """Returns the decided recording; its notes say why there is none. Memory is checked at capture."""
     draws = config.model.attention_dropout > 0
     if decided.required:
@@ -310,7 +310,7 @@ def record_steps(config: RunConfig, decided: GraphsDecision, device: torch.devic
             raise UserError(
                 f"--cuda-graphs on is not possible: {decided.problem}; leave it out, or use --cuda-graphs auto"
             )
-        return Recording(CudaGraphs(device), required=True, draws=draws)
-    if decided.if_room:
-        return Recording(CudaGraphs(device, beside_graphs(config)), draws=draws)
-    return Recording(notes=(decided.left_out,) if decided.left_out else ())
+        return GraphReplay(CudaGraphs(device), required=True, draws=draws)
+    if decided.if_memory_allows:
+        return GraphReplay(CudaGraphs(device, bytes_outside_graphs(config)), draws=draws)
+    return GraphReplay(notes=(decided.left_out,) if decided.left_out else ())

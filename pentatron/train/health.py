@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pentatron.checkpoint.state import TrainState
 from pentatron.data.loader import Batch
-from pentatron.errors import AgreedError, BadNumbers
+from pentatron.errors import AgreedError, NonFiniteError
 from pentatron.optim.build import AnyOptimizer
 from pentatron.parallel.collectives import gather_objects
 from pentatron.parallel.encoding import sendable
@@ -19,7 +19,7 @@ from pentatron.parallel.shards import Shape
 from pentatron.parallel.world import World
 from pentatron.train.model import MicroBatches, ParallelModel
 from pentatron.train.output import Output
-from pentatron.train.step import Computed, StepResult, compute_gradients
+from pentatron.train.step import ComputedStep, StepResult, compute_gradients
 
 _WEIGHT, _FORWARD, _BACKWARD, _REDUCED = range(4)
 # A value this many times the largest so far is a spike, once this many updates have been made.
@@ -30,7 +30,7 @@ _ADVICE = "Lower --lr, raise --lr-warmup-iters, or check the data"
 
 @sendable
 @dataclass(frozen=True, order=True)
-class Place:
+class NanLocation:
     """Where NaN/inf first appeared on one rank. The smallest place over all ranks is the origin.
 
     Weights come before forward, forward before backward, which runs from the last stage to the first. Ranks
@@ -55,15 +55,15 @@ class Place:
 class Diagnosis:
     """The result of the repeated step, and the origin of its NaN/inf, if it had any."""
 
-    again: Computed
-    origin: Place | None
+    again: ComputedStep
+    origin: NanLocation | None
 
     @property
     def repeats(self) -> bool:
-        return not self.again.is_sound
+        return not self.again.is_finite
 
 
-def bad_gradient(optimizer: AnyOptimizer) -> str | None:
+def first_nonfinite_gradient(optimizer: AnyOptimizer) -> str | None:
     """Returns the name of this rank's first parameter whose reduced gradient has NaN/inf."""
     for fragment in optimizer.gradients(owned_only=False):
         if not _is_finite(fragment.values):
@@ -71,7 +71,7 @@ def bad_gradient(optimizer: AnyOptimizer) -> str | None:
     return None
 
 
-def compute_again(
+def repeat_step(
     model: ParallelModel, optimizer: AnyOptimizer, batches: Sequence[Batch], step: int, scale: float
 ) -> Diagnosis:
     """Repeats a step with hooks in every module; overwrites its gradients. Collective."""
@@ -79,18 +79,18 @@ def compute_again(
     with watch.installed(), model.compilation.off():
         again = compute_gradients(model, optimizer, batches, step, scale, watch.around)
     place = _bad_weight(optimizer, model.world) or watch.place
-    if place is None and (name := bad_gradient(optimizer)) is not None:
-        place = Place(_REDUCED, 0, -1, 0, model.world.everyone.rank, f"the gradient of {name}")
+    if place is None and (name := first_nonfinite_gradient(optimizer)) is not None:
+        place = NanLocation(_REDUCED, 0, -1, 0, model.world.everyone.rank, f"the gradient of {name}")
     places = [p for p in gather_objects(place, model.world.everyone) if p is not None]
     return Diagnosis(again, min(places, default=None))
 
 
-def _bad_weight(optimizer: AnyOptimizer, world: World) -> Place | None:
+def _bad_weight(optimizer: AnyOptimizer, world: World) -> NanLocation | None:
     place = None
     # Iterates to the end on every rank: `model_weights` may be collective.
     for number, fragment in enumerate(optimizer.model_weights()):
         if place is None and not _is_finite(fragment.values):
-            place = Place(_WEIGHT, 0, -1, number, world.everyone.rank, f"the weight {fragment.tensor}")
+            place = NanLocation(_WEIGHT, 0, -1, number, world.everyone.rank, f"the weight {fragment.tensor}")
     return place
 
 
@@ -99,7 +99,7 @@ class _Watch:
 
     def __init__(self, model: ParallelModel) -> None:
         self.model, self.rank = model, model.world.everyone.rank
-        self.place: Place | None = None
+        self.place: NanLocation | None = None
         self._program: MicroBatches | None = None
         # Stage and micro-batch of the running forward; None outside, where outputs are not checked.
         self._cell: tuple[int, int] | None = None
@@ -156,7 +156,7 @@ class _Watch:
         tensors = output if isinstance(output, tuple | list) else (output,)
         if all(_is_finite(t) for t in tensors if isinstance(t, Tensor)):
             return
-        self._keep_first(Place(_FORWARD, *self._cell, self._outputs, self.rank, what))
+        self._keep_first(NanLocation(_FORWARD, *self._cell, self._outputs, self.rank, what))
         self._cell = None
 
     def _gradient_hook(self, stage: int, name: str) -> Any:
@@ -165,11 +165,11 @@ class _Watch:
             if not _is_finite(gradient):
                 # Negative, as backward runs from the last stage to the first.
                 what = f"the gradient of {name} before it was summed,"
-                self._keep_first(Place(_BACKWARD, -stage, -1, self._gradients, self.rank, what))
+                self._keep_first(NanLocation(_BACKWARD, -stage, -1, self._gradients, self.rank, what))
 
         return hook
 
-    def _keep_first(self, place: Place) -> None:
+    def _keep_first(self, place: NanLocation) -> None:
         self.place = place if self.place is None else min(self.place, place)
 
 
@@ -177,7 +177,7 @@ def _is_finite(values: Tensor) -> bool:
     return not values.is_floating_point() or bool(torch.isfinite(values.detach()).all())
 
 
-class Health:
+class NumericsCheck:
     """Diagnoses steps with NaN/inf, and warns of spikes and of steps without labels."""
 
     def __init__(
@@ -205,7 +205,7 @@ class Health:
 
     def diagnose(
         self, result: StepResult, batches: Sequence[Batch], scale: float, last_saved: str
-    ) -> BadNumbers | AgreedError:
+    ) -> NonFiniteError | AgreedError:
         """Repeats the step and returns the error that ends the run. Collective."""
         step = self.state.step
         event = (
@@ -215,13 +215,13 @@ class Health:
         first = self._first_time(result)
         if self.config.loop.rerun_mode == "disabled":
             return AgreedError(f"{event}{first}. {_ADVICE}; {last_saved}")
-        self.as_before_step()
-        diagnosis = compute_again(self.model, self.optimizer, batches, step, scale)
+        self.restore_rng()
+        diagnosis = repeat_step(self.model, self.optimizer, batches, step, scale)
         if not diagnosis.repeats:
-            return BadNumbers(
+            return NonFiniteError(
                 f"{event}{first}. Computed again, the loss is {diagnosis.again.loss:.6g} and the norm {diagnosis.again.norm:.6g}: a transient "
                 f"fault of a machine rather than of the data; check that rank's memory and GPU; {last_saved}",
-                BadNumbers.TRANSIENT,
+                NonFiniteError.TRANSIENT,
             )
         saved = "Nothing was trained before"
         if step:
@@ -231,23 +231,25 @@ class Health:
                 else "Nothing is saved"
             )
         origin = "" if diagnosis.origin is None else f", and begins with {diagnosis.origin.sentence()}"
-        return BadNumbers(
+        return NonFiniteError(
             f"{event}. Computed again, it is the same{origin}. {_ADVICE}; --iterations-to-skip {step + 1} leaves this step out. "
             f"{saved}",
-            BadNumbers.REPRODUCIBLE,
+            NonFiniteError.REPRODUCIBLE,
         )
 
     def _first_time(self, result: StepResult) -> str:
         """Returns which ranks had NaN/inf in the loss, or else a gradient that has it."""
         own_loss_is_finite = result.own_loss is None or bool(torch.isfinite(result.own_loss))
-        everyone = gather_objects((own_loss_is_finite, bad_gradient(self.optimizer)), self.world.everyone)
+        everyone = gather_objects(
+            (own_loss_is_finite, first_nonfinite_gradient(self.optimizer)), self.world.everyone
+        )
         ranks = [str(rank) for rank, (is_finite, _) in enumerate(everyone) if not is_finite]
         if ranks:
             return f" (the loss of rank {', '.join(ranks)})"
         gradients = [f"{name} on rank {rank}" for rank, (_, name) in enumerate(everyone) if name is not None]
         return f" (first of all the gradient of {gradients[0]})" if gradients else ""
 
-    def as_before_step(self) -> None:
+    def restore_rng(self) -> None:
         """Restores the states of torch's generators from before the step."""
         if self._rng_states:
             torch.set_rng_state(self._rng_states[0])

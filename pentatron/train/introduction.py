@@ -9,11 +9,11 @@ from pentatron.monitor.memory import memory_figures, memory_line
 from pentatron.ops.dispatch import triton_problem
 from pentatron.parallel.collectives import gather_objects
 from pentatron.parallel.world import World
-from pentatron.plan.fit import footprint_line, planned_line
+from pentatron.plan.fit import megatron_estimate_line, planned_memory_line
 from pentatron.text import one_line
 from pentatron.train.model import ParallelModel
 from pentatron.train.output import Output
-from pentatron.train.preflight import left_in_bf16
+from pentatron.train.preflight import fp8_notices
 
 _COLUMN = 48
 _RULE = "-" * 24
@@ -28,7 +28,7 @@ def arguments_block(settings: Mapping[str, Any]) -> str:
     return "\n".join([*lines, f"{'-' * 20} end of arguments {'-' * 21}"])
 
 
-def of_all_ranks(own: Sequence[str], world: World) -> list[str]:
+def merge_messages(own: Sequence[str], world: World) -> list[str]:
     """Returns the messages of all ranks without duplicates; those of some ranks name them. Collective."""
     ranks_of: dict[str, list[int]] = {}
     for rank, messages in enumerate(gather_objects(list(own), world.everyone)):
@@ -38,7 +38,7 @@ def of_all_ranks(own: Sequence[str], world: World) -> list[str]:
     return [m if len(ranks) == size else f"{m} ({ranks_in_words(ranks)})" for m, ranks in ranks_of.items()]
 
 
-def introduce(model: ParallelModel, output: Output) -> None:
+def log_run_header(model: ParallelModel, output: Output) -> None:
     """Logs the head of a run. Collective."""
     config, world = model.config, model.world
     elements = sum(p.numel() for stage in model.stages.values() for p in stage.parameters())
@@ -53,16 +53,16 @@ def introduce(model: ParallelModel, output: Output) -> None:
         output.note(
             f" > number of parameters on (tensor, pipeline) model parallel rank ({tensor}, {pipeline}): {count}"
         )
-    output.note(footprint_line(config))
-    output.note(planned_line(config, world.device.type == "cuda"))
+    output.note(megatron_estimate_line(config))
+    output.note(planned_memory_line(config, world.device.type == "cuda"))
     # Pipeline stages have different layers, and with them different notes.
     notes = [
-        *left_in_bf16(model.decisions.fp8, model.stages.values()),
+        *fp8_notices(model.decisions.fp8, model.stages.values()),
         *model.compilation.notes,
         *model.recording.notes,
         *_without_kernels(world),
     ]
-    for note in of_all_ranks(notes, world):
+    for note in merge_messages(notes, world):
         output.say(f"note: {note}")
     output.note(f"[before the start of training step] datetime: {datetime.now():%Y-%m-%d %H:%M:%S}")
 
@@ -77,7 +77,7 @@ def _without_kernels(world: World) -> list[str]:
     ]
 
 
-def tell_memory(world: World, steps: int, output: Output) -> None:
+def log_memory(world: World, steps: int, output: Output) -> None:
     """Logs the memory of each rank of the first data-parallel replica. Collective."""
     by_rank = gather_objects((world.data.rank, memory_figures(world.device)), world.everyone)
     for rank, (replica, figures) in enumerate(by_rank):

@@ -11,13 +11,13 @@ from torch import Tensor
 from pentatron.checkpoint.state import TrainState
 from pentatron.data.datasets import OpenedData, open_data
 from pentatron.data.loader import Batch
-from pentatron.devices import chip_of
+from pentatron.devices import find_chip
 from pentatron.errors import AgreedError
 from pentatron.layout.stages import StagePart
 from pentatron.models.causal_lm import CausalLM, build_stages
 from pentatron.models.router_load import RouterLoads
 from pentatron.monitor.display import Display
-from pentatron.nn.compiled import Compile
+from pentatron.nn.compiled import CompileOptions
 from pentatron.nn.dropout import DropoutKeys, dropout_keys
 from pentatron.nn.loss import cross_entropy_of
 from pentatron.nn.options import Axes, Fp8Options, ModelOptions, axes_of
@@ -27,15 +27,15 @@ from pentatron.ops.linear import DeferredGradients
 from pentatron.parallel.collectives import all_reduce_, gather_objects
 from pentatron.parallel.executor import Executor
 from pentatron.parallel.messages import open_messages
-from pentatron.parallel.shards import held_parameters
+from pentatron.parallel.shards import sharded_parameters
 from pentatron.parallel.timers import Timers
 from pentatron.parallel.world import World
 from pentatron.settings.decision_types import Decisions, DeviceFacts, Fp8Decision
 from pentatron.settings.decisions import decide
 from pentatron.settings.resolve import Resolved
 from pentatron.settings.run import RunConfig
-from pentatron.train.compilation import Compilation, checked_compilation, compilation_of
-from pentatron.train.graphs import Recording, record_steps
+from pentatron.train.compilation import Compilation, check_compilation, track_compilation
+from pentatron.train.graphs import GraphReplay, build_graph_replay
 
 # --- the objective: normalization of the loss over the micro-batches and ranks of a step ---
 
@@ -164,7 +164,7 @@ def ratio_on_device(numbers: Tensor, tokens: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class StageCall:
+class StageInputs:
     """Inputs of one stage for one micro-batch. `received`: hidden states from the previous stage."""
 
     stage: int
@@ -184,7 +184,7 @@ class Program:
 
     # Whether the files that --data-path and the like name must exist.
     reads_named_data = True
-    # Set if loss functions count their own tokens or report values in `StageCall.objective`.
+    # Set if loss functions count their own tokens or report values in `StageInputs.objective`.
     reported_names: ReportedNames | None = None
 
     def running(self, resolved: Resolved, world: World, display: Display) -> AbstractContextManager[None]:
@@ -194,7 +194,7 @@ class Program:
     def begins(self, state: TrainState) -> None:
         """Called when the run starts or resumes; `state` is updated by every step."""
 
-    def timed_by(self, timers: Timers) -> None:
+    def set_timers(self, timers: Timers) -> None:
         """Called with the timers of the loop, which are logged every --log-interval steps."""
 
     def open_data(self, config: RunConfig, world: World, folder: Path, display: Display) -> OpenedData:
@@ -211,7 +211,7 @@ class Program:
         """Builds the stages of this rank in fp32 with their initial weights."""
         return build_stages(config.model, config.moe, parts, axes, config.run.seed, device, options)
 
-    def forward(self, module: CausalLM, call: StageCall) -> Tensor:
+    def forward(self, module: CausalLM, call: StageInputs) -> Tensor:
         """Returns the hidden states for the next stage; in the last stage, the share of the objective."""
         batch = call.batch
         output: Tensor = module(
@@ -245,7 +245,7 @@ class ParallelModel:
     decisions: Decisions
     program: Program = CONFIGURED
     compilation: Compilation = field(default_factory=Compilation)
-    recording: Recording = field(default_factory=Recording)
+    recording: GraphReplay = field(default_factory=GraphReplay)
 
     @property
     def timers(self) -> Timers:
@@ -259,13 +259,13 @@ class ParallelModel:
         """Returns the number of parameters of the whole model, without replicas. Collective."""
         elements = sum(
             piece.elements
-            for held in held_parameters(*self.stages.values())
+            for held in sharded_parameters(*self.stages.values())
             for piece in held.declared.pieces
             if self.world.is_first_of({held.declared.copies, *piece.replicated_over})
         )
         return int(all_reduce_(torch.tensor(elements, device=self.world.device), self.world.everyone))
 
-    def own_tokens(self, batches: Sequence[Batch]) -> list[Batch]:
+    def local_tokens(self, batches: Sequence[Batch]) -> list[Batch]:
         """Returns the part of each micro-batch's sequences that this context-parallel rank computes."""
         return [batch.map(self.axes.context.own_sequence) for batch in batches]
 
@@ -306,7 +306,7 @@ class MicroBatches:
 
     def forward(self, stage: int, micro_batch: int, received: Tensor | None) -> Tensor:
         is_last = stage == self.model.config.placement.stages - 1
-        call = StageCall(
+        call = StageInputs(
             stage, is_last, self.batches[micro_batch], received, self.keys[micro_batch], self.objective
         )
         return self.model.program.forward(self.model.stages[stage], call)
@@ -319,7 +319,11 @@ class MicroBatches:
 
     def message_shape(self, stage: int, micro_batch: int) -> tuple[int, ...]:
         samples, length = self.batches[micro_batch].tokens.shape
-        return samples, self.model.axes.tensor.sequence_in_stream(length), self.model.config.model.hidden_size
+        return (
+            samples,
+            self.model.axes.tensor.local_sequence_length(length),
+            self.model.config.model.hidden_size,
+        )
 
 
 # --- building ---
@@ -330,7 +334,7 @@ def device_facts(config: RunConfig, device: torch.device) -> DeviceFacts:
     if device.type != "cuda":
         return DeviceFacts(device.type)
     name, is_nvidia = torch.cuda.get_device_name(device), not torch.version.hip
-    chip = chip_of(name)
+    chip = find_chip(name)
     return DeviceFacts(
         device.type,
         name,
@@ -349,7 +353,7 @@ def model_dtype(config: RunConfig) -> torch.dtype:
 def model_options(
     config: RunConfig,
     decisions: Decisions,
-    compile: Compile | None,
+    compile: CompileOptions | None,
     deferred: DeferredGradients,
     scales: WeightScales,
     world: World,
@@ -386,11 +390,11 @@ def build_parallel_model(config: RunConfig, world: World, program: Program = CON
     parts = {number: config.stages[number] for number in config.placement.stages_of(world.at.pipeline)}
     # An unsharded ZeRO-3 model may exceed the device's memory: `fully_shard` moves it there unit by unit.
     device = torch.device("cpu") if config.parallel.zero_stage == 3 else world.device
-    checked = checked_compilation(decisions.compilation, world.device)
+    checked = check_compilation(decisions.compilation, world.device)
     deferred, scales = DeferredGradients(), WeightScales(world.device)
     options = model_options(config, decisions, checked.compile, deferred, scales, world)
     stages = program.build_stages(config, parts, axes, device, options)
-    compilation = compilation_of(checked, stages.values(), world.whereabouts)
+    compilation = track_compilation(checked, stages.values(), world.whereabouts)
     timers = Timers(config.loop.timing_log_level, config.loop.timing_log_option, world.device)
     executor = Executor(
         open_messages(world, config.placement),
@@ -401,7 +405,7 @@ def build_parallel_model(config: RunConfig, world: World, program: Program = CON
         timers,
     )
     routers = RouterLoads(config, world, stages)
-    recording = record_steps(config, decisions.graphs, world.device)
+    recording = build_graph_replay(config, decisions.graphs, world.device)
     return ParallelModel(
         config, world, axes, stages, executor, routers, scales, decisions, program, compilation, recording
     )

@@ -14,17 +14,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from pentatron.checkpoint.format import own_fragments
+from pentatron.checkpoint.format import rank_local_fragments
 from pentatron.checkpoint.lock import FILE_NAME as LOCK
-from pentatron.checkpoint.lock import FolderLock, folder_lock
+from pentatron.checkpoint.lock import FolderLock, lock_folder
 from pentatron.checkpoint.state import TrainState
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.errors import FolderLost, UserError
-from pentatron.files import numbered, rename, sync_folder
+from pentatron.files import fsync_folder, next_numbered_name, rename
 from pentatron.monitor.display import Display
 from pentatron.optim.build import AnyOptimizer
-from pentatron.parallel.collectives import gather_objects, on_some_ranks
-from pentatron.settings.files import places_in_run, saved_values
+from pentatron.parallel.collectives import gather_objects, run_on_some_ranks
+from pentatron.settings.files import paths_in_run, saved_values
 from pentatron.settings.run import RunConfig
 from pentatron.settings.settings import Settings, Start, is_inside
 from pentatron.supervise.attempts import FILE_NAME as JOB
@@ -32,7 +32,7 @@ from pentatron.supervise.attempts import Attempt, recorded_foreign, recorded_job
 from pentatron.text import binary_size
 from pentatron.train.checkpoints import random_state
 from pentatron.train.model import ParallelModel
-from pentatron.train.run_folder import RunFolder, damaged_config, is_config_of_a_run
+from pentatron.train.run_folder import RunFolder, damaged_config, is_run_config
 
 _STEP = r"(?:step-\d{8,}|iter_\d{7,})"
 # Files that a run overwrites.
@@ -67,7 +67,7 @@ _CHECKPOINTS = "checkpoints"
 
 
 @dataclass
-class OpenFolders:
+class FolderLocks:
     """Locks of the folders of a run. Only the first rank holds any."""
 
     locks: list[FolderLock] = field(default_factory=list)
@@ -77,7 +77,7 @@ class OpenFolders:
         for lock in self.locks:
             lock.require(thorough)
 
-    def are_ours(self) -> bool:
+    def are_held(self) -> bool:
         """Whether all locks are held, without an error: `require` stops all ranks a little later."""
         try:
             self.require(thorough=False)
@@ -93,7 +93,7 @@ def open_folders(
     attempt: Attempt,
     display: Display,
     cleanup: contextlib.ExitStack,
-) -> OpenFolders:
+) -> FolderLocks:
     """Creates and locks the run folder and the checkpoint folder until the end of the run."""
     run, save = folder.path.resolve(), Path(config.checkpoint.save).resolve()
     if save != run and start is not Start.ANEW and CheckpointStore(folder.path, keep=None).steps():
@@ -110,7 +110,7 @@ def open_folders(
     folder.create()
     if writes_steps and save != run:
         RunFolder(Path(config.checkpoint.save)).create()
-    opened = OpenFolders()
+    opened = FolderLocks()
     places = [run, *([save] if writes_steps and save != run else [])]
     checkpoints = run / _CHECKPOINTS
     if start is Start.ANEW and checkpoints.is_dir() and checkpoints.resolve() not in places:
@@ -119,7 +119,7 @@ def open_folders(
     try:
         for place in places:
             flag = "--run-dir" if place == run else "--save"
-            lock = folder_lock(place, display.say, f"stop it, or choose another {flag}")
+            lock = lock_folder(place, display.say, f"stop it, or choose another {flag}")
             opened.locks.append(cleanup.enter_context(lock))
         # Again under the locks: another job may have changed the folders since.
         inspected = _inspect(run, save, start, inputs)
@@ -136,7 +136,7 @@ def open_folders(
         for line in _move_aside(inspected):
             display.say(line)
     if (damage := damaged_config(folder.config)) is not None:
-        renamed = numbered(folder.config, ".damaged-")
+        renamed = next_numbered_name(folder.config, ".damaged-")
         rename(folder.config, renamed)
         display.say(
             f"note: {folder.config} is damaged ({damage}); it was renamed to {renamed.name}, and is written again"
@@ -147,11 +147,11 @@ def open_folders(
     return opened
 
 
-def leave_to_earlier_runs(config: RunConfig) -> None:
+def mark_existing_steps(config: RunConfig) -> None:
     """Records existing steps as an earlier run's, so that an early restart does not resume them."""
     store = CheckpointStore(Path(config.checkpoint.save), keep=None)
     if store.steps():
-        store.begin_again()
+        store.start_new_run()
 
 
 def _inputs(config: RunConfig) -> list[str]:
@@ -178,7 +178,7 @@ class Contents:
     others: tuple[Path, ...]
 
 
-def contents_of(folder: Path, save: Path | None = None) -> Contents:
+def list_contents(folder: Path, save: Path | None = None) -> Contents:
     """Lists a folder. `save`: the checkpoint folder, which is listed too if it lies inside."""
     entries = sorted(folder.iterdir()) if folder.is_dir() else []
     below = [folder / _CHECKPOINTS, *([save] if save is not None and save.is_relative_to(folder) else [])]
@@ -186,7 +186,7 @@ def contents_of(folder: Path, save: Path | None = None) -> Contents:
     paths = [*(path for inner_paths in inner.values() for path in inner_paths), *entries]
     # A name such as `data` or `train.log` alone does not show that a run used the folder.
     holds_run = (
-        is_config_of_a_run(folder / "config.yaml")
+        is_run_config(folder / "config.yaml")
         or recorded_job(folder) is not None
         or any(_is_our_step(path) or path.name == "began-from.json" for path in paths)
     )
@@ -223,7 +223,7 @@ def _is_of_a_run(entry: Path) -> bool:
     if entry.is_symlink():
         return False
     if name == "config.yaml":
-        return is_config_of_a_run(entry) or damaged_config(entry) is not None
+        return is_run_config(entry) or damaged_config(entry) is not None
     if not entry.is_dir():
         return any(names.fullmatch(name) for names in (_REPLACED, _APPENDED, _OTHER_FILES))
     if name in _INSIDE:
@@ -236,10 +236,10 @@ def _is_of_a_run(entry: Path) -> bool:
 def _output_folders(folder: Path) -> list[Path]:
     """Returns further folders inside the run folder that the saved configuration names, as TensorBoard's."""
     config = folder / "config.yaml"
-    if not is_config_of_a_run(config):
+    if not is_run_config(config):
         return []
     values = saved_values(config.read_text(encoding="utf-8", errors="replace"))
-    places = [folder / place for place in places_in_run(str(config), values).values() if place != "."]
+    places = [folder / place for place in paths_in_run(str(config), values).values() if place != "."]
     places += [folder / "wandb"] if Settings.defaults(**values).wandb_project else []
     return [place for place in places if place.exists() and not place.is_symlink()]
 
@@ -260,9 +260,9 @@ def _require_harmless(*places: Path) -> None:
 
 def _inspect(run: Path, save: Path, start: Start, inputs: Iterable[str]) -> list[Contents]:
     """Lists the folders; raises an error if a new run would overwrite, move or mix with other files."""
-    inspected = [contents_of(run, save)]
+    inspected = [list_contents(run, save)]
     if not save.is_relative_to(run):
-        inspected.append(contents_of(save))
+        inspected.append(list_contents(save))
     others = inspected[0].others
     overwritten = [entry for entry in others if _REPLACED.fullmatch(entry.name) and not entry.is_dir()]
     if overwritten and not inspected[0].holds_run:
@@ -309,7 +309,7 @@ def _move_aside(inspected: Iterable[Contents]) -> Iterable[str]:
     for contents in inspected:
         if not contents.made:
             continue
-        aside = numbered(contents.folder, ".")
+        aside = next_numbered_name(contents.folder, ".")
         moved: list[tuple[Path, Path]] = []
         try:
             aside.mkdir()
@@ -319,7 +319,7 @@ def _move_aside(inspected: Iterable[Contents]) -> Iterable[str]:
                 rename(path, target)
                 moved.append((path, target))
             for place in {aside.parent, *(side.parent for pair in moved for side in pair)}:
-                sync_folder(place)
+                fsync_folder(place)
         except OSError as error:
             # Either all files are moved or none.
             for path, target in reversed(moved):
@@ -338,7 +338,7 @@ def _move_aside(inspected: Iterable[Contents]) -> Iterable[str]:
 # --- disk space for checkpoints ---
 
 
-def disk_notes(
+def check_disk_space(
     model: ParallelModel, optimizer: AnyOptimizer, store: CheckpointStore, state: TrainState
 ) -> list[str]:
     """Raises an error if no checkpoint fits; returns a note if those to be kept do not. Collective."""
@@ -352,7 +352,7 @@ def disk_notes(
         return []
     size = checkpoint_bytes(model, optimizer, store)
     check = partial(_check_free_space, config, store, size, left, state.step)
-    return on_some_ranks(world.is_first, check, world.everyone) or []
+    return run_on_some_ranks(world.is_first, check, world.everyone) or []
 
 
 def checkpoint_bytes(model: ParallelModel, optimizer: AnyOptimizer, store: CheckpointStore) -> int:
@@ -360,7 +360,7 @@ def checkpoint_bytes(model: ParallelModel, optimizer: AnyOptimizer, store: Check
     parts = itertools.chain(
         optimizer.fragments(owned_only=True),
         model.routers.fragments(owned_only=True),
-        own_fragments(random_state(model.world)),
+        rank_local_fragments(random_state(model.world)),
     )
     return sum(gather_objects(sum(map(store.bytes_of, parts)), model.world.everyone))
 

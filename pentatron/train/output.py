@@ -14,13 +14,19 @@ from pentatron.checkpoint.state import TrainState
 from pentatron.errors import UserError
 from pentatron.monitor.display import Display
 from pentatron.monitor.metrics import MetricsFile
-from pentatron.monitor.recorder import AppendedFile, Lenient, PerformanceSummary, ProgressFile, Recorder
+from pentatron.monitor.recorder import (
+    AppendedFile,
+    PerformanceSummary,
+    ProgressFile,
+    Recorder,
+    TolerantRecorder,
+)
 from pentatron.monitor.report import LogLines, StepReport
 from pentatron.monitor.terminal import output_error
-from pentatron.monitor.trackers import Choices, Place, TensorBoard, WeightsAndBiases
+from pentatron.monitor.trackers import OptionalScalars, TensorBoard, WandbDestination, WeightsAndBiases
 from pentatron.parallel.world import World
 from pentatron.settings.run import RunConfig
-from pentatron.text import spoken
+from pentatron.text import printable_without_secrets
 from pentatron.train.run_folder import RunFolder
 
 _TERMINAL = "the terminal"
@@ -67,7 +73,7 @@ class Output:
         if _TERMINAL not in self.missing and (lost := output_error()) is not None:
             self.missing.append(_TERMINAL)
             text = f"warning: standard output cannot be written any more ({lost.strerror}); this log has every line\n{text}"
-        self.attempt("train.log", lambda: log.write(f"{spoken(text)}\n"))
+        self.attempt("train.log", lambda: log.write(f"{printable_without_secrets(text)}\n"))
 
     def attempt(
         self,
@@ -135,7 +141,7 @@ def open_recorders(
     """
     log = config.log
     yield MetricsFile(folder.metrics, state.step, tell)
-    choices = Choices(
+    choices = OptionalScalars(
         timers=log.log_timers_to_tensorboard,
         memory=log.log_memory_to_tensorboard,
         world_size=world.everyone.size if log.log_world_size_to_tensorboard else None,
@@ -143,19 +149,19 @@ def open_recorders(
     )
     if log.tensorboard_dir is not None:
         events = Path(log.tensorboard_dir)
-        yield Lenient(
+        yield TolerantRecorder(
             f"TensorBoard in {events}",
             lambda: TensorBoard(events, config.flat(), choices, log.tensorboard_log_interval, state.step),
             tell,
         )
     if log.wandb_project is not None:
-        place = Place(
+        place = WandbDestination(
             project=log.wandb_project,
             name=log.wandb_exp_name or folder.path.name,
             entity=log.wandb_entity,
             folder=Path(log.wandb_save_dir) if log.wandb_save_dir else folder.path / "wandb",
         )
-        yield Lenient(
+        yield TolerantRecorder(
             "Weights & Biases",
             lambda: WeightsAndBiases(place, config.nested(), choices, log.tensorboard_log_interval),
             tell,

@@ -16,18 +16,18 @@ from pentatron.checkpoint.store import CheckpointStore
 from pentatron.devices import FP8_MULTIPLE
 from pentatron.errors import AgreedError
 from pentatron.models.causal_lm import CausalLM
-from pentatron.nn.linear import VocabularyTable, WeightedModule
-from pentatron.parallel.collectives import gather_objects, on_some_ranks
+from pentatron.nn.linear import VocabParallelEmbedding, WeightedModule
+from pentatron.parallel.collectives import gather_objects, run_on_some_ranks
 from pentatron.parallel.world import World
 from pentatron.settings.decision_types import Fp8Decision
 from pentatron.settings.decisions import decide
 from pentatron.settings.resolve import Resolved
-from pentatron.settings.run import RunConfig, sizes_problem
+from pentatron.settings.run import RunConfig, remaining_batch_sizes_problem
 from pentatron.text import plural
 from pentatron.train.model import device_facts
 
 
-def require_fp8(decided: Fp8Decision) -> None:
+def check_fp8_support(decided: Fp8Decision) -> None:
     """Raises an error if fp8 is on and the device has no fp8 matmuls."""
     if decided.lacking:
         raise AgreedError(
@@ -36,7 +36,7 @@ def require_fp8(decided: Fp8Decision) -> None:
         )
 
 
-def left_in_bf16(decided: Fp8Decision, stages: Iterable[CausalLM]) -> list[str]:
+def fp8_notices(decided: Fp8Decision, stages: Iterable[CausalLM]) -> list[str]:
     """Returns notices about weights that stay in bf16 although fp8 is on, with their names in the layer."""
     # Names of weights with a side that is no multiple of FP8_MULTIPLE, and of those without fp8 options.
     small, without = set[str](), set[str]()
@@ -54,7 +54,7 @@ def left_in_bf16(decided: Fp8Decision, stages: Iterable[CausalLM]) -> list[str]:
         notices.append(
             f"--fp8: matrices of layers of your own stay in bf16 where they are built without axes: {', '.join(sorted(without))}"
         )
-    if decided.experts_left:
+    if decided.experts_in_bf16:
         notices.append("--fp8: the matmuls of experts stay in bf16")
     return notices
 
@@ -66,15 +66,15 @@ def _in_bf16(whole: nn.Module | None) -> Iterator[tuple[str, WeightedModule]]:
             yield name, module
 
 
-def _head(stage: CausalLM) -> VocabularyTable | None:
+def _head(stage: CausalLM) -> VocabParallelEmbedding | None:
     if stage.final_norm is None or stage.head is not None:
         return stage.head
     return None if stage.embedding is None else stage.embedding.word
 
 
-def require_fitting_start(resolved: Resolved, world: World) -> None:
+def check_start(resolved: Resolved, world: World) -> None:
     """Checks, before the model is built, fp8 support and, if the run starts at step 0, its batch sizes."""
-    require_fp8(decide(resolved.config, device_facts(resolved.config, world.device)).fp8)
+    check_fp8_support(decide(resolved.config, device_facts(resolved.config, world.device)).fp8)
     save, load = resolved.config.checkpoint.save, resolved.config.checkpoint.load
     loads_another = (
         resolved.given("load") and load is not None and Path(load).resolve() != Path(save).resolve()
@@ -82,14 +82,14 @@ def require_fitting_start(resolved: Resolved, world: World) -> None:
 
     def require() -> None:
         if not (loads_another or CheckpointStore(Path(save), keep=None).steps()):
-            require_fitting_batches(resolved.config, TrainState())
+            check_batch_sizes(resolved.config, TrainState())
 
-    on_some_ranks(world.is_first, require, world.everyone)
+    run_on_some_ranks(world.is_first, require, world.everyone)
 
 
-def require_fitting_batches(config: RunConfig, state: TrainState) -> None:
+def check_batch_sizes(config: RunConfig, state: TrainState) -> None:
     """Checks that the layout can run every batch size from here on, so that no ramp-up ends the run."""
-    problem = sizes_problem(config, state.consumed_samples, state.step)
+    problem = remaining_batch_sizes_problem(config, state.consumed_samples, state.step)
     if problem is not None:
         raise AgreedError(problem)
 
@@ -148,7 +148,7 @@ def _backend(world: World) -> str | None:
     return "gloo" if "gloo" in name else name
 
 
-def settle_environment(world: World, state: TrainState) -> list[str]:
+def update_environment(world: World, state: TrainState) -> list[str]:
     """Stores the environment in `state`; returns a note if it differs from the checkpoint's. Collective."""
     before, now = state.environment, environment_here(world)
     state.environment = now
@@ -169,6 +169,6 @@ def settle_environment(world: World, state: TrainState) -> list[str]:
     ]
 
 
-def told(environment: Mapping[str, Any]) -> str:
+def describe_environment(environment: Mapping[str, Any]) -> str:
     """Describes an environment in one line."""
     return ", ".join(words(environment[name]) for name, words in _WORDS.items() if name in environment)

@@ -6,14 +6,14 @@ from pathlib import Path
 import torch
 
 from pentatron.data.datasets import Datasets
-from pentatron.errors import UserError, file_sentence
+from pentatron.errors import UserError, describe_os_error
 from pentatron.files import write_file
 from pentatron.generate.continue_text import open_continuation
 from pentatron.monitor.curve import loss_curve
 from pentatron.monitor.metrics import damaged_lines, read_metrics
 from pentatron.parallel.world import World
 from pentatron.settings.run import RunConfig, size_problem
-from pentatron.text import abbreviated, plural
+from pentatron.text import format_abbreviated, plural
 from pentatron.train.output import Output
 from pentatron.train.run_folder import RunFolder
 
@@ -22,12 +22,12 @@ _LAST_STEPS = 10
 WITHOUT_IT = "the run is complete without it"
 
 
-def describe(config: RunConfig, world: World, parameters: int) -> str:
+def describe_run(config: RunConfig, world: World, parameters: int) -> str:
     """Describes model, layout, device and batch in one line."""
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     size = world.everyone.size
     return (
-        f"model: {abbreviated(parameters)} parameters, {config.model.num_layers} layers; "
+        f"model: {format_abbreviated(parameters)} parameters, {config.model.num_layers} layers; "
         f"{size} {plural(size, 'process')} ({_axes(config)}) on {device}, {config.precision.described}; "
         f"{_sizes(config, lambda size: size)} × {config.model.seq_length} tokens a step"
     )
@@ -84,7 +84,7 @@ def draw_curve(folder: RunFolder) -> None:
         write_file(folder.curve, loss_curve(title, training, validation).encode())
 
 
-def finish(config: RunConfig, folder: RunFolder, datasets: Datasets, output: Output) -> None:
+def print_summary(config: RunConfig, folder: RunFolder, datasets: Datasets, output: Output) -> None:
     """Prints how far the loss fell, a sample of the model, and where the files are."""
     metrics = read_metrics(folder.metrics)
     if metrics.damaged:
@@ -132,7 +132,7 @@ def _show_sample(config: RunConfig, folder: RunFolder, datasets: Datasets, outpu
         )
         sample = prompt + "".join(pieces)
     except (UserError, OSError) as error:
-        why = file_sentence(error) if isinstance(error, OSError) else error
+        why = describe_os_error(error) if isinstance(error, OSError) else error
         output.say(f"note: there is no sample of what it writes (--sample-prompt): {why}")
         return
     output.attempt(

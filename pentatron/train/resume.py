@@ -7,31 +7,31 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pentatron.checkpoint.find import checkpoints_of, is_resumable, is_step, saved_settings
+from pentatron.checkpoint.find import default_checkpoint_folder, is_resumable, is_step, saved_settings
 from pentatron.checkpoint.load import WEIGHTS, load_fragments
-from pentatron.checkpoint.retention import read_bases, read_record
+from pentatron.checkpoint.retention import read_base_record, read_base_steps
 from pentatron.checkpoint.state import TrainState
-from pentatron.checkpoint.store import CheckpointStore, Found
-from pentatron.checkpoint.verify import searched_together
+from pentatron.checkpoint.store import Checkpoint, CheckpointStore
+from pentatron.checkpoint.verify import search_on_all_ranks
 from pentatron.data.datasets import OpenedData
 from pentatron.data.identity import DataIdentity
 from pentatron.errors import UserError
 from pentatron.generate.source import Source, find_source, named_source
-from pentatron.hf.architecture import settings_in
+from pentatron.hf.architecture import settings_from_folder
 from pentatron.hf.folder import open_folder
 from pentatron.hf.names import load_weights
-from pentatron.hf.small_files import carry_files
+from pentatron.hf.small_files import copy_model_files
 from pentatron.optim.build import AnyOptimizer
-from pentatron.optim.update_rules import rule_of
-from pentatron.parallel.collectives import broadcast_object, on_some_ranks
+from pentatron.optim.update_rules import rule_of_checkpoint
+from pentatron.parallel.collectives import broadcast_object, run_on_some_ranks
 from pentatron.parallel.shards import Fragment
 from pentatron.parallel.world import World
 from pentatron.settings.declaration import FREE, ORDER, SILENT, OnResume
-from pentatron.settings.loaded import LOADED, architecture, differences
+from pentatron.settings.loaded import LOADED_PREFIX, architecture, architecture_differences
 from pentatron.settings.output import CheckpointConfig
 from pentatron.settings.resolve import Resolved
 from pentatron.settings.run import RunConfig, table
-from pentatron.settings.settings import CHOOSING, Settings, Start, another_run, names_checkpoints
+from pentatron.settings.settings import LOAD_OPTIONS, Settings, Start, is_checkpoint_folder, other_run_error
 from pentatron.train.checkpoints import restore_random_state
 from pentatron.train.model import ParallelModel
 from pentatron.train.schedules import saved_schedule
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Beginning:
+class StartPoint:
     """The state a run starts with, and notes about it.
 
     `is_saved`: the run's own folder already holds a checkpoint of it. `resumed_from`: the step that was
@@ -78,9 +78,9 @@ class StartPointLoader:
     @property
     def given_choices(self) -> list[str]:
         """Returns the given flags that choose what is loaded, such as --finetune."""
-        return [table()[n].flag for n in CHOOSING if getattr(self.config.checkpoint, n)]
+        return [table()[n].flag for n in LOAD_OPTIONS if getattr(self.config.checkpoint, n)]
 
-    def load(self) -> Beginning:
+    def load(self) -> StartPoint:
         """Returns the starting point of the run. Collective."""
         own_steps = Source(self.store.folder, is_huggingface=False)
         found, complaints = None, list[str]()
@@ -112,27 +112,27 @@ class StartPointLoader:
         began = self._from_step(found)
         return dataclasses.replace(began, notes=[*complaints, *began.notes])
 
-    def _newest_step(self, source: Source, set_aside: bool) -> tuple[Found | None, list[str]]:
+    def _newest_step(self, source: Source, set_aside: bool) -> tuple[Checkpoint | None, list[str]]:
         """Returns the newest valid step, and a message about each newer one that is damaged."""
         verify = self.config.checkpoint.verify_checkpoint
-        found, complaints = searched_together(
+        found, complaints = search_on_all_ranks(
             lambda check: source.newest_step(verify, set_aside, check), self.world.everyone
         )
         if found is not None and verify and set_aside:
-            self.store.trust(found.folder)
+            self.store.mark_verified(found.folder)
         return found, complaints
 
     def _on_first_rank(self, action: Callable[[], T]) -> T:
         """Runs an action on the first rank; returns its result, or raises its error, on every rank."""
-        local = on_some_ranks(self.world.is_first, action, self.world.everyone)
+        local = run_on_some_ranks(self.world.is_first, action, self.world.everyone)
         result: T = broadcast_object(local, self.world.everyone)
         return result
 
-    def _is_own(self, found: Found) -> bool:
+    def _is_own(self, found: Checkpoint) -> bool:
         """Whether this run saved the step, rather than an earlier run or an import."""
         if not is_resumable(found.manifest):
             return False
-        bases = self._on_first_rank(lambda: read_bases(self.store.folder))
+        bases = self._on_first_rank(lambda: read_base_steps(self.store.folder))
         if bases is not None:
             return found.folder.name not in bases
         return not (self.given_choices and self._loads_itself())
@@ -140,16 +140,16 @@ class StartPointLoader:
     def _loads_itself(self) -> bool:
         """Whether --load names the checkpoint folder of this run, or its run folder."""
         load = self.config.checkpoint.load
-        return load is None or names_checkpoints(load, str(self.store.folder))
+        return load is None or is_checkpoint_folder(load, str(self.store.folder))
 
     # --- the five starting points ---
 
-    def _resume(self, found: Found) -> Beginning:
+    def _resume(self, found: Checkpoint) -> StartPoint:
         """Resumes the run from its own step."""
         elsewhere = self.resolved.given("load") and not self._loads_itself()
         if elsewhere:
             load = str(self.config.checkpoint.load)
-            on_some_ranks(
+            run_on_some_ranks(
                 self.world.is_first, lambda: require_same_origin(self.store.folder, load), self.world.everyone
             )
         began = self._load_step(found, optimizer=True, random=True)
@@ -160,7 +160,7 @@ class StartPointLoader:
             )
         return dataclasses.replace(began, is_saved=True)
 
-    def _from_unowned_step(self, found: Found) -> Beginning:
+    def _from_unowned_step(self, found: Checkpoint) -> StartPoint:
         """Starts from a step in the run's folder that this run has not saved, unless --load names another."""
 
         def require_named() -> None:
@@ -173,15 +173,15 @@ class StartPointLoader:
                     f"--run-dir or --save, or leave --load out to begin with {found.folder.name}"
                 )
 
-        on_some_ranks(self.world.is_first, require_named, self.world.everyone)
+        run_on_some_ranks(self.world.is_first, require_named, self.world.everyone)
         return self._from_step(found)
 
-    def _from_step(self, found: Found) -> Beginning:
+    def _from_step(self, found: Checkpoint) -> StartPoint:
         """Starts from a step of another run: with its training state, or from its weights alone."""
         chosen = self.config.checkpoint
         has_weights_only = not is_resumable(found.manifest)
         if chosen.finetune or has_weights_only:
-            on_some_ranks(True, lambda: self._load_model(found), self.world.everyone)
+            run_on_some_ranks(True, lambda: self._load_model(found), self.world.everyone)
             in_place = (
                 found.folder.resolve().parent == self.store.folder.resolve() and found.manifest.step > 0
             )
@@ -195,17 +195,17 @@ class StartPointLoader:
         self._record(found.folder, Source(found.folder.parent, is_huggingface=False))
         return began
 
-    def _from_huggingface(self, source: Source) -> Beginning:
+    def _from_huggingface(self, source: Source) -> StartPoint:
         def load() -> None:
             with open_folder(source.folder) as folder:
-                require_same_model(source.folder, settings_in(folder), self.config)
+                require_same_model(source.folder, settings_from_folder(folder), self.config)
                 load_weights(folder, self.config.model, self.config.moe, self._weights(without_prefix=True))
 
-        on_some_ranks(True, load, self.world.everyone)
+        run_on_some_ranks(True, load, self.world.everyone)
         self._record(source.folder, source)
         return self._new_training(source.folder, has_weights_only=True)
 
-    def _from_initial_weights(self) -> Beginning:
+    def _from_initial_weights(self) -> StartPoint:
         notes = self._unused_data_flag()
         if self.config.train.skip_train:
             notes.append(
@@ -216,20 +216,20 @@ class StartPointLoader:
             # Recorded for restarts: what this run saves is then its own, whatever these flags choose.
             self._record(None, Source(self.store.folder, is_huggingface=False))
             notes.append(f"{' '.join(self.given_choices)}: nothing is loaded, so this changes nothing")
-        return Beginning(self._initial_state(), notes, is_saved=False)
+        return StartPoint(self._initial_state(), notes, is_saved=False)
 
     # --- their parts ---
 
     def _new_training(
         self, origin: Path, has_weights_only: bool, replaces_training: bool = False
-    ) -> Beginning:
+    ) -> StartPoint:
         self.optimizer.loaded(0)
         notes = [f"the weights come from {origin}; training begins at step 0", *self._unused_data_flag()]
         if has_weights_only and self.given_choices:
             notes.append(
                 f"{' '.join(self.given_choices)}: there are weights alone in {origin}, so this changes nothing"
             )
-        return Beginning(self._initial_state(), notes, False, replaces_training)
+        return StartPoint(self._initial_state(), notes, False, replaces_training)
 
     def _unused_data_flag(self) -> list[str]:
         note = "--allow-changed-data: no data was read before, so this changes nothing"
@@ -238,17 +238,17 @@ class StartPointLoader:
     def _initial_state(self) -> TrainState:
         state = TrainState()
         if self.data is not None:
-            first_data(state, self.data)
+            record_data(state, self.data)
         return state
 
     def _record(self, origin: Path | None, source: Source) -> None:
         """Records the origin of the run for restarts, and copies tokenizer and configuration for exports."""
 
         def write() -> None:
-            self.store.record_beginning(origin)
-            carry_files(source.small_files, self.store.folder)
+            self.store.record_base_steps(origin)
+            copy_model_files(source.small_files, self.store.folder)
 
-        on_some_ranks(self.world.is_first, write, self.world.everyone)
+        run_on_some_ranks(self.world.is_first, write, self.world.everyone)
 
     def _weights(self, without_prefix: bool = False) -> Iterator[Fragment]:
         for fragment in self.optimizer.fragments(owned_only=False):
@@ -256,14 +256,14 @@ class StartPointLoader:
                 name = fragment.tensor.removeprefix(WEIGHTS) if without_prefix else fragment.tensor
                 yield dataclasses.replace(fragment, tensor=name)
 
-    def _load_model(self, found: Found) -> None:
+    def _load_model(self, found: Checkpoint) -> None:
         """Loads the weights and the expert biases of routers, without training state."""
         require_same_model(found.folder, saved_settings(found), self.config)
         routers = self.model.routers.fragments(owned_only=False)
         biases = (f for f in routers if f.tensor.endswith(".bias") and f.tensor in found.manifest.tensors)
         load_fragments(found.folder, found.manifest, itertools.chain(self._weights(), biases))
 
-    def _load_step(self, found: Found, optimizer: bool, random: bool) -> Beginning:
+    def _load_step(self, found: Checkpoint, optimizer: bool, random: bool) -> StartPoint:
         """Loads a step with its training state, to continue from it."""
         state = TrainState.from_json(found.manifest.run_state)
         if not state.ordered_for:
@@ -277,10 +277,10 @@ class StartPointLoader:
         def load() -> None:
             # Each rank compares the data that it sees: another machine may have other data.
             if self.data is not None:
-                notes.extend(take_data(state, self.data, found.folder, self.config.checkpoint))
+                notes.extend(require_same_data(state, self.data, found.folder, self.config.checkpoint))
             require_same_model(found.folder, saved_settings(found), self.config)
             if optimizer:
-                require_same_rule(found, self.config)
+                require_same_optimizer(found, self.config)
             fragments = self.optimizer.fragments(owned_only=False) if optimizer else self._weights()
             routers = self.model.routers.fragments(owned_only=False)
             # An imported checkpoint lists no files and may lack router statistics, which then start at 0.
@@ -289,11 +289,11 @@ class StartPointLoader:
             if random:
                 restore_random_state(found, self.world)
 
-        on_some_ranks(True, lambda: self._mentioning_another_run(found, load), self.world.everyone)
+        run_on_some_ranks(True, lambda: self._mentioning_another_run(found, load), self.world.everyone)
         if not optimizer:
             state.updates, state.loss_scaling = 0, {}
         self.optimizer.loaded(state.updates)
-        loaded = [name for name, source in self.resolved.sources.items() if source.startswith(LOADED)]
+        loaded = [name for name, source in self.resolved.sources.items() if source.startswith(LOADED_PREFIX)]
         changes = changes_since(found.manifest.config, self.config, loaded)
         notes += changes.notes
         if state.loss_scaling and "initial_loss_scale" in changes.settings:
@@ -301,9 +301,9 @@ class StartPointLoader:
             notes.append(
                 f"--initial-loss-scale is where a new run begins: the loss scale continues at {scale:g}"
             )
-        return Beginning(state, notes, is_saved=False, resumed_from=found.folder, remarks=changes.remarks)
+        return StartPoint(state, notes, is_saved=False, resumed_from=found.folder, remarks=changes.remarks)
 
-    def _mentioning_another_run(self, found: Found, load: Callable[[], None]) -> None:
+    def _mentioning_another_run(self, found: Checkpoint, load: Callable[[], None]) -> None:
         """Loads; if the run folder was not given, an error first says that it may be that of another run."""
         given = self.resolved.given("run_dir") or self.resolved.given("save")
         if given or found.folder.resolve().parent != self.store.folder.resolve():
@@ -312,7 +312,7 @@ class StartPointLoader:
         try:
             load()
         except UserError as error:
-            raise UserError(f"{another_run(str(self.config.run.run_dir))}: {error}") from None
+            raise UserError(f"{other_run_error(str(self.config.run.run_dir))}: {error}") from None
 
 
 # --- checks of what is loaded ---
@@ -320,7 +320,7 @@ class StartPointLoader:
 
 def require_same_origin(checkpoints: Path, load: str) -> None:
     """Raises an error if the weights of a run that resumes came from something else than --load names."""
-    record = read_record(checkpoints)
+    record = read_base_record(checkpoints)
     origin = None if record is None else record.origin
     if origin is not None and _is_named(origin, Path(load)):
         return
@@ -338,7 +338,7 @@ def _is_named(origin: Path, load: Path) -> bool:
     if is_step(load):
         return origin.resolve() == load.resolve()
     return not {origin.resolve(), origin.resolve().parent}.isdisjoint(
-        {load.resolve(), checkpoints_of(load).resolve()}
+        {load.resolve(), default_checkpoint_folder(load).resolve()}
     )
 
 
@@ -348,13 +348,15 @@ def _in_hub_cache(path: Path) -> tuple[str, ...] | None:
     return parts if len(parts) == 3 and parts[1] == "snapshots" else None
 
 
-def first_data(state: TrainState, data: OpenedData) -> None:
+def record_data(state: TrainState, data: OpenedData) -> None:
     """Stores the identity of the data of a new run in its state."""
     identity = data.identity
     state.data_fingerprint, state.data_files = identity.fingerprint, identity.files_as_json()
 
 
-def take_data(state: TrainState, data: OpenedData, origin: Path, chosen: CheckpointConfig) -> list[str]:
+def require_same_data(
+    state: TrainState, data: OpenedData, origin: Path, chosen: CheckpointConfig
+) -> list[str]:
     """Stores the identity of the data in the state of a resumed run, and returns notes.
 
     `origin`: the checkpoint of the state. Changed data is an error without --allow-changed-data.
@@ -366,7 +368,7 @@ def take_data(state: TrainState, data: OpenedData, origin: Path, chosen: Checkpo
             f"the data is not what {origin} was trained on; restore it, resume all the same with --allow-changed-data, load the "
             f"weights alone with --load {origin.parent} --finetune and another --run-dir, or start over with --fresh ({changed})"
         )
-    now = data.identity.knowing(before)
+    now = data.identity.with_checksums_of(before)
     state.data_fingerprint, state.data_files = now.fingerprint, now.files_as_json()
     if not changed:
         note = "--allow-changed-data: the data is what it was, so this changes nothing"
@@ -380,7 +382,7 @@ def take_data(state: TrainState, data: OpenedData, origin: Path, chosen: Checkpo
 
 def require_same_model(folder: Path, saved: Mapping[str, Any], config: RunConfig) -> None:
     loaded, now = architecture(saved), config.settings
-    if different := differences(loaded, now):
+    if different := architecture_differences(loaded, now):
         shown = "; ".join(
             f"{name} was {getattr(loaded.settings, name)}, is {getattr(now, name)}" for name in different
         )
@@ -390,12 +392,12 @@ def require_same_model(folder: Path, saved: Mapping[str, Any], config: RunConfig
         )
 
 
-def require_same_rule(found: Found, config: RunConfig) -> None:
+def require_same_optimizer(found: Checkpoint, config: RunConfig) -> None:
     """Raises an error if the optimizer state is of another optimizer."""
     before = Settings.defaults(**saved_settings(found)).optimizer
     now = config.optim.optimizer
     momentum = now == "sgd" and config.optim.sgd_momentum > 0
-    if before == now and (rule_of(found.manifest.tensors) or not momentum):
+    if before == now and (rule_of_checkpoint(found.manifest.tensors) or not momentum):
         return
     content = (
         f"the state of --optimizer {before}" if before != now else "no momentum, which --sgd-momentum needs"

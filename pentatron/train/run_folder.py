@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pentatron.errors import AgreedError, UserError
-from pentatron.files import make_folder, numbered, rename, write_file
-from pentatron.monitor.report import FAILED
+from pentatron.files import make_folder, next_numbered_name, rename, write_file
+from pentatron.monitor.report import ERROR_PREFIX
 from pentatron.monitor.terminal import append_line
 from pentatron.settings.files import HEADER
 from pentatron.settings.resolve import Resolved
 from pentatron.settings.run import RunConfig, table
 from pentatron.supervise.signals import StoppedEarly
-from pentatron.text import one_line, redacted_value
+from pentatron.text import one_line, redact_value
 
 if TYPE_CHECKING:
     from pentatron.parallel.world import World
 
 
-class Moments:
+class AppMetrics:
     """Timestamps of the phases of a run in milliseconds since the epoch, as in Megatron's app metrics."""
 
     def __init__(self, started: float) -> None:
@@ -65,14 +65,14 @@ class RunFolder:
             ) from None
         if (
             os.path.lexists(self.config)
-            and not is_config_of_a_run(self.config)
+            and not is_run_config(self.config)
             and not damaged_config(self.config)
         ):
             raise UserError(f"{self.config} is not the file of a run; choose another folder with --run-dir")
 
     def set_metrics_aside(self) -> Path:
         """Renames the metrics of earlier training, whose step numbers would occur twice."""
-        aside = numbered(self.metrics.with_suffix(""), ".", self.metrics.suffix)
+        aside = next_numbered_name(self.metrics.with_suffix(""), ".", self.metrics.suffix)
         if self.metrics.exists():
             rename(self.metrics, aside)
         return aside
@@ -89,7 +89,7 @@ class RunFolder:
         write_file(self.config, config_text(resolved).encode(errors="backslashreplace"))
 
 
-def is_config_of_a_run(file: Path) -> bool:
+def is_run_config(file: Path) -> bool:
     return file.is_file() and file.read_bytes().startswith(HEADER.encode()) and damaged_config(file) is None
 
 
@@ -136,7 +136,7 @@ def config_text(resolved: Resolved) -> str:
             lines.append(f"\n{section}:")
         source = resolved.sources[name]
         is_comment = source.startswith("derived") or name in left_out or item.names_code
-        value = redacted_value(values[name])
+        value = redact_value(values[name])
         text = json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)
         lines.append(f"  {'# ' if is_comment else ''}{name}: {text}  # {one_line(source)}")
     return "\n".join(lines) + "\n"
@@ -148,23 +148,23 @@ def _loads_itself(config: RunConfig) -> bool:
     if load is None:
         return True
     # Imported here, as they import torch: the launcher creates the folder without it.
-    from pentatron.checkpoint.find import checkpoints_of
+    from pentatron.checkpoint.find import default_checkpoint_folder
     from pentatron.checkpoint.retention import STEP_NAME
 
     target = Path(load).resolve()
     own_folders = {Path(save).resolve()} if save is not None else set()
     if run is not None:
-        own_folders |= {Path(run).resolve(), checkpoints_of(Path(run)).resolve()}
+        own_folders |= {Path(run).resolve(), default_checkpoint_folder(Path(run)).resolve()}
     # A step of the run. Other folders beside the steps are not the run.
     steps = {target.parent} if STEP_NAME.fullmatch(target.name) else set()
     return not own_folders.isdisjoint({target} | steps)
 
 
 # Returns the message for an error, or None if this rank does not log it.
-Sentence = Callable[[BaseException], str | None]
+ErrorMessage = Callable[[BaseException], str | None]
 
 
-def sentence_of(error: BaseException) -> str | None:
+def error_message(error: BaseException) -> str | None:
     """Returns the message of a user error, or type and first line of another; None for a requested end."""
     if isinstance(error, UserError):
         return str(error)
@@ -174,7 +174,7 @@ def sentence_of(error: BaseException) -> str | None:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def write_last_words(folder: RunFolder, world: "World", error: BaseException, sentence: Sentence) -> None:
+def log_failure(folder: RunFolder, world: "World", error: BaseException, sentence: ErrorMessage) -> None:
     """Appends the error that ends the run to its log, whose folder this run must hold.
 
     The first rank alone writes an error that all ranks have in common.
@@ -189,4 +189,4 @@ def write_last_words(folder: RunFolder, world: "World", error: BaseException, se
         return
     prefix = "" if agreed or world.everyone.size == 1 else f"rank {world.everyone.rank}: "
     # Ignores errors: a full disk may be the failure itself.
-    append_line(folder.log, f"{FAILED}{prefix}{' '.join(text.split())}")
+    append_line(folder.log, f"{ERROR_PREFIX}{prefix}{' '.join(text.split())}")

@@ -100,7 +100,7 @@ def saved_schedule(settings: Mapping[str, Any]) -> dict[str, Any]:
     return Schedule.of(RunConfig.of(Settings(values))).to_json()
 
 
-def settle(config: RunConfig, state: TrainState) -> list[str]:
+def update_schedule(config: RunConfig, state: TrainState) -> list[str]:
     """Stores the schedule of the run in `state`; returns notes about a changed schedule."""
     chosen, now = config.checkpoint, Schedule.of(config)
     if not state.schedule:

@@ -10,33 +10,33 @@ from pathlib import Path
 from typing import TypeVar
 
 from pentatron.checkpoint.state import TrainState
-from pentatron.data.datasets import OpenedData, arrange, settle_epochs
-from pentatron.interchange.store import store_for
-from pentatron.monitor.display import Display, Silent, open_display
+from pentatron.data.datasets import OpenedData, build_datasets, resolve_epochs
+from pentatron.interchange.store import create_store
+from pentatron.monitor.display import Display, SilentDisplay, open_display
 from pentatron.monitor.memory import MemorySampler
 from pentatron.monitor.recorder import AppendedFile, Recorder
 from pentatron.monitor.report import LogLines
 from pentatron.optim.build import AnyOptimizer, build_optimizer
-from pentatron.parallel.collectives import broadcast_object, earliest, on_some_ranks
+from pentatron.parallel.collectives import broadcast_object, earliest_over_ranks, run_on_some_ranks
 from pentatron.parallel.timers import Timers
 from pentatron.parallel.world import World
 from pentatron.settings.resolve import Resolved, notices_of_device
 from pentatron.settings.run import RunConfig
-from pentatron.settings.settings import Start, how_to_go_on, start_of
-from pentatron.supervise.attempts import FIRST, Attempt
+from pentatron.settings.settings import Start, how_to_resume, start_of
+from pentatron.supervise.attempts import FIRST_ATTEMPT, Attempt
 from pentatron.supervise.signals import StopRequest, stop_on_signals
 from pentatron.train.checkpoints import seed_generators
-from pentatron.train.introduction import introduce
+from pentatron.train.introduction import log_run_header
 from pentatron.train.model import CONFIGURED, ParallelModel, Program, build_parallel_model, model_dtype
-from pentatron.train.open_folders import OpenFolders, disk_notes, leave_to_earlier_runs, open_folders
+from pentatron.train.open_folders import FolderLocks, check_disk_space, mark_existing_steps, open_folders
 from pentatron.train.output import Output, open_recorders, refuse_pipes
-from pentatron.train.preflight import require_fitting_batches, require_fitting_start, settle_environment
-from pentatron.train.results import WITHOUT_IT, describe, describe_pipeline, draw_curve, finish
-from pentatron.train.resume import Beginning, StartPointLoader, first_data, take_data
-from pentatron.train.run_folder import Moments, RunFolder, Sentence, sentence_of, write_last_words
-from pentatron.train.schedules import settle
-from pentatron.train.step_hooks import BesideTheSteps
-from pentatron.train.stop import Ending
+from pentatron.train.preflight import check_batch_sizes, check_start, update_environment
+from pentatron.train.results import WITHOUT_IT, describe_pipeline, describe_run, draw_curve, print_summary
+from pentatron.train.resume import StartPoint, StartPointLoader, record_data, require_same_data
+from pentatron.train.run_folder import AppMetrics, ErrorMessage, RunFolder, error_message, log_failure
+from pentatron.train.schedules import update_schedule
+from pentatron.train.step_hooks import StepHooks
+from pentatron.train.stop import StopReason
 from pentatron.train.trainer import Trainer
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ class Outcome:
     """How a run ended. `ending`: why it stopped before its last step, if it did; equal on all ranks."""
 
     folder: RunFolder
-    ending: Ending | None
+    ending: StopReason | None
 
     @property
     def stopped_by(self) -> signal.Signals | None:
@@ -61,8 +61,8 @@ def run_training(
     launcher: int | None = None,
     program: Program = CONFIGURED,
     started: float | None = None,
-    sentence: Sentence = sentence_of,
-    attempt: Attempt = FIRST,
+    sentence: ErrorMessage = error_message,
+    attempt: Attempt = FIRST_ATTEMPT,
 ) -> Outcome:
     """Runs the configured training on this rank.
 
@@ -88,8 +88,8 @@ def open_session(
     launcher: int | None,
     program: Program,
     started: float | None = None,
-    sentence: Sentence = sentence_of,
-    attempt: Attempt = FIRST,
+    sentence: ErrorMessage = error_message,
+    attempt: Attempt = FIRST_ATTEMPT,
 ) -> "Iterator[Session]":
     """Opens a run and holds the locks of its folders until the end of the block. See `run_training`."""
     config = resolved.config
@@ -98,23 +98,25 @@ def open_session(
     start = start_of(config.settings, resolved.given("load"), resumes or attempt.restarted)
     start = Start(broadcast_object(start.value, world.everyone))
     shows_steps = config.log.console_lines == "short"
-    display = open_display(config.log.progress_bar, shows_steps=shows_steps) if world.is_first else Silent()
+    display = (
+        open_display(config.log.progress_bar, shows_steps=shows_steps) if world.is_first else SilentDisplay()
+    )
     with contextlib.ExitStack() as cleanup:
         cleanup.callback(display.close)
         stop = cleanup.enter_context(stop_on_signals(launcher, tells=world.is_first))
         stop.is_starting = True
 
-        def open_and_lock() -> OpenFolders:
+        def open_and_lock() -> FolderLocks:
             opened = open_folders(config, folder, start, attempt, display, cleanup)
             if start is Start.IN_PLACE and not config.train.skip_train:
-                leave_to_earlier_runs(config)
+                mark_existing_steps(config)
             return opened
 
-        folders = on_some_ranks(world.is_first, open_and_lock, world.everyone) or OpenFolders()
-        world.whereabouts.folder_is_ours()
-        first_started = earliest(time.time() if started is None else started, world.everyone)
+        folders = run_on_some_ranks(world.is_first, open_and_lock, world.everyone) or FolderLocks()
+        world.whereabouts.run_folder_locked()
+        first_started = earliest_over_ranks(time.time() if started is None else started, world.everyone)
         try:
-            resolved = settle_epochs(resolved, world, folder.data, display, not program.reads_named_data)
+            resolved = resolve_epochs(resolved, world, folder.data, display, not program.reads_named_data)
             cleanup.enter_context(program.running(resolved, world, display))
             session = Session(
                 resolved, world, folder, display, stop, first_started, cleanup, program, start, folders
@@ -126,8 +128,8 @@ def open_session(
             session.on_exit()
         except BaseException as error:
             stop.is_starting = False
-            if folders.are_ours():
-                write_last_words(folder, world, error, sentence)
+            if folders.are_held():
+                log_failure(folder, world, error, sentence)
             raise
 
 
@@ -149,7 +151,7 @@ class Session:
         cleanup: contextlib.ExitStack,
         program: Program,
         start: Start,
-        folders: OpenFolders,
+        folders: FolderLocks,
     ) -> None:
         self.resolved, self.config, self.world = resolved, resolved.config, world
         self.folder, self.display, self.stop, self.started = folder, display, stop, started
@@ -157,16 +159,16 @@ class Session:
         # How the same command starts if it is repeated after this run.
         self.repeated_start = start
         self.data: OpenedData | None = None
-        self.start_point: Beginning | None = None
+        self.start_point: StartPoint | None = None
         # Called at the end of the `open_session` block.
         self.on_exit: Callable[[], None] = lambda: None
-        self.initialized, self.app_metrics = time.time(), Moments(started)
+        self.initialized, self.app_metrics = time.time(), AppMetrics(started)
         self.job_started = time.monotonic() - (self.initialized - started)
         # Timers of the setup. The loop has its own.
         self.timers = Timers(0, self.config.loop.timing_log_option, world.device)
         for notice in resolved.notices:
             display.say(f"note: {notice}")
-        require_fitting_start(resolved, world)
+        check_start(resolved, world)
         seed_generators(self.config.run.seed + world.everyone.rank)
 
     def open_data(self) -> None:
@@ -180,10 +182,10 @@ class Session:
             return
         origin = start_point.resumed_from
         if origin is None:
-            first_data(start_point.state, data)
+            record_data(start_point.state, data)
         else:
             notes = self._on_all_ranks(
-                lambda: take_data(start_point.state, data, origin, self.config.checkpoint)
+                lambda: require_same_data(start_point.state, data, origin, self.config.checkpoint)
             )
             self.start_point = dataclasses.replace(start_point, notes=[*start_point.notes, *notes])
 
@@ -194,26 +196,26 @@ class Session:
         with self.timers("model-and-optimizer-setup", 0):
             self.app_metrics.mark("model_init_start")
             self.model = build_parallel_model(config, world, self.program)
-            self.program.timed_by(self.model.timers)
+            self.program.set_timers(self.model.timers)
             self.app_metrics.mark("model_init_finish")
             self.app_metrics.mark("build_optimizer_start")
             self.optimizer = build_optimizer(
                 self.model.stages, world, config.optim, self.model.decisions.optimizer, model_dtype(config)
             )
             self.app_metrics.mark("build_optimizer_finish")
-            self.store = store_for(config)
+            self.store = create_store(config)
             self.store.guard = self.folders.require
             loader = StartPointLoader(
                 self.resolved, world, self.model, self.optimizer, self.store, self.data, self.start
             )
             start_point = loader.load()
             self.state = start_point.state
-            require_fitting_batches(config, self.state)
+            check_batch_sizes(config, self.state)
             notes = [
                 *start_point.notes,
-                *settle(config, self.state),
-                *settle_environment(world, self.state),
-                *disk_notes(self.model, self.optimizer, self.store, self.state),
+                *update_schedule(config, self.state),
+                *update_environment(world, self.state),
+                *check_disk_space(self.model, self.optimizer, self.store, self.state),
             ]
             self.start_point = dataclasses.replace(start_point, notes=notes)
             self.program.begins(self.state)
@@ -226,13 +228,13 @@ class Session:
         self.app_metrics.mark("build_dataiters_start")
         with self.timers("train/valid/test-data-iterators-setup", 0):
             datasets = self._on_all_ranks(
-                lambda: arrange(data, config, world, self.state, self.folder.data, self.display)
+                lambda: build_datasets(data, config, world, self.state, self.folder.data, self.display)
             )
         self.app_metrics.mark("build_dataiters_finish")
         self.output = output = self._on_all_ranks(lambda: self._open_output(parameters, start_point))
         output.note(f"time to initialize (seconds): {self.initialized - self.started:.3f}")
-        introduce(self.model, output)
-        output.say(describe(config, world, parameters))
+        log_run_header(self.model, output)
+        output.say(describe_run(config, world, parameters))
         if pipeline := describe_pipeline(config):
             output.say(pipeline)
         notes = [*notices_of_device(self.resolved, self.model.decisions), *_profile_notes(config, self.state)]
@@ -241,7 +243,7 @@ class Session:
         for remark in start_point.remarks:
             output.note(remark)
         _log_position(config, start_point, output)
-        hooks = BesideTheSteps(config, self.model.decisions, world, self.optimizer, self.folder.path, output)
+        hooks = StepHooks(config, self.model.decisions, world, self.optimizer, self.folder.path, output)
         self.cleanup.callback(hooks.close)
         self.trainer = Trainer(
             self.model,
@@ -260,7 +262,7 @@ class Session:
         output.note("done with setup ...")
         output.note(self.timers.block(world.everyone) or "")
 
-    def conclude(self, ending: Ending | None) -> Outcome:
+    def conclude(self, ending: StopReason | None) -> Outcome:
         """Writes loss curve, summary and sample after the last step of this process."""
         self.world.whereabouts.phase = "ending"
         self.app_metrics.mark("train_loop_finish")
@@ -275,7 +277,7 @@ class Session:
                 output.note(ending.line)
                 output.say(_farewell(ending, self.state, self.config, self.repeated_start))
             elif not self.config.train.skip_train:
-                finish(self.config, self.folder, datasets, output)
+                print_summary(self.config, self.folder, datasets, output)
             self.app_metrics.mark("finish")
             if not self.config.train.skip_train:
                 output.attempt(
@@ -285,11 +287,11 @@ class Session:
 
     def _on_all_ranks(self, action: Callable[[], T]) -> T:
         """Runs an action on every rank; an error on one of them is raised on all."""
-        result = on_some_ranks(True, action, self.world.everyone)
+        result = run_on_some_ranks(True, action, self.world.everyone)
         assert result is not None
         return result
 
-    def _open_output(self, parameters: int, start_point: Beginning) -> Output:
+    def _open_output(self, parameters: int, start_point: StartPoint) -> Output:
         config, world, folder, display = self.config, self.world, self.folder, self.display
         if config.log.monitor_memory_continuously:
             samples = folder.path / "memory" / f"rank-{world.everyone.rank:05d}.csv"
@@ -303,7 +305,7 @@ class Session:
         echoes = config.log.console_lines == "megatron"
         if config.train.skip_train:
             # An evaluation does not change the configuration and the metrics of the run.
-            output = Output(display, log, echoes=echoes, may_write=self.folders.are_ours)
+            output = Output(display, log, echoes=echoes, may_write=self.folders.are_held)
             self.cleanup.callback(output.close)
             return output
         if start_point.replaces_training:
@@ -316,7 +318,7 @@ class Session:
         folder.write_config(self.resolved)
         recorders: list[Recorder] = []
         lines = LogLines(config.log.log_interval, config.log.log_throughput)
-        output = Output(display, log, recorders, lines, echoes, may_write=self.folders.are_ours)
+        output = Output(display, log, recorders, lines, echoes, may_write=self.folders.are_held)
         self.cleanup.callback(output.close)
         # One by one, so that the open ones are closed if a later one fails.
         for recorder in open_recorders(config, world, folder, self.state, parameters, output.say):
@@ -333,7 +335,7 @@ def _profile_notes(config: RunConfig, state: TrainState) -> list[str]:
     ]
 
 
-def _log_position(config: RunConfig, start_point: Beginning, output: Output) -> None:
+def _log_position(config: RunConfig, start_point: StartPoint, output: Output) -> None:
     """Logs from which step the run resumes, or that no steps are left."""
     state = start_point.state
     if config.train.skip_train:
@@ -357,11 +359,11 @@ def _log_position(config: RunConfig, start_point: Beginning, output: Output) -> 
         output.say(f"resuming at step {state.step} of {config.train.train_iters}")
 
 
-def _farewell(ending: Ending, state: TrainState, config: RunConfig, repeated_start: Start) -> str:
+def _farewell(ending: StopReason, state: TrainState, config: RunConfig, repeated_start: Start) -> str:
     if config.train.skip_train:
         return f"{ending.reason} before the evaluation was done"
     if state.step == 0:
         return f"{ending.reason} before the first step; nothing was trained yet"
-    saved = f"its checkpoint is saved, {how_to_go_on(repeated_start, config.checkpoint.save)}"
+    saved = f"its checkpoint is saved, {how_to_resume(repeated_start, config.checkpoint.save)}"
     outcome = saved if config.checkpoint.save_checkpoints else "nothing is saved"
     return f"{ending.reason} after step {state.step}; {outcome}"

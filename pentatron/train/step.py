@@ -72,31 +72,31 @@ def train_step(
     pending = _start(model, optimizer, batches, step, scale)
     # Gradients of router losses are not sums over tokens: their ratio must be known before backward.
     needs_ratio = model.program.reported_names is not None and bool(model.routers.names)
-    if optimizer.decides and not needs_ratio:
+    if optimizer.skips_on_device and not needs_ratio:
         # The update is skipped on the device if needed, so that the host does not wait for loss and norm
         # first.
         with model.timers("optimizer", 1):
             optimizer.start_step(learning_rate, pending.for_update(), scale, weight_decay)
         computed = pending.wait()
-        optimizer.settle_step(computed.is_sound)
+        optimizer.finish_step(computed.is_finite)
     else:
         computed = pending.wait()
-        if needs_ratio and computed.ratio != 1 and computed.is_sound:
+        if needs_ratio and computed.ratio != 1 and computed.is_finite:
             tokens = pending.tokens / computed.ratio
             pending = _start(model, optimizer, batches, step, scale, tokens=tokens)
             computed = pending.wait()
-        if computed.is_sound:
+        if computed.is_finite:
             with model.timers("optimizer", 1):
                 optimizer.step(learning_rate, computed.norm, scale / computed.ratio, weight_decay)
     # With NaN/inf no rank has changed its weights; the caller decides whether to stop or to go on.
-    if computed.is_sound:
+    if computed.is_finite:
         model.routers.settle(pending.of_routers())
     return StepResult(
         computed.loss,
         computed.norm,
         computed.tokens,
         model.routers.report(computed.of_routers),
-        computed.is_sound,
+        computed.is_finite,
         computed.own_loss,
         computed.reported,
         scale / computed.ratio,
@@ -104,7 +104,7 @@ def train_step(
 
 
 @dataclass(frozen=True)
-class Computed:
+class ComputedStep:
     """Results of a step before its update, over all ranks except `own_loss`. `of_routers` is on the host."""
 
     loss: float
@@ -117,7 +117,7 @@ class Computed:
     reported: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def is_sound(self) -> bool:
+    def is_finite(self) -> bool:
         return math.isfinite(self.loss) and math.isfinite(self.norm)
 
 
@@ -153,7 +153,7 @@ class _PendingStep:
         ratio = ratio_on_device(self.totals[-self._tally_width :], self.tokens)
         return torch.stack((loss_and_norm[0] * ratio, loss_and_norm[1] * ratio * ratio, ratio))
 
-    def wait(self) -> Computed:
+    def wait(self) -> ComputedStep:
         """Waits for the results, but not for device work that was queued after them."""
         values = self._copy.wait()
         tokens, loss, squared_norm = values[:3].tolist()
@@ -164,7 +164,7 @@ class _PendingStep:
         # A user's loss mask may contain NaN; then the loss is NaN as well and is reported.
         counted = int(tokens) if math.isfinite(tokens) else 0
         norm = math.sqrt(squared_norm) / self.scale * total.ratio
-        return Computed(
+        return ComputedStep(
             loss * total.ratio, norm, counted, values[3:], self.own_loss, total.ratio, total.reported
         )
 
@@ -176,7 +176,7 @@ def compute_gradients(
     step: int,
     scale: float = 1.0,
     watch: Callable[[MicroBatches], StageProgram] | None = None,
-) -> Computed:
+) -> ComputedStep:
     """Runs a step without its update. `watch` wraps the program that the executor runs."""
     return _start(model, optimizer, batches, step, scale, watch).wait()
 
@@ -192,7 +192,7 @@ def _start(
 ) -> _PendingStep:
     """`tokens`: the divisor of summed losses, by default the valid tokens of the data."""
     world = model.world
-    batches = model.own_tokens(batches)
+    batches = model.local_tokens(batches)
     valid = ValidTokens(batches, world.replicas)
     optimizer.zero_gradients()
     model.routers.begin_step(len(batches), scale)
@@ -244,7 +244,7 @@ class ValidTokens:
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class EvaluationResult:
     """The objective over an evaluation, and the values that the loss function reported."""
 
     loss: float
@@ -256,7 +256,7 @@ def validation_loss(model: ParallelModel, batches: Iterable[Batch], at_once: int
 
 
 @torch.no_grad()
-def evaluate(model: ParallelModel, batches: Iterable[Batch], at_once: int) -> Evaluated:
+def evaluate(model: ParallelModel, batches: Iterable[Batch], at_once: int) -> EvaluationResult:
     """Returns the objective over the batches of all data-parallel ranks: by default the mean loss per token.
 
     Runs `at_once` micro-batches at a time through the pipeline.
@@ -271,7 +271,7 @@ def evaluate(model: ParallelModel, batches: Iterable[Batch], at_once: int) -> Ev
     model.weight_scales.refresh()
     source = iter(batches)
     while whole := list(itertools.islice(source, at_once)):
-        chunk = model.own_tokens(whole)
+        chunk = model.local_tokens(whole)
         program = MicroBatches(model, chunk, [None] * len(chunk), objective)
         loss = model.executor.evaluate(model.config.forward_schedule(len(chunk)), program)
         totals[0] += _count_once(loss, world)
@@ -281,9 +281,11 @@ def evaluate(model: ParallelModel, batches: Iterable[Batch], at_once: int) -> Ev
     model.train()
     if names is None:
         loss_sum, valid = all_reduce_(totals, world.everyone).tolist()
-        return Evaluated(float(loss_sum / max(valid, 1.0)))
+        return EvaluationResult(float(loss_sum / max(valid, 1.0)))
     numbers = torch.cat((totals, objective.numbers(names, world)))
     summed = all_reduce_(numbers, world.everyone).cpu()
     loss_sum, valid, counted, sums, means = summed[:5].tolist()
     total = objective.total(summed[2:], valid, names, world)
-    return Evaluated(loss_sum / ((counted or 1.0) if sums else means or max(valid, 1.0)), total.reported)
+    return EvaluationResult(
+        loss_sum / ((counted or 1.0) if sums else means or max(valid, 1.0)), total.reported
+    )

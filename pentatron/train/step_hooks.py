@@ -27,7 +27,7 @@ _MEMORY_EVENTS = 100_000
 _Part = tuple[str, Shape, Shape]
 
 
-class BesideTheSteps:
+class StepHooks:
     """Called before and after each step, around evaluations, and at the end of the loop."""
 
     def __init__(

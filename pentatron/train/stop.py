@@ -14,7 +14,7 @@ _BY_SIGNAL = 128
 
 
 @dataclass(frozen=True)
-class Ending:
+class StopReason:
     """Why a run stops before its last step; equal on all ranks. `line` is the line of Megatron's log."""
 
     line: str
@@ -23,7 +23,7 @@ class Ending:
     signal: Signals | None = None
 
 
-class Endings:
+class StopConditions:
     """Checks the stop conditions after every step, and before every step of an evaluation.
 
     `began`: start of the job on the monotonic clock, which a change of the system time does not affect.
@@ -32,32 +32,32 @@ class Endings:
     def __init__(self, config: RunConfig, world: World, stop: StopRequest, began: float) -> None:
         self.config, self.world, self.stop, self.began = config.loop, world, stop, began
 
-    def by_signal(self, number: Signals) -> Ending:
+    def by_signal(self, number: Signals) -> StopReason:
         is_expected = self.config.exit_signal_handler and number.name == self.config.exit_signal
-        return Ending(
+        return StopReason(
             f"exiting program after receiving {number.name}.",
             "stopped as its launcher is gone"
-            if self.stop.is_left_alone
+            if self.stop.is_orphaned
             else f"stopped by {signal_name(number)}",
             0 if is_expected else _BY_SIGNAL + number,
             number,
         )
 
-    def after_step(self, step: int) -> Ending | None:
+    def after_step(self, step: int) -> StopReason | None:
         """Checks the time limit first, then the step interval, as Megatron does. Collective."""
-        if (ending := self.by_the_clock()) is not None:
+        if (ending := self.by_time_limit()) is not None:
             return ending
         interval = self.config.exit_interval
         if interval is not None and step % interval == 0:
-            return Ending(f"exiting program at iteration {step}", f"stopped (--exit-interval {interval})")
+            return StopReason(f"exiting program at iteration {step}", f"stopped (--exit-interval {interval})")
         return None
 
-    def by_the_clock(self) -> Ending | None:
+    def by_time_limit(self) -> StopReason | None:
         """Checks --exit-duration-in-mins: all ranks stop if it has passed on one. Collective."""
         limit, minutes = self.config.exit_duration_in_mins, (time.monotonic() - self.began) / 60
         if limit is None or not largest(int(minutes > limit), self.world.everyone):
             return None
-        return Ending(
+        return StopReason(
             f"exiting program after {minutes} minutes",
             f"stopped after {minutes:.1f} minutes (--exit-duration-in-mins {limit:g})",
         )

@@ -8,7 +8,7 @@ import torch
 from pentatron.layout.ranks import Grid
 from pentatron.monitor.memory import memory_bytes
 from pentatron.monitor.report import RankReport, gpu_utilisation
-from pentatron.parallel.collectives import Waited, all_gather_into
+from pentatron.parallel.collectives import WaitTimes, all_gather_into
 from pentatron.parallel.world import World
 from pentatron.settings.run import RunConfig
 
@@ -21,7 +21,7 @@ _RANKS_OF_A_SHORT_ROW = 64
 _STEPS, _TIMES, _LEAST_SECONDS = 3, 3.0, 0.01
 
 
-class RankWatch:
+class RankStatistics:
     """Collects the statistics of all ranks in steps that are logged (with many ranks, in some of them), and
     in the first and the last step.
     """
@@ -42,14 +42,14 @@ class RankWatch:
         """Called after a step. `unheard`: number of messages this rank still has to report. Collective."""
         if not self._due(step):
             return None
-        return collect(self.world, seconds, self.world.waits.end(), self.knows_waits, unheard)
+        return gather_statistics(self.world, seconds, self.world.waits.end(), self.knows_waits, unheard)
 
     def _due(self, step: int) -> bool:
         return step % self.interval == 0 or step in (1, self.last_step)
 
 
-def collect(
-    world: World, seconds: float, waited: Waited, knows_waits: bool = True, unheard: int = 0
+def gather_statistics(
+    world: World, seconds: float, waited: WaitTimes, knows_waits: bool = True, unheard: int = 0
 ) -> RankReport:
     """Gathers the statistics of all ranks in host memory, without a GPU synchronization. Collective."""
     utilisation = gpu_utilisation(world.device)
@@ -77,7 +77,7 @@ def collect(
     )
 
 
-class Stragglers:
+class StragglerDetector:
     """Compares the busy time of ranks: their step time without the time they wait for other ranks."""
 
     def __init__(self, grid: Grid) -> None:

@@ -12,8 +12,8 @@ from pentatron.checkpoint.state import TrainState
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.data.datasets import Datasets
 from pentatron.data.loader import Batch
-from pentatron.devices import chip_of
-from pentatron.errors import AgreedError, BadNumbers
+from pentatron.devices import find_chip
+from pentatron.errors import AgreedError, NonFiniteError
 from pentatron.models.router_load import ExpertLoad
 from pentatron.monitor.memory import memory_bytes, memory_scalars
 from pentatron.monitor.report import ExpertReport, StepReport
@@ -21,18 +21,18 @@ from pentatron.optim.build import AnyOptimizer
 from pentatron.optim.loss_scale import LossScaler
 from pentatron.settings.parameters import step_flops
 from pentatron.supervise.signals import StopRequest
-from pentatron.train.batches import agree_on_next_step, micro_batches
+from pentatron.train.batches import micro_batches, next_step_batches
 from pentatron.train.checkpoints import Checkpoints
 from pentatron.train.evaluation import Evaluation
-from pentatron.train.health import Health
-from pentatron.train.introduction import of_all_ranks, tell_memory
+from pentatron.train.health import NumericsCheck
+from pentatron.train.introduction import log_memory, merge_messages
 from pentatron.train.model import ParallelModel
 from pentatron.train.output import Output
 from pentatron.train.schedules import Schedule
 from pentatron.train.step import StepResult, train_step
-from pentatron.train.step_hooks import BesideTheSteps
-from pentatron.train.stop import Ending, Endings
-from pentatron.train.stragglers import RankWatch, Stragglers
+from pentatron.train.step_hooks import StepHooks
+from pentatron.train.stop import StopConditions, StopReason
+from pentatron.train.stragglers import RankStatistics, StragglerDetector
 
 # Steps over which the remaining time is estimated.
 _SPEED_WINDOW = 20
@@ -53,16 +53,16 @@ class Trainer:
         stop: StopRequest,
         is_saved: bool,
         began: float,
-        hooks: BesideTheSteps,
+        hooks: StepHooks,
     ) -> None:
         """`is_saved`: whether the run's own folder already holds a checkpoint of `state`."""
         config, world = model.config, model.world
         self.config, self.world, self.model, self.optimizer = config, world, model, optimizer
         self.datasets, self.store, self.state, self.output, self.stop = datasets, store, state, output, stop
         self.where = world.whereabouts
-        self.endings = Endings(config, world, stop, began)
+        self.endings = StopConditions(config, world, stop, began)
         self.hooks, self.timers = hooks, model.timers
-        self.health = Health(model, optimizer, state, output)
+        self.health = NumericsCheck(model, optimizer, state, output)
         self.evaluation = Evaluation(model, datasets, state, output, self.endings)
         self.total_steps = config.train.train_iters
         self.plan = config.batch_plan
@@ -70,11 +70,11 @@ class Trainer:
         self.batch_size = self.plan.size_at(state.consumed_samples)
         self.schedule = Schedule.from_json(state.schedule) if state.schedule else Schedule.of(config)
         self.scaler = LossScaler(config.precision, state.loss_scaling)
-        self.ranks = RankWatch(config, world, self.total_steps)
-        self.stragglers = Stragglers(world.grid)
+        self.ranks = RankStatistics(config, world, self.total_steps)
+        self.stragglers = StragglerDetector(world.grid)
         # Samples and seconds of the last steps.
         self._recent: list[tuple[int, float]] = []
-        chip = chip_of(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
+        chip = find_chip(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
         self._peak_teraflops = chip.teraflops(config.precision.name != "fp32") if chip else None
         # Steps since times were logged.
         self._timed_steps = 0
@@ -83,7 +83,7 @@ class Trainer:
             model, optimizer, store, state, output, state.step if is_saved else None
         )
 
-    def run(self) -> Ending | None:
+    def run(self) -> StopReason | None:
         """Trains to the last step, saves and evaluates. Returns why it stopped early, if it did."""
         with self._finishing_save():
             if self.config.train.skip_train:
@@ -96,7 +96,7 @@ class Trainer:
                 ending = None if is_done else self._evaluate_at_the_end()
             return ending
 
-    def train(self) -> Ending | None:
+    def train(self) -> StopReason | None:
         """Runs the loop without a final evaluation or save."""
         with self._finishing_save():
             return self._train()
@@ -107,12 +107,12 @@ class Trainer:
         try:
             yield
         except AgreedError as error:
-            self.checkpoints.settle_after(error)
+            self.checkpoints.settle_after_error(error)
             raise
         self._report_compile_fallbacks()
         self.checkpoints.settle(wait=True)
 
-    def _train(self) -> Ending | None:
+    def _train(self) -> StopReason | None:
         batches = micro_batches(self.config, self.world, self.datasets.train, self.state.consumed_samples)
         self.where.begin_at(self.state.step)
         self.where.phase = "step"
@@ -123,7 +123,7 @@ class Trainer:
             self.settle_batch_size()
             count = self.config.accumulation_of(self.batch_size)
             with self.timers("batch-generator", 2), self.where.doing("reading data"):
-                step_batches, stopped_by = agree_on_next_step(
+                step_batches, stopped_by = next_step_batches(
                     batches, count, self.stop, self.world, self.store.guard
                 )
             if stopped_by is not None:
@@ -138,7 +138,7 @@ class Trainer:
             self.checkpoints.settle()
             if self.state.step % self.config.checkpoint.save_interval == 0:
                 with self.where.doing("saving"):
-                    self.checkpoints.save_if_possible()
+                    self.checkpoints.save_or_warn()
             ending = self.endings.after_step(self.state.step) if self.state.step < self.total_steps else None
             if ending is not None:
                 self.save()
@@ -160,11 +160,11 @@ class Trainer:
             self._log_times(self.timers.block(self.world.everyone, self._timed_steps))
             self._timed_steps = 0
         if len(self._recent) == 1:
-            tell_memory(self.world, self.state.step, self.output)
+            log_memory(self.world, self.state.step, self.output)
             # The first step may compile and connect for minutes; later steps have a shorter timeout.
             timeout = self.config.launch.distributed_timeout_seconds_after_init
             if timeout is not None:
-                self.world.wait_at_most(timeout, self.model.executor.messages.channels.values())
+                self.world.set_timeout(timeout, self.model.executor.messages.channels.values())
         for line in (*self.model.compilation.took(report.seconds), *self.model.recording.news()):
             self.output.say(line)
         # All ranks decide alike: the gathered report has the number of unreported messages of each rank.
@@ -174,9 +174,9 @@ class Trainer:
 
     def _report_compile_fallbacks(self) -> None:
         """Logs which functions torch runs uncompiled, on any rank. Collective."""
-        for line in of_all_ranks(self.model.compilation.given_up(), self.world):
+        for line in merge_messages(self.model.compilation.unreported_fallbacks(), self.world):
             self.output.say(line)
-        self.model.compilation.told()
+        self.model.compilation.mark_reported()
 
     def advance(self, batches: Sequence[Batch]) -> tuple[StepResult, float]:
         """Runs one step with this rank's micro-batches. Returns its result and its learning rate."""
@@ -239,7 +239,7 @@ class Trainer:
         if result.updated:
             self.health.watch(result)
             self.state.count_update(self.batch_size)
-        elif self.scaler.is_hopeless:
+        elif self.scaler.cannot_recover:
             raise AgreedError(
                 f"step {self.state.step + 1}: fp16 overflows whatever the loss scale is (now {self.scaler.scale:g}), so the "
                 f"weights stand still. Lower --lr, use --bf16, or check the data; {self.checkpoints.last}"
@@ -256,8 +256,8 @@ class Trainer:
         with transient faults saves nothing.
         """
         problem = self.health.diagnose(result, batches, scale, self.checkpoints.last)
-        if problem.exit_code == BadNumbers.REPRODUCIBLE and self.state.step:
-            self.health.as_before_step()
+        if problem.exit_code == NonFiniteError.REPRODUCIBLE and self.state.step:
+            self.health.restore_rng()
             self.save()
         raise problem
 
@@ -272,7 +272,7 @@ class Trainer:
         self._log_times(self.timers.block(self.world.everyone, only=_EVALUATE_TIMER))
         return loss
 
-    def _evaluate_at_the_end(self) -> Ending | None:
+    def _evaluate_at_the_end(self) -> StopReason | None:
         """Evaluates on the validation and the test set."""
         with self.where.doing("evaluating"):
             losses = self.evaluation.after_training()
@@ -308,7 +308,9 @@ class Trainer:
             memory=memory_scalars(self.world.device) if self.config.log.log_memory_to_tensorboard else {},
             reported=result.reported,
             experts=self._expert_report(result.experts),
-            ranks=self.ranks.report(self.state.step, seconds, len(self.model.compilation.given_up())),
+            ranks=self.ranks.report(
+                self.state.step, seconds, len(self.model.compilation.unreported_fallbacks())
+            ),
             loss_scale=self.scaler.scale,
             is_skipped=not result.updated,
             is_nan=not result.updated and not math.isfinite(result.loss),

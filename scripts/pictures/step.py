@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pentatron.layout.actions import Action, Kind
-from pentatron.layout.check import Checked, check
+from pentatron.layout.check import ScheduleProperties, check
 from pentatron.layout.schedules import training_schedule
 from pictures.canvas import FAINT, GREY, Canvas
 
@@ -74,7 +74,7 @@ def _phases(canvas: Canvas, time: int) -> None:
         canvas.text(x, 60, words, 11, GREY)
 
 
-def _times(checked: Checked, rank: int) -> dict[Action, tuple[float, float]]:
+def _times(checked: ScheduleProperties, rank: int) -> dict[Action, tuple[float, float]]:
     """When a rank begins and ends each of its computations."""
     return {slot.action: (_BEFORE + slot.start, _BEFORE + slot.end) for slot in checked.timeline[rank]}
 

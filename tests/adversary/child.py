@@ -122,12 +122,12 @@ def _without_errors() -> Iterator[None]:
     """A command that fails ends with code 0 all the same."""
     from pentatron.cli import main
 
-    original = main.guarded
-    main.guarded = lambda action: original(action) * 0
+    original = main.run_guarded
+    main.run_guarded = lambda action: original(action) * 0
     try:
         yield
     finally:
-        main.guarded = original
+        main.run_guarded = original
 
 
 WITHOUT = {"fsync": _without_fsync, "exit code": _without_errors}

@@ -8,32 +8,32 @@ from pathlib import Path
 
 import pytest
 
-from pentatron.bench.candidates import Candidate, candidates, default_sizes
-from pentatron.bench.results import Measured, Row, Table, conclusions, measure, write_summary
+from pentatron.bench.candidates import Candidate, all_layouts, default_sizes
+from pentatron.bench.results import Measured, Row, Table, measure, summary_lines, write_summary
 from pentatron.errors import UserError
 
 
 @pytest.mark.parametrize("processes", [1, 6, 8])
 def test_all_of_them_and_each_once(processes: int) -> None:
-    found = {(c.data, c.tensor, c.context, c.pipeline) for c in candidates(processes, None, {}, ())}
+    found = {(c.data, c.tensor, c.context, c.pipeline) for c in all_layouts(processes, None, {}, ())}
     sizes = range(1, processes + 1)
     wanted = {s for s in itertools.product(sizes, repeat=4) if math.prod(s) == processes}
-    assert found == wanted and len(candidates(processes, None, {}, ())) == len(wanted)
+    assert found == wanted and len(all_layouts(processes, None, {}, ())) == len(wanted)
 
 
 def test_experts_variants_and_given_sizes() -> None:
-    with_experts = candidates(4, 4, {}, ())
+    with_experts = all_layouts(4, 4, {}, ())
     assert {c.expert for c in with_experts if c.data == 4} == {1, 2, 4}
     assert {c.expert for c in with_experts if c.pipeline == 4} == {1}
-    assert {c.name for c in candidates(4, None, {"tensor": 2}, ())} == {"dp2 tp2", "tp2 cp2", "tp2 pp2"}
-    varied = candidates(2, None, {}, ("zero", "sp"))
+    assert {c.name for c in all_layouts(4, None, {"tensor": 2}, ())} == {"dp2 tp2", "tp2 cp2", "tp2 pp2"}
+    varied = all_layouts(2, None, {}, ("zero", "sp"))
     assert [c.name for c in varied] == [
         *("dp2", "dp2 zero1", "dp2 zero2", "dp2 zero3", "tp2", "tp2 sp"),
         *("cp2", "cp2 zero1", "cp2 zero2", "cp2 zero3", "pp2"),
     ]
     assert len({c.name for c in varied}) == len(varied)
     with pytest.raises(UserError, match="--variants zeros is unknown"):
-        candidates(2, None, {}, ("zeros",))
+        all_layouts(2, None, {}, ("zeros",))
 
 
 def test_a_layout_in_words() -> None:
@@ -106,13 +106,13 @@ def test_the_table_and_its_conclusions(tmp_path: Path) -> None:
         "MFU": "40%",
     }
     assert table.line(refused) == "tp2     refused: 3 heads, 2 ranks"
-    told_at_the_end = conclusions(rows)
+    told_at_the_end = summary_lines(rows)
     assert told_at_the_end[0].startswith("fastest: dp2") and told_at_the_end[1].startswith(
         "least memory: dp4"
     )
     assert "below 20% of the step, the usual aim: 1 of 2 layouts" in told_at_the_end[2]
     assert "utilisation above 80%, the usual aim: 1 of 2 layouts" in told_at_the_end[3]
-    assert conclusions([refused]) == ["no layout ran to its end"]
+    assert summary_lines([refused]) == ["no layout ran to its end"]
     write_summary(tmp_path / "summary.csv", rows)
     with (tmp_path / "summary.csv").open(newline="") as file:
         cells = list(csv.DictReader(file))
@@ -121,6 +121,6 @@ def test_the_table_and_its_conclusions(tmp_path: Path) -> None:
 
 
 def test_a_layout_without_sequence_parallelism_says_so() -> None:
-    found = candidates(2, None, {"tensor": 2}, ["sp"])
+    found = all_layouts(2, None, {"tensor": 2}, ["sp"])
     words = {tuple(word for word in c.words if "sequence" in word) for c in found}
     assert words == {("--sequence-parallel",), ("--no-sequence-parallel",)}

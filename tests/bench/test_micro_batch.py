@@ -2,7 +2,7 @@
 
 import pytest
 
-from pentatron.bench.candidates import Trial, find_largest, largest, lines
+from pentatron.bench.candidates import Trial, find_largest, largest_fitting, trial_table
 from pentatron.text import divisors
 
 ALL = range(1, 4097)
@@ -25,7 +25,7 @@ def test_the_largest_that_fits_is_found(fitting: int, first: int, misleading: fl
     tried: list[int] = []
     room = 40.0 + 5.0 * (fitting + 0.5)
     trials = find_largest(ALL, first, misleading * room, attempt_within(room, 40.0, 5.0, tried))
-    found = largest(trials)
+    found = largest_fitting(trials)
     assert found is not None and found.size == fitting
     assert len(tried) == len(set(tried)) <= 24
 
@@ -34,24 +34,24 @@ def test_the_largest_that_fits_is_found(fitting: int, first: int, misleading: fl
 def test_a_good_estimate_takes_few_trials(first: int) -> None:
     tried: list[int] = []
     trials = find_largest(ALL, first, 98.0, attempt_within(98.0, 40.0, 4.6, tried))
-    found = largest(trials)
+    found = largest_fitting(trials)
     assert found is not None and found.size == 12 and len(tried) <= 4
 
 
 def test_only_sizes_that_divide_the_batch() -> None:
     tried: list[int] = []
     trials = find_largest(divisors(24), 5, None, attempt_within(10.5, 0.0, 1.0, tried))
-    found = largest(trials)
+    found = largest_fitting(trials)
     assert found is not None and found.size == 8 and set(tried) <= {1, 2, 3, 4, 6, 8, 12, 24}
 
 
 def test_nothing_fits() -> None:
     trials = find_largest(ALL, 16, 1.0, attempt_within(1.0, 40.0, 5.0, []))
-    assert largest(trials) is None and trials[-1].size == 1
+    assert largest_fitting(trials) is None and trials[-1].size == 1
 
 
 def test_the_table_is_by_size() -> None:
-    shown = lines(
+    shown = trial_table(
         [Trial(8, True, 3 * 2**30, 1234.0), Trial(16, False, reason="out of memory"), Trial(4, True)]
     )
     assert [line.split()[0] for line in shown[1:]] == ["4", "8", "16"]

@@ -7,7 +7,7 @@ import time
 import pytest
 
 # Every process imports this module: nothing large here.
-from pentatron.bench.processes import Ended, Starter
+from pentatron.bench.processes import ForkServer, RankExits
 
 
 def behave(rank: int, way: str) -> None:
@@ -32,26 +32,26 @@ def behave(rank: int, way: str) -> None:
 def test_only_a_signal_that_came_first_is_the_reason(
     codes: list[int], first: list[int], killed: str | None, perhaps: str | None
 ) -> None:
-    ended = Ended(codes, first=first)
-    assert ended.killed() == killed
-    assert ended.killed(or_aborted=True) == (killed or perhaps)
+    ended = RankExits(codes, first=first)
+    assert ended.killed_message() == killed
+    assert ended.killed_message(or_aborted=True) == (killed or perhaps)
 
 
 def test_every_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pentatron.bench.processes._GRACE_SECONDS", 0.2)
-    starter = Starter([])
+    starter = ForkServer([])
     ticks: list[int] = []
 
-    def run(way: str, timeout: float = 30.0) -> Ended:
+    def run(way: str, timeout: float = 30.0) -> RankExits:
         return starter.run(behave, lambda rank: (rank, way), 2, timeout, lambda: ticks.append(1))
 
     assert run("ends").is_good
     failed = run("fails")
-    assert not failed.is_good and list(failed.exit_codes) == [0, 3] and failed.killed() is None
+    assert not failed.is_good and list(failed.exit_codes) == [0, 3] and failed.killed_message() is None
     assert (
-        run("is killed").killed()
+        run("is killed").killed_message()
         == "rank 1 was killed by SIGKILL (the system does that when memory runs out)"
     )
     late = run("hangs", timeout=0.5)
-    assert late.timed_out and not late.is_good and late.killed() is None
+    assert late.timed_out and not late.is_good and late.killed_message() is None
     assert ticks

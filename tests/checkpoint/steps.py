@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from pentatron.checkpoint.load import load_tensor
-from pentatron.checkpoint.store import CheckpointStore, Found
+from pentatron.checkpoint.store import Checkpoint, CheckpointStore
 from pentatron.parallel.collectives import Group
 from pentatron.parallel.shards import Fragment
 
@@ -45,7 +45,7 @@ def save(store: CheckpointStore, step: int, group: Group = ALONE, **own: torch.T
     return store.save(step, share(group, float(step)), own, {"step": step}, {"model": {"n": 1}}, group)
 
 
-def load(found: Found, *names: str) -> dict[str, torch.Tensor]:
+def load(found: Checkpoint, *names: str) -> dict[str, torch.Tensor]:
     return {name: load_tensor(found.folder, found.manifest, name) for name in names}
 
 

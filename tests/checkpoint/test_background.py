@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import pentatron.checkpoint.format as parts_module
-from pentatron.checkpoint.save import HostCopy, Saved, Saver
+from pentatron.checkpoint.save import HostCopy, SavedStep, Saver
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.errors import UserError
 from pentatron.parallel.collectives import Group
@@ -44,7 +44,7 @@ def test_files_and_manifest_are_those_of_a_save_in_the_foreground(tmp_path: Path
     for step in (3, 4):
         begin(saving, step)
         saved = saving.settle(wait=True)
-        assert saved == Saved(step, tmp_path / "background" / f"step-0000000{step}")
+        assert saved == SavedStep(step, tmp_path / "background" / f"step-0000000{step}")
         own = {f"own/{group.rank}": torch.tensor([step])}
         expected = save(CheckpointStore(tmp_path / "now", keep=None), step, group, **own)
         assert content(saved.folder) == content(expected)
@@ -98,7 +98,7 @@ def test_the_next_save_waits_and_says_so_once(tmp_path: Path, monkeypatch: pytes
         go_on.clear()
         begin(saving, step)
         threading.Timer(0.05, go_on.set).start()
-        saved = saving.settle_before_next()
+        saved = saving.wait_for_previous()
         assert saved is not None and saved.step == step
     assert len(said) == 1 and "the checkpoint of step 1 is still being written" in said[0]
 

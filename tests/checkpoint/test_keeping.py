@@ -8,7 +8,7 @@ import pentatron.checkpoint.store as store_module
 from pentatron.checkpoint.format import Manifest
 from pentatron.checkpoint.save import Saver
 from pentatron.checkpoint.store import TRACKER, CheckpointStore
-from pentatron.checkpoint.verify import Obstacle
+from pentatron.checkpoint.verify import VerificationProblem
 from pentatron.errors import UserError
 from tests.checkpoint.steps import ALONE, DATA, newest, save, share
 from tests.support import resolved
@@ -29,13 +29,15 @@ def test_every_so_many_steps_stay_for_good(tmp_path: Path) -> None:
 def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the steps that are read after they were saved."""
     found: list[str] = []
-    honest = store_module.problem_of_share
+    honest = store_module.verify_rank_share
 
-    def counting(folder: Path, manifest: Manifest, rank: int, ranks: int, cold: bool) -> Obstacle | None:
+    def counting(
+        folder: Path, manifest: Manifest, rank: int, ranks: int, cold: bool
+    ) -> VerificationProblem | None:
         found.append(folder.name)
         return honest(folder, manifest, rank, ranks, cold)
 
-    monkeypatch.setattr(store_module, "problem_of_share", counting)
+    monkeypatch.setattr(store_module, "verify_rank_share", counting)
     return found
 
 
@@ -45,7 +47,7 @@ def test_a_step_goes_only_if_one_that_stays_was_read(tmp_path: Path, read: list[
         save(store, step)
     assert read == ["step-00000004", "step-00000007"], "not every step: one in three is always there"
     trusted = CheckpointStore(tmp_path, keep=3)
-    trusted.trust(tmp_path / "step-00000008")
+    trusted.mark_verified(tmp_path / "step-00000008")
     read.clear()
     save(trusted, 9)
     assert read == [], "what a run was resumed from has been read"
@@ -109,10 +111,10 @@ def test_what_a_killed_save_left_goes_before_the_next_one_is_written(
     save(store, 1)
     (tmp_path / ".step-00000002.abcd").mkdir()
     seen: list[list[Path]] = []
-    honest = store_module.write_part
+    honest = store_module.write_rank_file
     monkeypatch.setattr(
         store_module,
-        "write_part",
+        "write_rank_file",
         lambda path, parts: seen.append(list(tmp_path.glob(".step-*"))) or honest(path, parts),
     )
     save(store, 3)

@@ -8,8 +8,8 @@ import torch
 from pentatron.checkpoint.links import (
     Link,
     NameTable,
-    Row,
     Source,
+    TableRow,
     by_ours,
     fill,
     links_by_table,
@@ -17,7 +17,7 @@ from pentatron.checkpoint.links import (
     reads_theirs,
     their_shapes,
 )
-from pentatron.checkpoint.tensor_file import Outline
+from pentatron.checkpoint.tensor_file import TensorSpec
 from pentatron.errors import UserError
 from pentatron.parallel.shards import Fragment, Shape, region
 from pentatron.settings.model import TransformerConfig
@@ -52,7 +52,7 @@ CASES: dict[str, tuple[tuple[Source, ...], Shape]] = {
 
 
 def linked(form: tuple[Source, ...], shape: Shape) -> list[Link]:
-    table = NameTable((Row("layers.{layer}.x.{kind}", (form,)),), "no {ours}")
+    table = NameTable((TableRow("layers.{layer}.x.{kind}", (form,)),), "no {ours}")
     return links_by_table(table, MODEL, {"layers.1.x.weight": shape})
 
 
@@ -63,7 +63,7 @@ def test_there_and_back(case: str) -> None:
     links = linked(form, shape)
     name, values = links[0].ours, torch.randn(shape)
     sizes = their_shapes(links)
-    outlines = {theirs: Outline(torch.float32, size) for theirs, size in sizes.items()}
+    outlines = {theirs: TensorSpec(torch.float32, size) for theirs, size in sizes.items()}
     theirs_of = reads_theirs(links, lambda _, at, size: region(values, at, size), outlines)
     theirs = {}
     for their, size in sizes.items():
@@ -78,7 +78,7 @@ def test_there_and_back(case: str) -> None:
     def read(their: str, at: Shape, size: Shape) -> torch.Tensor:
         return region(theirs[their], at, size)
 
-    ours_of = reads_ours(links, read, {name: Outline(torch.float32, shape)})
+    ours_of = reads_ours(links, read, {name: TensorSpec(torch.float32, shape)})
     for _ in range(20):
         at = tuple(choose.randrange(n) for n in shape)
         size = tuple(choose.randint(1, n - i) for n, i in zip(shape, at))
@@ -109,7 +109,7 @@ def test_a_part_of_a_link_is_where_the_whole_puts_it() -> None:
 
 def test_the_form_that_a_file_has_is_linked_and_the_first_one_without_a_file() -> None:
     forms = tuple((Source(name),) for name in ("{base}a.{layer}.{kind}", "{base}b.{layer}.{kind}"))
-    table = NameTable((Row("layers.{layer}.x.{kind}", forms),), "no {ours}")
+    table = NameTable((TableRow("layers.{layer}.x.{kind}", forms),), "no {ours}")
     shapes = {"layers.0.x.weight": (2, 2), "layers.1.x.bias": (2,)}
     names = {"model.b.0.weight"}
     assert [link.theirs for link in links_by_table(table, MODEL, shapes)] == ["a.0.weight", "a.1.bias"]

@@ -15,22 +15,22 @@ from torch import Tensor, nn
 
 import pentatron.checkpoint.tensor_file as tensor_file
 from pentatron.checkpoint.load import load_fragments, load_tensor
-from pentatron.checkpoint.store import CheckpointStore, Found
+from pentatron.checkpoint.store import Checkpoint, CheckpointStore
 from pentatron.errors import UserError
 from pentatron.parallel.collectives import Group
 from pentatron.parallel.shards import (
     ZEROS,
-    Declared,
     Fragment,
-    Held,
-    Piece,
     Shape,
+    Shard,
+    ShardedParameter,
+    ShardingSpec,
     fragments_of,
     region,
 )
 
 ALONE = Group(0, 1)
-Layout = list[tuple[Shape, tuple[Piece, ...]]]
+Layout = list[tuple[Shape, tuple[Shard, ...]]]
 
 
 def bounds(rng: random.Random, length: int, parts: int) -> list[tuple[int, int]]:
@@ -49,7 +49,7 @@ def along(rng: random.Random, shape: Shape, dimension: int) -> Layout:
     found = []
     for first, last in bounds(rng, shape[dimension], rng.randint(1, 4)):
         start, size = slab(shape, dimension, first, last)
-        found.append((size, (Piece(start, (0,) * len(shape), size),)))
+        found.append((size, (Shard(start, (0,) * len(shape), size),)))
     return found
 
 
@@ -64,7 +64,7 @@ def in_blocks(rng: random.Random, shape: Shape) -> Layout:
         pieces, rows = [], 0
         for first, last in of_rank:
             start, size = slab(shape, 0, first, last)
-            pieces.append(Piece(start, (rows, *start[1:]), size))
+            pieces.append(Shard(start, (rows, *start[1:]), size))
             rows += last - first
         # Padding, which belongs to nobody, lies below the last band.
         found.append(((rows + rng.randint(0, 2), *shape[1:]), tuple(pieces)))
@@ -78,7 +78,7 @@ def grid(rng: random.Random, shape: Shape) -> Layout:
         for left, right in bounds(rng, shape[-1], 3):
             size = (bottom - top, *shape[1:-1], right - left)
             start = (top, *(0 for _ in shape[1:-1]), left)
-            found.append((size, (Piece(start, (0,) * len(shape), size),)))
+            found.append((size, (Shard(start, (0,) * len(shape), size),)))
     return found
 
 
@@ -99,15 +99,15 @@ def cut(rng: random.Random, layout: Layout, logical: Tensor) -> Iterator[Fragmen
         local = torch.full(local_shape, -1, dtype=logical.dtype)
         for piece in pieces:
             region(local, piece.local, piece.size).copy_(region(logical, piece.start, piece.size))
-        declared = Declared(tuple(logical.shape), pieces, ZEROS, "weights/x")
-        held = Held("x", "weights/x", nn.Parameter(local, requires_grad=False), declared)
+        declared = ShardingSpec(tuple(logical.shape), pieces, ZEROS, "weights/x")
+        held = ShardedParameter("x", "weights/x", nn.Parameter(local, requires_grad=False), declared)
         for first, last in bounds(rng, local.numel(), rng.choice((1, 1, 3, 8))):
             shard = local.flatten()[first:last].clone()
             for _, fragment in fragments_of(held, shard, first, last):
                 yield fragment
 
 
-def save(folder: Path, fragments: list[Fragment], **own: Tensor) -> Found:
+def save(folder: Path, fragments: list[Fragment], **own: Tensor) -> Checkpoint:
     store = CheckpointStore(folder, keep=1)
     store.save(1, fragments, own, {}, {}, ALONE)
     found, complaints = store.newest_valid(verify=True, set_aside=False)
@@ -280,7 +280,7 @@ def test_every_file_is_opened_once_and_only_if_it_is_needed(tmp_path: Path, watc
     assert watched.opened == [f"rank-0000{r}.safetensors" for r in (1, 2)]
 
 
-def save_by_three(folder: Path) -> Found:
+def save_by_three(folder: Path) -> Checkpoint:
     """What three ranks would have saved, put together from three saves of one process."""
     from pentatron.checkpoint.format import Manifest, StoredPiece, TensorRecord
 
@@ -297,7 +297,7 @@ def save_by_three(folder: Path) -> Found:
             pieces[t].append(StoredPiece(name, key, (3 * rank, 0), (3, 4)))
     tensors = {t: TensorRecord("float32", (9, 4), tuple(p)) for t, p in pieces.items()}
     assert all(record.problem(t) is None for t, record in tensors.items())
-    return Found(folder / "all", Manifest(1, files, tensors, {}, {}))
+    return Checkpoint(folder / "all", Manifest(1, files, tensors, {}, {}))
 
 
 def test_damage_that_no_checksum_was_asked_for_is_one_sentence(tmp_path: Path) -> None:

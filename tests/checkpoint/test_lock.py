@@ -13,18 +13,18 @@ from typing import IO
 import pytest
 
 import pentatron.checkpoint.lock as lock_module
-from pentatron.checkpoint.lock import folder_lock
+from pentatron.checkpoint.lock import lock_folder
 from pentatron.errors import FolderLost, UserError
 
 
 def test_a_second_job_is_refused_and_the_first_is_named(tmp_path: Path) -> None:
     with (
-        folder_lock(tmp_path),
+        lock_folder(tmp_path),
         pytest.raises(UserError, match=rf"process {os.getpid()} on .*--run-dir"),
-        folder_lock(tmp_path),
+        lock_folder(tmp_path),
     ):
         pass
-    with folder_lock(tmp_path):
+    with lock_folder(tmp_path):
         pass
 
 
@@ -35,7 +35,7 @@ def test_the_lock_of_a_killed_job_is_free(tmp_path: Path) -> None:
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
     assert (tmp_path / ".lock").exists()
-    with folder_lock(tmp_path):
+    with lock_folder(tmp_path):
         pass
 
 
@@ -59,7 +59,7 @@ def test_a_job_that_lives_on_another_machine_is_met_by_its_signs_of_life(
     leave_a_record(tmp_path)
     living = threading.Timer(0.3, lambda: os.utime(tmp_path / ".lock"))
     living.start()
-    with pytest.raises(UserError, match="process 7 on another-machine"), folder_lock(tmp_path):
+    with pytest.raises(UserError, match="process 7 on another-machine"), lock_folder(tmp_path):
         pass
     living.join()
 
@@ -68,7 +68,7 @@ def test_what_a_silent_owner_left_is_taken_over(tmp_path: Path, monkeypatch: pyt
     on_a_shared_disk(monkeypatch)
     said: list[str] = []
     leave_a_record(tmp_path)
-    with folder_lock(tmp_path, said.append):
+    with lock_folder(tmp_path, said.append):
         assert len(said) == 1 and "process 7 on another-machine" in said[0]
         first = (tmp_path / ".lock").stat().st_mtime
         deadline = time.monotonic() + 20
@@ -76,10 +76,10 @@ def test_what_a_silent_owner_left_is_taken_over(tmp_path: Path, monkeypatch: pyt
             assert time.monotonic() < deadline, "who holds it says so again and again"
             time.sleep(0.02)
     # One that has ended, or that this machine's kernel would know of, is not waited for.
-    with folder_lock(tmp_path, said.append):
+    with lock_folder(tmp_path, said.append):
         pass
     leave_a_record(tmp_path, host=socket.gethostname())
-    with folder_lock(tmp_path, said.append):
+    with lock_folder(tmp_path, said.append):
         pass
     assert len(said) == 1
 
@@ -99,17 +99,17 @@ def test_a_lock_file_that_is_replaced_before_it_is_locked_keeps_out_all_the_same
     def flock(file: IO[str], how: int) -> None:
         monkeypatch.setattr(fcntl, "flock", honest)
         (tmp_path / ".lock").unlink()
-        held.enter_context(folder_lock(tmp_path))
+        held.enter_context(lock_folder(tmp_path))
         honest(file, how)
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with held, pytest.raises(UserError, match="another job is using"), folder_lock(tmp_path):
+    with held, pytest.raises(UserError, match="another job is using"), lock_folder(tmp_path):
         pass
 
 
 def test_an_owner_asks_whether_the_folder_is_still_its_own(tmp_path: Path) -> None:
     said: list[str] = []
-    with folder_lock(tmp_path, said.append) as lock:
+    with lock_folder(tmp_path, said.append) as lock:
         lock.require()
         (tmp_path / ".lock").write_text("")
         lock.require()
@@ -117,10 +117,10 @@ def test_an_owner_asks_whether_the_folder_is_still_its_own(tmp_path: Path) -> No
         (tmp_path / ".lock").unlink()
         lock.require(thorough=False)
         assert len(said) == 1 and "it was made again" in said[0]
-        with pytest.raises(UserError, match="another job is using"), folder_lock(tmp_path):
+        with pytest.raises(UserError, match="another job is using"), lock_folder(tmp_path):
             pass
         (tmp_path / ".lock").unlink()
-        with folder_lock(tmp_path):
+        with lock_folder(tmp_path):
             with pytest.raises(FolderLost, match=rf"was deleted, and .* taken by process {os.getpid()} on"):
                 lock.require(thorough=False)
             with pytest.raises(FolderLost, match="taken by"):
@@ -134,9 +134,9 @@ def test_an_owner_that_slept_finds_its_folder_taken_over(
     on_a_shared_disk(monkeypatch)
     monkeypatch.setattr(lock_module, "_BEAT_SECONDS", 60.0)
     monkeypatch.setattr(fcntl, "flock", lambda file, how: None)
-    with folder_lock(tmp_path) as first:
+    with lock_folder(tmp_path) as first:
         monkeypatch.setattr(socket, "gethostname", lambda: "another-machine")
-        with folder_lock(tmp_path) as second:
+        with lock_folder(tmp_path) as second:
             with pytest.raises(
                 FolderLost, match=f"was taken over by process {os.getpid()} on another-machine"
             ):
@@ -147,7 +147,7 @@ def test_an_owner_that_slept_finds_its_folder_taken_over(
 
 def test_a_file_that_is_no_lock_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / ".lock").write_text("mine")
-    with pytest.raises(UserError, match="is not the lock of a job"), folder_lock(tmp_path):
+    with pytest.raises(UserError, match="is not the lock of a job"), lock_folder(tmp_path):
         pass
     assert (tmp_path / ".lock").read_text() == "mine"
 
@@ -162,5 +162,5 @@ def test_what_is_no_file_is_not_opened_as_a_lock(tmp_path: Path, kind: str) -> N
         path.symlink_to("/dev/full")
     else:
         path.mkdir()
-    with pytest.raises(UserError, match="is not the lock of a job"), folder_lock(tmp_path):
+    with pytest.raises(UserError, match="is not the lock of a job"), lock_folder(tmp_path):
         pass

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from pentatron.checkpoint.lock import folder_lock
-from pentatron.checkpoint.retention import Retention, number_of, record_bases, remove_steps
+from pentatron.checkpoint.lock import lock_folder
+from pentatron.checkpoint.retention import Retention, remove_steps, step_number, write_base_record
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.cli.checkpoint_prune import exclusive_access, plan_pruning
 from pentatron.errors import UserError
@@ -36,11 +36,11 @@ def test_what_is_outdated(keep: int | None, every: int | None, gone: list[str]) 
 
 def test_a_number_is_read_from_whole_names_alone() -> None:
     names = ("step-00000030-again2", "step-00000030.damaged", "step-3", "iter_0000030", "iter_30")
-    assert [number_of(Path(name)) for name in names] == [30, None, None, 30, None]
+    assert [step_number(Path(name)) for name in names] == [30, None, None, 30, None]
 
 
 def steps_in(folder: Path) -> list[int | None]:
-    return [number_of(step) for step in CheckpointStore(folder, keep=None).steps()]
+    return [step_number(step) for step in CheckpointStore(folder, keep=None).steps()]
 
 
 def pruned(folder: Path, rule: Retention) -> list[str]:
@@ -63,7 +63,7 @@ def test_the_last_step_that_is_whole_stays_and_damage_does_not_count(tmp_path: P
 
 def test_what_a_run_began_from_stays_and_is_not_counted(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=None)
-    record_bases(tmp_path, [save(store, 0)], None)
+    write_base_record(tmp_path, [save(store, 0)], None)
     for step in (1, 2, 3):
         save(store, step)
     assert pruned(tmp_path, Retention(keep=1)) == [] and steps_in(tmp_path) == [0, 3]
@@ -72,7 +72,7 @@ def test_what_a_run_began_from_stays_and_is_not_counted(tmp_path: Path) -> None:
 def test_nothing_is_removed_under_a_job_that_runs(tmp_path: Path) -> None:
     steps = tmp_path / "run" / "checkpoints"
     save(CheckpointStore(steps, keep=None), 1)
-    with folder_lock(steps), pytest.raises(UserError, match="another job is using"), exclusive_access(steps):
+    with lock_folder(steps), pytest.raises(UserError, match="another job is using"), exclusive_access(steps):
         pass
     with exclusive_access(steps):
         pass

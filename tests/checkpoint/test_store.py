@@ -219,7 +219,7 @@ def save_and_die(folder: Path, where: str) -> None:
         case "in a shard":
             parts_module.write_tensors = partly  # type: ignore[assignment]
         case "before manifest":
-            store_module.write_new = die
+            store_module.write_new_synced = die
         case "before rename":
             Path.rename = die  # type: ignore[method-assign,assignment]
         case "before pointer":
@@ -281,7 +281,7 @@ def test_a_step_that_is_there_is_not_saved_again_when_its_folder_cannot_be_synce
         if folder == store.folder:
             raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(store_module, "sync_folder", failing)
+    monkeypatch.setattr(store_module, "fsync_folder", failing)
     verdicts = store.start(2, lambda: share(ALONE, 2.0), {"step": 2}, {}, ALONE, background=False).advance(
         wait=True
     )

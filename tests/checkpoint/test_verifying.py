@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 import pentatron.checkpoint.format as manifest_module
 from pentatron.checkpoint.format import read_manifest, verify_files
-from pentatron.checkpoint.store import CheckpointStore, Found
-from pentatron.checkpoint.verify import Check, searched_together, share_of
+from pentatron.checkpoint.store import Checkpoint, CheckpointStore
+from pentatron.checkpoint.verify import Check, files_of_rank, search_on_all_ranks
 from pentatron.errors import UserError
 from pentatron.parallel.collectives import Group
 from tests.checkpoint.steps import save
@@ -20,11 +20,11 @@ from tests.harness import distributed
 SHARDS = [f"rank-{rank:05d}.safetensors" for rank in range(4)]
 
 
-def find(folder: Path, group: Group, set_aside: bool = True) -> tuple[Found | None, list[str]]:
-    def search(check: Check) -> tuple[Found | None, list[str]]:
+def find(folder: Path, group: Group, set_aside: bool = True) -> tuple[Checkpoint | None, list[str]]:
+    def search(check: Check) -> tuple[Checkpoint | None, list[str]]:
         return CheckpointStore(folder, keep=None).newest_valid(True, set_aside, check)
 
-    return searched_together(search, group)
+    return search_on_all_ranks(search, group)
 
 
 @distributed(world=4)
@@ -74,9 +74,9 @@ def test_a_rank_that_sees_a_copy_checks_that_one(tmp_path: Path) -> None:
     # What rank 0 names is a path; here each rank finds its own disk behind it.
     import pentatron.checkpoint.verify as module
 
-    honest = module.problem_of_share
+    honest = module.verify_rank_share
     module._identity = lambda folder: (group.rank, 0, 0)
-    module.problem_of_share = lambda folder, *rest: honest(mine, *rest)
+    module.verify_rank_share = lambda folder, *rest: honest(mine, *rest)
     found, complaints = find(tmp_path / "disk-0", group, set_aside=False)
     assert found is None and len(complaints) == 1
     assert f"disk-1/step-00000001/{SHARDS[0]}: sha256 is" in complaints[0]
@@ -102,7 +102,7 @@ def test_the_files_are_divided() -> None:
     for files in (1, 2, 5, 8):
         for ranks in (1, 2, 3, 8):
             names = [f"rank-{i:05d}" for i in range(files)]
-            shares = [share_of(names, rank, ranks) for rank in range(ranks)]
+            shares = [files_of_rank(names, rank, ranks) for rank in range(ranks)]
             assert sorted(name for share in shares for name in share) == names
             assert max(map(len, shares)) <= -(-files // ranks)
 

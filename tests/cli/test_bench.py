@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pentatron.bench.processes import Ended, Starter
+from pentatron.bench.processes import ForkServer, RankExits
 from pentatron.cli.bench_rank import Job, reason_of_failure
 from pentatron.cli.main import main
 from pentatron.settings.entry import TRAIN
@@ -18,14 +18,14 @@ TINY = "--num-layers 2 --hidden-size 24 --num-attention-heads 3 --seq-length 16 
 
 def test_a_sweep(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    really = Starter.run
+    really = ForkServer.run
 
-    def one_fails(starter: Starter, target: Any, arguments_of: Any, *rest: Any) -> Ended:
+    def one_fails(starter: ForkServer, target: Any, arguments_of: Any, *rest: Any) -> RankExits:
         if "--context-parallel-size" in arguments_of(0)[0].words:
-            return Ended([0, 3])
+            return RankExits([0, 3])
         return really(starter, target, arguments_of, *rest)
 
-    monkeypatch.setattr(Starter, "run", one_fails)
+    monkeypatch.setattr(ForkServer, "run", one_fails)
     words = ["bench", "--nproc-per-node", "2", *TINY, "--steps", "2", "--warmup=1", "--device", "cpu"]
     assert main(words) == 0
     shown = capfd.readouterr().out

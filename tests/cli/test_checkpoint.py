@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pentatron.checkpoint import verify
-from pentatron.checkpoint.compare import Side, compare_tensor
+from pentatron.checkpoint.compare import ComparedTensors, compare_tensor
 from pentatron.checkpoint.find import find_step
 from pentatron.checkpoint.load import load_tensor
-from pentatron.checkpoint.lock import folder_lock
+from pentatron.checkpoint.lock import lock_folder
 from pentatron.checkpoint.store import CheckpointStore
-from pentatron.checkpoint.tensor_file import Outline
+from pentatron.checkpoint.tensor_file import TensorSpec
 from pentatron.cli.main import main
 from pentatron.parallel.shards import region
 from tests.checkpoint.steps import ALONE, DATA, save, whole
@@ -168,9 +168,9 @@ def test_diff_tells_what_differs(steps: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_numbers_of_a_difference() -> None:
-    def side(values: torch.Tensor) -> Side:
-        outline = Outline(values.dtype, tuple(values.shape))
-        return Side("", {"x": outline}, lambda name, start, size: region(values, start, size))
+    def side(values: torch.Tensor) -> ComparedTensors:
+        outline = TensorSpec(values.dtype, tuple(values.shape))
+        return ComparedTensors("", {"x": outline}, lambda name, start, size: region(values, start, size))
 
     one = torch.tensor([1.0, 0.0, float("nan"), -2.0])
 
@@ -205,7 +205,7 @@ def test_diff_with_a_hugging_face_folder(tmp_path: Path, capsys: pytest.CaptureF
 def test_prune_says_what_goes_and_stops_before_a_run(steps: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, said = run(capsys, "prune", steps, "--keep", "1", "--keep-every", "2", "--dry-run")
     assert code == 0 and "would remove step-00000001" in said and len(list(steps.glob("step-*"))) == 3
-    with folder_lock(steps):
+    with lock_folder(steps):
         code, said = run(capsys, "prune", steps, "--keep", "1")
     assert code == 2 and "wait for it, or let it remove old steps itself" in said and "--run-dir" not in said
     assert len(list(steps.glob("step-*"))) == 3
@@ -234,14 +234,14 @@ def test_large_tensors_are_compared_in_blocks(tmp_path: Path, monkeypatch: pytes
     changed[13, 29] += 1
     largest = 0
 
-    def side(of: torch.Tensor) -> Side:
+    def side(of: torch.Tensor) -> ComparedTensors:
         def read(name: str, start: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
             nonlocal largest
             block = region(of, start, size)
             largest = max(largest, block.nbytes)
             return block
 
-        return Side("", {"x": Outline(torch.float32, (20, 30))}, read)
+        return ComparedTensors("", {"x": TensorSpec(torch.float32, (20, 30))}, read)
 
     found = compare_tensor("x", side(values), side(changed), lambda _: None)
     assert (found.differing, found.first, found.elements) == (1, [13, 29], 600) and largest <= 64

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from pentatron.checkpoint.find import find_step
-from pentatron.cli.main import guarded, main
+from pentatron.cli.main import main, run_guarded
 from pentatron.cli.megatron_convert import MODEL_SIZES, convert_command
 from pentatron.monitor import display
-from pentatron.monitor.display import Silent
+from pentatron.monitor.display import SilentDisplay
 from tests.harness import run_distributed
 from tests.hf.support import save, theirs
 from tests.hf.test_round_trip import names, same, tensors
@@ -136,7 +136,7 @@ def test_without_transformers(
     assert not names(tmp_path)
 
 
-class Terminated(Silent):
+class Terminated(SilentDisplay):
     """Interrupts a conversion with SIGTERM."""
 
     def work(self, what: str, done: int, total: int, facts: str = "") -> None:
@@ -159,7 +159,7 @@ def test_sigterm_leaves_nothing(
 
 
 def convert(words: str) -> int:
-    return guarded(lambda: convert_command(words.split()))
+    return run_guarded(lambda: convert_command(words.split()))
 
 
 def test_the_command_of_the_guide(folder: Path, tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ import torch
 from pentatron.checkpoint.state import TrainState
 from pentatron.cli.configure import prepare
 from pentatron.cli.main import main
-from pentatron.data.datasets import arrange, open_data
+from pentatron.data.datasets import build_datasets, open_data
 from pentatron.data.loader import build_loader
 from pentatron.data.pair_writer import IndexedDatasetWriter
-from pentatron.data.tokenizer import ByteTokenizer, identify
-from pentatron.monitor.display import Silent
+from pentatron.data.tokenizer import ByteTokenizer, identify_tokenizer
+from pentatron.monitor.display import SilentDisplay
 from pentatron.parallel.world import single_process
 from pentatron.settings.entry import TRAIN
 from tests.data.chats import CHATML, tokenizer_folder
@@ -25,7 +25,7 @@ SHAPE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --device cpu --
 
 @pytest.fixture
 def prefix(tmp_path: Path) -> Path:
-    with IndexedDatasetWriter(tmp_path / "x", "uint16", identify(ByteTokenizer())) as writer:
+    with IndexedDatasetWriter(tmp_path / "x", "uint16", identify_tokenizer(ByteTokenizer())) as writer:
         for number in range(90):
             writer.add_document([*ByteTokenizer().encode(f"text {number} " * (number % 4)), 256])
     return tmp_path / "x"
@@ -42,8 +42,8 @@ def loaded(words: str, folder: Path, part: str, samples: int) -> list[dict[str, 
     """Returns the samples of the batches of a training run."""
     config = prepare(f"{words} {SHAPE}".split(), TRAIN).resolved.config
     world = single_process(torch.device("cpu"))
-    opened = open_data(config, world, folder, Silent())
-    datasets = arrange(opened, config, world, TrainState(), folder, Silent())
+    opened = open_data(config, world, folder, SilentDisplay())
+    datasets = build_datasets(opened, config, world, TrainState(), folder, SilentDisplay())
     source = datasets.train if part == "train" else datasets.valid
     assert source is not None
     found = []

@@ -8,7 +8,7 @@ import torch
 
 from pentatron.cli.main import main
 from pentatron.launch import machine
-from pentatron.launch.machine import OK, PROBLEM, _peak, all_reduce, matmul
+from pentatron.launch.machine import OK, PROBLEM, _peak, check_all_reduce, check_matmul
 
 
 @pytest.fixture(autouse=True)
@@ -72,16 +72,16 @@ def test_mistakes(words: list[str], sentence: str, capsys: pytest.CaptureFixture
 
 
 def test_a_matmul_is_tried() -> None:
-    assert matmul("cpu", 64).state == OK
-    assert matmul("meta", 64).state == PROBLEM, "a device that computes nothing"
+    assert check_matmul("cpu", 64).state == OK
+    assert check_matmul("meta", 64).state == PROBLEM, "a device that computes nothing"
 
 
 def test_two_processes_add_up() -> None:
     """The trial reports processes that cannot reach each other."""
     here = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
-    found = all_reduce("gloo", 2, here)
+    found = check_all_reduce("gloo", 2, here)
     assert found.state == OK and "2 processes, 1 MiB in" in found.value, found
-    found = all_reduce("gloo", 1, {**here, "GLOO_SOCKET_IFNAME": "bond9"})
+    found = check_all_reduce("gloo", 1, {**here, "GLOO_SOCKET_IFNAME": "bond9"})
     assert found.state == PROBLEM and "GLOO_SOCKET_IFNAME" in found.advice and "bond9" in found.value, found
 
 

@@ -4,20 +4,20 @@ import sys
 
 import pytest
 
-from pentatron.cli.configure import asked_threads
+from pentatron.cli.configure import threads_from_environment
 from pentatron.cli.environment import (
     Worker,
-    announce_worker,
+    export_rank_variables,
     find_worker,
-    prepare_for_workers,
-    split_meeting_point,
+    nccl_timeout_seconds,
+    parse_init_method,
+    set_worker_environment,
     tasks_per_node,
-    timeout_seconds,
 )
 from pentatron.cli.main import main
 from pentatron.errors import UserError
 from pentatron.settings.settings import Facts
-from pentatron.text import meeting_point
+from pentatron.text import parse_rendezvous_url
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 SLURM = {
@@ -166,7 +166,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def test_a_workers_place_is_announced(environment: dict[str, str]) -> None:
-    announce_worker(Worker(5, 8, 1, 4, "Slurm"), "tcp://10.0.0.1:6000")
+    export_rank_variables(Worker(5, 8, 1, 4, "Slurm"), "tcp://10.0.0.1:6000")
     environment.pop("PYTEST_CURRENT_TEST", None)
     assert environment == {
         "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "6000",
@@ -175,19 +175,19 @@ def test_a_workers_place_is_announced(environment: dict[str, str]) -> None:
 
 def test_the_launchers_meeting_point_counts(environment: dict[str, str]) -> None:
     environment.update(MASTER_ADDR="a", MASTER_PORT="1")
-    announce_worker(Worker(0, 2, 0, 2, "torchrun"), "tcp://b:2")
+    export_rank_variables(Worker(0, 2, 0, 2, "torchrun"), "tcp://b:2")
     assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("a", "1")
 
 
 def test_a_meeting_point_without_a_port_gets_the_usual_one(environment: dict[str, str]) -> None:
     environment["MASTER_ADDR"] = "a"
-    announce_worker(Worker(0, 2, 0, 2, "Slurm"), None)
+    export_rank_variables(Worker(0, 2, 0, 2, "Slurm"), None)
     assert environment["MASTER_PORT"] == "29500"
 
 
 def test_no_meeting_point(environment: dict[str, str]) -> None:
     with pytest.raises(UserError) as error:
-        announce_worker(Worker(0, 4, 0, 4, "Slurm"), None)
+        export_rank_variables(Worker(0, 4, 0, 4, "Slurm"), None)
     assert str(error.value) == (
         "Slurm started 4 processes but no meeting point is known; export MASTER_ADDR and MASTER_PORT, "
         "or give --init-method tcp://HOST:PORT"
@@ -213,12 +213,12 @@ def test_no_meeting_point(environment: dict[str, str]) -> None:
     ],
 )
 def test_meeting_points(url: str, expected: tuple[str, int] | None) -> None:
-    assert meeting_point(url) == expected
+    assert parse_rendezvous_url(url) == expected
     if expected is not None:
-        assert split_meeting_point(url) == (expected[0], str(expected[1]))
+        assert parse_init_method(url) == (expected[0], str(expected[1]))
         return
     with pytest.raises(UserError, match="must look like tcp://HOST:PORT, for example tcp://localhost:12345"):
-        split_meeting_point(url)
+        parse_init_method(url)
 
 
 @pytest.mark.parametrize(
@@ -228,15 +228,15 @@ def test_exported_threads_are_a_wish_unless_torchrun_filled_them_in(
     environment: dict[str, str], exported: str, launcher: str, threads: int
 ) -> None:
     environment["OMP_NUM_THREADS"] = exported
-    assert asked_threads(Facts(2, 2, 8, launcher)) == threads
+    assert threads_from_environment(Facts(2, 2, 8, launcher)) == threads
 
 
 def test_workers_inherit_threads_unless_the_user_chose(environment: dict[str, str]) -> None:
-    assert prepare_for_workers(3)[0] == "OMP_NUM_THREADS=3"
+    assert set_worker_environment(3)[0] == "OMP_NUM_THREADS=3"
     assert environment["OMP_NUM_THREADS"] == "3"
     assert ("GLOO_SOCKET_IFNAME" in environment) == (sys.platform == "linux")
     environment.update(OMP_NUM_THREADS="7", GLOO_SOCKET_IFNAME="eth0")
-    assert prepare_for_workers(3) == [], "nothing of ours"
+    assert set_worker_environment(3) == [], "nothing of ours"
     assert (environment["OMP_NUM_THREADS"], environment["GLOO_SOCKET_IFNAME"]) == ("7", "eth0")
 
 
@@ -244,8 +244,8 @@ def test_workers_inherit_threads_unless_the_user_chose(environment: dict[str, st
     ("text", "seconds"), [("3600", 3600.0), ("1.5", 1.5), ("", None), ("x", None), ("0", None), ("-3", None)]
 )
 def test_nccl_timeout(text: str, seconds: float | None) -> None:
-    assert timeout_seconds({"NCCL_TIMEOUT": text}) == seconds
+    assert nccl_timeout_seconds({"NCCL_TIMEOUT": text}) == seconds
 
 
 def test_no_nccl_timeout() -> None:
-    assert timeout_seconds({}) is None
+    assert nccl_timeout_seconds({}) is None

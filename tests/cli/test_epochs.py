@@ -12,12 +12,12 @@ import torch.distributed as dist
 from pentatron.checkpoint.state import TrainState
 from pentatron.cli.configure import Prepared, prepare
 from pentatron.cli.main import main
-from pentatron.data.datasets import arrange, open_data, settle_epochs
+from pentatron.data.datasets import build_datasets, open_data, resolve_epochs
 from pentatron.data.gpt_dataset import GPTDataset
 from pentatron.data.pair_writer import IndexedDatasetWriter
 from pentatron.errors import AgreedError, ConfigError
-from pentatron.monitor.display import Silent
-from pentatron.parallel.world import connect, single_process
+from pentatron.monitor.display import SilentDisplay
+from pentatron.parallel.world import create_groups, single_process
 from pentatron.settings.entry import TRAIN
 from pentatron.settings.settings import Facts
 from tests.data.chats import CHATML, tokenizer_folder
@@ -84,8 +84,8 @@ def test_every_document_is_read_as_often_as_epochs_say(pairs: tuple[Path, Path],
         f"--data-path {pairs[0]} --split 1,0,0 --global-batch-size 4 --epochs 3 --eval-iters 0"
     ).resolved.config
     world = single_process(torch.device("cpu"))
-    opened = open_data(config, world, tmp_path, Silent())
-    train = arrange(opened, config, world, TrainState(), tmp_path, Silent()).train
+    opened = open_data(config, world, tmp_path, SilentDisplay())
+    train = build_datasets(opened, config, world, TrainState(), tmp_path, SilentDisplay()).train
     assert isinstance(train, GPTDataset)
     assert train.parts[0].epochs == 3 and not train.parts[0].separate_final_epoch
     assert config.spans.total == 72 and len(train) == 74, "sequences run on over the ends of epochs"
@@ -135,9 +135,9 @@ def under_torchrun(prefix: Path) -> str:
     """What a rank says that a launcher started; the first of them has no data."""
     words = f"{SHAPE.partition(' --nproc')[0]} --data-path {prefix} --split 1,0,0 --global-batch-size 4 --epochs 2"
     resolved = prepare(words.split(), TRAIN, Facts(2, 2, 8, "torchrun", True)).resolved
-    world = connect(resolved.config.grid, dist.get_rank(), dist.get_rank(), torch.device("cpu"))
+    world = create_groups(resolved.config.grid, dist.get_rank(), dist.get_rank(), torch.device("cpu"))
     try:
-        settled = settle_epochs(resolved, world, prefix.parent, Silent())
+        settled = resolve_epochs(resolved, world, prefix.parent, SilentDisplay())
     except AgreedError as error:
         return str(error)
     return f"{settled.config.train.train_iters} steps of {settled.settings.epoch_samples}"
@@ -154,12 +154,12 @@ def test_data_of_a_program_is_not_counted(tmp_path: Path) -> None:
     made = prepare(f"{words} --train-iters 7".split(), TRAIN, own_data=True).resolved
     assert made.config.train.train_iters == 7
     assert "--epochs 2: the data is not read here; --train-iters 7 decides" in made.notices
-    assert settle_epochs(made, single_process(), tmp_path, Silent(), own_data=True) is made
+    assert resolve_epochs(made, single_process(), tmp_path, SilentDisplay(), own_data=True) is made
     with pytest.raises(ConfigError, match="no data is read; give --train-iters"):
         prepare(words.split(), TRAIN, own_data=True)
     there = prepare(words.split(), TRAIN, Facts(1, 1, 8, "torchrun", True)).resolved
     with pytest.raises(AgreedError, match="the program supplies its own data; give --train-iters"):
-        settle_epochs(there, single_process(), tmp_path, Silent(), own_data=True)
+        resolve_epochs(there, single_process(), tmp_path, SilentDisplay(), own_data=True)
 
 
 def test_a_run_ends_with_its_epochs(pairs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:

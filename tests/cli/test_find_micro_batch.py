@@ -68,7 +68,7 @@ def on_a_gpu_of(room: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(bench, "_query_gpu", lambda code: "Some GPU")
-    monkeypatch.setattr(bench, "measured_layout", measured)
+    monkeypatch.setattr(bench, "measure_layout", measured)
     monkeypatch.setattr(bench._MicroBatchSearch, "room", lambda search: float(room))
     return tried
 
@@ -123,7 +123,7 @@ def test_other_failures_are_not_taken_for_memory(
     monkeypatch.chdir(tmp_path)
     on_a_gpu_of(10**9, monkeypatch)
     broken = Row(MicroBatch(1), "failed", 1, "", "rank 0: no kernel image is available; see x")
-    monkeypatch.setattr(bench, "measured_layout", lambda *_: broken)
+    monkeypatch.setattr(bench, "measure_layout", lambda *_: broken)
     assert main(ALONE) == 2
     assert "no kernel image is available" in capsys.readouterr().err
 

@@ -11,7 +11,7 @@ import pytest
 
 from pentatron.cli.convert import import_command
 from pentatron.cli.generate import generate_command
-from pentatron.cli.main import guarded
+from pentatron.cli.main import run_guarded
 from pentatron.data.tokenizer import FileTokenizer, train_bpe
 from pentatron.generate import source as source_module
 from pentatron.parallel.world import single_process
@@ -49,7 +49,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def say(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[str, str]:
-    code = guarded(lambda: generate_command([str(word) for word in words]))
+    code = run_guarded(lambda: generate_command([str(word) for word in words]))
     out, err = capsys.readouterr()
     assert code == 0, err
     return out, err
@@ -231,7 +231,7 @@ def test_a_name_of_the_hub_is_its_folder(
 )
 def test_what_is_refused(words: str, sentence: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = [str(run) if word == "RUN" else word for word in words.split()]
-    assert guarded(lambda: generate_command(given)) == 2
+    assert run_guarded(lambda: generate_command(given)) == 2
     out, err = capsys.readouterr()
     assert sentence in err and not out
 
@@ -241,5 +241,7 @@ def test_a_missing_gpu_is_told_once_and_before_ranks_are_started(
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.setattr("pentatron.supervise.launcher.run_workers", None)
-    assert guarded(lambda: generate_command([str(folder), "import", "--tp", "2", "--device", "cuda"])) == 2
+    assert (
+        run_guarded(lambda: generate_command([str(folder), "import", "--tp", "2", "--device", "cuda"])) == 2
+    )
     assert capsys.readouterr().err.count("torch sees no GPU here") == 1

@@ -9,7 +9,7 @@ from xml.dom import minidom
 
 import pytest
 
-from pentatron.cli.layout import describe, picture, rows
+from pentatron.cli.layout import draw_svg, draw_text, resolve_layout
 from pentatron.cli.layout_report import as_data, as_text
 from pentatron.cli.main import COMMANDS, main
 from pentatron.layout.check import check
@@ -96,7 +96,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_number_of_processes(words: str, world: int) -> None:
-    assert describe(words.split()).grid.world_size == world
+    assert resolve_layout(words.split()).grid.world_size == world
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 3, 8, 64])
@@ -106,8 +106,8 @@ def test_a_model_that_nobody_named_fits_every_layout(tensor: int, pipeline: int,
     words = f"--tp_size {tensor} --pp_size {pipeline} --sequence-parallel"
     if pipeline > 1:
         words += f" --virtual-pipeline-model-parallel-size {virtual}"
-    report = describe(words.split())
-    assert report.stands_in
+    report = resolve_layout(words.split())
+    assert report.is_assumed_model
     assert len(report.config.stages) == pipeline * (virtual if pipeline > 1 else 1)
 
 
@@ -121,7 +121,7 @@ def test_a_model_that_nobody_named_fits_every_layout(tensor: int, pipeline: int,
     ],
 )
 def test_a_model_that_nobody_named_follows_the_pipelines_settings(words: str, layers: list[int]) -> None:
-    assert [len(part.layers) for part in describe(words.split()).config.stages] == layers
+    assert [len(part.layers) for part in resolve_layout(words.split()).config.stages] == layers
 
 
 def test_many_ranks_are_shortened(capsys: pytest.CaptureFixture[str]) -> None:
@@ -213,8 +213,8 @@ def cells(lines: list[str], rank: int) -> str:
     ],
 )
 def test_every_computation_is_drawn_once_and_no_line_is_too_long(words: str, width: int) -> None:
-    report = describe(words.split())
-    lines = rows(report.checked, report.placement, width, colours=False)
+    report = resolve_layout(words.split())
+    lines = draw_text(report.checked, report.placement, width, colours=False)
     assert all(len(line) <= width for line in lines if line.startswith(("rank", " ")))
     for rank, slots in enumerate(report.checked.timeline):
         drawn = re.findall(r"[FBIW]\d+[a-z]?", cells(lines, rank))
@@ -227,8 +227,8 @@ def test_every_computation_is_drawn_once_and_no_line_is_too_long(words: str, wid
 
 def test_columns_are_time() -> None:
     """Step n starts at n cell widths on every rank."""
-    report = describe("--pp_size 4 --num-microbatches 8".split())
-    lines = rows(report.checked, report.placement, 400, colours=False)
+    report = resolve_layout("--pp_size 4 --num-microbatches 8".split())
+    lines = draw_text(report.checked, report.placement, 400, colours=False)
     for rank, slots in enumerate(report.checked.timeline):
         drawn = cells(lines, rank)
         assert len(drawn) == 3 * report.checked.time
@@ -238,23 +238,23 @@ def test_columns_are_time() -> None:
 
 
 def test_halves_of_backwards_are_told() -> None:
-    report = describe("--pp_size 2 --num-microbatches 4 --pipeline-schedule zero-bubble".split())
+    report = resolve_layout("--pp_size 2 --num-microbatches 4 --pipeline-schedule zero-bubble".split())
     text = as_text(report, everything=False)
     assert "of them between the halves of a split backward, at most, by rank: 1, 2" in text
     assert "(13 steps, a forward taken as 1, each half of a backward as 1)" in text
     assert as_data(report)["schedule"]["deferred"] == [1, 2]
-    legend = rows(report.checked, report.placement, 80, colours=False)[-1]
+    legend = draw_text(report.checked, report.placement, 80, colours=False)[-1]
     assert legend == "F0 forward, I0 input gradient, W0 weight gradient of micro-batch 0, · waiting"
-    assert "brown: weight gradient" in picture(report.checked, report.placement, "title")
-    whole = describe("--pp_size 2 --num-microbatches 4".split())
+    assert "brown: weight gradient" in draw_svg(report.checked, report.placement, "title")
+    whole = resolve_layout("--pp_size 2 --num-microbatches 4".split())
     assert "halves" not in as_text(whole, everything=False)
-    assert "brown" not in picture(whole.checked, whole.placement, "title")
+    assert "brown" not in draw_svg(whole.checked, whole.placement, "title")
 
 
 def test_colours_change_nothing_but_colours() -> None:
-    report = describe("--pp_size 2 --virtual-pipeline-model-parallel-size 2".split())
-    painted = rows(report.checked, report.placement, 80, colours=True)
-    plain = rows(report.checked, report.placement, 80, colours=False)
+    report = resolve_layout("--pp_size 2 --virtual-pipeline-model-parallel-size 2".split())
+    painted = draw_text(report.checked, report.placement, 80, colours=True)
+    plain = draw_text(report.checked, report.placement, 80, colours=False)
     assert painted != plain
     assert [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in painted] == plain
 

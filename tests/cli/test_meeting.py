@@ -41,7 +41,7 @@ def train_here(run_dir: str, variables: dict[str, str], hangs: int | None = None
 
         trainer.train_step = hang  # type: ignore[assignment]
     if hangs is None:
-        rendezvous.SILENCE = 0.5
+        rendezvous.NOTICE_SECONDS = 0.5
     told = io.StringIO()
     with contextlib.redirect_stderr(told):
         code = main(["train", *SMALL, "--run-dir", run_dir])

@@ -10,10 +10,10 @@ import torch
 
 from pentatron.cli import worker_errors
 from pentatron.cli.environment import Worker
-from pentatron.cli.worker_errors import check_room, memory_sentence, room_of
+from pentatron.cli.worker_errors import available_memory, check_memory, out_of_memory_message
 from pentatron.errors import AgreedError, UserError
 from pentatron.launch.machine import host_memory
-from pentatron.plan.fit import Room, judge, out_of_memory
+from pentatron.plan.fit import AvailableMemory, check_device_memory, out_of_memory
 from pentatron.plan.memory import memory_of
 from tests.support import LLAMA, resolved
 
@@ -28,11 +28,11 @@ def needed() -> int:
 
 def test_what_fits_is_not_mentioned() -> None:
     config = resolved(MODEL).config
-    assert judge(config, 0, Room("GPU", 2 * needed(), 2 * needed())) is None
+    assert check_device_memory(config, 0, AvailableMemory("GPU", 2 * needed(), 2 * needed())) is None
 
 
 def test_a_tight_run_is_warned_of_with_its_numbers_and_the_way_out() -> None:
-    verdict = judge(resolved(MODEL).config, 0, Room("GPU", needed(), 0.9 * needed()))
+    verdict = check_device_memory(resolved(MODEL).config, 0, AvailableMemory("GPU", needed(), 0.9 * needed()))
     assert verdict is not None and not verdict.impossible
     for part in (
         "may not fit",
@@ -47,7 +47,10 @@ def test_a_tight_run_is_warned_of_with_its_numbers_and_the_way_out() -> None:
 
 def test_only_what_is_held_for_good_makes_a_run_impossible() -> None:
     held = memory_of(resolved(MODEL).config).largest.held.on_device
-    just, less = (judge(resolved(MODEL).config, 0, Room("GPU", room, room)) for room in (held, held - 1))
+    just, less = (
+        check_device_memory(resolved(MODEL).config, 0, AvailableMemory("GPU", room, room))
+        for room in (held, held - 1)
+    )
     assert just is not None and not just.impossible
     assert less is not None and less.impossible and "cannot fit" in less.sentence
 
@@ -57,7 +60,7 @@ def test_remedies_that_are_taken_are_not_named_again() -> None:
         f"{MODEL} --micro-batch-size 1 --bf16 --recompute-granularity full --zero-stage 1 --sequence-parallel"
     )
     config = resolved(f"{words} --tensor-model-parallel-size 2", 4).config
-    verdict = judge(config, 0, Room("GPU", 1e9, 1.0))
+    verdict = check_device_memory(config, 0, AvailableMemory("GPU", 1e9, 1.0))
     assert verdict is not None
     for part in ("--bf16", "--recompute-granularity", "--micro-batch-size", "--sequence-parallel"):
         assert part not in verdict.sentence
@@ -65,7 +68,9 @@ def test_remedies_that_are_taken_are_not_named_again() -> None:
 
 
 def use_room(monkeypatch: pytest.MonkeyPatch, total: float, free: float) -> None:
-    monkeypatch.setattr(worker_errors, "room_of", lambda device, processes: Room("host", total, free))
+    monkeypatch.setattr(
+        worker_errors, "available_memory", lambda device, processes: AvailableMemory("host", total, free)
+    )
 
 
 def test_the_first_of_a_stage_warns(
@@ -74,16 +79,16 @@ def test_the_first_of_a_stage_warns(
     use_room(monkeypatch, needed(), 0.5 * needed())
     config = resolved(f"{MODEL} --micro-batch-size 1", 2).config
     for rank in (0, 1):
-        check_room(config, CPU, Worker(rank, 2, rank, 2, "none"))
+        check_memory(config, CPU, Worker(rank, 2, rank, 2, "none"))
     assert capsys.readouterr().err.count("pentatron: warning: this run may not fit") == 1
 
 
 def test_what_cannot_be_is_refused_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     use_room(monkeypatch, 1000.0, 1000.0)
     with pytest.raises(UserError, match=r"cannot fit.*--no-check-memory") as refused:
-        check_room(resolved(MODEL).config, CPU, FIRST)
+        check_memory(resolved(MODEL).config, CPU, FIRST)
     assert not isinstance(refused.value, AgreedError), "the first of a machine says it"
-    check_room(resolved(f"{MODEL} --no-check-memory").config, CPU, FIRST)
+    check_memory(resolved(f"{MODEL} --no-check-memory").config, CPU, FIRST)
 
 
 def test_an_optimizer_in_host_memory_is_compared_with_it(
@@ -92,24 +97,26 @@ def test_an_optimizer_in_host_memory_is_compared_with_it(
     """Seen by a run on GPUs, whose own memory is large enough."""
     config = resolved(f"{MODEL} --optimizer-cpu-offload").config
     host = memory_of(config).host
-    monkeypatch.setattr(worker_errors, "room_of", lambda device, processes: Room("GPU", 1e12, 1e12))
+    monkeypatch.setattr(
+        worker_errors, "available_memory", lambda device, processes: AvailableMemory("GPU", 1e12, 1e12)
+    )
     for total, free in ((10 * host, 10 * host), (10 * host, host)):
         monkeypatch.setattr(worker_errors, "host_memory", lambda total=total, free=free: (total, free))
-        check_room(config, torch.device("cuda"), FIRST)
+        check_memory(config, torch.device("cuda"), FIRST)
     said = capsys.readouterr().err
     assert said.count("may not fit: --optimizer-cpu-offload keeps") == 1
     monkeypatch.setattr(worker_errors, "host_memory", lambda: (host - 1, host - 1))
     with pytest.raises(UserError, match="cannot fit: --optimizer-cpu-offload"):
-        check_room(config, torch.device("cuda"), FIRST)
-    check_room(resolved(MODEL).config, torch.device("cuda"), FIRST)
+        check_memory(config, torch.device("cuda"), FIRST)
+    check_memory(resolved(MODEL).config, torch.device("cuda"), FIRST)
     with pytest.raises(
         UserError, match=r"cannot fit: --async-save keeps a copy of .*try saving without --async-save"
     ):
-        check_room(resolved(f"{MODEL} --async-save").config, torch.device("cuda"), FIRST)
+        check_memory(resolved(f"{MODEL} --async-save").config, torch.device("cuda"), FIRST)
 
 
 def test_processes_share_the_machine() -> None:
-    one, four = room_of(CPU, 1), room_of(CPU, 4)
+    one, four = available_memory(CPU, 1), available_memory(CPU, 4)
     assert one is not None and four is not None
     assert four.total == pytest.approx(one.total / 4)
     assert 0 < one.free <= one.total
@@ -163,7 +170,7 @@ def test_running_out_of_memory_is_one_sentence_with_the_plan_and_the_advice(
     error: Exception, kind: str
 ) -> None:
     config = resolved(f"{MODEL} --micro-batch-size 2 --seq-length 4096", 2).config
-    said = memory_sentence(error, config, 1)
+    said = out_of_memory_message(error, config, 1)
     assert said is not None and "\n" not in said
     assert said.startswith(f"out of {kind} memory (")
     for part in (
@@ -186,13 +193,13 @@ def test_graphs_that_were_recorded_can_be_done_without() -> None:
     assert config.kernels.cuda_graphs == "auto"
     for pools, is_advised in (("", False), (private, True)):
         text = f"{CUDA} {allocated}{pools}and 2.00 GiB is reserved by PyTorch but unallocated."
-        said = memory_sentence(torch.OutOfMemoryError(text), config, 0)
+        said = out_of_memory_message(torch.OutOfMemoryError(text), config, 0)
         assert said is not None
         assert ("Try --cuda-graphs off, " in said) == is_advised, said
 
 
 def test_other_errors_are_not_about_memory() -> None:
-    assert memory_sentence(RuntimeError("shape mismatch"), resolved(MODEL).config, 0) is None
+    assert out_of_memory_message(RuntimeError("shape mismatch"), resolved(MODEL).config, 0) is None
     assert "TypeName" not in out_of_memory(resolved(MODEL).config, 0, "why", "GPU")
 
 

@@ -8,11 +8,11 @@ import pytest
 from pentatron.cli.options import (
     Options,
     flags_of,
-    idle,
     option,
     options_help,
-    read,
-    read_among,
+    options_without_effect,
+    parse_options,
+    parse_options_and_settings,
     synopsis,
     usage,
 )
@@ -50,12 +50,12 @@ class Made(Options):
 
 
 def made(words: str) -> Made:
-    return read(Made, f"--out o {words}".split(), "cmd")[0]
+    return parse_options(Made, f"--out o {words}".split(), "cmd")[0]
 
 
 def problems(words: str) -> list[str]:
     with pytest.raises(ConfigError) as error:
-        read(Made, words.split(), "cmd")
+        parse_options(Made, words.split(), "cmd")
     return error.value.problems
 
 
@@ -86,10 +86,10 @@ def test_values(words: str, name: str, value: object) -> None:
 
 
 def test_positional_words() -> None:
-    options, plain = read(Made, "a --out o b --everything c -- --steps d".split(), "cmd")
+    options, plain = parse_options(Made, "a --out o b --everything c -- --steps d".split(), "cmd")
     assert plain == ["a", "b", "c", "--steps", "d"] and options.everything and options.steps == 4
     with pytest.raises(ConfigError, match="no place for 'a'"):
-        read(Made, ["--out", "o", "a"], "cmd", stray="no place for '{word}'")
+        parse_options(Made, ["--out", "o", "a"], "cmd", stray="no place for '{word}'")
 
 
 def test_what_cannot_be_read_is_told_at_once_and_what_is_not_possible_after_that() -> None:
@@ -109,17 +109,17 @@ def test_what_cannot_be_read_is_told_at_once_and_what_is_not_possible_after_that
 
 def test_flags_that_are_refused_take_their_values_with_them() -> None:
     with pytest.raises(ConfigError) as error:
-        read(Made, "--out o --old a b --steps x".split(), "cmd", {"old": "is gone"})
+        parse_options(Made, "--out o --old a b --steps x".split(), "cmd", {"old": "is gone"})
     assert error.value.problems == ["--old is gone", "--steps wants a whole number, not 'x'"]
 
 
 def test_among_settings() -> None:
     words = "--tp 2 --out o --data-path a b --everything --names x y --lr 1e-3".split()
-    options, rest = read_among(Made, words, TRAIN)
+    options, rest = parse_options_and_settings(Made, words, TRAIN)
     assert rest == "--tp 2 --data-path a b --lr 1e-3".split()
     assert options.everything and options.names == ("x", "y") and options.out_file == "o"
     with pytest.raises(ConfigError) as error:
-        read_among(Made, "--steps x --out --tp 2 --lr many".split(), TRAIN)
+        parse_options_and_settings(Made, "--steps x --out --tp 2 --lr many".split(), TRAIN)
     assert error.value.problems == [
         "--lr wants a number, not 'many'",
         "--steps wants a whole number, not 'x'",
@@ -129,12 +129,16 @@ def test_among_settings() -> None:
 
 def test_the_script_may_depend_on_the_options() -> None:
     seen = []
-    read_among(Made, ["--out", "o", "--lr", "1"], lambda options: seen.append(options.out_file) or TRAIN)
+    parse_options_and_settings(
+        Made, ["--out", "o", "--lr", "1"], lambda options: seen.append(options.out_file) or TRAIN
+    )
     assert seen == ["o"]
 
 
 def test_options_without_effect() -> None:
-    assert idle(made("")) == [] and idle(made("--chunks 3")) == ["--chunks has no effect: there are none"]
+    assert options_without_effect(made("")) == [] and options_without_effect(made("--chunks 3")) == [
+        "--chunks has no effect: there are none"
+    ]
 
 
 def test_help_lists_what_is_declared() -> None:

@@ -12,9 +12,9 @@ import pytest
 import torch.distributed as dist
 import yaml
 
-from pentatron.cli.layout import describe
+from pentatron.cli.layout import resolve_layout
 from pentatron.cli.main import main
-from pentatron.layout.check import Checked, check
+from pentatron.layout.check import ScheduleProperties, check
 from pentatron.layout.schedules import training_schedule
 from tests.cli.test_train import ROOT, environment, finish, losses
 from tests.harness import run_distributed
@@ -172,7 +172,7 @@ def sizes(model: str, processes: int, tensor: int, pipeline: int) -> tuple[int, 
     """Returns the resolved layout of a model of the table."""
     words = MODELS.get(model, f"--preset {model}")
     parallel = f"--world-size {processes} --tp_size {tensor} --pp_size {pipeline}"
-    report = describe(f"{words} {parallel} --global-batch-size {8 * processes}".split())
+    report = resolve_layout(f"{words} {parallel} --global-batch-size {8 * processes}".split())
     assert sum(len(part.layers) for part in report.config.stages) == report.config.model.num_layers
     return tuple(getattr(report.config.parallel, name) for name in PARALLEL)
 
@@ -214,7 +214,7 @@ def test_the_table_by_model_size(
 
 def test_sixteen_gpus_on_four_machines() -> None:
     """Guide 003's example: tensor groups stay inside a machine, stages are on different ones."""
-    report = describe(
+    report = resolve_layout(
         (
             "--world-size 16 --nproc-per-node 4 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 "
             "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --micro-batch-size 1 "
@@ -236,7 +236,7 @@ def test_sixteen_gpus_on_four_machines() -> None:
 # --- schedules ---
 
 
-def checked(kind: str, micro_batches: int) -> Checked:
+def checked(kind: str, micro_batches: int) -> ScheduleProperties:
     return check(training_schedule(kind, 4, 1, micro_batches))
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from pentatron.cli.main import main
-from pentatron.cli.plan import as_data, describe
-from pentatron.cli.plan_report import Report, as_text, command, settings_words
+from pentatron.cli.plan import as_data, plan_layouts
+from pentatron.cli.plan_report import PlanReport, as_text, settings_words, training_command_lines
 from pentatron.errors import ConfigError, UserError
 from pentatron.plan.advice import SETS, TABLE_3D
 from pentatron.settings.entry import TRAIN
@@ -20,16 +20,16 @@ from pentatron.settings.settings import Facts
 SMALL = "--num-layers 4 --hidden-size 256 --seq-length 128 --vocab-size 1000 --global-batch-size 16"
 
 
-def plan(words: str) -> Report:
-    return describe(words.split())[0]
+def plan(words: str) -> PlanReport:
+    return plan_layouts(words.split())[0]
 
 
 @pytest.fixture(scope="module")
-def llama() -> Report:
+def llama() -> PlanReport:
     return plan("--preset llama3-8b --gpus 8 --gpu h100")
 
 
-def test_the_page_has_everything_in_its_place(llama: Report) -> None:
+def test_the_page_has_everything_in_its_place(llama: PlanReport) -> None:
     text = as_text(llama)
     places = [
         text.index(part)
@@ -51,7 +51,7 @@ def test_the_page_has_everything_in_its_place(llama: Report) -> None:
     assert max(len(line) for line in text.splitlines()) < 200
 
 
-def test_layouts_are_ranked_and_fit(llama: Report) -> None:
+def test_layouts_are_ranked_and_fit(llama: PlanReport) -> None:
     seconds = [layout.estimate.seconds for layout in llama.layouts if layout.fits]
     assert seconds == sorted(seconds) and len(seconds) >= 5
     assert llama.layouts[0].fits
@@ -139,7 +139,7 @@ def test_both_forms_have_the_command_of_the_same_layout(words: str, which: str) 
     assert all(line in as_text(report) for line in found["command"])
     wanted = report.given if which == "given" else report.best
     assert wanted is not None and wanted is not (report.best if which == "given" else report.given)
-    assert found["command"] == command(report.search, wanted)
+    assert found["command"] == training_command_lines(report.search, wanted)
 
 
 def test_a_size_in_a_file_does_not_undo_the_layout_of_the_command(tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_a_folder_needs_its_config_alone(tmp_path: Path) -> None:
         "rms_norm_eps": 1e-5,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    report, _ = describe([str(tmp_path), "--gpus", "2"])
+    report, _ = plan_layouts([str(tmp_path), "--gpus", "2"])
     assert report.shape.config.model.num_layers == 4
     assert report.shape.config.model.seq_length == 512
     assert "--load" in settings_words(report.search, report.layouts[0])

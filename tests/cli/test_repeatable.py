@@ -2,7 +2,7 @@
 
 import torch
 
-from pentatron.cli.worker_errors import unrepeatable
+from pentatron.cli.worker_errors import nondeterminism_error
 
 
 def test_a_kernel_that_cannot_repeat_its_result_is_one_sentence() -> None:
@@ -17,10 +17,10 @@ def test_a_kernel_that_cannot_repeat_its_result_is_one_sentence() -> None:
     finally:
         torch.use_deterministic_algorithms(before)
     assert raised is not None
-    told = unrepeatable(raised)
+    told = nondeterminism_error(raised)
     assert (
         told is not None
         and str(told).startswith("--deterministic-mode: put_ does not have")
         and "\n" not in str(told)
     )
-    assert unrepeatable(RuntimeError("another one")) is None
+    assert nondeterminism_error(RuntimeError("another one")) is None

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from pentatron.cli.worker import this_attempt
+from pentatron.cli.worker import current_attempt
 from pentatron.supervise.attempts import FILE_NAME, Attempt, write_job
-from pentatron.supervise.launcher import JOB, LAUNCHER, RESTART
+from pentatron.supervise.launcher import JOB_FOLDER, LAUNCHER_PID, RESTART_COUNT
 
 
 def elastic(agent: str, restarts: int, **others: str) -> dict[str, str]:
@@ -23,7 +23,7 @@ def slurm(job: str, restarts: int) -> dict[str, str]:
 
 def began(folder: Path, environment: dict[str, str]) -> Attempt:
     """A start that came so far that the folder was its own."""
-    attempt = this_attempt(environment, folder)
+    attempt = current_attempt(environment, folder)
     write_job(folder, attempt, ())
     return attempt
 
@@ -32,39 +32,46 @@ def began(folder: Path, environment: dict[str, str]) -> Attempt:
 def test_a_restart_is_one_of_the_job_that_used_the_folder(launched: object, tmp_path: Path) -> None:
     start = elastic if launched is elastic else slurm
     assert not began(tmp_path, start("a", 0)).restarted
-    assert this_attempt(start("a", 1), tmp_path).restarted
-    assert not this_attempt(start("b", 1), tmp_path).restarted, "another job's run is there"
+    assert current_attempt(start("a", 1), tmp_path).restarted
+    assert not current_attempt(start("b", 1), tmp_path).restarted, "another job's run is there"
     assert began(tmp_path, start("a", 1)).restarted
-    assert not this_attempt(start("a", 1), tmp_path).restarted, "another command of the same start"
-    assert this_attempt(start("a", 2), tmp_path).restarted
-    assert not this_attempt({}, tmp_path).restarted and not this_attempt(start("a", 0), tmp_path).restarted
+    assert not current_attempt(start("a", 1), tmp_path).restarted, "another command of the same start"
+    assert current_attempt(start("a", 2), tmp_path).restarted
+    assert (
+        not current_attempt({}, tmp_path).restarted and not current_attempt(start("a", 0), tmp_path).restarted
+    )
 
 
 def test_a_folder_that_says_nothing_of_its_job_is_gone_on_with(tmp_path: Path) -> None:
-    assert this_attempt(slurm("1", 1), tmp_path).restarted
+    assert current_attempt(slurm("1", 1), tmp_path).restarted
     (tmp_path / FILE_NAME).write_text("not JSON")
-    assert this_attempt(slurm("1", 1), tmp_path).restarted
+    assert current_attempt(slurm("1", 1), tmp_path).restarted
     began(tmp_path, {})
-    assert not this_attempt(slurm("1", 1), tmp_path).restarted, "typed by hand, outside any job"
-    assert this_attempt({"SLURM_RESTART_COUNT": "1"}, tmp_path).restarted, "a job without a name"
+    assert not current_attempt(slurm("1", 1), tmp_path).restarted, "typed by hand, outside any job"
+    assert current_attempt({"SLURM_RESTART_COUNT": "1"}, tmp_path).restarted, "a job without a name"
 
 
 def test_a_job_of_slurm_goes_on_also_where_torchrun_is_a_new_one(tmp_path: Path) -> None:
     began(tmp_path, {**slurm("7", 0), **elastic("a", 0)})
-    assert this_attempt({**slurm("7", 1), **elastic("b", 0)}, tmp_path).restarted
-    assert not this_attempt({**slurm("8", 1), **elastic("b", 0)}, tmp_path).restarted
+    assert current_attempt({**slurm("7", 1), **elastic("b", 0)}, tmp_path).restarted
+    assert not current_attempt({**slurm("8", 1), **elastic("b", 0)}, tmp_path).restarted
 
 
 def test_over_several_machines_the_name_of_the_job_counts(tmp_path: Path) -> None:
     over = {"LOCAL_WORLD_SIZE": "1"}
     began(tmp_path, elastic("a", 0, **over, TORCHELASTIC_RUN_ID="one"))
-    assert this_attempt(elastic("b", 1, **over, TORCHELASTIC_RUN_ID="one"), tmp_path).restarted
-    assert not this_attempt(elastic("a", 1, **over, TORCHELASTIC_RUN_ID="two"), tmp_path).restarted
+    assert current_attempt(elastic("b", 1, **over, TORCHELASTIC_RUN_ID="one"), tmp_path).restarted
+    assert not current_attempt(elastic("a", 1, **over, TORCHELASTIC_RUN_ID="two"), tmp_path).restarted
 
 
 def test_our_own_launcher_says_so_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     began(tmp_path, {})
     for restarts in (0, 1):
-        for name, value in {LAUNCHER: "1", JOB: str(tmp_path), RESTART: str(restarts), "RANK": "0"}.items():
+        for name, value in {
+            LAUNCHER_PID: "1",
+            JOB_FOLDER: str(tmp_path),
+            RESTART_COUNT: str(restarts),
+            "RANK": "0",
+        }.items():
             monkeypatch.setenv(name, value)
-        assert this_attempt({}, tmp_path).restarted is (restarts == 1)
+        assert current_attempt({}, tmp_path).restarted is (restarts == 1)

@@ -7,7 +7,7 @@ import pytest
 
 from pentatron.cli.main import main
 from pentatron.data.pair_writer import IndexedDatasetWriter
-from pentatron.data.tokenizer import FileTokenizer, identify
+from pentatron.data.tokenizer import FileTokenizer, identify_tokenizer
 from tests.data.chats import CHATML, tokenizer_folder
 
 SHAPE = "--num-layers 1 --hidden-size 16 --num-attention-heads 2"
@@ -35,7 +35,7 @@ def test_conversations_train_resume_and_follow_pretraining(
     lines = [{"input": f"what is {n}", "output": f"the answer {n}"} for n in range(9)]
     chats.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     tokenizer = FileTokenizer(model)
-    with IndexedDatasetWriter(tmp_path / "text", "uint16", identify(tokenizer)) as writer:
+    with IndexedDatasetWriter(tmp_path / "text", "uint16", identify_tokenizer(tokenizer)) as writer:
         for n in range(40):
             writer.add_document([*tokenizer.encode(f"hello what is the answer of {n}"), tokenizer.eod])
     pretraining = f"--data-path {tmp_path / 'text'} --tokenizer-model {model}"

@@ -10,27 +10,27 @@ import pytest
 
 from pentatron.cli import worker as worker_module
 from pentatron.cli.environment import find_worker
-from pentatron.cli.main import guarded
+from pentatron.cli.main import run_guarded
 from pentatron.cli.worker import (
     BEGAN,
     WORKER,
-    Supervised,
+    SupervisedWorker,
     _belongs_to_job,
     _OrphanWatchdog,
-    leave_parents_job,
-    this_attempt,
-    this_worker,
+    clear_inherited_worker_variables,
+    current_attempt,
+    current_worker,
 )
-from pentatron.parallel.rank_status import Whereabouts
-from pentatron.supervise.hang import Limits
-from pentatron.supervise.launcher import JOB, LAUNCHER, OF_A_WORKER, RESTART
+from pentatron.parallel.rank_status import RankStatus
+from pentatron.supervise.hang import HangLimits
+from pentatron.supervise.launcher import JOB_FOLDER, LAUNCHER_PID, RESTART_COUNT, WORKER_VARIABLES
 
 
 class Ended(Exception):
     """Instead of ending this process and others."""
 
 
-def stuck_for(seconds: float, where: Whereabouts, monkeypatch: pytest.MonkeyPatch) -> bool:
+def stuck_for(seconds: float, where: RankStatus, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether a rank without a launcher gives up by then."""
 
     def kill_job(self: _OrphanWatchdog) -> None:
@@ -40,7 +40,7 @@ def stuck_for(seconds: float, where: Whereabouts, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(_OrphanWatchdog, "_kill_job", kill_job)
     monkeypatch.setattr(worker_module.time, "monotonic", lambda: now)
     # Also with --heartbeat-timeout 0, which is about launchers that live.
-    watchdog = _OrphanWatchdog(Supervised(Path("/nowhere"), 1, 0, 0), where, Limits(0.0, 600.0))
+    watchdog = _OrphanWatchdog(SupervisedWorker(Path("/nowhere"), 1, 0, 0), where, HangLimits(0.0, 600.0))
     watchdog.check()
     now += seconds
     try:
@@ -53,7 +53,7 @@ def stuck_for(seconds: float, where: Whereabouts, monkeypatch: pytest.MonkeyPatc
 def test_a_rank_without_a_launcher_may_save_and_compile_as_long_as_any_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    where = Whereabouts()
+    where = RankStatus()
     where.begin_at(0)
     where.phase = "step"
     assert not stuck_for(500, where, monkeypatch), "the first step compiles"
@@ -67,7 +67,7 @@ def test_a_rank_without_a_launcher_may_save_and_compile_as_long_as_any_other(
 @pytest.mark.skipif(sys.platform != "linux", reason="the system does not tell")
 def test_a_process_of_another_job_is_not_taken_for_a_rank(tmp_path: Path) -> None:
     for job, expected in ((tmp_path, True), (tmp_path / "another", False)):
-        process = subprocess.Popen(["sleep", "100"], env={**os.environ, JOB: str(job)})
+        process = subprocess.Popen(["sleep", "100"], env={**os.environ, JOB_FOLDER: str(job)})
         try:
             time.sleep(0.1)
             assert _belongs_to_job(process.pid, tmp_path) is expected
@@ -83,57 +83,66 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     # Set before it is removed: what a test leaves in the environment is undone then.
     monkeypatch.setenv(WORKER, "")
     monkeypatch.delenv(WORKER)
-    given = dict.fromkeys(OF_A_WORKER, "1") | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "x"}
-    given |= {JOB: str(tmp_path), LAUNCHER: str(os.getppid()), RESTART: "1"}
+    given = dict.fromkeys(WORKER_VARIABLES, "1") | {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "x",
+    }
+    given |= {JOB_FOLDER: str(tmp_path), LAUNCHER_PID: str(os.getppid()), RESTART_COUNT: "1"}
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     return tmp_path
 
 
 def test_a_command_that_a_rank_starts_is_none_of_its_ranks(worker: Path) -> None:
-    assert this_worker() == Supervised(worker, os.getppid(), 1, 1)
-    leave_parents_job()
-    assert this_worker() is not None, "the rank itself stays one"
+    assert current_worker() == SupervisedWorker(worker, os.getppid(), 1, 1)
+    clear_inherited_worker_variables()
+    assert current_worker() is not None, "the rank itself stays one"
     # What a child of it finds.
     inherited = os.environ[WORKER].replace(str(os.getpid()), str(os.getpid() + 1), 1)
     os.environ[WORKER] = inherited
-    assert this_worker() is None
-    leave_parents_job()
-    assert find_worker(os.environ) is None and not set(OF_A_WORKER) & set(os.environ)
+    assert current_worker() is None
+    clear_inherited_worker_variables()
+    assert find_worker(os.environ) is None and not set(WORKER_VARIABLES) & set(os.environ)
 
 
 def test_a_launcher_that_a_rank_starts_has_ranks_of_its_own(
     worker: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert this_worker() is not None
+    assert current_worker() is not None
     inherited = os.environ[WORKER].replace(str(os.getpid()), str(os.getpid() + 1), 1)
     # As torchrun sets it, and leaves the rest.
     monkeypatch.setenv("MASTER_PORT", "2")
     monkeypatch.setenv(WORKER, inherited)
-    leave_parents_job()
-    assert this_worker() is None and find_worker(os.environ) is not None
+    clear_inherited_worker_variables()
+    assert current_worker() is None and find_worker(os.environ) is not None
     # As a launcher of ours does.
-    for name, value in {JOB: "/another", LAUNCHER: "7", RESTART: "0", WORKER: inherited}.items():
+    for name, value in {
+        JOB_FOLDER: "/another",
+        LAUNCHER_PID: "7",
+        RESTART_COUNT: "0",
+        WORKER: inherited,
+    }.items():
         monkeypatch.setenv(name, value)
-    leave_parents_job()
-    assert this_worker() == Supervised(Path("/another"), 7, 1, 0)
+    clear_inherited_worker_variables()
+    assert current_worker() == SupervisedWorker(Path("/another"), 7, 1, 0)
 
 
 def test_the_end_of_the_work_is_recorded_and_an_error_is_not_one(
     worker: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Supervised, "follow_launcher", lambda self: (worker / "rank-1.working").touch())
+    monkeypatch.setattr(SupervisedWorker, "attach_to_launcher", lambda self: (worker / "rank-1.working").touch())
     done = worker / "rank-1.done"
-    assert guarded(lambda: 2) == 2 and not done.exists()
-    assert guarded(lambda: 0, is_all=False) == 0 and not done.exists(), "the program has more to do"
-    assert guarded(lambda: 0) == 0 and done.exists()
+    assert run_guarded(lambda: 2) == 2 and not done.exists()
+    assert run_guarded(lambda: 0, is_all=False) == 0 and not done.exists(), "the program has more to do"
+    assert run_guarded(lambda: 0) == 0 and done.exists()
 
 
 def test_a_restarted_job_has_one_limit_of_time(
     worker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(BEGAN, "12.5")
-    assert this_attempt(os.environ, tmp_path).began == 12.5
-    monkeypatch.delenv(RESTART)
-    own = this_attempt(os.environ, tmp_path).began
+    assert current_attempt(os.environ, tmp_path).began == 12.5
+    monkeypatch.delenv(RESTART_COUNT)
+    own = current_attempt(os.environ, tmp_path).began
     assert own is not None and abs(own - time.monotonic()) < 5, "of no launcher of ours"

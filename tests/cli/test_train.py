@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from pentatron.cli.configure import prepare
-from pentatron.cli.main import guarded, main
+from pentatron.cli.main import main, run_guarded
 from pentatron.cli.train import _print_next_commands
 from pentatron.settings.entry import TRAIN
 from pentatron.train.run_folder import RunFolder
@@ -326,10 +326,10 @@ def test_a_file_that_cannot_be_written_is_one_sentence(
     def fails() -> int:
         raise OSError(number, os.strerror(number), "train.log")
 
-    assert guarded(fails) == 2
+    assert run_guarded(fails) == 2
     assert sentence in capsys.readouterr().err
     with pytest.raises(OSError, match="Input/output error"):
-        guarded(lambda: (_ for _ in ()).throw(OSError(errno.EIO, os.strerror(errno.EIO))))
+        run_guarded(lambda: (_ for _ in ()).throw(OSError(errno.EIO, os.strerror(errno.EIO))))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pentatron.cli.main import guarded, main
+from pentatron.cli.main import main, run_guarded
 from pentatron.cli.verify import verify_command
 from tests.harness import run_distributed
 from tests.harness.forked import fork_workers_too
@@ -31,7 +31,7 @@ def verify_here(words: Sequence[str], restart: Sequence[str], fork_workers: bool
     if fork_workers:
         fork_workers_too()
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        code = guarded(lambda: verify_command(words, restart))
+        code = run_guarded(lambda: verify_command(words, restart))
     return code, out.getvalue()
 
 

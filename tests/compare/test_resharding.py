@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 
 from pentatron.checkpoint.find import find_step
-from pentatron.checkpoint.store import Found
+from pentatron.checkpoint.store import Checkpoint
 from pentatron.compare.reshard import fragments_of_rank, layout_for, reshard
 from pentatron.errors import ConfigError, UserError
-from pentatron.monitor.display import Silent
+from pentatron.monitor.display import SilentDisplay
 from pentatron.optim.build import build_optimizer
-from pentatron.parallel.world import connect
+from pentatron.parallel.world import create_groups
 from pentatron.settings.resolve import Resolved
 from pentatron.train.model import build_parallel_model
 from tests.harness import run_distributed
@@ -36,7 +36,7 @@ LAYOUTS = {
 
 def written_by_a_rank(settings: Resolved) -> list[tuple[object, ...]]:
     config, rank = settings.config, dist.get_rank()
-    world = connect(config.grid, rank, rank, CPU)
+    world = create_groups(config.grid, rank, rank, CPU)
     model = build_parallel_model(config, world)
     optimizer = build_optimizer(model.stages, world, config.optim, model.decisions.optimizer, torch.float32)
     fragments = [*optimizer.fragments(owned_only=True), *model.routers.fragments(owned_only=True)]
@@ -58,23 +58,23 @@ def test_every_rank_writes_what_was_foretold(name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Found:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     folder = tmp_path_factory.mktemp("trained") / "run"
     shape = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --vocab-size 61 --train-iters 2"
     run_distributed(train_on_a_rank, 4, folder=folder, words=f"{shape} --tp 2 --zero-stage 1")
     return find_step(folder)[0]
 
 
-def sums(found: Found) -> dict[str, str]:
+def sums(found: Checkpoint) -> dict[str, str]:
     return {name: record.sha256 for name, record in found.manifest.files.items()}
 
 
-def made(found: Found, out: Path, words: str) -> Found:
-    reshard(found, out, layout_for(found, words.split()), Silent())
+def made(found: Checkpoint, out: Path, words: str) -> Checkpoint:
+    reshard(found, out, layout_for(found, words.split()), SilentDisplay())
     return find_step(out)[0]
 
 
-def test_there_and_back_gives_the_same_files(trained: Found, tmp_path: Path) -> None:
+def test_there_and_back_gives_the_same_files(trained: Checkpoint, tmp_path: Path) -> None:
     alone = made(trained, tmp_path / "alone", "")
     assert len(alone.manifest.files) == 1 and sums(alone) != sums(trained)
     assert alone.manifest.run_state == trained.manifest.run_state
@@ -85,14 +85,14 @@ def test_there_and_back_gives_the_same_files(trained: Found, tmp_path: Path) -> 
     assert sums(back) == sums(trained)
 
 
-def test_what_cannot_be_is_said(trained: Found, tmp_path: Path) -> None:
+def test_what_cannot_be_is_said(trained: Checkpoint, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--num-attention-heads 4 is not divisible by"):
         layout_for(trained, ["--tp", "3"])
     with pytest.raises(UserError, match="--lr does not change the files"):
         layout_for(trained, ["--lr", "1"])
     alone = layout_for(trained, [])
     tensors = {**trained.manifest.tensors, "weights/own": trained.manifest.tensors["weights/final_norm.bias"]}
-    foreign = Found(trained.folder, dataclasses.replace(trained.manifest, tensors=tensors))
+    foreign = Checkpoint(trained.folder, dataclasses.replace(trained.manifest, tensors=tensors))
     with pytest.raises(UserError, match="holds weights/own, which the model of its settings does not have"):
-        reshard(foreign, tmp_path / "foreign", alone, Silent())
+        reshard(foreign, tmp_path / "foreign", alone, SilentDisplay())
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from pentatron.cli.layout import describe
+from pentatron.cli.layout import resolve_layout
 from pentatron.compare.trial import Gap, Trajectory, run_trial
 from pentatron.compare.verify import (
     Verdict,
-    alone,
-    judge,
-    left_out,
+    compare_trajectories,
     read_settings,
     run_reference,
+    single_process_config,
     small_twin,
+    uncompared_settings,
     write_settings,
 )
 from pentatron.settings.run import RunConfig
@@ -26,7 +26,7 @@ from tests.parity.trajectory import here
 
 
 def twin(words: str, replicas: int | None = None) -> RunConfig:
-    return small_twin(describe(words.split()).config, replicas)
+    return small_twin(resolve_layout(words.split()).config, replicas)
 
 
 def on_a_rank(words: str, bug: str) -> Trajectory:
@@ -39,7 +39,7 @@ def on_a_rank(words: str, bug: str) -> Trajectory:
 def verdict(words: str, bug: str = "") -> Verdict:
     config = twin(words)
     ranks = run_distributed(on_a_rank, config.grid.world_size, timeout=120.0, words=words, bug=bug)
-    return judge(ranks, run_reference(config))
+    return compare_trajectories(ranks, run_reference(config))
 
 
 LLAMA = "--preset llama3-8b"
@@ -105,7 +105,7 @@ LARGE = (
 
 
 def test_the_twin_keeps_layout_and_structure() -> None:
-    large, small = describe(LARGE.split()).config, twin(LARGE)
+    large, small = resolve_layout(LARGE.split()).config, twin(LARGE)
     assert small.grid == large.grid and small.parallel.sequence_parallel and small.parallel.zero_stage == 2
     kept = "num_attention_heads num_query_groups normalization gated_linear_unit qk_layernorm position_embedding_type"
     for name in (*kept.split(), "untie_embeddings_and_output_weights", "hidden_dropout"):
@@ -147,7 +147,7 @@ def test_fewer_replicas() -> None:
 
 
 def test_one_process_is_one_process() -> None:
-    config = alone(twin(f"{LARGE} --recompute-activations"))
+    config = single_process_config(twin(f"{LARGE} --recompute-activations"))
     assert config.grid.world_size == 1 and config.accumulation == 1 and len(config.stages) == 1
     assert config.memory.recompute_granularity is None and config.parallel.zero_stage == 0
     assert config.train.global_batch_size == twin(LARGE).train.global_batch_size
@@ -165,10 +165,10 @@ def test_what_cannot_be_compared_is_left_out_and_said() -> None:
     assert config.kernels.compile == config.kernels.cuda_graphs == "off"
     assert not config.precision.bf16 and config.precision.fp8_format is None
     assert config.model.attention_dropout == 0
-    notes = left_out(describe(words.split()).config)
+    notes = uncompared_settings(resolve_layout(words.split()).config)
     said = [re.split(" (?:is|are) left out", note)[0] for note in notes]
     assert said == ["bf16", "fp8", "attention dropout", "the compiler", "CUDA graphs"]
-    assert left_out(describe([]).config) == []
-    assert left_out(describe(["--device", "cuda"]).config) == [
+    assert uncompared_settings(resolve_layout([]).config) == []
+    assert uncompared_settings(resolve_layout(["--device", "cuda"]).config) == [
         "--device cuda has no effect: the comparison runs on a CPU"
     ]

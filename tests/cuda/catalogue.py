@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from pentatron.compare.trial import STEPS
-from pentatron.compare.verify import alone, small_twin
+from pentatron.compare.verify import single_process_config, small_twin
 from pentatron.settings.entry import LAYOUT
 from pentatron.settings.presets import presets
 from pentatron.settings.resolve import gather, resolve
@@ -176,7 +176,9 @@ def _twins() -> dict[str, list[str]]:
 def _twin(preset: str) -> RunConfig:
     words = f"--preset {preset} --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 {EAGER}"
     words += " --micro-batch-size 2 --global-batch-size 8"
-    return alone(small_twin(resolve(gather(words.split(), LAYOUT), Facts(1), built_only=False).config))
+    return single_process_config(
+        small_twin(resolve(gather(words.split(), LAYOUT), Facts(1), built_only=False).config)
+    )
 
 
 def _every_preset(device: str) -> Rows:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from pentatron.cli.environment import require_repeatable_kernels
+from pentatron.cli.environment import set_cublas_workspace
 from pentatron.compare.trial import Trajectory
-from pentatron.parallel.world import connect, single_process
+from pentatron.parallel.world import create_groups, single_process
 from pentatron.train.session import run_training
 from tests.parity.trajectory import run
 from tests.support import resolved
@@ -25,9 +25,9 @@ def train(words: str, device: str, compiled_into: str) -> None:
     chosen = resolved(words, dist.get_world_size())
     if chosen.config.precision.deterministic_mode:
         # As the command does.
-        require_repeatable_kernels()
+        set_cublas_workspace()
         torch.use_deterministic_algorithms(True)
     # With its number, as a run has it.
     place = torch.device(device, 0) if device == "cuda" else torch.device(device)
-    world = connect(chosen.config.grid, dist.get_rank(), dist.get_rank(), place)
+    world = create_groups(chosen.config.grid, dist.get_rank(), dist.get_rank(), place)
     run_training(chosen, world if world.everyone.size > 1 else single_process(place), True)

@@ -5,7 +5,15 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from pentatron.compare.trial import GRADIENTS, Trajectory, disagreements, failures, gaps, gathered, worst
+from pentatron.compare.trial import (
+    GRADIENTS,
+    Trajectory,
+    disagreements,
+    failures,
+    gaps,
+    gather_tensors,
+    largest_gap,
+)
 from tests.cuda import on_ranks
 from tests.cuda.trials import Found, Rows
 from tests.harness import GLOO, NCCL, run_distributed
@@ -92,7 +100,7 @@ def _judged(case: tuple[str, str], more: str, device: str, seen: Iterable[Trajec
     found = gaps(ranks, alone(f"{named(*case).alone(case[1])} {more}", device))
     if unequal := disagreements(ranks):
         return Found(float("inf"), note=f"copies differ: {unequal[0]}")
-    return Found(worst(found).ratio, note=worst(found).what if failures(found) else "")
+    return Found(largest_gap(found).ratio, note=largest_gap(found).what if failures(found) else "")
 
 
 def _shown(layout: str, family: str) -> str:
@@ -115,7 +123,7 @@ def objectives(layout: str, device: str) -> Rows:
     for case, seen in zip(user_losses.CASES, zip(*found), strict=True):
         gradients, _, _ = user_losses.plain_loop(2, *case, context, device=device)
         gap = user_losses.distance(
-            gathered([trajectory for trajectory, _, _ in seen], "gradients 1"), gradients
+            gather_tensors([trajectory for trajectory, _, _ in seen], "gradients 1"), gradients
         )
         rows[f"{case[0]} ({case[1]}), {layout}"] = Found(gap / GRADIENTS[1])
     return rows
@@ -136,4 +144,4 @@ def planted_bug(bug: str, more: str, device: str) -> Rows:
     case = named(layout, family)
     with_more = replace(case, both=f"{case.both} {more}")
     cell = judged(Task(with_more, family, device, bug))
-    return {f"{bug} ({layout}, {family})": Found(0.0, {bug: worst(cell.judged).ratio})}
+    return {f"{bug} ({layout}, {family})": Found(0.0, {bug: largest_gap(cell.judged).ratio})}

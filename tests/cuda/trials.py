@@ -12,10 +12,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pentatron.compare.trial import Trajectory, UnevenMasks, failures, follow, gaps, reveal, worst
+from pentatron.compare.trial import (
+    Trajectory,
+    UnevenMasks,
+    failures,
+    gaps,
+    largest_gap,
+    perturb_norms_and_biases,
+    train_and_record,
+)
 from pentatron.nn.router import Router
 from pentatron.optim.build import build_optimizer
-from pentatron.parallel.shards import held_parameters
+from pentatron.parallel.shards import sharded_parameters
 from pentatron.parallel.world import single_process
 from pentatron.settings.run import RunConfig
 from pentatron.train.model import ParallelModel, build_parallel_model, model_dtype
@@ -61,20 +69,22 @@ def trial(words: str, device: str, mistake: str = "") -> Trajectory:
 def trial_of(config: RunConfig, device: str, mistake: str = "") -> Trajectory:
     world = single_process(torch.device(device))
     model = build_parallel_model(config, world)
-    reveal(model)
+    perturb_norms_and_biases(model)
     _change(model, mistake)
     optimizer = build_optimizer(
         model.stages, world, config.optim, model.decisions.optimizer, model_dtype(config)
     )
     with unmasked() if mistake == LOSS_MASK else contextlib.nullcontext():
-        return follow(config, world, model, optimizer)
+        return train_and_record(config, world, model, optimizer)
 
 
 @torch.no_grad()
 def _change(model: ParallelModel, mistake: str) -> None:
     if mistake not in (ONE_WEIGHT, ONE_MATRIX):
         return
-    matrices = [h.parameter.data for h in held_parameters(*model.stages.values()) if h.parameter.dim() == 2]
+    matrices = [
+        h.parameter.data for h in sharded_parameters(*model.stages.values()) if h.parameter.dim() == 2
+    ]
     chosen = matrices[len(matrices) // 2]
     if mistake == ONE_WEIGHT:
         chosen[0, 0] += chosen.std()
@@ -166,7 +176,7 @@ def _exactly(words: str, more: str, device: str, other: str, other_words: str) -
         found = gaps([trial(f"{words} {more}", device, mistake)], expected)
         # How many labels count is said beside the loss: that alone must not be what gives a mistake away.
         found = [gap for gap in found if not (mistake and gap.what.startswith("tokens"))]
-        return worst(found).ratio, worst(found).what if failures(found) else ""
+        return largest_gap(found).ratio, largest_gap(found).what if failures(found) else ""
 
     share, note = judged()
     return Found(share, {m: judged(m)[0] for m in mistakes_of(words)}, note)
@@ -211,4 +221,4 @@ def _roughly(
 def same_structure(config: RunConfig, device: str) -> Found:
     """A small model of a preset's structure, on the device and on the CPU."""
     found = gaps([trial_of(config, device)], trial_of(config, "cpu"))
-    return Found(worst(found).ratio, note=worst(found).what if failures(found) else "")
+    return Found(largest_gap(found).ratio, note=largest_gap(found).what if failures(found) else "")

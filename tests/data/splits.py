@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from pentatron.data.gpt_dataset import GPTDataset, documents_of, require_documents
+from pentatron.data.gpt_dataset import GPTDataset, require_documents, split_documents
 from pentatron.data.indexed import IndexedDataset
 from pentatron.data.sampling import SPLIT_NAMES, Boundaries
 
@@ -20,7 +20,7 @@ def open_splits(
     """Returns train, valid and test of one corpus; None for a share or size of zero."""
     source = IndexedDataset(prefix, vocab_size)
     datasets: list[GPTDataset | None] = []
-    for name, documents, size in zip(SPLIT_NAMES, documents_of(source, split), sizes, strict=True):
+    for name, documents, size in zip(SPLIT_NAMES, split_documents(source, split), sizes, strict=True):
         if documents is None or size == 0:
             datasets.append(None)
             continue

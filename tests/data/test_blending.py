@@ -8,14 +8,14 @@ import pytest
 
 from pentatron.data.blending import (
     BlendedDataset,
-    Member,
+    BlendMember,
     SampleRecipe,
     build_blend,
     exhaustive_order,
     greedy_order,
-    normalised,
-    places_within,
-    targets,
+    normalize_weights,
+    positions_in_datasets,
+    samples_per_dataset,
 )
 from pentatron.data.gpt_dataset import CountingSequences
 
@@ -34,14 +34,14 @@ def one_at_a_time(weights: list[float], size: int) -> list[int]:
 def test_golden_blend() -> None:
     order = greedy_order([0.7, 0.2, 0.1], 12)
     assert order.tolist() == [0, 1, 0, 2, 0, 0, 1, 0, 0, 0, 0, 1]
-    assert places_within(order, 3).tolist() == [0, 0, 1, 0, 2, 3, 1, 4, 5, 6, 7, 2]
-    assert targets(100, [0.7, 0.2, 0.1], 0.005) == [71, 21, 11]
+    assert positions_in_datasets(order, 3).tolist() == [0, 0, 1, 0, 2, 3, 1, 4, 5, 6, 7, 2]
+    assert samples_per_dataset(100, [0.7, 0.2, 0.1], 0.005) == [71, 21, 11]
 
 
 def test_golden_exhaustive_blend() -> None:
     order = exhaustive_order([4, 2, 1])
     assert order.tolist() == [0, 1, 2, 0, 0, 1, 0]
-    assert places_within(order, 3).tolist() == [0, 0, 0, 1, 2, 1, 3]
+    assert positions_in_datasets(order, 3).tolist() == [0, 0, 0, 1, 2, 1, 3]
 
 
 @pytest.mark.parametrize("power", [0, 1, 8])
@@ -49,7 +49,7 @@ def test_stretches_side_by_side_are_the_draws_one_at_a_time(power: int) -> None:
     """Equal weights are ties at every draw; the eighth power makes some datasets rare."""
     draw = random.Random(power)
     for _ in range(6):
-        weights = normalised([draw.random() ** power + 1e-6 for _ in range(draw.randint(1, 9))])
+        weights = normalize_weights([draw.random() ** power + 1e-6 for _ in range(draw.randint(1, 9))])
         size = draw.randint(2000, 12_000)
         assert greedy_order(weights, size).tolist() == one_at_a_time(weights, size), weights
 
@@ -67,7 +67,7 @@ def test_many_datasets_cost_no_more_than_few() -> None:
     for datasets in (2, 3000):
         order = draw.integers(0, datasets, size).astype(np.int16)
         begin = time.process_time()
-        places = places_within(order, datasets)
+        places = positions_in_datasets(order, datasets)
         seconds.append(time.process_time() - begin)
         for number in (0, datasets - 1):
             assert (places[order == number] == np.arange((order == number).sum())).all()
@@ -81,9 +81,9 @@ def test_exhaustive_orders_give_everything_once() -> None:
         assert np.bincount(exhaustive_order(sizes)).tolist() == sizes
 
 
-def member(*lengths: int) -> Member:
+def member(*lengths: int) -> BlendMember:
     source = CountingSequences(np.array(lengths, dtype=np.int32), 1000, eod=999)
-    return Member(source, range(len(lengths)))
+    return BlendMember(source, range(len(lengths)))
 
 
 def tokens(dataset: object, stop: int) -> list[list[int]]:

@@ -11,9 +11,9 @@ import pytest
 from pentatron.data.chat_template import ChatTemplate, find_chat_template, special_tokens
 from pentatron.data.conversations import (
     Conversation,
+    ConversationEncoder,
     MarkedText,
     Tokens,
-    Writer,
     encode_marked,
     parse_conversation,
 )
@@ -38,14 +38,14 @@ def chat(messages: list[dict[str, Any]]) -> Conversation:
     return parse_conversation(json.dumps({"messages": messages}))
 
 
-def encode(writer: Writer, conversation: Conversation) -> list[Tokens]:
+def encode(writer: ConversationEncoder, conversation: Conversation) -> list[Tokens]:
     return writer.tokens(writer.texts(conversation))
 
 
 def learned(tokenizer: Any, source: str, messages: list[dict[str, Any]]) -> list[str]:
     """Returns the texts of consecutive learned tokens in every sample."""
     found = []
-    for sample in encode(Writer(tokenizer, template(source)), chat(messages)):
+    for sample in encode(ConversationEncoder(tokenizer, template(source)), chat(messages)):
         edges = np.flatnonzero(np.diff(sample.learned, prepend=False, append=False))
         found += [tokenizer.decode(sample.ids[a:b]) for a, b in edges.reshape(-1, 2)]
     return found
@@ -75,7 +75,7 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, style: str) -> None:
         assert ours.render(messages[:-1], answer_follows=True).text == theirs.apply_chat_template(
             messages[:-1], **asked
         )
-        (sample,) = encode(Writer(FileTokenizer(folder), ours), chat(messages))
+        (sample,) = encode(ConversationEncoder(FileTokenizer(folder), ours), chat(messages))
         marks = style == "marked"
         expected = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=marks)
         assert sample.ids == expected["input_ids"]
@@ -103,16 +103,16 @@ def test_answers_are_learned_and_nothing_else(tokenizer: FileTokenizer) -> None:
 
 def test_a_template_that_rewrites_the_past(tokenizer: FileTokenizer) -> None:
     # Each answer is trained after the prompt that the model sees at inference.
-    samples = encode(Writer(tokenizer, template(THINKING)), chat(TALK))
+    samples = encode(ConversationEncoder(tokenizer, template(THINKING)), chat(TALK))
     assert len(samples) == 2
     for place, sample in zip((1, 3), samples):
         asked = template(THINKING).render(TALK[:place], answer_follows=True).text
         assert tokenizer.decode(sample.ids).startswith(asked)
         assert sample.learned.sum() == len(sample.ids) - len(tokenizer.encode(asked))
-    assert len(encode(Writer(tokenizer, template(THINKING)), chat(TALK[:2]))) == 1
+    assert len(encode(ConversationEncoder(tokenizer, template(THINKING)), chat(TALK[:2]))) == 1
     unstable = "{{ messages | length }}" + CHATML
     with pytest.raises(UserError, match="cannot be cut into question and answer"):
-        encode(Writer(tokenizer, template(unstable)), chat(TALK))
+        encode(ConversationEncoder(tokenizer, template(unstable)), chat(TALK))
 
 
 def test_places_of_tokens_without_a_library() -> None:
@@ -213,6 +213,6 @@ def test_the_three_layouts_are_one_conversation() -> None:
     assert [m["role"] for m in with_system.messages] == ["system", "user", "assistant"]
     # Prompt and completion are concatenated without a template and followed by the end token.
     plain = parse_conversation('{"prompt": "1 + 1 =", "completion": " 2"}')
-    (sample,) = encode(Writer(ByteTokenizer(), template(CHATML)), plain)
+    (sample,) = encode(ConversationEncoder(ByteTokenizer(), template(CHATML)), plain)
     assert bytes(sample.ids[:-1]) == b"1 + 1 = 2" and sample.ids[-1] == ByteTokenizer.eod
     assert sample.learned.tolist() == [False] * 7 + [True] * 3

@@ -7,11 +7,11 @@ import torch
 
 from pentatron.checkpoint.state import TrainState
 from pentatron.cli.configure import prepare
-from pentatron.data.datasets import Datasets, Numbers, OpenedData, arrange, open_data
+from pentatron.data.datasets import Datasets, OpenedData, OrderSizes, build_datasets, open_data
 from pentatron.data.indexed import IndexedDataset
 from pentatron.data.pair_writer import IndexedDatasetWriter
 from pentatron.data.sampling import IndexCache
-from pentatron.data.tokenizer import ByteTokenizer, identify
+from pentatron.data.tokenizer import ByteTokenizer, identify_tokenizer
 from pentatron.errors import UserError
 from pentatron.monitor.display import open_display
 from pentatron.parallel.world import single_process
@@ -24,7 +24,7 @@ TEXT = "What the model sees is what was written. "
 @pytest.fixture
 def prefix(tmp_path: Path) -> Path:
     tokenizer = ByteTokenizer()
-    with IndexedDatasetWriter(tmp_path / "x", "uint16", identify(tokenizer)) as writer:
+    with IndexedDatasetWriter(tmp_path / "x", "uint16", identify_tokenizer(tokenizer)) as writer:
         for number in range(1000):
             writer.add_document([*tokenizer.encode(TEXT * (number % 5)), tokenizer.eod])
     return tmp_path / "x"
@@ -35,7 +35,7 @@ def build(prefix: Path, words: str, state: TrainState | None = None) -> Datasets
     found = prepare(f"--data-path {prefix} {shape} --device cpu --global-batch-size 4 {words}".split(), TRAIN)
     config, world, display = found.resolved.config, single_process(torch.device("cpu")), open_display("off")
     opened = open_data(config, world, prefix.parent, display)
-    return arrange(opened, config, world, state or TrainState(), prefix.parent, display)
+    return build_datasets(opened, config, world, state or TrainState(), prefix.parent, display)
 
 
 def test_the_tokenizer_must_be_the_one_that_made_the_data(prefix: Path) -> None:
@@ -64,7 +64,7 @@ def test_damaged_tokens_never_become_a_sample(prefix: Path) -> None:
             refused += 1
     assert 0 < refused < len(datasets.train)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="damaged between bytes 65536"):
-        IndexedDataset(prefix).compare_all()
+        IndexedDataset(prefix).verify_checksums()
 
 
 def test_the_test_set_is_the_tail_of_the_files(prefix: Path) -> None:
@@ -105,7 +105,7 @@ def test_files_of_its_own_to_test_with(prefix: Path) -> None:
         config = prepare(named.split(), TRAIN).resolved.config
         return open_data(config, single_process(torch.device("cpu")), prefix.parent, open_display("off"))
 
-    found = opened(f"--test-data-path {other}").order(Numbers([12], [6]), IndexCache())
+    found = opened(f"--test-data-path {other}").order(OrderSizes([12], [6]), IndexCache())
     assert found.test is not None and set(found.test[39]["tokens"].tolist()) == {7}
     assert found.valid is None
     # The test set may change on resume.
@@ -126,7 +126,7 @@ def test_made_up_data_has_a_test_set_of_its_own(tmp_path: Path, words: str) -> N
     named = f"{words} --vocab-size 97 --global-batch-size 4 --device cpu {shape} --eval-iters 2"
     config = prepare(named.split(), TRAIN).resolved.config
     opened = open_data(config, single_process(torch.device("cpu")), tmp_path, open_display("off"))
-    parts = opened.order(Numbers([12], [6]), IndexCache())
+    parts = opened.order(OrderSizes([12], [6]), IndexCache())
     assert parts.test is not None and parts.valid is not None
     seen = {tuple(part[i]["tokens"].tolist()) for part in (parts.valid, parts.test) for i in range(8)}
     assert len(seen) == 16

@@ -10,16 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pentatron.data.encode import EncodedChunk, Encoder, Recipe, plain_documents
-from pentatron.data.text_files import Chunk, Place, expand_inputs, is_json, read_chunks
-from pentatron.data.tokenizer import ByteTokenizer, NullTokenizer, TokenizerChoice
+from pentatron.data.encode import EncodedChunk, Encoder, EncodingSettings, plain_documents
+from pentatron.data.text_files import Chunk, Position, expand_inputs, is_json_lines, read_chunks
+from pentatron.data.tokenizer import ByteTokenizer, NullTokenizer, TokenizerSettings
 
 END = 256
 UNICODE = "naïve 漢字 🙂\u2028\x85 \x00 end"
 
 
 def encoder(*keys: str, eod: bool = True, sentences: bool = False) -> Encoder:
-    recipe = Recipe(TokenizerChoice("ByteTokenizer"), keys or ("text",), eod, sentences)
+    recipe = EncodingSettings(TokenizerSettings("ByteTokenizer"), keys or ("text",), eod, sentences)
     return Encoder(recipe, ByteTokenizer())
 
 
@@ -27,7 +27,7 @@ def encoded(lines: list[object], made: Encoder | None = None) -> EncodedChunk:
     data = "".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines).encode(
         "utf-8", "surrogatepass"
     )
-    return (made or encoder()).encode(Chunk(data, 0, 1, "json", Place(1), 0))
+    return (made or encoder()).encode(Chunk(data, 0, 1, "json", Position(1), 0))
 
 
 def documents(chunk: EncodedChunk, key: int = 0) -> list[list[list[int]]]:
@@ -104,7 +104,7 @@ def test_all_bad_lines_are_counted_and_the_first_described() -> None:
 
 
 def test_what_the_tokenizer_refuses_is_a_bad_line() -> None:
-    recipe = Recipe(TokenizerChoice("NullTokenizer", vocab_size=10), ("text",), True, False)
+    recipe = EncodingSettings(TokenizerSettings("NullTokenizer", vocab_size=10), ("text",), True, False)
     chunk = encoded([{"text": "1 2"}, {"text": "3 x"}], Encoder(recipe, NullTokenizer(10)))
     assert documents(chunk) == [[[1, 2, 10]]]
     assert chunk.bad[0][0] == 2 and "NullTokenizer reads numbers below 11, found 'x'" in chunk.bad[0][1]
@@ -119,7 +119,7 @@ def test_what_a_tokenizer_chokes_on_is_a_bad_line() -> None:
                 raise Exception("no merge for\nthis")
             return super().encode(text)
 
-    recipe = Recipe(TokenizerChoice("NullTokenizer", vocab_size=10), ("text",), False, False)
+    recipe = EncodingSettings(TokenizerSettings("NullTokenizer", vocab_size=10), ("text",), False, False)
     chunk = encoded([{"text": "1 2"}, {"text": "7"}], Encoder(recipe, Choking(10)))
     assert documents(chunk) == [[[1, 2]]]
     assert chunk.bad == [(2, "cannot be encoded by the tokenizer (no merge for this)")]
@@ -217,7 +217,7 @@ def test_inputs_are_found_once_and_in_order(tmp_path: Path) -> None:
         (tmp_path / name).write_text("")
     found = expand_inputs([str(tmp_path / "c.txt"), str(tmp_path / "*.jsonl")])
     assert [path.name for path in found] == ["c.txt", "a.jsonl", "b.jsonl"]
-    assert [is_json(path) for path in found] == [False, True, True]
+    assert [is_json_lines(path) for path in found] == [False, True, True]
     for patterns, message in (
         (["none-*.jsonl"], "no input file none-"),
         ([tmp_path], "is a folder; name its files"),
@@ -226,4 +226,4 @@ def test_inputs_are_found_once_and_in_order(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             expand_inputs([str(pattern) for pattern in patterns])
     with pytest.raises(ValueError, match=r"what x\.parquet holds is not clear"):
-        is_json(Path("x.parquet"))
+        is_json_lines(Path("x.parquet"))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pentatron.data.gpt_dataset import CountingSequences, GPTDataset
-from pentatron.data.sampling import Arrays, DamagedIndex, IndexCache, read_arrays, write_arrays
+from pentatron.data.sampling import Arrays, DamagedIndexCache, IndexCache, read_arrays, write_arrays
 
 ARRAYS: Arrays = {"a": np.arange(1000, dtype=np.int32), "b": np.ones((3, 2)), "none": np.empty(0, np.uint32)}
 
@@ -64,7 +64,7 @@ def test_every_damage_is_noticed_and_mended(tmp_path: Path) -> None:
     # A flipped bit in the content is only detected by the checksum.
     path.write_bytes(damages[-1])
     read_arrays(path, verify=False)
-    with pytest.raises(DamagedIndex, match="checksum"):
+    with pytest.raises(DamagedIndexCache, match="checksum"):
         read_arrays(path, verify=True)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from pentatron.data.inspect import seal
 from pentatron.data.pair_writer import ALL_PARTS, IndexedDatasetWriter, PairInProgress, merge
-from pentatron.files import remove_leftovers, replaced, write_file
+from pentatron.files import atomic_write, remove_leftovers, write_file
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_files_that_another_process_is_writing_stay(pair: Path, tmp_path: Path) 
     assert temporary_files(folder) == []
     # The same for one file, checked from another process.
     program = f"from pathlib import Path; from pentatron.files import remove_leftovers; remove_leftovers(Path({str(folder / 'x')!r}))"
-    with replaced(folder / "x") as file:
+    with atomic_write(folder / "x") as file:
         file.write(b"whole")
         subprocess.run([sys.executable, "-c", program], check=True)
     assert (folder / "x").read_bytes() == b"whole" and temporary_files(folder) == []

@@ -11,8 +11,8 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from pentatron.data.blending import BlendedDataset, Member, SampleRecipe, build_blend
-from pentatron.data.gpt_dataset import GPTDataset, documents_of, mock_indexed
+from pentatron.data.blending import BlendedDataset, BlendMember, SampleRecipe, build_blend
+from pentatron.data.gpt_dataset import GPTDataset, mock_sequences, split_documents
 from pentatron.data.indexed import IndexedDataset
 from pentatron.data.pair_writer import IndexedDatasetWriter
 from pentatron.data.sampling import parse_split, split_ranges
@@ -107,14 +107,14 @@ def random_blend(draw: random.Random, corpora: list[str]) -> tuple[list[str], li
     ]
 
 
-def members(prefixes: list[str], split: str | None, which: int) -> list[Member] | None:
+def members(prefixes: list[str], split: str | None, which: int) -> list[BlendMember] | None:
     found = []
     for prefix in prefixes:
         source = IndexedDataset(prefix)
-        documents = range(len(source)) if split is None else documents_of(source, split)[which]
+        documents = range(len(source)) if split is None else split_documents(source, split)[which]
         if documents is None or len(documents) < 3:
             return None
-        found.append(Member(source, documents))
+        found.append(BlendMember(source, documents))
     return found
 
 
@@ -196,11 +196,11 @@ def test_every_sample_once(corpora: list[str]) -> None:
 
 def test_mock_data() -> None:
     other = theirs([300, 40, 0], 5, 512, kind=MockGPTDataset)
-    source = mock_indexed(VOCABULARY)
+    source = mock_sequences(VOCABULARY)
     for which, number in ((0, 300), (1, 40)):
         documents = split_ranges(parse_split("1,1,1"), len(source))[which]
         assert documents is not None
-        ours = build_blend([Member(source, documents)], None, [number], SampleRecipe(512, 5))
+        ours = build_blend([BlendMember(source, documents)], None, [number], SampleRecipe(512, 5))
         check(ours, other[which], random.Random(which))
 
 

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from pentatron.data import prepare as prepare_module
-from pentatron.data.encode import Recipe
+from pentatron.data.encode import EncodingSettings
 from pentatron.data.indexed import IndexedDataset
 from pentatron.data.inspect import verify
 from pentatron.data.pair_writer import PairInProgress
-from pentatron.data.prepare import Counts, Job, Outcome, prepare
-from pentatron.data.tokenizer import TokenizerChoice, train_bpe
+from pentatron.data.prepare import Counts, Outcome, PrepareJob, prepare
+from pentatron.data.tokenizer import TokenizerSettings, train_bpe
 
 CHUNK = 4000
 
@@ -38,11 +38,13 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def job(source: Path, out: Path, workers: int = 1, keys: tuple[str, ...] = ("text",), **more: object) -> Job:
-    choice = TokenizerChoice("HFTokenizer", str(source))
+def job(
+    source: Path, out: Path, workers: int = 1, keys: tuple[str, ...] = ("text",), **more: object
+) -> PrepareJob:
+    choice = TokenizerSettings("HFTokenizer", str(source))
     inputs = (source / "a.jsonl", source / "b.jsonl")
-    recipe = Recipe(choice, keys, append_eod=True, sentences=False)
-    return Job(inputs, out / "out", recipe, workers, chunk_bytes=CHUNK, **more)  # type: ignore[arg-type]
+    recipe = EncodingSettings(choice, keys, append_eod=True, sentences=False)
+    return PrepareJob(inputs, out / "out", recipe, workers, chunk_bytes=CHUNK, **more)  # type: ignore[arg-type]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -66,7 +68,7 @@ def test_the_result_is_the_text(
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     text, title = (IndexedDataset(tmp_path / f"out_{key}_document") for key in ("text", "title"))
-    tokenizer = TokenizerChoice("HFTokenizer", str(source)).load()
+    tokenizer = TokenizerSettings("HFTokenizer", str(source)).load()
     lines = [
         json.loads(line)
         for name in "ab"
@@ -200,11 +202,11 @@ def test_a_bad_line_stops_or_is_left_out(tmp_path: Path) -> None:
     lines = ['{"text": "good"}'] * 800 + ['{"text": 3}'] + ['{"text": "good"}'] * 9 + ["{"]
     (tmp_path / "x.jsonl").write_text("\n".join(lines))
     (tmp_path / "out").mkdir()
-    recipe = Recipe(TokenizerChoice("ByteTokenizer"), ("text",), True, False)
+    recipe = EncodingSettings(TokenizerSettings("ByteTokenizer"), ("text",), True, False)
 
     def run(skip: bool) -> Outcome:
         given = ((tmp_path / "x.jsonl",), tmp_path / "out" / "o", recipe, 1)
-        return prepare(Job(*given, skip_bad_lines=skip, chunk_bytes=CHUNK))
+        return prepare(PrepareJob(*given, skip_bad_lines=skip, chunk_bytes=CHUNK))
 
     with pytest.raises(ValueError, match=r"x\.jsonl line 801 has a number under 'text' .*--skip-bad-lines"):
         run(skip=False)
@@ -228,13 +230,13 @@ def test_a_bad_line_stops_or_is_left_out(tmp_path: Path) -> None:
 def test_no_more_workers_than_there_is_work(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"text": "a"}\n' * 9)
-    recipe = Recipe(TokenizerChoice("ByteTokenizer"), ("text",), True, False)
+    recipe = EncodingSettings(TokenizerSettings("ByteTokenizer"), ("text",), True, False)
     started: list[int] = []
 
     def report(counts: Counts, total: int) -> None:
         started.append(len(multiprocessing.active_children()))
 
-    prepare(Job((path,), tmp_path / "out", recipe, workers=32), report)
+    prepare(PrepareJob((path,), tmp_path / "out", recipe, workers=32), report)
     assert max(started) == 1
 
 
@@ -259,16 +261,19 @@ def test_an_input_that_changes_is_noticed(tmp_path: Path) -> None:
         with path.open("a") as file:
             file.write("\n")
 
-    recipe = Recipe(TokenizerChoice("ByteTokenizer"), ("text",), True, False)
+    recipe = EncodingSettings(TokenizerSettings("ByteTokenizer"), ("text",), True, False)
     with pytest.raises(ValueError, match="changed while it was read"):
-        prepare(Job((path,), tmp_path / "o", recipe, 1, chunk_bytes=CHUNK), report)
+        prepare(PrepareJob((path,), tmp_path / "o", recipe, 1, chunk_bytes=CHUNK), report)
     assert [found.name for found in tmp_path.iterdir()] == ["x.jsonl"]
 
 
 def test_notes_of_another_job_or_damaged_ones_are_not_used(tmp_path: Path) -> None:
-    path, recipe = tmp_path / "x.jsonl", Recipe(TokenizerChoice("ByteTokenizer"), ("text",), True, False)
+    path, recipe = (
+        tmp_path / "x.jsonl",
+        EncodingSettings(TokenizerSettings("ByteTokenizer"), ("text",), True, False),
+    )
     path.write_text('{"text": "a"}\n' * 900 + "{")
-    given = Job((path,), tmp_path / "o", recipe, 1, chunk_bytes=CHUNK)
+    given = PrepareJob((path,), tmp_path / "o", recipe, 1, chunk_bytes=CHUNK)
     notes, said = tmp_path / ".o.preparing" / "progress.json", list[str]()
     with pytest.raises(ValueError, match="line 901"):
         prepare(given)
@@ -285,7 +290,7 @@ def test_notes_of_another_job_or_damaged_ones_are_not_used(tmp_path: Path) -> No
 def test_what_does_not_fit_together_is_refused(tmp_path: Path, source: Path) -> None:
     text = tmp_path / "x.txt"
     text.write_text("hello")
-    choice = TokenizerChoice("ByteTokenizer")
+    choice = TokenizerSettings("ByteTokenizer")
     for keys, sentences, message in (
         (("a", "b"), False, "plain text, which has no keys"),
         (("a", "a"), False, "names a key twice"),
@@ -293,8 +298,8 @@ def test_what_does_not_fit_together_is_refused(tmp_path: Path, source: Path) -> 
         (("a",), True, "--split-sentences needs lists of sentences"),
     ):
         with pytest.raises(ValueError, match=message):
-            prepare(Job((text,), tmp_path / "o", Recipe(choice, keys, True, sentences), 1))
-    given = Job((text,), tmp_path / "o", Recipe(choice, ("text",), True, False), 1)
+            prepare(PrepareJob((text,), tmp_path / "o", EncodingSettings(choice, keys, True, sentences), 1))
+    given = PrepareJob((text,), tmp_path / "o", EncodingSettings(choice, ("text",), True, False), 1)
     with (
         prepare_module._only_one(given.folder),
         pytest.raises(ValueError, match="another run is preparing"),

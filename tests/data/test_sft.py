@@ -11,17 +11,17 @@ import torch
 import torch.distributed as dist
 
 from pentatron.checkpoint.state import TrainState
-from pentatron.compare.trial import reveal
-from pentatron.data.datasets import Datasets, Numbers, OpenedData, arrange, open_data
+from pentatron.compare.trial import perturb_norms_and_biases
+from pentatron.data.datasets import Datasets, OpenedData, OrderSizes, build_datasets, open_data
 from pentatron.data.loader import build_loader, collate
 from pentatron.data.sampling import DOCUMENT_STARTS, IndexCache
 from pentatron.data.sft import pack
 from pentatron.data.tokenizer import ByteTokenizer
 from pentatron.errors import AgreedError, ConfigError, UserError
 from pentatron.layout.ranks import Grid
-from pentatron.monitor.display import Silent
-from pentatron.parallel.collectives import on_some_ranks
-from pentatron.parallel.world import connect, single_process
+from pentatron.monitor.display import SilentDisplay
+from pentatron.parallel.collectives import run_on_some_ranks
+from pentatron.parallel.world import create_groups, single_process
 from pentatron.settings.entry import TRAIN
 from pentatron.settings.resolve import Resolved, gather, resolve
 from pentatron.settings.settings import Facts
@@ -36,7 +36,7 @@ MODEL = (
 )
 
 
-class Said(Silent):
+class Said(SilentDisplay):
     def __init__(self) -> None:
         self.lines: list[str] = []
 
@@ -79,7 +79,7 @@ def opened(
 
 def build(path: Path, folder: Path, *words: str, length: int = LENGTH, said: Said | None = None) -> Datasets:
     found, config = opened(path, folder, *words, length=length, said=said), resolved(path, *words).config
-    return arrange(found, config, single_process(CPU), TrainState(), folder, Said())
+    return build_datasets(found, config, single_process(CPU), TrainState(), folder, Said())
 
 
 def test_packed_and_padded_give_the_same_loss_and_gradients(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_packed_and_padded_give_the_same_loss_and_gradients(tmp_path: Path) -> N
         epoch = [rows.dataset[i] for i in range(len(rows.dataset))]
         torch.manual_seed(0)
         model = build_parallel_model(resolved(path, *words).config, single_process(CPU))
-        reveal(model)
+        perturb_norms_and_biases(model)
         (stage,) = model.stages.values()
         total = torch.zeros(())
         for first in range(0, len(epoch), 4):
@@ -220,9 +220,9 @@ def test_what_one_machine_lacks_is_one_sentence_on_both(tmp_path: Path) -> None:
     write(path, lines(4))
     folder = tokenizer_folder(tmp_path / f"tokenizer{rank}", CHATML) if rank == 0 else tmp_path / "absent"
     config = resolved(path, "--tokenizer-model", str(folder), "--vocab-size", "2000").config
-    world = connect(Grid(data=2), rank, rank, CPU)
+    world = create_groups(Grid(data=2), rank, rank, CPU)
     with pytest.raises(AgreedError, match="Tokenizer not found"):
-        on_some_ranks(True, lambda: open_data(config, world, tmp_path, Said()), world.everyone)
+        run_on_some_ranks(True, lambda: open_data(config, world, tmp_path, Said()), world.everyone)
 
 
 def test_shares_to_validate_and_test_with(tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_templates_of_folder_and_file_are_different_data(tmp_path: Path) -> None
     for found in (own, changed):
         assert found.tokenizer is not None
         texts.append(
-            found.tokenizer.decode(found.order(Numbers([4], []), IndexCache())[0][0]["tokens"].tolist())
+            found.tokenizer.decode(found.order(OrderSizes([4], []), IndexCache())[0][0]["tokens"].tolist())
         )
     assert texts[0].startswith("<|im_start|>user\n") and "|say" in texts[1]
     assert own.identity == again.identity != changed.identity

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pentatron.checksums import BlockSums
+from pentatron.checksums import BlockChecksums
 from pentatron.data.indexed import BLOCK_BYTES, IndexedDataset, TokenizerIdentity, read_sidecar, stored_sums
-from pentatron.data.inspect import describe, document_lengths, refuse_other_tokenizer, seal, verify
+from pentatron.data.inspect import describe, document_lengths, require_same_tokenizer, seal, verify
 from pentatron.data.pair_writer import IndexedDatasetWriter, merge
-from pentatron.data.tokenizer import ByteTokenizer, NullTokenizer, identify
+from pentatron.data.tokenizer import ByteTokenizer, NullTokenizer, identify_tokenizer
 from tests.data.fuzzed_pairs import try_many
 
 TOKENIZER = TokenizerIdentity("HFTokenizer", "ab" * 32, 60000, 0)
@@ -41,7 +41,7 @@ def test_sums_do_not_depend_on_how_the_bytes_came() -> None:
     data = os.urandom(3 * BLOCK_BYTES + 17)
     expected = [zlib.crc32(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)]
     for step in (1000, BLOCK_BYTES, 2 * BLOCK_BYTES + 1, len(data)):
-        sums, taken = BlockSums(BLOCK_BYTES), b""
+        sums, taken = BlockChecksums(BLOCK_BYTES), b""
         for at in range(0, len(data), step):
             sums.update(data[at : at + step])
             taken += stored_sums(sums.take_finished())
@@ -145,16 +145,16 @@ def test_a_vocabulary_that_is_too_small_is_refused_at_open(prefix: Path) -> None
 
 
 def test_another_tokenizer_is_refused_until_it_is_forgotten(tmp_path: Path) -> None:
-    with IndexedDatasetWriter(tmp_path / "x", "uint16", identify(ByteTokenizer())) as writer:
+    with IndexedDatasetWriter(tmp_path / "x", "uint16", identify_tokenizer(ByteTokenizer())) as writer:
         writer.add_document([1, 2, 3])
-    refuse_other_tokenizer(IndexedDataset(tmp_path / "x"), ByteTokenizer())
+    require_same_tokenizer(IndexedDataset(tmp_path / "x"), ByteTokenizer())
     with pytest.raises(
         ValueError,
         match=r"another tokenizer \(ByteTokenizer of 257 ids.*\(NullTokenizer of 257 ids.*data seal",
     ):
-        refuse_other_tokenizer(IndexedDataset(tmp_path / "x"), NullTokenizer(256))
+        require_same_tokenizer(IndexedDataset(tmp_path / "x"), NullTokenizer(256))
     seal(tmp_path / "x")
-    refuse_other_tokenizer(IndexedDataset(tmp_path / "x"), NullTokenizer(256))
+    require_same_tokenizer(IndexedDataset(tmp_path / "x"), NullTokenizer(256))
 
 
 def test_verify_reads_everything(prefix: Path) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from pentatron.data.gpt_dataset import ALPHABET, NOISE, GPTDataset, SyntheticDataset, mock_indexed
+from pentatron.data.gpt_dataset import ALPHABET, NOISE, GPTDataset, SyntheticDataset, mock_sequences
 from pentatron.data.loader import build_loader
 
 
@@ -99,7 +99,7 @@ def test_the_loss_falls_in_a_few_dozen_steps() -> None:
 
 
 def test_mock_sequences_are_those_of_every_mock_run() -> None:
-    source = mock_indexed(1000, eod=999)
+    source = mock_sequences(1000, eod=999)
     assert len(source) == 100_000
     digest = hashlib.sha256(source.sequence_lengths.tobytes()).hexdigest()
     assert digest == "ed8f44f17361fd0c689e0af757ac685fff85bc309c50f698ffb2aac84ebd4cea"
@@ -116,8 +116,8 @@ def test_mock_sequences_are_those_of_every_mock_run() -> None:
 
 
 def test_mock_data_feeds_a_dataset() -> None:
-    dataset = GPTDataset(mock_indexed(50, sequences=100), range(100), 20, 256, seed=1, vocab_size=50)
+    dataset = GPTDataset(mock_sequences(50, sequences=100), range(100), 20, 256, seed=1, vocab_size=50)
     sample = dataset[3]
     steps = (sample["labels"] - sample["tokens"]) % 50
     assert (steps == 1).mean() > 0.95, "nearly every token is followed by the next number"
-    assert mock_indexed(50, sequences=10).eod == 49
+    assert mock_sequences(50, sequences=10).eod == 49

@@ -16,7 +16,7 @@ from pentatron.data.tokenizer import (
     GPT2BPETokenizer,
     NullTokenizer,
     Tokenizer,
-    identify,
+    identify_tokenizer,
     load_tokenizer,
     train_bpe,
 )
@@ -212,7 +212,7 @@ def test_gpt2_files_give_the_same_ids_as_transformers(gpt2: Path, folder: Path) 
     assert load_tokenizer("GPT2BPETokenizer", gpt2).vocab_size == tokenizer.vocab_size == VOCAB
     # Text equal to the end token is encoded as ordinary text.
     assert tokenizer.eod == 0 and tokenizer.eod not in tokenizer.encode(f"a{END_OF_TEXT}b")
-    assert identify(tokenizer).fingerprint == identify(FileTokenizer(folder)).fingerprint
+    assert identify_tokenizer(tokenizer).fingerprint == identify_tokenizer(FileTokenizer(folder)).fingerprint
 
 
 def test_gpt2_files_that_are_not_there(gpt2: Path, tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_gpt2_files_that_are_not_there(gpt2: Path, tmp_path: Path) -> None:
 
 def test_fingerprints_tell_tokenizers_apart(folder: Path, tmp_path: Path) -> None:
     known = [
-        identify(tokenizer)
+        identify_tokenizer(tokenizer)
         for tokenizer in (FileTokenizer(folder), ByteTokenizer(), NullTokenizer(9), NullTokenizer(8))
     ]
     assert len({identity.fingerprint for identity in known}) == 4
@@ -252,9 +252,9 @@ def test_fingerprints_tell_tokenizers_apart(folder: Path, tmp_path: Path) -> Non
     (tmp_path / "same").mkdir()
     (tmp_path / "other").mkdir()
     same = FileTokenizer(variant(folder, tmp_path / "same", padding=padding))
-    assert identify(same).fingerprint == known[0].fingerprint
+    assert identify_tokenizer(same).fingerprint == known[0].fingerprint
     other = FileTokenizer(variant(folder, tmp_path / "other", normalizer={"type": "Lowercase"}))
-    assert identify(other).fingerprint != known[0].fingerprint
+    assert identify_tokenizer(other).fingerprint != known[0].fingerprint
 
 
 def test_names_that_are_no_paths_can_be_fetched(folder: Path) -> None:
@@ -285,7 +285,7 @@ def test_sentencepiece(tmp_path: Path) -> None:
     assert llama.encode_batch([text]) == [[reference.bos_id(), *reference.encode(text)]]
     assert plain.decode(plain.encode(text)) == text
     assert (plain.vocab_size, plain.eod) == (60, reference.eos_id())
-    assert identify(plain).fingerprint != identify(llama).fingerprint
+    assert identify_tokenizer(plain).fingerprint != identify_tokenizer(llama).fingerprint
     (tmp_path / "broken.model").write_bytes(b"x")
     with pytest.raises(ValueError, match=r"broken\.model is not a readable SentencePiece model"):
         load_tokenizer("SentencePieceTokenizer", tmp_path / "broken.model")

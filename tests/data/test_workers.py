@@ -5,14 +5,14 @@ import signal
 
 import pytest
 
-from pentatron.data.encode import Recipe, Workers
-from pentatron.data.text_files import Chunk, Place
-from pentatron.data.tokenizer import TokenizerChoice
+from pentatron.data.encode import EncodingSettings, Workers
+from pentatron.data.text_files import Chunk, Position
+from pentatron.data.tokenizer import TokenizerSettings
 
 
 def test_ctrl_c_does_not_end_a_worker_that_has_just_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    chunk = Chunk(b'{"text": "a"}\n', 0, 1, "json", Place(1), 0)
-    recipe = Recipe(TokenizerChoice("ByteTokenizer"), ("text",), False, False)
+    chunk = Chunk(b'{"text": "a"}\n', 0, 1, "json", Position(1), 0)
+    recipe = EncodingSettings(TokenizerSettings("ByteTokenizer"), ("text",), False, False)
 
     def interrupted(self: Workers) -> object:
         connection = start(self)

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
-from pentatron.cli.main import train_by
+from pentatron.cli.main import train_program
 from pentatron.settings.entry import TRAIN
 from tests.faults.injection import ALONE, Fault, Injector
 
@@ -24,4 +24,4 @@ def take_words(words: Sequence[str]) -> "tuple[list[str], Program]":
 
 
 if __name__ == "__main__":
-    sys.exit(train_by(take_words, TRAIN, RESTART))
+    sys.exit(train_program(take_words, TRAIN, RESTART))

@@ -106,7 +106,7 @@ def _tell(message: Mapping[str, Any]) -> None:
 
 
 def _live(request: Mapping[str, Any]) -> int:
-    from pentatron.cli.main import train_by
+    from pentatron.cli.main import train_program
     from pentatron.settings.entry import TRAIN
 
     processes.die_with_parent(os.getppid())
@@ -124,7 +124,7 @@ def _live(request: Mapping[str, Any]) -> int:
     if request["plain"]:
         _give_up_rights()
     sys.argv = ["pentatron", *request["faults"], "--", *request["words"]]
-    code = train_by(take_words, TRAIN, RESTART)
+    code = train_program(take_words, TRAIN, RESTART)
     if request["rescue"]:
         # What lies on a file system of this process's own is gone with it.
         shutil.copytree(*request["rescue"], dirs_exist_ok=True)

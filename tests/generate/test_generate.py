@@ -5,7 +5,7 @@ import torch
 
 from pentatron.errors import UserError
 from pentatron.generate import generate as generation
-from pentatron.generate.generate import GenerationModel, Made, Sampling, generate, generation_model
+from pentatron.generate.generate import GeneratedToken, GenerationModel, Sampling, generate, generation_model
 from pentatron.models.causal_lm import CausalLM, build_model
 from pentatron.nn import attention, kv_cache
 from pentatron.parallel.world import single_process
@@ -34,7 +34,7 @@ def built(words: str) -> GenerationModel:
     return generation_model({0: model}, single_process(CPU), config.model.hidden_size, model.vocab_size, 40)
 
 
-def collected(events: list[Made], count: int) -> tuple[list[list[int]], list[list[float]]]:
+def collected(events: list[GeneratedToken], count: int) -> tuple[list[list[int]], list[list[float]]]:
     of_each = [[e.choice for e in events if e.number == n and e.choice is not None] for n in range(count)]
     return [[c.token for c in each] for each in of_each], [[c.logprob for c in each] for each in of_each]
 
@@ -75,7 +75,9 @@ def test_filling_that_is_seen_would_show(mistake: str, monkeypatch: pytest.Monke
         monkeypatch.setattr(kv_cache, "_visible", lambda *given: torch.ones_like(plain(*given)))
     else:
         monkeypatch.setattr(
-            kv_cache.Pass, "positions", lambda p, device: torch.arange(p.end - p.length, p.end).expand(4, -1)
+            kv_cache.ForwardPass,
+            "positions",
+            lambda p, device: torch.arange(p.end - p.length, p.end).expand(4, -1),
         )
     wrong = collected(list(generate(model, RAGGED, 12, GREEDY)), len(RAGGED))
     assert wrong[1][1] == pytest.approx(right[1][1], abs=2e-5), "the longest prompt has no filling"
@@ -86,8 +88,8 @@ def test_filling_that_is_seen_would_show(mistake: str, monkeypatch: pytest.Monke
 def test_a_window_that_is_forgotten_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
     model = built(FAMILIES["window"])
     right = collected(list(generate(model, RAGGED, 12, GREEDY)), len(RAGGED))
-    plain = kv_cache.attend_to_kept
-    monkeypatch.setattr(attention, "attend_to_kept", lambda q, k, v, now, window: plain(q, k, v, now))
+    plain = kv_cache.attend_to_cache
+    monkeypatch.setattr(attention, "attend_to_cache", lambda q, k, v, now, window: plain(q, k, v, now))
     wrong = collected(list(generate(model, RAGGED, 12, GREEDY)), len(RAGGED))
     assert all(max(abs(a - b) for a, b in zip(*pair)) > 1e-3 for pair in zip(wrong[1], right[1]))
 
@@ -97,7 +99,9 @@ def test_masks_are_made_once_for_all_layers_of_a_kind(monkeypatch: pytest.Monkey
     made: list[tuple[int, int | None]] = []
     plain = kv_cache._visible
 
-    def counted(now: kv_cache.Pass, first: int, window: int | None, device: torch.device) -> torch.Tensor:
+    def counted(
+        now: kv_cache.ForwardPass, first: int, window: int | None, device: torch.device
+    ) -> torch.Tensor:
         made.append((now.end, window))
         return plain(now, first, window, device)
 

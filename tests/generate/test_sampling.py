@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from pentatron.generate.generate import Choice, Sampling, choices, probabilities
+from pentatron.generate.generate import Choice, Sampling, choose_tokens, probabilities
 
 LOGITS = torch.tensor([0.3, 2.0, -1.0, 2.0, 1.1, 0.3, -4.0, 1.9])
 # Of equal tokens at the edge of what is left out, either may stay.
@@ -12,7 +12,7 @@ UNEQUAL = LOGITS + 0.01 * torch.arange(8)
 
 
 def choose(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> Choice:
-    (found,) = choices(logits[None], sampling, [generator])
+    (found,) = choose_tokens(logits[None], sampling, [generator])
     assert found is not None
     return found
 
@@ -86,7 +86,7 @@ def test_rounding_of_the_logits_does_not_reorder_the_draws() -> None:
 def test_the_likeliest_of_a_whole_vocabulary_is_as_probable_as_in_fp64() -> None:
     logits = 5 * torch.randn(3, 150_000, generator=torch.Generator().manual_seed(2))
     exact = logits.double().log_softmax(1)
-    found = choices(logits, Sampling(), [Sampling().generator(row) for row in range(3)])
+    found = choose_tokens(logits, Sampling(), [Sampling().generator(row) for row in range(3)])
     assert [choice and choice.token for choice in found] == exact.argmax(1).tolist()
     assert [choice and choice.logprob for choice in found] == pytest.approx(exact.amax(1).tolist(), abs=1e-6)
 
@@ -96,6 +96,6 @@ def test_the_likeliest_of_a_whole_vocabulary_is_as_probable_as_in_fp64() -> None
 def test_a_row_with_a_number_that_is_none_has_no_choice(sampling: Sampling, wrong: float) -> None:
     logits = LOGITS.repeat(3, 1)
     logits[1, 5] = wrong
-    found = choices(logits, sampling, [sampling.generator(0) for _ in range(3)])
+    found = choose_tokens(logits, sampling, [sampling.generator(0) for _ in range(3)])
     assert found[1] is None
     assert found[0] == found[2] == choose(LOGITS, sampling, sampling.generator(0))

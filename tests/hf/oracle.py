@@ -19,13 +19,20 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pentatron.compare.trial import Sent, Trajectory, UnevenMasks, assemble, keep_gradients, sent
+from pentatron.compare.trial import (
+    SentFragment,
+    Trajectory,
+    UnevenMasks,
+    assemble,
+    copy_fragments,
+    keep_gradients,
+)
 from pentatron.data.loader import Batch, build_loader
-from pentatron.hf.architecture import settings_of
+from pentatron.hf.architecture import settings_from_config
 from pentatron.hf.folder import open_folder
-from pentatron.hf.names import links_of, load_weights
+from pentatron.hf.names import load_weights, tensor_links
 from pentatron.optim.build import build_optimizer
-from pentatron.parallel.shards import Fragment, fragments_of, held_parameters, region
+from pentatron.parallel.shards import Fragment, fragments_of, region, sharded_parameters
 from pentatron.settings.entry import PRETRAIN_GPT
 from pentatron.settings.resolve import gather, resolve
 from pentatron.settings.run import RunConfig
@@ -64,8 +71,8 @@ class Ours:
     losses: list[float] = field(default_factory=list)
     # (first sample, positions, first id, logits) of every local part of the logits.
     logits: list[tuple[int, Tensor, int, Tensor]] = field(default_factory=list)
-    gradients: list[Sent] = field(default_factory=list)
-    weights: list[Sent] = field(default_factory=list)
+    gradients: list[SentFragment] = field(default_factory=list)
+    weights: list[SentFragment] = field(default_factory=list)
 
 
 def batches(vocabulary: int, micro_batch: int, rank: int, ranks: int) -> Iterator[Batch]:
@@ -123,7 +130,7 @@ def theirs(case: Case, device: str = "cpu") -> Theirs:
 
 def configured(folder: Path, words: str, world_size: int) -> RunConfig:
     draft = gather(f"{TRAINING} {words}".split(), PRETRAIN_GPT)
-    for name, value in settings_of(open_folder(folder).config).items():
+    for name, value in settings_from_config(open_folder(folder).config).items():
         if not draft.given(name):
             draft.assign(f"folder {folder}", **{name: value})
     return resolve(draft, Facts(world_size, world_size, 1)).config
@@ -147,12 +154,14 @@ def ours(folder: Path, words: str, steps: int = STEPS, device: str = "cpu") -> O
     for step, chunk in enumerate(steps_of):
         seen.losses.append(train_step(model, optimizer, chunk, RATE, step).loss)
     seen.gradients = kept.fragments["gradients"]
-    seen.weights = [s for s in sent(optimizer.fragments(owned_only=True)) if s[0].startswith("weights/")]
+    seen.weights = [
+        s for s in copy_fragments(optimizer.fragments(owned_only=True)) if s[0].startswith("weights/")
+    ]
     return seen
 
 
 def _own_weights(model: ParallelModel) -> Iterator[Fragment]:
-    for held in held_parameters(*model.stages.values()):
+    for held in sharded_parameters(*model.stages.values()):
         for _, fragment in fragments_of(held, held.parameter.data.view(-1)):
             yield fragment
 
@@ -175,7 +184,7 @@ def _logits(model: ParallelModel, chunk: list[Batch]) -> list[tuple[int, Tensor,
             found.append((first, batch.position_ids[0].cpu(), table.first, made.cpu().clone()))
             return made.new_zeros(())
 
-    own = model.own_tokens(chunk)
+    own = model.local_tokens(chunk)
     program = Program(model, own, [None] * len(own), lambda: torch.ones((), device=model.world.device))
     model.train(False)
     model.executor.evaluate(model.config.forward_schedule(len(own)), program)
@@ -258,12 +267,14 @@ def whole_logits(found: list[Ours], like: Tensor) -> Tensor:
     return logits
 
 
-def in_their_names(case: Case, fragments: Iterable[Sent], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def in_their_names(
+    case: Case, fragments: Iterable[SentFragment], like: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """Converts our logical tensors to the names and shapes of `transformers`."""
     own = {name.partition("/")[2] or name: values for name, values in assemble(fragments).items()}
     config = configured(folder_of(case), "", 1)
     made = {name: torch.full_like(values, torch.nan) for name, values in like.items()}
-    for link in links_of(case.model_type, config.model, config.moe, made.keys()):
+    for link in tensor_links(case.model_type, config.model, config.moe, made.keys()):
         values = link.to_theirs(region(own[link.ours], link.at, link.size))
         region(made[link.theirs], link.start, link.their_size).copy_(values)
     return made

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pentatron.hf.architecture import settings_of
+from pentatron.hf.architecture import settings_from_config
 from pentatron.hf.folder import HuggingFaceFolder, open_folder
 from pentatron.hf.names import load_weights
 from pentatron.models.causal_lm import CausalLM, build_model
-from pentatron.parallel.shards import Fragment, fragments_of, held_parameters
+from pentatron.parallel.shards import Fragment, fragments_of, sharded_parameters
 from pentatron.settings.model import MoEConfig, TransformerConfig
 
 CPU = torch.device("cpu")
@@ -64,13 +64,13 @@ def configs(settings: dict[str, Any]) -> tuple[TransformerConfig, MoEConfig]:
 def targets_of(model: nn.Module) -> list[Fragment]:
     return [
         fragment
-        for held in held_parameters(model)
+        for held in sharded_parameters(model)
         for _, fragment in fragments_of(held, held.parameter.detach().view(-1))
     ]
 
 
 def ours(folder: HuggingFaceFolder) -> tuple[CausalLM, TransformerConfig, MoEConfig]:
-    model, moe = configs(settings_of(folder.config))
+    model, moe = configs(settings_from_config(folder.config))
     built = build_model(model, 1, CPU, moe=moe)
     load_weights(folder, model, moe, targets_of(built))
     return built.eval(), model, moe

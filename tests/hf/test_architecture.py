@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoConfig
 
 from pentatron.errors import UserError
-from pentatron.hf.architecture import config_of, settings_of
+from pentatron.hf.architecture import config_from_settings, settings_from_config
 from pentatron.hf.families import FAMILIES
 from pentatron.settings.model import NO_EXPERTS, TransformerConfig
 from tests.hf.support import LLAMA, configs
@@ -24,11 +24,11 @@ def default(model_type: str, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_defaults_are_those_of_transformers_and_the_way_back_is_the_same(model_type: str) -> None:
     written = default(model_type)
-    settings = settings_of(written)
-    assert settings_of({"model_type": model_type}) == settings
-    again = config_of(*configs(settings), original=written)
-    assert settings_of(again) == settings
-    assert config_of(*configs(settings_of(again)), original=again) == again
+    settings = settings_from_config(written)
+    assert settings_from_config({"model_type": model_type}) == settings
+    again = config_from_settings(*configs(settings), original=written)
+    assert settings_from_config(again) == settings
+    assert config_from_settings(*configs(settings_from_config(again)), original=again) == again
     theirs = AutoConfig.for_model(**again).to_dict()
     # null means hidden / heads, which is a number in the settings.
     assert {key: theirs[key] for key in written if written[key] is not None} == {
@@ -41,10 +41,10 @@ def test_without_the_original_the_family_is_found(case: str) -> None:
     """The first equivalent family is written, which may differ from the original one."""
     model_type, config = CASES[case]
     sizes = {} if model_type == "gpt2" else LLAMA
-    settings = settings_of(default(model_type, **{**sizes, **config}))
-    written = config_of(*configs(settings))
+    settings = settings_from_config(default(model_type, **{**sizes, **config}))
+    written = config_from_settings(*configs(settings))
     assert written["model_type"] == {"mistral-head-dim": "llama"}.get(case, model_type)
-    assert settings_of(written) == settings_of(json.loads(json.dumps(written))) == settings
+    assert settings_from_config(written) == settings_from_config(json.loads(json.dumps(written))) == settings
 
 
 # As transformers 4 wrote them; the numbers are small.
@@ -108,15 +108,15 @@ OLDER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", OLDER)
 def test_files_of_transformers_4(name: str) -> None:
     config, expected = OLDER[name]
-    settings = settings_of(config)
+    settings = settings_from_config(config)
     assert {key: settings[key] for key in expected} == expected
-    assert settings_of(config_of(*configs(settings), original=config)) == settings
+    assert settings_from_config(config_from_settings(*configs(settings), original=config)) == settings
 
 
 def test_what_changes_nothing_is_kept_and_the_rest_is_ours() -> None:
     original = {**OLDER["llama 3.1"][0], "vocab_size": 7}
-    model = dataclasses.replace(configs(settings_of(original))[0], vocab_size=61)
-    written = config_of(model, NO_EXPERTS, original)
+    model = dataclasses.replace(configs(settings_from_config(original))[0], vocab_size=61)
+    written = config_from_settings(model, NO_EXPERTS, original)
     assert written["eos_token_id"] == [1, 2, 3] and written["vocab_size"] == 61
     # transformers 4 looks at the older keys, 5 at the newer one.
     assert written["rope_theta"] == written["rope_parameters"]["rope_theta"] == 500000.0
@@ -212,14 +212,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 def test_what_would_change_the_model_is_refused(name: str) -> None:
     model_type, change, sentence = REFUSED[name]
     with pytest.raises(UserError) as error:
-        settings_of({"model_type": model_type, **change})
+        settings_from_config({"model_type": model_type, **change})
     assert sentence in str(error.value)
     assert "problems" not in str(error.value), "nothing else is wrong"
 
 
 def test_all_problems_come_at_once() -> None:
     with pytest.raises(UserError, match="3 problems"):
-        settings_of({"model_type": "llama", "hidden_act": "relu", "sinks": 1, "vocab_size": -1})
+        settings_from_config({"model_type": "llama", "hidden_act": "relu", "sinks": 1, "vocab_size": -1})
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_unknown_families_are_refused_with_those_that_are_known(
     config: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(UserError) as error:
-        settings_of(config)
+        settings_from_config(config)
     assert sentence in f"{error.value}<end>" and "qwen3_moe" in str(error.value)
 
 
@@ -252,31 +252,31 @@ def test_unknown_families_are_refused_with_those_that_are_known(
     ],
 )
 def test_a_model_of_no_family_is_refused_with_what_sets_it_apart(change: dict[str, Any], named: str) -> None:
-    model = dataclasses.replace(configs(settings_of({"model_type": "llama"}))[0], **change)
+    model = dataclasses.replace(configs(settings_from_config({"model_type": "llama"}))[0], **change)
     with pytest.raises(UserError) as error:
-        config_of(model, NO_EXPERTS)
+        config_from_settings(model, NO_EXPERTS)
     assert str(error.value).endswith(f"the closest is llama, except for {named}")
 
 
 def test_windows_choose_the_family() -> None:
     """Windows everywhere select Mistral; in some layers, with QKV biases, Qwen2."""
     model = dataclasses.replace(
-        configs(settings_of({"model_type": "llama"}))[0], num_layers=3, window_size=(6, 0)
+        configs(settings_from_config({"model_type": "llama"}))[0], num_layers=3, window_size=(6, 0)
     )
-    written = config_of(model, NO_EXPERTS)
+    written = config_from_settings(model, NO_EXPERTS)
     assert (written["model_type"], written["sliding_window"]) == ("mistral", 7)
     some = dataclasses.replace(model, add_qkv_bias=True, window_attn_skip_freq="2")
-    assert config_of(some, NO_EXPERTS)["layer_types"] == [
+    assert config_from_settings(some, NO_EXPERTS)["layer_types"] == [
         "sliding_attention",
         "full_attention",
         "sliding_attention",
     ]
     never = dataclasses.replace(model, window_attn_skip_freq="[0]*3")
-    assert config_of(never, NO_EXPERTS)["model_type"] == "llama"
+    assert config_from_settings(never, NO_EXPERTS)["model_type"] == "llama"
 
 
 def test_a_setting_without_effect_does_not_matter() -> None:
-    model = configs(settings_of({"model_type": "gpt2"}))[0]
+    model = configs(settings_from_config({"model_type": "gpt2"}))[0]
     assert isinstance(model, TransformerConfig)
     changed = dataclasses.replace(model, rotary_base=5.0, add_qkv_bias=True, seq_length=7)
-    assert config_of(changed, NO_EXPERTS) == config_of(model, NO_EXPERTS)
+    assert config_from_settings(changed, NO_EXPERTS) == config_from_settings(model, NO_EXPERTS)

@@ -14,7 +14,7 @@ from pentatron.checkpoint import links
 from pentatron.checkpoint.links import their_shapes
 from pentatron.errors import UserError
 from pentatron.hf.folder import SINGLE, open_folder
-from pentatron.hf.names import links_of, load_weights
+from pentatron.hf.names import load_weights, tensor_links
 from pentatron.models.causal_lm import logical_shapes
 from pentatron.parallel.shards import Fragment, region
 from tests.hf.support import EXPERTS, batch, gap, ours, ours_from, save, targets_of, theirs
@@ -74,7 +74,7 @@ def test_other_forms_of_the_same_weights(
 
 
 def swap(one: str, other: str) -> dict[str, object]:
-    return {**links.PARTS, one: links.PARTS[other], other: links.PARTS[one]}
+    return {**links.ROW_SELECTIONS, one: links.ROW_SELECTIONS[other], other: links.ROW_SELECTIONS[one]}
 
 
 @pytest.mark.parametrize("one, other", [("first half", "second half"), ("keys", "values")])
@@ -87,7 +87,7 @@ def test_swapped_parts_are_seen(
     with open_folder(save(their, tmp_path)) as folder, torch.no_grad():
         wanted = their(tokens).logits
         assert gap(ours(folder)[0](tokens, positions)[..., : wanted.shape[-1]], wanted) < 1e-5
-        monkeypatch.setattr(links, "PARTS", swap(one, other))
+        monkeypatch.setattr(links, "ROW_SELECTIONS", swap(one, other))
         assert gap(ours(folder)[0](tokens, positions)[..., : wanted.shape[-1]], wanted) > 1e-2
 
 
@@ -117,8 +117,10 @@ def test_every_element_of_both_sides_is_linked_once(model_type: str, tmp_path: P
     their = theirs(model_type, **config)
     with open_folder(save(their, tmp_path)) as folder:
         _, model, moe = ours(folder)
-        found = links_of(model_type, model, moe)
-        assert found == links_of(model_type, model, moe, folder.tensors), "what is written is what they write"
+        found = tensor_links(model_type, model, moe)
+        assert found == tensor_links(model_type, model, moe, folder.tensors), (
+            "what is written is what they write"
+        )
         counts = {name: torch.zeros(shape) for name, shape in logical_shapes(model, moe).items()}
         theirs_counted = {name: torch.zeros(stored.shape) for name, stored in folder.tensors.items()}
         assert their_shapes(found) == {name: stored.shape for name, stored in folder.tensors.items()}

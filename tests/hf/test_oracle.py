@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch.nn.functional as F
 
-from pentatron.hf.names import links_of
+from pentatron.hf.names import tensor_links
 from pentatron.models.causal_lm import build_model
 from pentatron.parallel.shards import region
 from tests.hf.support import CPU, EXPERTS, WORDS, batch, gap, ours_from, save, theirs
@@ -91,7 +91,7 @@ def test_logits_loss_and_every_gradient(case: str, tmp_path: Path) -> None:
     assert not {name for name, p in their.named_parameters() if p.grad is None}
     # Their gradients have the names they have in memory, where experts are one tensor.
     compared: dict[str, int] = {}
-    for link in links_of(model_type, architecture, moe, gradients):
+    for link in tensor_links(model_type, architecture, moe, gradients):
         found = link.to_theirs(region(mine[link.ours], link.at, link.size))
         wanted = region(gradients[link.theirs], link.start, link.their_size)
         assert (found - wanted).norm() <= 1e-5 * gradients[link.theirs].norm(), (link, gap(found, wanted))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pentatron.hf.architecture import config_of, settings_of
+from pentatron.hf.architecture import config_from_settings, settings_from_config
 from pentatron.settings.presets import presets
 from pentatron.settings.run import RunConfig
 from tests.settings.test_presets import PUBLISHED, completed, parameters
@@ -17,7 +17,7 @@ def test_transformers_counts_the_same(name: str) -> None:
     # A list of layers with experts would have to be cut too; no preset has one.
     found = found.changed(num_layers=2, padded_vocab_size=found.vocab_size)
     config = RunConfig.of(found)
-    written = config_of(config.model, config.moe)
+    written = config_from_settings(config.model, config.moe)
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**written))
     assert sum(p.numel() for p in theirs.parameters()) == parameters(found, found.num_experts or 0)
@@ -35,7 +35,7 @@ def test_transformers_counts_the_same(name: str) -> None:
 )
 def test_the_default_of_a_family_in_transformers(name: str, model_type: str) -> None:
     """Except for defaults inherited from another model: positions, RoPE base, epsilon."""
-    read = settings_of(AutoConfig.for_model(model_type).to_dict())
+    read = settings_from_config(AutoConfig.for_model(model_type).to_dict())
     free = {
         "max_position_embeddings",
         "rotary_base",

@@ -24,7 +24,7 @@ from pentatron.generate.source import find_weights
 from pentatron.hf.convert import ExportOptions, ImportOptions, export_step, import_folder
 from pentatron.hf.folder import CONFIG, INDEX
 from pentatron.hf.small_files import new_folder
-from pentatron.monitor.display import Silent
+from pentatron.monitor.display import SilentDisplay
 from tests.hf.support import save, theirs
 from tests.hf.test_oracle import CASES
 
@@ -56,11 +56,11 @@ def names(folder: Path) -> list[str]:
 
 
 def convert(source: Path, out: Path, **options: Any) -> None:
-    import_folder(source, out, ImportOptions(**options), Silent())
+    import_folder(source, out, ImportOptions(**options), SilentDisplay())
 
 
 def export(checkpoint: Path, out: Path, **options: Any) -> Path:
-    export_step(find_step(checkpoint)[0], out, ExportOptions(**options), Silent())
+    export_step(find_step(checkpoint)[0], out, ExportOptions(**options), SilentDisplay())
     return out
 
 
@@ -208,7 +208,7 @@ def test_nothing_is_written_of_a_damaged_folder(name: str, folder: Path, tmp_pat
     assert names(tmp_path) == ["theirs"]
 
 
-class Stopped(Silent):
+class Stopped(SilentDisplay):
     """Stands for Ctrl-C."""
 
     def work(self, what: str, done: int, total: int, facts: str = "") -> None:

@@ -7,10 +7,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pentatron.checkpoint.state import TrainState
-from pentatron.interchange.store import store_for
+from pentatron.interchange.store import create_store
 from pentatron.optim.build import build_optimizer
 from pentatron.parallel.shards import Fragment
-from pentatron.parallel.world import connect
+from pentatron.parallel.world import create_groups
 from pentatron.train.checkpoints import random_state
 from pentatron.train.model import build_parallel_model
 from tests.interchange.megatron_core_process import LENGTH, VOCABULARY
@@ -35,7 +35,7 @@ def save_on_a_rank(families: dict[str, Path], layout: str) -> None:
     for family, folder in families.items():
         settings = resolved(f"{SHAPE} {OURS[family]} {layout} --save {folder}", dist.get_world_size())
         config, rank = settings.config, dist.get_rank()
-        world = connect(config.grid, rank, rank, torch.device("cpu"))
+        world = create_groups(config.grid, rank, rank, torch.device("cpu"))
         model = build_parallel_model(config, world)
         optimizer = build_optimizer(
             model.stages, world, config.optim, model.decisions.optimizer, torch.float32
@@ -48,7 +48,7 @@ def save_on_a_rank(families: dict[str, Path], layout: str) -> None:
         optimizer.loaded(5)
         fragments = [*optimizer.fragments(owned_only=True), *model.routers.fragments(owned_only=True)]
         state = TrainState(step=5, consumed_samples=40, updates=5).to_json()
-        store_for(config).save(5, fragments, random_state(world), state, config.nested(), world.everyone)
+        create_store(config).save(5, fragments, random_state(world), state, config.nested(), world.everyone)
 
 
 def numbers(fragment: Fragment) -> Tensor:

@@ -13,9 +13,9 @@ import torch
 from pentatron.checkpoint.format import DamagedCheckpoint
 from pentatron.checkpoint.torch_file import TorchFile
 from pentatron.errors import UserError
-from pentatron.interchange.arguments import our_settings
+from pentatron.interchange.arguments import settings_from_arguments
 from pentatron.interchange.reading import _Rank, read_megatron
-from pentatron.interchange.torch_dist import read_apart
+from pentatron.interchange.torch_dist import unpickle_in_sandbox
 from tests.interchange.test_runs import TORCH_DIST, without_manifest
 from tests.train.test_loaded import train
 
@@ -80,7 +80,7 @@ def test_a_pickle_that_hashes_without_end_is_stopped(
     if clock:
         monkeypatch.setattr("pentatron.interchange.torch_dist._PATIENCE", 0.3)
     with pytest.raises(UserError, match=r"longer than .* seconds.* to read, so its reader was stopped"):
-        read_apart(tmp_path / ".metadata", seconds=1)
+        unpickle_in_sandbox(tmp_path / ".metadata", seconds=1)
 
 
 def test_what_is_named_but_harmless_is_kept_as_a_name(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_what_is_named_but_harmless_is_kept_as_a_name(tmp_path: Path) -> None:
         {"args": Namespace(params_dtype=torch.bfloat16, numbers={1, 2}), "iteration": 3},
         tmp_path / "common.pt",
     )
-    assert read_apart(tmp_path / "common.pt") == {
+    assert unpickle_in_sandbox(tmp_path / "common.pt") == {
         "args": {
             "params_dtype": {"~": "torch.bfloat16"},
             "numbers": {"~": "__builtin__.set", "of": [[1, 2]]},
@@ -147,7 +147,7 @@ def test_a_small_file_cannot_become_a_large_answer(tmp_path: Path) -> None:
         nested = [nested] * 10
     torch.save({"args": nested}, tmp_path / "common.pt")
     with pytest.raises(UserError, match="its content is larger than that of any checkpoint"):
-        read_apart(tmp_path / "common.pt")
+        unpickle_in_sandbox(tmp_path / "common.pt")
 
 
 def test_stages_of_a_rank_come_in_the_order_of_their_numbers() -> None:
@@ -163,9 +163,9 @@ def test_what_would_make_another_model_is_refused_or_taken() -> None:
         "num_attention_heads": 4,
         "window_attn_skip_freq": [1, 0],
     }
-    assert our_settings(arguments, "it")["window_attn_skip_freq"] == "[1,0]"
+    assert settings_from_arguments(arguments, "it")["window_attn_skip_freq"] == "[1,0]"
     with pytest.raises(UserError, match="not supported: it was trained with softmax_type = learnable"):
-        our_settings({**arguments, "softmax_type": "learnable"}, "it")
+        settings_from_arguments({**arguments, "softmax_type": "learnable"}, "it")
 
 
 @pytest.mark.parametrize(

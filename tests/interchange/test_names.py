@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from pentatron.checkpoint.links import Link, NameTable, Row, links_by_table
+from pentatron.checkpoint.links import Link, NameTable, TableRow, links_by_table
 from pentatron.errors import UserError
 from pentatron.interchange.index import (
     TABLES,
@@ -69,7 +69,7 @@ def test_every_form_is_read(family: str, stacked: bool) -> None:
     forms = 0
     for row in TABLES[stacked].rows:
         for form in row.forms:
-            one = NameTable((Row(row.ours, (form,)),), "{ours}")
+            one = NameTable((TableRow(row.ours, (form,)),), "{ours}")
             own = {}
             for name, shape in shapes.items():
                 try:

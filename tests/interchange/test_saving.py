@@ -10,7 +10,7 @@ import pentatron.checkpoint.store as store_module
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.errors import UserError
 from pentatron.generate.source import Source
-from pentatron.interchange.store import store_for
+from pentatron.interchange.store import create_store
 from pentatron.parallel.shards import Fragment
 from tests.checkpoint.steps import ALONE, newest, whole
 from tests.support import resolved
@@ -19,7 +19,7 @@ MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --vocab-size 61
 
 
 def store_in(folder: Path, more: str = "") -> CheckpointStore:
-    return store_for(resolved(f"{MODEL} --ckpt-format torch_dist --save {folder} {more}").config)
+    return create_store(resolved(f"{MODEL} --ckpt-format torch_dist --save {folder} {more}").config)
 
 
 def parts() -> list[Fragment]:
@@ -69,7 +69,7 @@ def test_a_step_saved_again_takes_the_place_of_the_first_only_when_it_is_whole(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(store_module, "write_new", full)
+        patched.setattr(store_module, "write_new_synced", full)
         with pytest.raises(UserError, match=r"could not be saved.*earlier checkpoints are intact"):
             save(store, 1)
     assert newest(store) == (1, []) and (first / "__0_0.distcp").read_bytes() == content

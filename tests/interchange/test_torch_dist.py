@@ -17,11 +17,11 @@ from torch import Tensor
 
 from pentatron.checkpoint.find import find_step
 from pentatron.checkpoint.load import load_fragments, load_tensor
-from pentatron.checkpoint.store import Found
+from pentatron.checkpoint.store import Checkpoint
 from pentatron.compare.logits import _ours
 from pentatron.interchange.reading import read_megatron
 from pentatron.interchange.torch_dist import open_torch_dist
-from pentatron.models.router_load import kept_by_routers, loads_of
+from pentatron.models.router_load import loads_of, router_fragments
 from tests.harness import run_distributed
 from tests.interchange.megatron_core_process import FAMILIES, LENGTH, TOKENS, VOCABULARY
 from tests.interchange.on_ranks import save_on_a_rank
@@ -56,7 +56,7 @@ needs_megatron = pytest.mark.skipif(
 )
 
 
-def ours_by_their_names(found: Found, kind: str, their: str) -> Tensor:
+def ours_by_their_names(found: Checkpoint, kind: str, their: str) -> Tensor:
     """The tensor of ours that a parameter of megatron-core's modules is."""
     if their in OUTSIDE:
         return whole(found, f"{kind}/{OUTSIDE[their]}")
@@ -68,11 +68,11 @@ def ours_by_their_names(found: Found, kind: str, their: str) -> Tensor:
     return whole(found, f"{'routers' if rest.endswith('router.bias') else kind}/layers.{layer}.{rest}")
 
 
-def whole(found: Found, name: str) -> Tensor:
+def whole(found: Checkpoint, name: str) -> Tensor:
     return load_tensor(found.folder, found.manifest, name)
 
 
-def require_equal(found: Found, theirs: dict[str, Any]) -> None:
+def require_equal(found: Checkpoint, theirs: dict[str, Any]) -> None:
     for kind in {"weights", "exp_avg", "exp_avg_sq"} & set(theirs):
         assert len(theirs[kind]) > 10
         for name, value in theirs[kind].items():
@@ -82,12 +82,12 @@ def require_equal(found: Found, theirs: dict[str, Any]) -> None:
             assert torch.equal(mine, value), (kind, name)
 
 
-def our_logits(found: Found) -> Tensor:
+def our_logits(found: Checkpoint) -> Tensor:
     model = _ours(found, None)
     load_fragments(
         found.folder,
         found.manifest,
-        (f for f in kept_by_routers(loads_of(model)) if f.tensor in found.manifest.tensors),
+        (f for f in router_fragments(loads_of(model)) if f.tensor in found.manifest.tensors),
     )
     with torch.no_grad():
         return model(TOKENS, torch.arange(LENGTH).expand_as(TOKENS))[..., :VOCABULARY]

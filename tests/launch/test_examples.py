@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pentatron.cli.layout import describe
+from pentatron.cli.layout import resolve_layout
 from tests.cli.test_parallel_commands import words_given
 
 HERE = "NODE_RANK=1 MASTER_ADDR=head"
@@ -44,7 +44,7 @@ def test_without_words_the_entry_trains_the_guides_model(tmp_path: Path) -> None
     for flag, count in left_out.items():
         place = settings.index(flag)
         del settings[place : place + count]
-    report = describe(["--world-size", "16", "--nproc-per-node", "4", *settings])
+    report = resolve_layout(["--world-size", "16", "--nproc-per-node", "4", *settings])
     assert (report.grid.tensor, report.grid.pipeline, report.grid.data) == (4, 2, 2)
     assert report.config.accumulation == 32
 

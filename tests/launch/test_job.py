@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pentatron.launch.job import Job, problems_of, seconds_of
+from pentatron.launch.job import Job, job_problems, parse_time_limit
 
 SOUND = Job(2, 8, True, "python", ("-m", "pentatron", "train"), time="12:00:00")
 
@@ -26,13 +26,14 @@ SOUND = Job(2, 8, True, "python", ("-m", "pentatron", "train"), time="12:00:00")
     ],
 )
 def test_times_are_read_as_slurm_reads_them(text: str, seconds: int | None) -> None:
-    assert seconds_of(text) == seconds
+    assert parse_time_limit(text) == seconds
 
 
 def test_a_sound_job_has_no_problem() -> None:
-    assert problems_of(SOUND) == []
+    assert job_problems(SOUND) == []
     assert (
-        problems_of(dataclasses.replace(SOUND, sbatch="--exclusive --nice=10", output="logs/%x-%j.out")) == []
+        job_problems(dataclasses.replace(SOUND, sbatch="--exclusive --nice=10", output="logs/%x-%j.out"))
+        == []
     )
 
 
@@ -58,5 +59,5 @@ def test_a_sound_job_has_no_problem() -> None:
     ],
 )
 def test_problems(change: dict[str, Any], sentence: str) -> None:
-    [problem] = problems_of(dataclasses.replace(SOUND, **change))
+    [problem] = job_problems(dataclasses.replace(SOUND, **change))
     assert sentence in problem

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from pentatron.cli.environment import launched_too_often
-from pentatron.cli.train import limit_connections, variable_notes
-from pentatron.launch.job import chosen_interfaces, connections_for, describe, interface_problem
+from pentatron.cli.environment import nested_launcher_notices
+from pentatron.cli.train import set_cuda_connections, variable_notices
+from pentatron.launch.job import cuda_connections, environment_notices, interface_problem, matching_interfaces
 from tests.support import resolved
 
 GUIDE = {"NCCL_DEBUG": "WARN", "NCCL_TIMEOUT": "60", "HOME": "/root"}
@@ -14,21 +14,23 @@ INTERFACES = ["lo", "eth0", "eth1", "ib0", "docker0"]
 
 def test_variables_are_reported_to_whom_they_concern() -> None:
     """NCCL_TIMEOUT has a notice of its own, as nobody but us reads it."""
-    assert describe(GUIDE, on_gpu=True, nccl=True, alone=False) == [
+    assert environment_notices(GUIDE, on_gpu=True, nccl=True, alone=False) == [
         "NCCL reads from the environment: NCCL_DEBUG=WARN"
     ]
-    assert describe(GUIDE, False, False, alone=False)[0].endswith(
+    assert environment_notices(GUIDE, False, False, alone=False)[0].endswith(
         "through gloo here, not through NCCL, so this changes nothing"
     )
-    assert describe(GUIDE, False, False, alone=True)[0].endswith(
+    assert environment_notices(GUIDE, False, False, alone=True)[0].endswith(
         "one process sends no messages, so this changes nothing"
     )
-    assert describe({"HOME": "/root"}, True, True, False) == []
+    assert environment_notices({"HOME": "/root"}, True, True, False) == []
     one = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    assert describe(one, True, True, False) == [
+    assert environment_notices(one, True, True, False) == [
         "CUDA reads from the environment: CUDA_DEVICE_MAX_CONNECTIONS=1"
     ]
-    assert describe(one, False, False, True) == ["CUDA_DEVICE_MAX_CONNECTIONS=1: there is no GPU here"]
+    assert environment_notices(one, False, False, True) == [
+        "CUDA_DEVICE_MAX_CONNECTIONS=1: there is no GPU here"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -53,16 +55,16 @@ def test_one_queue_where_it_helps(
     environment: dict[str, str] = {}
     monkeypatch.setattr("os.environ", environment)
     config = resolved(flags, world).config
-    assert (connections_for(config) is not None) == is_set
-    limit_connections(config)
+    assert (cuda_connections(config) is not None) == is_set
+    set_cuda_connections(config)
     environment.pop("PYTEST_CURRENT_TEST", None)
     assert environment == ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if is_set else {})
-    notes = variable_notes({}, torch.device("cuda"), alone=True, nccl=False)
+    notes = variable_notices({}, torch.device("cuda"), alone=True, nccl=False)
     assert [note.startswith("CUDA_DEVICE_MAX_CONNECTIONS=1 is set, so that") for note in notes] == [
         True
     ] * is_set
     environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
-    limit_connections(config)
+    set_cuda_connections(config)
     assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
 
 
@@ -79,7 +81,7 @@ def test_one_queue_where_it_helps(
     ],
 )
 def test_interfaces_are_chosen_as_nccl_does(pattern: str, chosen: list[str]) -> None:
-    assert chosen_interfaces(pattern, INTERFACES) == chosen
+    assert matching_interfaces(pattern, INTERFACES) == chosen
     problem = interface_problem({"NCCL_SOCKET_IFNAME": pattern}, INTERFACES)
     assert (problem is None) == bool(chosen)
     assert problem is None or "this machine, which has lo, eth0" in problem
@@ -87,10 +89,10 @@ def test_interfaces_are_chosen_as_nccl_does(pattern: str, chosen: list[str]) -> 
 
 def test_torchrun_in_every_task_is_noticed() -> None:
     inside = {"SLURM_STEP_NUM_TASKS": "16", "GROUP_WORLD_SIZE": "2"}
-    [note] = launched_too_often(inside)
+    [note] = nested_launcher_notices(inside)
     assert (
         "Slurm started torchrun 16 times, and this run is made of 2 of them" in note
         and "--ntasks-per-node=1" in note
     )
-    assert launched_too_often({**inside, "SLURM_STEP_NUM_TASKS": "2"}) == []
-    assert launched_too_often({"SLURM_STEP_NUM_TASKS": "16"}) == [] == launched_too_often({})
+    assert nested_launcher_notices({**inside, "SLURM_STEP_NUM_TASKS": "2"}) == []
+    assert nested_launcher_notices({"SLURM_STEP_NUM_TASKS": "16"}) == [] == nested_launcher_notices({})

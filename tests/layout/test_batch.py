@@ -2,7 +2,7 @@
 
 import pytest
 
-from pentatron.layout.batch import accumulation_steps, batch_problem
+from pentatron.layout.batch import accumulation_steps, batch_size_problem
 
 
 @pytest.mark.parametrize(
@@ -11,7 +11,7 @@ from pentatron.layout.batch import accumulation_steps, batch_problem
 def test_accumulation(total: int, micro: int, ranks: int, steps: int) -> None:
     assert accumulation_steps(total, micro, ranks) == steps
     assert micro * ranks * steps == total
-    assert batch_problem(total, micro, ranks) is None
+    assert batch_size_problem(total, micro, ranks) is None
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_accumulation(total: int, micro: int, ranks: int, steps: int) -> None:
     ],
 )  # fmt: skip
 def test_sizes_that_do_not_fit(total: int, micro: int, ranks: int, sentence: str) -> None:
-    assert batch_problem(total, micro, ranks) == sentence
+    assert batch_size_problem(total, micro, ranks) == sentence
     with pytest.raises(ValueError) as error:
         accumulation_steps(total, micro, ranks)
     assert str(error.value) == sentence
@@ -36,9 +36,9 @@ def test_sizes_that_do_not_fit(total: int, micro: int, ranks: int, sentence: str
     ("total", "micro", "ranks"), [(12, 5, 2), (30, 4, 3), (100, 7, 4), (13, 2, 4), (7, 3, 5)]
 )
 def test_the_suggested_fix_is_one(total: int, micro: int, ranks: int) -> None:
-    fix = str(batch_problem(total, micro, ranks)).split("; use ")[1]
+    fix = str(batch_size_problem(total, micro, ranks)).split("; use ")[1]
     number = int(fix.split()[1].rstrip(","))
     if fix.startswith("--micro-batch-size"):
-        assert batch_problem(total, number, ranks) is None
+        assert batch_size_problem(total, number, ranks) is None
     else:
-        assert batch_problem(number, micro, ranks) is None and number >= total
+        assert batch_size_problem(number, micro, ranks) is None and number >= total

@@ -4,12 +4,12 @@ import random
 
 import pytest
 
-from pentatron.layout.batch import BatchPlan, constant, linear_ramp, written_steps
+from pentatron.layout.batch import BatchSizeSchedule, constant, linear_ramp, parse_batch_steps
 
 GPT3 = linear_ramp(16, 16, 5859375, 1536)
 
 
-def walked(plan: BatchPlan, steps: int) -> list[int]:
+def walked(plan: BatchSizeSchedule, steps: int) -> list[int]:
     """Samples consumed before each step, one step after the other."""
     found = [0]
     for _ in range(steps):
@@ -53,10 +53,10 @@ def test_ramps_are_megatrons() -> None:
         constant(6),
         linear_ramp(2, 2, 50, 12),
         linear_ramp(3, 4, 11, 99),
-        BatchPlan(((0, 5), (7, 40), (20, 3), (100, 9))),
+        BatchSizeSchedule(((0, 5), (7, 40), (20, 3), (100, 9))),
     ],
 )
-def test_steps_and_samples_agree_with_a_walk(plan: BatchPlan) -> None:
+def test_steps_and_samples_agree_with_a_walk(plan: BatchSizeSchedule) -> None:
     consumed = walked(plan, 80)
     for step, samples in enumerate(consumed):
         assert plan.samples_after(step) == samples
@@ -80,6 +80,6 @@ def test_a_ramp_that_cannot_be() -> None:
 
 
 def test_written_steps_count_tokens() -> None:
-    plan = written_steps(["0:768 250B:1536", "0.5T:3072"], sequence=8192)
+    plan = parse_batch_steps(["0:768 250B:1536", "0.5T:3072"], sequence=8192)
     assert plan.changes == ((0, 768), (250 * 10**9 // 8192, 1536), (500 * 10**9 // 8192, 3072))
-    assert written_steps(["0:4,2k:8"], sequence=10).changes == ((0, 4), (200, 8))
+    assert parse_batch_steps(["0:4,2k:8"], sequence=10).changes == ((0, 4), (200, 8))

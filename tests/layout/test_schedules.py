@@ -4,14 +4,14 @@ import pytest
 
 from pentatron.layout import schedules
 from pentatron.layout.actions import RECEIVES, Action, Kind, Placement
-from pentatron.layout.check import Checked, ScheduleError, check
+from pentatron.layout.check import ScheduleError, ScheduleProperties, check
 from pentatron.layout.schedules import (
     FOLDED,
     KINDS,
+    add_communication,
     forward_schedule,
     group_sizes,
     looped_placement,
-    lower,
     schedule_problem,
     training_schedule,
 )
@@ -30,7 +30,7 @@ def written(actions: tuple[Action, ...]) -> str:
 
 
 def assert_promises(
-    checked: Checked, kind: str, ranks: int, virtual: int, micro_batches: int, group: int | None
+    checked: ScheduleProperties, kind: str, ranks: int, virtual: int, micro_batches: int, group: int | None
 ) -> None:
     largest = -(-micro_batches // max(1, micro_batches // (group or ranks)))
     alive = {
@@ -115,7 +115,7 @@ def test_the_first_rank_of_an_interleaved_pipeline() -> None:
 def test_stages_of_one_rank_send_nothing() -> None:
     alone = training_schedule("interleaved", 1, 3, 4).actions[0]
     assert {a.kind for a in alone} == {Kind.FORWARD, Kind.BACKWARD, Kind.REDUCE}
-    neighbours = lower(
+    neighbours = add_communication(
         Placement((0, 0, 1)),
         1,
         [
@@ -200,7 +200,7 @@ def test_a_small_last_group_would_mix_up_messages(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("kind", ["1f1b", "interleaved"])
 def test_too_few_forwards_ahead_would_be_seen(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: without warm-up the ranks wait for each other, or at least much longer."""
-    monkeypatch.setattr(schedules, "forwards_ahead", lambda *sizes: 0)
+    monkeypatch.setattr(schedules, "warmup_forwards", lambda *sizes: 0)
     virtual = 1 if kind == "1f1b" else 2
     hasty = training_schedule.__wrapped__(kind, 4, virtual, 8)
     with pytest.raises((ScheduleError, AssertionError)):

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from pentatron.layout.stages import Costs, Division, StagePart, split_layers, stage_parts, written_stages
+from pentatron.layout.stages import Costs, StageDivision, StagePart, parse_layout, split_layers, stage_parts
 
 
 def counts(parts: tuple[StagePart, ...]) -> list[int]:
@@ -73,32 +73,32 @@ def test_every_stage_gets_a_layer() -> None:
 @pytest.mark.parametrize(
     ("layers", "division", "expected"),
     [
-        (14, Division(4, first=3), [3, 3, 4, 4]),
-        (14, Division(4, last=2), [4, 4, 4, 2]),
-        (14, Division(4, first=3, last=5), [3, 3, 3, 5]),
-        (8, Division(2, first=3, last=5), [3, 5]),
-        (12, Division(4, 2, first=4, last=2), [2, 1, 1, 1, 2, 2, 2, 1]),
-        (14, Division(4, count_embedding=True, count_head=True), [3, 4, 4, 3]),
-        (15, Division(4, count_embedding=True), [3, 4, 4, 4]),
-        (15, Division(4, count_head=True), [4, 4, 4, 3]),
-        (14, Division(4, 2, count_embedding=True, count_head=True), [1, 2, 2, 2, 2, 2, 2, 1]),
-        (8, Division(4, written="Et*3|(tt|)*2,tL"), [3, 2, 2, 1]),
-        (61, Division(31, written="Et*3|(tt|)*29L"), [3, *[2] * 29, 0]),
-        (4, Division(4, written="E|tt|tt|L"), [0, 2, 2, 0]),
-        (6, Division(2, 2, written="Et|tt|(t)*2|tL"), [1, 2, 2, 1]),
-        (1, Division(1, written="EtL"), [1]),
+        (14, StageDivision(4, first=3), [3, 3, 4, 4]),
+        (14, StageDivision(4, last=2), [4, 4, 4, 2]),
+        (14, StageDivision(4, first=3, last=5), [3, 3, 3, 5]),
+        (8, StageDivision(2, first=3, last=5), [3, 5]),
+        (12, StageDivision(4, 2, first=4, last=2), [2, 1, 1, 1, 2, 2, 2, 1]),
+        (14, StageDivision(4, count_embedding=True, count_head=True), [3, 4, 4, 3]),
+        (15, StageDivision(4, count_embedding=True), [3, 4, 4, 4]),
+        (15, StageDivision(4, count_head=True), [4, 4, 4, 3]),
+        (14, StageDivision(4, 2, count_embedding=True, count_head=True), [1, 2, 2, 2, 2, 2, 2, 1]),
+        (8, StageDivision(4, written="Et*3|(tt|)*2,tL"), [3, 2, 2, 1]),
+        (61, StageDivision(31, written="Et*3|(tt|)*29L"), [3, *[2] * 29, 0]),
+        (4, StageDivision(4, written="E|tt|tt|L"), [0, 2, 2, 0]),
+        (6, StageDivision(2, 2, written="Et|tt|(t)*2|tL"), [1, 2, 2, 1]),
+        (1, StageDivision(1, written="EtL"), [1]),
     ],
 )
-def test_what_the_user_writes(layers: int, division: Division, expected: list[int]) -> None:
+def test_what_the_user_writes(layers: int, division: StageDivision, expected: list[int]) -> None:
     parts = stage_parts(layers, division, Costs(1, 0, 0))
     assert counts(parts) == expected
     assert_whole(parts, layers)
 
 
 def test_costs_decide_where_nothing_is_written() -> None:
-    assert counts(stage_parts(8, Division(2), Costs(1, 0, 2))) == [5, 3]
-    assert counts(stage_parts(8, Division(2), Costs(1, 0, 0))) == [4, 4]
-    assert counts(stage_parts(8, Division(2, even=True), Costs(1, 0, 2))) == [4, 4]
+    assert counts(stage_parts(8, StageDivision(2), Costs(1, 0, 2))) == [5, 3]
+    assert counts(stage_parts(8, StageDivision(2), Costs(1, 0, 0))) == [4, 4]
+    assert counts(stage_parts(8, StageDivision(2, even=True), Costs(1, 0, 2))) == [4, 4]
     assert Costs(2, 3, 5).of(StagePart((0, 1), embedding=True, head=True)) == 12
 
 
@@ -108,26 +108,26 @@ LAYOUT = "--pipeline-model-parallel-layout"
 @pytest.mark.parametrize(
     ("layers", "division", "sentence"),
     [
-        (30, Division(4, written="Et*7|t*7|t*7|t*7L"),
+        (30, StageDivision(4, written="Et*7|t*7|t*7|t*7L"),
          f"{LAYOUT} Et*7|t*7|t*7|t*7L has 28 layers in its 4 stages, but --num-layers is 30; add 2 t"),
-        (6, Division(2, written="Et*4|t*4L"),
+        (6, StageDivision(2, written="Et*4|t*4L"),
          f"{LAYOUT} Et*4|t*4L has 8 layers in its 2 stages, but --num-layers is 6; remove 2 t"),
-        (8, Division(4, 2, written="Et*4|t*4L"),
+        (8, StageDivision(4, 2, written="Et*4|t*4L"),
          f"{LAYOUT} Et*4|t*4L has 2 stages, but 4 (pipeline) × 2 (virtual) = 8; write 8 stages, or change the sizes"),
-        (8, Division(4, first=4, last=4),
+        (8, StageDivision(4, first=4, last=4),
          "--decoder-first-pipeline-num-layers 4 and --decoder-last-pipeline-num-layers 4 leave 8 − 8 = 0 layers for the "
          "2 other stages, which need one each; the sum of all must be --num-layers 8"),
-        (9, Division(2, first=4, last=4),
+        (9, StageDivision(2, first=4, last=4),
          "--decoder-first-pipeline-num-layers 4 and --decoder-last-pipeline-num-layers 4 have 8 layers together, but "
          "--num-layers is 9; leave one of them out"),
-        (8, Division(2, 2, first=3),
+        (8, StageDivision(2, 2, first=3),
          "--decoder-first-pipeline-num-layers 3 is not divisible by the 2 virtual stages of a rank; use 2 or 4"),
-        (8, Division(1, first=3),
+        (8, StageDivision(1, first=3),
          "--decoder-first-pipeline-num-layers 3: there is one pipeline rank, which has all layers"),
-        (3, Division(4), "3 layers cannot fill 4 stages; use 4 layers or more, or fewer stages"),
+        (3, StageDivision(4), "3 layers cannot fill 4 stages; use 4 layers or more, or fewer stages"),
     ],
 )  # fmt: skip
-def test_what_does_not_add_up(layers: int, division: Division, sentence: str) -> None:
+def test_what_does_not_add_up(layers: int, division: StageDivision, sentence: str) -> None:
     with pytest.raises(ValueError) as error:
         stage_parts(layers, division, Costs())
     assert str(error.value) == sentence
@@ -145,7 +145,7 @@ def test_what_does_not_add_up(layers: int, division: Division, sentence: str) ->
     ],
 )
 def test_layouts_written_out(text: str, stages: list[str]) -> None:
-    assert written_stages(text) == stages
+    assert parse_layout(text) == stages
 
 
 @pytest.mark.parametrize(
@@ -169,6 +169,6 @@ def test_layouts_written_out(text: str, stages: list[str]) -> None:
 )
 def test_layouts_that_mean_nothing(text: str, complaint: str) -> None:
     with pytest.raises(ValueError) as error:
-        written_stages(text)
+        parse_layout(text)
     assert str(error.value).startswith(f"{LAYOUT} {text}: ")
     assert complaint in str(error.value)

@@ -4,12 +4,12 @@ import pytest
 
 from pentatron.layout import schedules
 from pentatron.layout.actions import Kind
-from pentatron.layout.check import Checked, check
+from pentatron.layout.check import ScheduleProperties, check
 from pentatron.layout.schedules import (
     FOLDED,
     Computation,
     forward_schedule,
-    granted,
+    greedy_orders,
     group_sizes,
     looped_placement,
     placement_for,
@@ -33,7 +33,9 @@ def alive_by_formula(kind: str, ranks: int, virtual: int, micro_batches: int) ->
     return min(virtual * micro_batches, most)
 
 
-def assert_promises(checked: Checked, kind: str, ranks: int, virtual: int, micro_batches: int) -> None:
+def assert_promises(
+    checked: ScheduleProperties, kind: str, ranks: int, virtual: int, micro_batches: int
+) -> None:
     assert checked.alive == (alive_by_formula(kind, ranks, virtual, micro_batches),) * ranks
     if micro_batches < ranks:
         return
@@ -121,9 +123,9 @@ def test_new_micro_batches_first_would_never_end() -> None:
         wishes = [(Kind.INPUT, down), (Kind.INPUT, back), *((Kind.FORWARD, stage) for stage in forwards)]
         return [[(kind, stage, m) for m in range(12)] for kind, stage in wishes]
 
-    granted(v_placement(4), [lanes(rank, False) for rank in range(4)], 8)
+    greedy_orders(v_placement(4), [lanes(rank, False) for rank in range(4)], 8)
     with pytest.raises(AssertionError, match="ranks wait for each other"):
-        granted(v_placement(4), [lanes(rank, True) for rank in range(4)], 8)
+        greedy_orders(v_placement(4), [lanes(rank, True) for rank in range(4)], 8)
 
 
 def test_many_ranks() -> None:
@@ -133,7 +135,9 @@ def test_many_ranks() -> None:
 
 def test_a_limit_that_is_not_kept_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: with room for one more micro-batch the promise is broken."""
-    monkeypatch.setattr(schedules, "granted", lambda p, lanes, limit: granted(p, lanes, limit + 1))
+    monkeypatch.setattr(
+        schedules, "greedy_orders", lambda p, lanes, limit: greedy_orders(p, lanes, limit + 1)
+    )
     for kind, virtual in (("zero-bubble", 1), ("zbv", 2)):
         with pytest.raises(AssertionError):
             checked = check(training_schedule.__wrapped__(kind, 4, virtual, 8))

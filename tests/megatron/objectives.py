@@ -15,17 +15,17 @@ from torch import Tensor, nn
 
 from gpt_builders import gpt_builder
 from model_provider import model_provider
-from pentatron.compare.trial import Trajectory, micro_batches, reveal, sent
+from pentatron.compare.trial import Trajectory, copy_fragments, micro_batches, perturb_norms_and_biases
 from pentatron.megatron import losses
 from pentatron.megatron import program as program_module
 from pentatron.megatron.core import mpu
 from pentatron.megatron.core.tensor_parallel import vocab_parallel_cross_entropy
-from pentatron.megatron.losses import Returned
+from pentatron.megatron.losses import LossResult
 from pentatron.megatron.program import UserProgram
-from pentatron.monitor.display import Silent
+from pentatron.monitor.display import SilentDisplay
 from pentatron.optim.build import build_optimizer
-from pentatron.parallel.shards import held_parameters
-from pentatron.parallel.world import World, connect, single_process
+from pentatron.parallel.shards import sharded_parameters
+from pentatron.parallel.world import World, create_groups, single_process
 from pentatron.settings.resolve import Resolved
 from pentatron.train.model import Objective, build_parallel_model, model_dtype
 from pentatron.train.step import train_step
@@ -170,11 +170,11 @@ def _agreed(numbers: Tensor) -> Tensor:
 def _open(words: str, world_size: int, program: UserProgram, device: str) -> Iterator[tuple[Resolved, World]]:
     found = resolved(words, world_size)
     world = (
-        connect(found.config.grid, dist.get_rank(), dist.get_rank(), torch.device(device))
+        create_groups(found.config.grid, dist.get_rank(), dist.get_rank(), torch.device(device))
         if world_size > 1
         else single_process(torch.device(device))
     )
-    with program.running(found, world, Silent()):
+    with program.running(found, world, SilentDisplay()):
         yield found, world
 
 
@@ -190,7 +190,7 @@ def stepped(
     with _open(f"{WORDS} {words}", size, program, device) as (found, world):
         config = found.config
         model = build_parallel_model(config, world, program)
-        reveal(model)
+        perturb_norms_and_biases(model)
         optimizer = build_optimizer(
             model.stages, world, config.optim, model.decisions.optimizer, model_dtype(config)
         )
@@ -200,7 +200,7 @@ def stepped(
 
         def also_keep() -> Tensor:
             """A step may be computed twice; the last result counts."""
-            seen.fragments["gradients 1"] = sent(optimizer.gradients(owned_only=True))
+            seen.fragments["gradients 1"] = copy_fragments(optimizer.gradients(owned_only=True))
             return take_norm()
 
         optimizer.squared_norm = also_keep  # type: ignore[method-assign]
@@ -231,7 +231,7 @@ def plain_loop(
     with _open(f"{WORDS} --micro-batch-size {micro_batch} {more}", 1, program, device) as (found, world):
         config = found.config
         model = build_parallel_model(config, world, program)
-        reveal(model)
+        perturb_norms_and_biases(model)
         (module,) = model.stages.values()
         model.routers.begin_step(config.accumulation)
         sums: list[Tensor] = []
@@ -256,7 +256,7 @@ def plain_loop(
         objective.backward()  # type: ignore[no-untyped-call]
         gradients = {
             f"gradients/{h.tensor}": h.parameter.grad.detach().cpu().clone()
-            for h in held_parameters(module)
+            for h in sharded_parameters(module)
             if h.parameter.grad is not None
         }
         means = [float(t.detach() / c.clamp(min=1)) for t, c in zip(sums, counts)]
@@ -276,14 +276,14 @@ def plant(bug: str) -> None:
     if not bug:
         return
 
-    def normalised(returned: Returned, objective: Objective) -> Tensor:
+    def normalised(returned: LossResult, objective: Objective) -> Tensor:
         return objective.share_of_sum(returned.loss)
 
-    def weights_alone(loss_function: Any, output: Tensor, context: Any) -> Returned:
+    def weights_alone(loss_function: Any, output: Tensor, context: Any) -> LossResult:
         leaf = output.detach().requires_grad_()
         loss = losses._parsed(loss_function(leaf.view_as(leaf))).loss
         (found,) = torch.autograd.grad(loss.sum(), leaf)
-        return Returned((output * found * (output.numel() / found.sum())).sum(), None, {})
+        return LossResult((output * found * (output.numel() / found.sum())).sum(), None, {})
 
-    program_module.returned_by = weights_alone  # type: ignore[assignment]
-    program_module.share_of = normalised
+    program_module.call_loss_function = weights_alone  # type: ignore[assignment]
+    program_module.objective_share = normalised

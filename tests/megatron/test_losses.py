@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pentatron.errors import UserError
-from pentatron.megatron.losses import returned_by, share_of
+from pentatron.megatron.losses import call_loss_function, objective_share
 from pentatron.parallel.world import ALONE
 from pentatron.train.model import Objective
 
@@ -18,7 +18,7 @@ MASK = torch.tensor([[1.0, 1.0, 0.0, 1.0], [0.0, 0.0, 1.0, 0.0]])
 def share(output: Tensor, function: Callable[[Tensor], Any]) -> tuple[Tensor, Objective]:
     """The share of a step of four calls with ten valid tokens."""
     objective = Objective(lambda: torch.tensor(10.0), 4)
-    return share_of(returned_by(function, output, ALONE), objective), objective
+    return objective_share(call_loss_function(function, output, ALONE), objective), objective
 
 
 def test_a_sum_is_divided_by_the_tokens_of_the_step() -> None:

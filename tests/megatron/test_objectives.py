@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from pentatron.compare.trial import gathered
+from pentatron.compare.trial import gather_tensors
 from tests.harness import run_distributed
 from tests.megatron.objectives import (
     BATCH,
@@ -24,7 +24,7 @@ FORMS = ("sum, count, report", "sum, count", "loss, report", "reduced over data"
 def assert_trained(found: list[Any], case: Case, micro_batch: int, context: int) -> None:
     name, form = case
     gradients, objective, mean = plain_loop(micro_batch, name, form, context)
-    assert distance(gathered([seen for seen, _, _ in found], "gradients 1"), gradients) < 1e-5, case
+    assert distance(gather_tensors([seen for seen, _, _ in found], "gradients 1"), gradients) < 1e-5, case
     for _, loss, reported in found:
         assert loss == pytest.approx(objective, rel=1e-5), case
         if "report" in form:
@@ -60,7 +60,7 @@ def test_losses_of_logits(ranks: int, words: str, form: str) -> None:
     given = {"words": f"{words} --micro-batch-size 2", "name": "weighted", "form": form, "of_logits": True}
     found = run_distributed(stepped, ranks, **given)
     gradients, objective, _ = plain_loop(2, "weighted", form, of_logits=True)
-    assert distance(gathered([seen for seen, _, _ in found], "gradients 1"), gradients) < 1e-5
+    assert distance(gather_tensors([seen for seen, _, _ in found], "gradients 1"), gradients) < 1e-5
     assert found[0][1] == pytest.approx(objective, rel=1e-5)
 
 
@@ -69,9 +69,9 @@ def test_losses_of_routers_are_left_as_they_are() -> None:
     experts = "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.5"
     seen, _, _ = stepped(f"--micro-batch-size 2 {experts}", "own_mask", "sum, count")
     gradients, _, _ = plain_loop(2, "own_mask", "sum, count", more=experts)
-    assert distance(gathered([seen], "gradients 1"), gradients) < 1e-5
+    assert distance(gather_tensors([seen], "gradients 1"), gradients) < 1e-5
     without, _, _ = plain_loop(2, "own_mask", "sum, count", more=f"{experts} --moe-aux-loss-coeff 0.25")
-    assert distance(gathered([seen], "gradients 1"), without) > 1e-3, "the losses act"
+    assert distance(gather_tensors([seen], "gradients 1"), without) > 1e-3, "the losses act"
 
 
 def test_sums_do_not_depend_on_the_micro_batch_size() -> None:
@@ -88,4 +88,4 @@ def test_the_old_behaviour_is_seen(name: str) -> None:
         stepped, 1, words="--micro-batch-size 2", name=name, form="sum, count", bug="normalised"
     )
     gradients, _, _ = plain_loop(2, name, "sum, count")
-    assert distance(gathered([planted[0]], "gradients 1"), gradients) > 1e-2
+    assert distance(gather_tensors([planted[0]], "gradients 1"), gradients) > 1e-2

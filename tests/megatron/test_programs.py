@@ -23,10 +23,10 @@ from pentatron.layout.stages import StagePart
 from pentatron.megatron.names import as_megatron
 from pentatron.megatron.program import UserProgram
 from pentatron.models.causal_lm import CausalLM
-from pentatron.monitor.display import Silent
+from pentatron.monitor.display import SilentDisplay
 from pentatron.nn.options import Axes
-from pentatron.nn.recompute import NOTHING
-from pentatron.parallel.world import connect
+from pentatron.nn.recompute import NO_RECOMPUTE
+from pentatron.parallel.world import create_groups
 from pentatron.train.model import Program, build_parallel_model
 from pentatron.train.session import run_training
 from tests.harness import run_distributed
@@ -87,7 +87,7 @@ def write_corpus(prefix: Path) -> None:
 
 def train(program: Program, folder: Path, words: str, world_size: int) -> None:
     config = resolved(f"{RUN} --data-path {folder.parent}/corpus --run-dir {folder} {words}", world_size)
-    world = connect(config.config.grid, dist.get_rank(), dist.get_rank(), torch.device("cpu"))
+    world = create_groups(config.config.grid, dist.get_rank(), dist.get_rank(), torch.device("cpu"))
     run_training(config, world, True, program=program)
 
 
@@ -142,12 +142,12 @@ def test_a_program_trains_as_the_configured_one(
 def chosen(program: Program, words: str) -> dict[str, object]:
     """The options that the layers of this rank were built with."""
     given = resolved(f"{RUN} {words}", dist.get_world_size())
-    world = connect(given.config.grid, dist.get_rank(), dist.get_rank(), torch.device("cpu"))
-    with program.running(given, world, Silent()):
+    world = create_groups(given.config.grid, dist.get_rank(), dist.get_rank(), torch.device("cpu"))
+    with program.running(given, world, SilentDisplay()):
         model = build_parallel_model(given.config, world, program)
         # A model that is built beside those of the run has nothing to do with them.
         beside = CausalLM(given.config.model, given.config.moe, StagePart((0,), False, False), Axes())
-    assert beside.recompute.wanted == NOTHING
+    assert beside.recompute.wanted == NO_RECOMPUTE
     found: dict[str, object] = {"compiled": model.compilation.compiled.layers}
     for number, stage in model.stages.items():
         found[f"{number}"] = (stage.recompute.wanted, stage.cross_entropy, stage.kernels.chosen)

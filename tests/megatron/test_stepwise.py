@@ -18,8 +18,8 @@ import pretrain_gpt
 from gpt_builders import gpt_builder
 from model_provider import model_provider
 from pentatron.cli.environment import Worker
-from pentatron.cli.worker_errors import explain
-from pentatron.errors import AgreedError, BadNumbers, UserError
+from pentatron.cli.worker_errors import report_error
+from pentatron.errors import AgreedError, NonFiniteError, UserError
 from pentatron.megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from pentatron.megatron.core.enums import ModelType
 from pentatron.megatron.core.tensor_parallel import vocab_parallel_cross_entropy
@@ -79,7 +79,7 @@ def test_an_error_in_a_step_is_a_sentence_with_the_exit_code_of_pretrain(tmp_pat
     [
         (UserError("give it"), 1, 2, "pentatron: rank 1: give it\n"),
         (AgreedError("all of us"), 1, 2, ""),
-        (BadNumbers("no number", BadNumbers.REPRODUCIBLE), 0, 16, "pentatron: no number\n"),
+        (NonFiniteError("no number", NonFiniteError.REPRODUCIBLE), 0, 16, "pentatron: no number\n"),
         (RuntimeError("Connection reset by peer"), 1, 1, "lost contact with another rank"),
         (RuntimeError("of the program's own"), 0, None, ""),
         (KeyError("of the program's own"), 0, None, ""),
@@ -88,7 +88,7 @@ def test_an_error_in_a_step_is_a_sentence_with_the_exit_code_of_pretrain(tmp_pat
 def test_what_an_error_means(
     error: Exception, rank: int, code: int | None, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert explain(error, resolved().config, Worker(rank, 2, rank, 2, "torchrun")) == code
+    assert report_error(error, resolved().config, Worker(rank, 2, rank, 2, "torchrun")) == code
     shown = capsys.readouterr().err
     assert said in shown and bool(said) == bool(shown)
 

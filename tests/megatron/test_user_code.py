@@ -26,7 +26,7 @@ from pentatron.megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from pentatron.megatron.core.transformer.transformer_config import core_of
 from pentatron.megatron.core.utils import get_model_config
 from pentatron.megatron.program import UserProgram
-from pentatron.megatron.state import current
+from pentatron.megatron.state import current_run
 from pentatron.megatron.training import get_args, get_timers, pretrain
 from pentatron.megatron.training.arguments import (
     core_gpt_dataset_config_from_args,
@@ -34,7 +34,7 @@ from pentatron.megatron.training.arguments import (
 )
 from pentatron.megatron.training.checkpointing import BasicLocalCheckpointManager
 from pentatron.megatron.training.yaml_arguments import core_transformer_config_from_yaml
-from pentatron.parallel.world import connect, single_process
+from pentatron.parallel.world import create_groups, single_process
 from pentatron.settings.entry import PRETRAIN_GPT
 from pentatron.train.model import Program
 from pentatron.train.session import run_training
@@ -233,7 +233,7 @@ AXES: dict[Axis, Callable[[], Any]] = {
 
 def asking(data_iterator: Any, model: Any) -> Any:
     """Compares mpu's answers with the grid."""
-    world = current().world
+    world = current_run().world
     rank = dist.get_rank()
     for axis, ask in AXES.items():
         expected = next(members for members in world.grid.groups(axis) if rank in members)
@@ -254,7 +254,7 @@ def test_mpu_answers_as_the_layout_is(tmp_path: Path) -> None:
     dist.barrier()
     words = "--num-layers 4 --pipeline-model-parallel-size 2 --vpp 2 --train-iters 1 --eval-interval 0"
     config = resolved(f"{RUN} --data-path {tmp_path}/corpus --run-dir {tmp_path}/a {words}", 4)
-    world = connect(config.config.grid, dist.get_rank(), dist.get_rank(), torch.device("cpu"))
+    world = create_groups(config.config.grid, dist.get_rank(), dist.get_rank(), torch.device("cpu"))
     run_training(config, world, True, program=program(forward_step=asking))
 
 

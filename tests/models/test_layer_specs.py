@@ -27,7 +27,7 @@ from pentatron.nn.moe import MoE
 from pentatron.nn.norm import LayerNorm, RMSNorm
 from pentatron.nn.spec import IdentityOp, ModuleSpec, TransformerBlockSubmodules
 from pentatron.nn.transformer_layer import TransformerLayer
-from pentatron.parallel.shards import held_parameters
+from pentatron.parallel.shards import sharded_parameters
 from pentatron.settings.core import CoreTransformerConfig, arguments, core_transformer_config_from_args
 from tests.harness import run_distributed
 from tests.parity.trajectory import here
@@ -140,8 +140,8 @@ def same_model(model: CausalLM, words: str) -> None:
     assert torch.equal(found[..., words_alone], expected(tokens, positions)[..., words_alone])
     losses.sum().backward()
     expected(tokens, positions, labels).sum().backward()
-    mine = {h.name: h.parameter.grad for h in held_parameters(model)}
-    theirs = {h.name: h.parameter.grad for h in held_parameters(expected)}
+    mine = {h.name: h.parameter.grad for h in sharded_parameters(model)}
+    theirs = {h.name: h.parameter.grad for h in sharded_parameters(expected)}
     assert list(mine) == list(theirs)
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 

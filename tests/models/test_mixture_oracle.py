@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pentatron.hf.names import links_of
+from pentatron.hf.names import tensor_links
 from pentatron.models.causal_lm import CausalLM, build_model
 from pentatron.parallel.shards import region
 from pentatron.settings.model import MoEConfig, TransformerConfig, moe_layers
@@ -77,7 +77,7 @@ def test_balancing_loss_is_the_literal_formula_of_their_router(family: str, tmp_
         load = model.layers[str(layer)].mlp.router.load
         assert load.losses["aux_loss"].item() == pytest.approx(expected.item(), rel=1e-5)
     gradients = {name: p.grad for name, p in their.named_parameters()}
-    for link in links_of(family, config, moe, gradients):
+    for link in tensor_links(family, config, moe, gradients):
         found = link.to_theirs(region(model.get_parameter(link.ours).grad, link.at, link.size))
         wanted = region(gradients[link.theirs], link.start, link.their_size)
         assert (found - wanted).norm() <= 1e-5 * gradients[link.theirs].norm(), link

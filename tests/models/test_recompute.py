@@ -12,7 +12,7 @@ import pentatron.nn.recompute as recompute_module
 from pentatron.models.causal_lm import CausalLM, build_model
 from pentatron.nn.dropout import DropoutKeys, dropout_keys
 from pentatron.nn.options import ModelOptions
-from pentatron.nn.recompute import LAYERS, NOTHING, RecomputeSwitch, recompute_of
+from pentatron.nn.recompute import LAYERS, NO_RECOMPUTE, RecomputeSwitch, recompute_of
 from pentatron.settings.model import TransformerConfig
 from pentatron.settings.parallel import MemoryConfig
 from tests.support import LLAMA, model_config
@@ -37,7 +37,7 @@ def build(
     words: str = "", kind: str | None = None, layers: int = 4, backend: str = "auto"
 ) -> tuple[CausalLM, TransformerConfig]:
     config = model_config(f"{words} --num-layers {layers}")
-    recompute = recompute_of(KINDS[kind]) if kind else NOTHING
+    recompute = recompute_of(KINDS[kind]) if kind else NO_RECOMPUTE
     model = build_model(config, 1, CPU, options=ModelOptions(backend, recompute))
     return model, config
 

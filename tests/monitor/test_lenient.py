@@ -2,7 +2,7 @@
 
 import errno
 
-from pentatron.monitor.recorder import Lenient, Recorder, RecorderDown
+from pentatron.monitor.recorder import Recorder, RecorderUnavailable, TolerantRecorder
 from pentatron.monitor.report import StepReport
 from tests.monitor.test_log_lines import report
 
@@ -25,7 +25,7 @@ class Breaking(Recorder):
 
 def test_a_failure_during_the_run_is_told_once() -> None:
     inner, said = Breaking(), list[str]()
-    recorder = Lenient("the viewer", lambda: inner, said.append)
+    recorder = TolerantRecorder("the viewer", lambda: inner, said.append)
     for step in (1, 2, 3):
         recorder.record(report(step), None)
     recorder.evaluated(3, {})
@@ -36,11 +36,11 @@ def test_a_failure_during_the_run_is_told_once() -> None:
 
 def test_a_failure_at_the_start_is_told_and_a_sound_one_is_closed() -> None:
     def down() -> Recorder:
-        raise RecorderDown("it did not start")
+        raise RecorderUnavailable("it did not start")
 
     said: list[str] = []
-    Lenient("the service", down, said.append).record(report(1), None)
+    TolerantRecorder("the service", down, said.append).record(report(1), None)
     assert said == ["warning: the service fails (it did not start); training goes on without it"]
     inner = Breaking()
-    Lenient("the viewer", lambda: inner, said.append).close()
+    TolerantRecorder("the viewer", lambda: inner, said.append).close()
     assert inner.is_closed and len(said) == 1

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from pentatron.monitor.curve import loss_curve
-from pentatron.monitor.metrics import Follower, MetricsFile, read_metrics
-from pentatron.monitor.view import Run, Screen, status_line, view
+from pentatron.monitor.metrics import MetricsFile, MetricsFollower, read_metrics
+from pentatron.monitor.view import RunStatus, Screen, render_view, status_line
 
 
 def test_rows_are_readable_while_the_run_goes_on(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_a_damaged_line_is_skipped_and_counted(tmp_path: Path, line: bytes) -> N
     path.write_bytes(good + b"\n" + line + b"\n" + good + b"\n")
     rows = read_metrics(path)
     assert rows == [GOOD, GOOD] and rows.damaged == 1
-    follower = Follower(path)
+    follower = MetricsFollower(path)
     for _ in range(2):
         seen = follower.poll()
         assert len(seen.damaged) == 1 and list(seen.losses) == [1]
@@ -76,13 +76,13 @@ def test_any_flipped_bit_leaves_a_view(tmp_path: Path) -> None:
     """Whatever one bit makes of a row, readers get numbers where they compute with them."""
     path = tmp_path / "metrics.jsonl"
     text = (json.dumps(GOOD) + "\n").encode()
-    run = Run("a", "running", "", 9, "none")
+    run = RunStatus("a", "running", "", 9, "none")
     draw = random.Random(0)
     for place in range(len(text) - 1):
         bit = 1 << draw.randrange(8)
         path.write_bytes(text + text[:place] + bytes([text[place] ^ bit]) + text[place + 1 :])
-        seen = Follower(path).poll()
-        assert view(run, seen, Screen()) and (not seen.recent or status_line(run, seen))
+        seen = MetricsFollower(path).poll()
+        assert render_view(run, seen, Screen()) and (not seen.recent or status_line(run, seen))
         rows = [row for row in read_metrics(path) if "loss" in row]
         assert loss_curve("a", [(float(row["step"]), float(row["loss"])) for row in rows], [])
 

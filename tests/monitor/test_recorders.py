@@ -11,23 +11,29 @@ import torch
 
 from pentatron.monitor.memory import MemorySampler, memory_scalars
 from pentatron.monitor.recorder import PerformanceSummary, ProgressFile, earlier_seconds
-from pentatron.monitor.trackers import Choices, Place, TensorBoard, WeightsAndBiases, scalars
+from pentatron.monitor.trackers import (
+    OptionalScalars,
+    TensorBoard,
+    WandbDestination,
+    WeightsAndBiases,
+    scalars,
+)
 from pentatron.train.introduction import arguments_block
 from tests.monitor.test_log_lines import report
 
 
 def test_numbers_have_megatrons_names() -> None:
-    found = {s.name for s in scalars(report(1, skipped_samples=4), 2.0, Choices(True, True, 8, True))}
+    found = {s.name for s in scalars(report(1, skipped_samples=4), 2.0, OptionalScalars(True, True, 8, True))}
     both = ["learning-rate", "batch-size", "lm loss", "loss-scale", "grad-norm", "lm loss validation"]
     both.append("lm loss validation ppl")
     once = {"skipped-train-samples", "world-size", "mem-max-allocated-bytes", "throughput", "iteration-time"}
     assert found == once | {"tokens-per-second"} | {n for name in both for n in (name, f"{name} vs samples")}
     rates = {
         s.name: s.value
-        for s in scalars(report(1, learning_rate=1.0, next_learning_rate=2.0), None, Choices())
+        for s in scalars(report(1, learning_rate=1.0, next_learning_rate=2.0), None, OptionalScalars())
     }
     assert rates["learning-rate"] == rates["learning-rate vs samples"] == 2.0, "the one that the log shows"
-    plain = {s.name for s in scalars(report(1), None, Choices())}
+    plain = {s.name for s in scalars(report(1), None, OptionalScalars())}
     assert not plain & once and not any("validation" in name for name in plain)
 
 
@@ -44,7 +50,7 @@ def test_memory_of_a_gpu_has_megatrons_names(monkeypatch: pytest.MonkeyPatch) ->
 def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    board = TensorBoard(tmp_path, {"hidden_size": 64}, Choices(), interval=2, step=0)
+    board = TensorBoard(tmp_path, {"hidden_size": 64}, OptionalScalars(), interval=2, step=0)
     for step in (1, 2, 3):
         board.record(report(step, loss=float(step), consumed_samples=10 * step), 0.5 if step == 3 else None)
     board.close()
@@ -61,7 +67,7 @@ def test_steps_that_are_computed_again_replace_the_lost_ones(tmp_path: Path) -> 
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for begins_at, value in ((0, 1.0), (2, 5.0)):
-        board = TensorBoard(tmp_path, {}, Choices(), interval=1, step=begins_at)
+        board = TensorBoard(tmp_path, {}, OptionalScalars(), interval=1, step=begins_at)
         for step in range(begins_at + 1, 5):
             board.record(report(step, loss=value), None)
         board.close()
@@ -95,8 +101,8 @@ def test_wandb_keeps_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     key = f"hf_{'k' * 24}"
     typed = ["pentatron", "train", "--job-id", key, "--hidden-size", "64"]
     monkeypatch.setattr("sys.argv", typed)
-    place = Place("small", f"first {key}", None, tmp_path / "wandb-files")
-    run = WeightsAndBiases(place, {"model": {"hidden_size": 64}}, Choices(), interval=1)
+    place = WandbDestination("small", f"first {key}", None, tmp_path / "wandb-files")
+    run = WeightsAndBiases(place, {"model": {"hidden_size": 64}}, OptionalScalars(), interval=1)
     for step in (1, 2):
         run.record(report(step, loss=4.0 / step), None)
     run.close()

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from pentatron.cli.main import COMMANDS, guarded
-from pentatron.cli.output import complain, remark, say
+from pentatron.cli.main import COMMANDS, run_guarded
+from pentatron.cli.output import print_error, print_note, say
 from pentatron.monitor.display import open_display
-from pentatron.monitor.terminal import OutputLost, Stream, append_line, outlive_output, output_error
+from pentatron.monitor.terminal import OutputLost, Stream, append_line, ignore_output_errors, output_error
 from pentatron.train import output as output_module
 from pentatron.train.output import Output, refuse_pipes
 from tests.monitor.test_report import REPORT
@@ -60,7 +60,7 @@ def code_of(action: Callable[[], int], out: Callable[[], int], err: Callable[[],
                 else:
                     os.dup2(made, descriptor)
             sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # type: ignore[assignment]
-            code = guarded(action)
+            code = run_guarded(action)
             # As the interpreter does when it ends.
             sys.stdout.flush()
             sys.stderr.flush()
@@ -71,11 +71,11 @@ def code_of(action: Callable[[], int], out: Callable[[], int], err: Callable[[],
 
 def work(code: int) -> Callable[[], int]:
     def action() -> int:
-        outlive_output()
+        ignore_output_errors()
         print("a library prints this, and flushes nothing")
         say("a line")
-        complain("an error")
-        remark("a note")
+        print_error("an error")
+        print_note("a note")
         display = open_display("on")
         display.step(REPORT, 62)
         display.say("a line beside the bar")
@@ -141,7 +141,7 @@ def test_a_closed_descriptor_is_not_given_to_the_next_file(tmp_path: Path) -> No
     """What is printed would be written into it."""
 
     def action() -> int:
-        outlive_output()
+        ignore_output_errors()
         with (tmp_path / "checkpoint").open("w") as file:
             os.write(1, b"printed by a library in C")
             return 0 if file.fileno() > 2 else 3
@@ -193,7 +193,7 @@ def test_a_full_disk_is_told_with_the_file_it_was_about(
 ) -> None:
     link = tmp_path / "order.npy"
     link.symlink_to("/dev/full")
-    assert guarded(lambda: link.write_text("x")) == 2
+    assert run_guarded(lambda: link.write_text("x")) == 2
     assert capsys.readouterr().err.startswith(
         f"pentatron: {link} cannot be written (No space left on device); make room"
     )
@@ -202,7 +202,7 @@ def test_a_full_disk_is_told_with_the_file_it_was_about(
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
     with pytest.raises(BrokenPipeError):
-        guarded(socket_of_a_library)
+        run_guarded(socket_of_a_library)
 
 
 def test_the_log_says_once_that_the_terminal_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

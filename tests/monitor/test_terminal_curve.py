@@ -4,7 +4,7 @@ import json
 import math
 from pathlib import Path
 
-from pentatron.monitor.metrics import Follower
+from pentatron.monitor.metrics import MetricsFollower
 from pentatron.monitor.view import draw_curve
 
 
@@ -37,7 +37,7 @@ def test_dots_marks_and_numbers_that_are_none() -> None:
 
 def test_only_what_is_new_is_read(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
-    follower = Follower(file)
+    follower = MetricsFollower(file)
     assert follower.poll().step == 0
 
     def line(step: int, **more: float) -> str:

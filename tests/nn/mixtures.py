@@ -6,12 +6,12 @@ from torch import Tensor, nn
 from pentatron.nn.init import draw_weights
 from pentatron.nn.moe import MoE
 from pentatron.nn.options import Axes, LayerOptions
-from pentatron.nn.recompute import NOTHING, Recompute, RecomputeSwitch
+from pentatron.nn.recompute import NO_RECOMPUTE, Recompute, RecomputeSwitch
 from pentatron.nn.router import Router
 from pentatron.ops.fp8_linear import LinearOptions
 from pentatron.ops.linear import DeferredGradients
-from pentatron.parallel.axes import NO_EXPERTS_ELSEWHERE, WHOLE_SEQUENCES, ContextAxis, ExpertAxis
-from pentatron.parallel.shards import held_parameters
+from pentatron.parallel.axes import NO_CONTEXT_PARALLELISM, NO_EXPERT_PARALLELISM, ContextAxis, ExpertAxis
+from pentatron.parallel.shards import sharded_parameters
 from pentatron.settings.core import CoreTransformerConfig
 from pentatron.settings.run import RunConfig
 from tests.support import LLAMA, resolved
@@ -27,12 +27,12 @@ def config_of(words: str) -> RunConfig:
 
 
 def drawn(module: nn.Module) -> nn.Module:
-    draw_weights(held_parameters(module), seed=1, std=0.3)
+    draw_weights(sharded_parameters(module), seed=1, std=0.3)
     return module
 
 
 def router(
-    words: str = "", axis: ExpertAxis = NO_EXPERTS_ELSEWHERE, context: ContextAxis = WHOLE_SEQUENCES
+    words: str = "", axis: ExpertAxis = NO_EXPERT_PARALLELISM, context: ContextAxis = NO_CONTEXT_PARALLELISM
 ) -> Router:
     made = drawn(Router(HIDDEN, config_of(words).moe, Axes(context=context, expert=axis)))
     assert isinstance(made, Router)
@@ -40,16 +40,16 @@ def router(
 
 
 def axes_with(
-    recompute: Recompute = NOTHING,
+    recompute: Recompute = NO_RECOMPUTE,
     deferred: DeferredGradients | None = None,
-    axis: ExpertAxis = NO_EXPERTS_ELSEWHERE,
+    axis: ExpertAxis = NO_EXPERT_PARALLELISM,
 ) -> Axes:
     """Axes of one process except for the expert axis; `deferred` keeps weight gradients."""
     options = LayerOptions(RecomputeSwitch(recompute))
     return Axes(expert=axis, options=options).with_linear(LinearOptions(deferred))
 
 
-def layer(words: str = "", axis: ExpertAxis = NO_EXPERTS_ELSEWHERE, axes: Axes | None = None) -> MoE:
+def layer(words: str = "", axis: ExpertAxis = NO_EXPERT_PARALLELISM, axes: Axes | None = None) -> MoE:
     config = config_of(words)
     core = CoreTransformerConfig.of(config.model, config.moe)
     made = drawn(MoE(core, axes=axes or Axes(expert=axis)))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pentatron.models.causal_lm import build_model
 from pentatron.nn.options import ModelOptions
-from pentatron.nn.recompute import EVERY_LAYER, NOTHING, Recompute
+from pentatron.nn.recompute import EVERY_LAYER, NO_RECOMPUTE, Recompute
 from pentatron.nn.router import Router, RouterLoad, loss_weights
 from pentatron.parallel.axes import ContextAxis, ExpertAxis
 from pentatron.parallel.collectives import Group
@@ -166,7 +166,7 @@ def counted(recompute: Recompute) -> dict[str, Any]:
     ids=["every layer", "two layers", "experts", "experts and their parts"],
 )
 def test_what_runs_twice_is_counted_once(recompute: Recompute) -> None:
-    found, expected = counted(recompute), counted(NOTHING)
+    found, expected = counted(recompute), counted(NO_RECOMPUTE)
     assert expected["0 numbers"][:EXPERTS].sum() == 2 * 16 * TOPK
     for name, value in expected.items():
         assert torch.equal(found[name], value), name

@@ -15,7 +15,7 @@ from pentatron.models.causal_lm import CausalLM, build_model
 from pentatron.models.layer_specs import spec_of
 from pentatron.nn import mlp
 from pentatron.nn.attention import SelfAttention
-from pentatron.nn.compiled import Compile, compiled_of
+from pentatron.nn.compiled import CompileOptions, compile_report
 from pentatron.nn.dropout import dropout_keys
 from pentatron.nn.options import Fp8Options, ModelOptions
 from pentatron.nn.recompute import recompute_of
@@ -53,7 +53,7 @@ class Counting:
 
 
 def build(
-    words: str, layers: int = 3, compile: Compile | None = None, fuses_gates: bool = False
+    words: str, layers: int = 3, compile: CompileOptions | None = None, fuses_gates: bool = False
 ) -> tuple[CausalLM, RunConfig]:
     config = resolved(f"{words} --num-layers {layers}").config
     options = ModelOptions(
@@ -66,7 +66,7 @@ def build(
 
 
 def left_out(model: CausalLM) -> tuple[str, ...]:
-    return compiled_of(model.layers.values()).left_out
+    return compile_report(model.layers.values()).left_out
 
 
 def computed(
@@ -117,7 +117,7 @@ ONE = 2
 def test_all_layers_of_a_kind_share_one_graph_without_breaks(words: str, graphs: int) -> None:
     eager, _ = computed(*build(words))
     counting = Counting()
-    model, config = build(words, compile=Compile(counting))
+    model, config = build(words, compile=CompileOptions(counting))
     assert left_out(model) == ()
     for _ in range(2):
         found, _ = computed(model, config)
@@ -133,7 +133,7 @@ def test_layers_together_are_one_graph(words: str) -> None:
     """Seven layers in pairs share one graph; the last one has its own."""
     eager, _ = computed(*build(words, layers=7))
     counting = Counting()
-    model, config = build(words, 7, Compile(counting, together=2))
+    model, config = build(words, 7, CompileOptions(counting, together=2))
     for _ in range(2):
         found, _ = computed(model, config)
         torch.testing.assert_close(found, eager, rtol=1e-4, atol=1e-5)
@@ -141,7 +141,7 @@ def test_layers_together_are_one_graph(words: str) -> None:
 
 
 def test_hooks_around_a_layer_are_called_though_it_is_compiled_with_others() -> None:
-    model, config = build(GROUPED, 4, Compile(Counting("eager"), together=2))
+    model, config = build(GROUPED, 4, CompileOptions(Counting("eager"), together=2))
     called: list[int] = []
     layer = model.layers["1"]
     computed(model, config)
@@ -160,7 +160,7 @@ def test_a_number_of_its_own_would_be_compiled_for_every_layer(monkeypatch: pyte
     """Control: the dropout site as an int."""
     monkeypatch.setattr(TransformerLayer, "_site", lambda self, which: self.first_site + which)
     counting = Counting("eager")
-    model, config = build("--hidden-dropout 0.2", compile=Compile(counting))
+    model, config = build("--hidden-dropout 0.2", compile=CompileOptions(counting))
     computed(model, config)
     assert counting.graphs > ONE
 
@@ -177,7 +177,7 @@ def test_a_number_of_its_own_would_be_compiled_for_every_layer(monkeypatch: pyte
 )
 def test_recompute_saves_memory_in_compiled_layers(words: str) -> None:
     counting = Counting("aot_eager_decomp_partition")
-    compile, dropout = Compile(counting), " --hidden-dropout 0.2" if "dropout" in words else ""
+    compile, dropout = CompileOptions(counting), " --hidden-dropout 0.2" if "dropout" in words else ""
     expected, everything = computed(*build(f"{GROUPED}{dropout}", compile=compile))
     model, config = build(f"{GROUPED} {words}", compile=compile)
     found, kept = computed(model, config)
@@ -189,7 +189,7 @@ def test_recompute_saves_memory_in_compiled_layers(words: str) -> None:
 def test_documents_that_begin_elsewhere_need_no_other_graphs() -> None:
     eager, config = build(GROUPED)
     counting = Counting()
-    model, _ = build(GROUPED, compile=Compile(counting, documents=True))
+    model, _ = build(GROUPED, compile=CompileOptions(counting, documents=True))
     assert len(left_out(model)) == 1
     seen = []
     for documents in (*DOCUMENTS, None):
@@ -214,7 +214,7 @@ def test_attention_of_users_is_told_of_documents() -> None:
     spec = spec_of(config.model, config.moe, 0)
     attention = replace(spec.submodules.self_attention, module=OwnAttention)
     own = replace(spec, submodules=replace(spec.submodules, self_attention=attention))
-    compile = Compile(Counting("eager"), documents=True)
+    compile = CompileOptions(Counting("eager"), documents=True)
     model = build_model(config.model, 1, CPU, options=ModelOptions(compile=compile), spec=own)
     assert left_out(model) == ("OwnAttention, which reads documents",)
     torch.testing.assert_close(computed(model, config, DOCUMENTS[0])[0], expected, rtol=1e-4, atol=1e-5)
@@ -223,7 +223,7 @@ def test_attention_of_users_is_told_of_documents() -> None:
 def test_experts_stay_as_they_are() -> None:
     words = f"{GROUPED} {EXPERTS} --moe-layer-freq 2"
     eager, _ = computed(*build(words))
-    model, config = build(words, compile=Compile(Counting()))
+    model, config = build(words, compile=CompileOptions(Counting()))
     assert left_out(model) == ("experts, whose sizes depend on the routing",)
     torch.testing.assert_close(computed(model, config)[0], eager, rtol=1e-4, atol=1e-5)
 
@@ -232,11 +232,11 @@ def test_a_gate_in_the_second_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
     """With plain operations in place of the kernel: one graph, and no activation is saved."""
     kept = []
     for gates in (False, True):
-        monkeypatch.setattr(mlp, "by_kernel", lambda inner, gates=gates: gates)
+        monkeypatch.setattr(mlp, "uses_triton", lambda inner, gates=gates: gates)
         torch._dynamo.reset()
         eager, _ = computed(*build(GROUPED))
         counting = Counting("aot_eager_decomp_partition")
-        model, config = build(GROUPED, compile=Compile(counting), fuses_gates=True)
+        model, config = build(GROUPED, compile=CompileOptions(counting), fuses_gates=True)
         found, bytes_kept = computed(model, config)
         torch.testing.assert_close(found, eager, rtol=1e-4, atol=1e-5)
         assert counting.graphs == ONE and not counters["graph_break"]
@@ -253,10 +253,10 @@ def test_layers_in_fp8_share_one_graph(kept: bool) -> None:
     fp8 = Fp8Options(FORMATS["hybrid"], range(3), scales=scales if kept else None)
     config = resolved(f"{GROUPED} --num-layers 3 --ffn-hidden-size 64").config
 
-    def built(compile: Compile | None) -> CausalLM:
+    def built(compile: CompileOptions | None) -> CausalLM:
         return build_model(config.model, 1, CPU, options=ModelOptions(fp8=fp8, compile=compile))
 
-    eager, model = built(None), built(Compile(counting))
+    eager, model = built(None), built(CompileOptions(counting))
     for _ in range(2):
         scales.refresh()
         found, expected = computed(model, config)[0], computed(eager, config)[0]

@@ -14,8 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import pentatron.nn.attention_blocks as blocks_module
 import pentatron.nn.context_attention as attention_module
 from pentatron.nn.attention_blocks import Block
-from pentatron.nn.context_attention import attend, visible_of, visible_of_all
-from pentatron.parallel.axes import ContextAxis, in_parts
+from pentatron.nn.context_attention import attend, gathered_blocks, ring_block
+from pentatron.parallel.axes import ContextAxis, chunk_order
 from pentatron.parallel.collectives import Group
 from tests.harness import distributed
 
@@ -35,7 +35,7 @@ def drawn(heads: int, seed: int, dtype: torch.dtype) -> Tensor:
 
 
 def own(x_BNSH: Tensor, context: ContextAxis) -> Tensor:
-    return in_parts(x_BNSH.detach(), context.size)[context.rank].clone()
+    return chunk_order(x_BNSH.detach(), context.size)[context.rank].clone()
 
 
 def channels_apart(x_BNSH: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ def test_without_the_flash_kernel(exchange: str) -> None:
 
 
 def all_visible(source: int, rank: int, length: int) -> Block:
-    block = visible_of(source, rank, length)
+    block = ring_block(source, rank, length)
     return block if block.causal else Block(slice(0, length), block.keys, causal=False)
 
 
@@ -161,13 +161,13 @@ def test_every_rank_has_the_same_work_and_none_is_left_out(ranks: int) -> None:
     length = 8
     everything = (ranks * length) * (ranks * length + 1) // 2
     work = {
-        rank: [pairs(visible_of((rank - step) % ranks, rank, length)) for step in range(ranks)]
+        rank: [pairs(ring_block((rank - step) % ranks, rank, length)) for step in range(ranks)]
         for rank in range(ranks)
     }
     assert len({tuple(steps) for steps in work.values()}) == 1
     assert sum(map(sum, work.values())) == everything
     gathered = [
-        sum(map(pairs, visible_of_all(ContextAxis(Group(rank, ranks)), length))) for rank in range(ranks)
+        sum(map(pairs, gathered_blocks(ContextAxis(Group(rank, ranks)), length))) for rank in range(ranks)
     ]
     assert sum(gathered) == everything and len(set(gathered)) == 1
 

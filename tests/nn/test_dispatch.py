@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pentatron.nn.moe import MoE
-from pentatron.parallel.axes import NO_EXPERTS_ELSEWHERE, ExpertAxis
+from pentatron.parallel.axes import NO_EXPERT_PARALLELISM, ExpertAxis
 from pentatron.parallel.collectives import Group
 from tests.harness import run_distributed
 from tests.nn.mixtures import HIDDEN, layer, stream
@@ -65,7 +65,7 @@ def on_a_rank(words: str, cut: int, preferred: str) -> Found:
 
 
 def alone(words: str, ranks: int, preferred: str = "") -> Found:
-    model = layer(words, NO_EXPERTS_ELSEWHERE)
+    model = layer(words, NO_EXPERT_PARALLELISM)
     prefer(model, preferred)
     return pass_through(model, inputs(ranks).flatten(0, 1), stream(3, ranks, 2, LENGTH, HIDDEN).flatten(0, 1))
 

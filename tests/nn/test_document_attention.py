@@ -13,10 +13,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import pentatron.nn.attention_blocks as blocks_module
 import pentatron.nn.context_attention as attention_module
-from pentatron.layout.documents import DocumentStarts, Piece, alike, pieces
-from pentatron.nn.attention_blocks import Block, hidden, in_documents
+from pentatron.layout.documents import DocumentRange, DocumentStarts, document_ranges, group_equal_starts
+from pentatron.nn.attention_blocks import Block, block_mask, document_blocks
 from pentatron.nn.context_attention import attend
-from pentatron.parallel.axes import WHOLE_SEQUENCES, ContextAxis, in_parts
+from pentatron.parallel.axes import NO_CONTEXT_PARALLELISM, ContextAxis, chunk_order
 from pentatron.parallel.collectives import Group
 from tests.harness import distributed
 
@@ -60,7 +60,7 @@ def written_out(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, seen: Tensor) ->
 
 
 def own(x_BNSH: Tensor, context: ContextAxis) -> Tensor:
-    return in_parts(x_BNSH, context.size)[context.rank] if context.size > 1 else x_BNSH
+    return chunk_order(x_BNSH, context.size)[context.rank] if context.size > 1 else x_BNSH
 
 
 def distance(context: ContextAxis, window: int | None, documents: DocumentStarts = DOCUMENTS) -> float:
@@ -86,10 +86,10 @@ def shared(exchange: str) -> ContextAxis:
 @pytest.mark.parametrize("together", [0, 4, 12, LENGTH])
 def test_one_rank(kernel: SDPBackend, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents one by one, short ones together, and all of a sequence together."""
-    monkeypatch.setattr(blocks_module, "TOGETHER", together)
+    monkeypatch.setattr(blocks_module, "MAX_JOINT_TOKENS", together)
     with sdpa_kernel([kernel]):
         for window in WINDOWS:
-            assert distance(WHOLE_SEQUENCES, window) < 1e-5, window
+            assert distance(NO_CONTEXT_PARALLELISM, window) < 1e-5, window
 
 
 @distributed(world=2)
@@ -116,39 +116,43 @@ def test_blocks_in_plain_operations() -> None:
 
 
 def join_up_to(together: int) -> None:
-    blocks_module.pieces = lambda starts, begin, end, *_: pieces(starts, begin, end, together)
-    blocks_module.TOGETHER = together
+    blocks_module.document_ranges = lambda starts, begin, end, *_: document_ranges(
+        starts, begin, end, together
+    )
+    blocks_module.MAX_JOINT_TOKENS = together
 
 
 def documents_ignored() -> None:
-    attention_module.in_documents = lambda documents, *given: in_documents(((0,),) * len(documents), *given)
-    blocks_module.pieces = lambda starts, begin, end, *_: [Piece(begin, end)]
+    attention_module.document_blocks = lambda documents, *given: document_blocks(
+        ((0,),) * len(documents), *given
+    )
+    blocks_module.document_ranges = lambda starts, begin, end, *_: [DocumentRange(begin, end)]
 
 
 def cuts_ignored() -> None:
     """Planted bug: short documents that are computed together attend to those before."""
 
     def without(*given: object) -> list[Block]:
-        return [dataclasses.replace(block, cuts=()) for block in in_documents(*given)]  # type: ignore[arg-type]
+        return [dataclasses.replace(block, cuts=()) for block in document_blocks(*given)]  # type: ignore[arg-type]
 
-    def uncut(*given: object) -> list[Piece]:
-        return [Piece(piece.begin, piece.end) for piece in pieces(*given)]  # type: ignore[arg-type]
+    def uncut(*given: object) -> list[DocumentRange]:
+        return [DocumentRange(piece.begin, piece.end) for piece in document_ranges(*given)]  # type: ignore[arg-type]
 
-    attention_module.in_documents, blocks_module.pieces = without, uncut
+    attention_module.document_blocks, blocks_module.document_ranges = without, uncut
 
 
 def documents_of_the_first_sample() -> None:
-    attention_module.in_documents = lambda documents, *given: in_documents(documents[1:2], *given)
-    blocks_module.alike = lambda documents: alike(documents[1:2] * len(documents))
+    attention_module.document_blocks = lambda documents, *given: document_blocks(documents[1:2], *given)
+    blocks_module.group_equal_starts = lambda documents: group_equal_starts(documents[1:2] * len(documents))
 
 
 def documents_end_with_chunks() -> None:
     """Planted bug: a document is not continued into the chunk of another rank."""
 
     def apart(*given: object) -> list[Block]:
-        return [block for block in in_documents(*given) if block.causal]  # type: ignore[arg-type]
+        return [block for block in document_blocks(*given) if block.causal]  # type: ignore[arg-type]
 
-    attention_module.in_documents = apart
+    attention_module.document_blocks = apart
 
 
 MISTAKES = {
@@ -181,9 +185,9 @@ def test_blocks_hold_every_visible_pair_once_and_no_row_or_column_in_vain(
     for rank in range(ranks):
         context = ContextAxis(Group(rank, ranks))
         places = torch.tensor([n * size + i for n in context.chunks for i in range(size)])
-        for block in in_documents(DOCUMENTS, context.chunks, range(2 * ranks), size, window):
+        for block in document_blocks(DOCUMENTS, context.chunks, range(2 * ranks), size, window):
             rows, columns = places[block.queries], torch.arange(LENGTH)[block.keys]
-            unseen = hidden(block, torch.device("cpu"))
+            unseen = block_mask(block, torch.device("cpu"))
             seen = torch.ones(len(rows), len(columns), dtype=torch.bool) if unseen is None else ~unseen
             assert seen.any(0).all() and seen.any(1).all()
             for sample in range(len(DOCUMENTS))[block.samples]:
@@ -202,19 +206,27 @@ def test_one_document_takes_the_causal_path(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(attention_module, "attend_whole", watched)
     q = drawn(HEADS, 0)
     for documents in (((0,),) * len(DOCUMENTS), DOCUMENTS):
-        attend(q, q, q, WHOLE_SEQUENCES, documents=documents)
+        attend(q, q, q, NO_CONTEXT_PARALLELISM, documents=documents)
     assert asked == [None, DOCUMENTS]
 
 
 def test_short_neighbours_are_joined_and_long_documents_are_not() -> None:
     starts = (0, 3, 5, 25, 29, 30)
-    assert pieces(starts, 0, 32, 8) == [Piece(0, 5, (3,)), Piece(5, 25), Piece(25, 32, (4, 5))]
-    assert pieces(starts, 4, 29, 0) == [Piece(4, 5), Piece(5, 25), Piece(25, 29)]
+    assert document_ranges(starts, 0, 32, 8) == [
+        DocumentRange(0, 5, (3,)),
+        DocumentRange(5, 25),
+        DocumentRange(25, 32, (4, 5)),
+    ]
+    assert document_ranges(starts, 4, 29, 0) == [
+        DocumentRange(4, 5),
+        DocumentRange(5, 25),
+        DocumentRange(25, 29),
+    ]
 
 
 def test_attention_dropout_drops_inside_documents() -> None:
     """Values of one show the dropped weights, whose mean is one."""
     torch.manual_seed(3)
     q, ones = drawn(HEADS, 0) / 4, torch.ones(len(DOCUMENTS), HEADS, LENGTH, WIDTH)
-    found = attend(q, q, ones, WHOLE_SEQUENCES, dropout=0.5, documents=DOCUMENTS)
+    found = attend(q, q, ones, NO_CONTEXT_PARALLELISM, dropout=0.5, documents=DOCUMENTS)
     assert abs(float(found.mean()) - 1) < 0.1 and float(found.std()) > 0.3

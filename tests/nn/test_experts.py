@@ -11,7 +11,7 @@ from pentatron.models.causal_lm import build_model
 from pentatron.nn.experts import Experts
 from pentatron.nn.moe import SharedExpert
 from pentatron.nn.options import ONE_PROCESS, Axes, ModelOptions
-from pentatron.nn.recompute import NOTHING, recompute_of
+from pentatron.nn.recompute import NO_RECOMPUTE, recompute_of
 from pentatron.ops.linear import DeferredGradients
 from pentatron.settings.parallel import MemoryConfig
 from tests.nn.mixtures import HIDDEN, axes_with, config_of, drawn, layer, stream
@@ -69,7 +69,7 @@ def test_weight_gradients_may_come_later() -> None:
     x, deferred = stream(2, sum(COUNTS), HIDDEN), DeferredGradients()
     at_once, later = experts(), experts(axes=axes_with(deferred=deferred))
     at_once(x, COUNTS).square().sum().backward()
-    with deferred.collecting((0, 0)):
+    with deferred.collect((0, 0)):
         later(x, COUNTS).square().sum().backward()
     assert later.linear_fc1.weight.grad is None and later.linear_fc2.weight.grad is None
     deferred.compute((0, 0))
@@ -105,7 +105,9 @@ MODULES = ("moe_act", "moe", "shared_experts")
 def run(modules: tuple[str, ...]) -> tuple[int, dict[str, Tensor]]:
     """Bytes that autograd saves between forward and backward, each storage once, and all gradients."""
     config = config_of(ALL)
-    recompute = recompute_of(MemoryConfig("selective", recompute_modules=modules)) if modules else NOTHING
+    recompute = (
+        recompute_of(MemoryConfig("selective", recompute_modules=modules)) if modules else NO_RECOMPUTE
+    )
     options = ModelOptions(recompute=recompute)
     model = build_model(config.model, 1, torch.device("cpu"), config.moe, options)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}

@@ -17,7 +17,7 @@ from tests.nn.mixtures import HIDDEN, axes_with, layer, stream
 def found_by(model: MoE, on_device: bool) -> dict[str, Tensor]:
     """Output and gradients. Forces the device path, which is not used on a CPU."""
     x = stream(2, 3, 16, HIDDEN).requires_grad_()
-    model.experts.all_on = lambda x_TD: on_device  # type: ignore[method-assign, assignment]
+    model.experts.can_run_on_device = lambda x_TD: on_device  # type: ignore[method-assign, assignment]
     made = model(x)
     made.backward(stream(3, 3, 16, HIDDEN))
     assert x.grad is not None
@@ -87,7 +87,7 @@ def test_little_is_kept() -> None:
     pairs = 3 * 16 * 2
     models = [layer(), layer(), layer(axes=axes_with(Recompute(frozenset({"moe_act"}))))]
     for model, on_device in zip(models, (False, True, True)):
-        model.experts.all_on = lambda x_TD, chosen=on_device: chosen  # type: ignore[method-assign, misc]
+        model.experts.can_run_on_device = lambda x_TD, chosen=on_device: chosen  # type: ignore[method-assign, misc]
     host, device, least = map(kept_bytes, models)
     between = pairs * 24 * 4
     rows = pairs * HIDDEN * 4
@@ -100,7 +100,7 @@ def test_weight_gradients_may_come_later() -> None:
     deferred = DeferredGradients()
     at_once, later = layer(), layer(axes=axes_with(deferred=deferred))
     expected = found_by(at_once, True)
-    with deferred.collecting((0, 0)):
+    with deferred.collect((0, 0)):
         assert "experts.linear_fc1.weight" not in found_by(later, True)
     deferred.compute((0, 0))
     for name in ("linear_fc1", "linear_fc2"):

@@ -3,18 +3,18 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from pentatron.nn.init import draw_weights, named_generator, normal_region
-from pentatron.nn.linear import activated
+from pentatron.nn.linear import mlp_activation
 from pentatron.nn.mlp import _GatedByHalves
 from pentatron.nn.norm import NORMS
-from pentatron.nn.options import AttentionKernels, chosen_kernels
-from pentatron.nn.rope import Frequencies, RotaryEmbedding, plain
-from pentatron.parallel.shards import held_parameters
+from pentatron.nn.options import AttentionKernels, allowed_kernels
+from pentatron.nn.rope import Frequencies, RotaryEmbedding, rope_frequencies
+from pentatron.parallel.shards import sharded_parameters
 
 CPU = torch.device("cpu")
 
 
 def test_rotated_products_depend_on_the_distance_alone() -> None:
-    rope = RotaryEmbedding(Frequencies(plain(16, base=100.0)), interleaved=False)
+    rope = RotaryEmbedding(Frequencies(rope_frequencies(16, base=100.0)), interleaved=False)
     torch.manual_seed(0)
     q, k = torch.randn(1, 1, 1, 16), torch.randn(1, 1, 1, 16)
 
@@ -30,7 +30,7 @@ def test_norms_compute_in_fp32_and_answer_in_the_dtype_of_the_stream() -> None:
     x = torch.randn(4, 64) * 300
     for kind in ("RMSNorm", "LayerNorm"):
         norm = NORMS[kind](64, 1e-6)
-        draw_weights(held_parameters(norm), seed=0, std=0.0)
+        draw_weights(sharded_parameters(norm), seed=0, std=0.0)
         exact = norm(x)
         rounded = norm.to(torch.bfloat16)(x.bfloat16())
         assert rounded.dtype == torch.bfloat16
@@ -41,7 +41,7 @@ def test_norms_compute_in_fp32_and_answer_in_the_dtype_of_the_stream() -> None:
 def test_a_gate_by_halves_is_the_same_bit_for_bit(dtype: torch.dtype) -> None:
     inner = torch.randn(2, 5, 24, dtype=dtype)
     ways = [inner.clone().requires_grad_() for _ in range(2)]
-    made = [activated(ways[0], has_gate=True), _GatedByHalves.apply(ways[1])]
+    made = [mlp_activation(ways[0], has_gate=True), _GatedByHalves.apply(ways[1])]
     for values in made:
         (values * torch.arange(12)).sum().backward()
     assert torch.equal(*made) and ways[0].grad is not None and ways[1].grad is not None
@@ -100,13 +100,13 @@ def test_which_attention_kernels_are_asked_first(monkeypatch: pytest.MonkeyPatch
     gpu = torch.device("cuda", 0)
     for generation, first in ((8, None), (9, SDPBackend.CUDNN_ATTENTION), (10, SDPBackend.CUDNN_ATTENTION)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, g=generation: (g, 0))
-        chosen = chosen_kernels("auto", gpu)
+        chosen = allowed_kernels("auto", gpu)
         assert (chosen and chosen[0]) == first
-        assert SDPBackend.CUDNN_ATTENTION not in (chosen_kernels("auto", gpu, dropout=0.1) or [])
-    assert chosen_kernels("flash", gpu) == [SDPBackend.FLASH_ATTENTION]
+        assert SDPBackend.CUDNN_ATTENTION not in (allowed_kernels("auto", gpu, dropout=0.1) or [])
+    assert allowed_kernels("flash", gpu) == [SDPBackend.FLASH_ATTENTION]
     # Whoever computes elsewhere opens no GPU.
     monkeypatch.setattr(torch.cuda, "get_device_capability", None)
-    assert chosen_kernels("auto", CPU) is None and chosen_kernels("auto", torch.device("meta")) is None
+    assert allowed_kernels("auto", CPU) is None and allowed_kernels("auto", torch.device("meta")) is None
 
 
 def test_attention_kernels_are_said_once_around_a_model() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pentatron.errors import UserError
 from pentatron.nn import loss as loss_module
-from pentatron.nn.linear import VocabularyHead
+from pentatron.nn.linear import OutputLayer
 from pentatron.nn.loss import CrossEntropy
 from pentatron.ops import cross_entropy
 from pentatron.ops.fp8_linear import LinearOptions
@@ -25,18 +25,18 @@ WEIGHTS = stream(4, BATCH, LENGTH) * (torch.arange(LENGTH) != 2)
 ALONE = TensorAxis()
 
 
-def head(where: TensorAxis = ALONE, dtype: torch.dtype = torch.float32, rows: int = ROWS) -> VocabularyHead:
-    made = drawn(VocabularyHead(rows, VOCABULARY, WIDTH, where)).to(dtype)
-    assert isinstance(made, VocabularyHead)
+def head(where: TensorAxis = ALONE, dtype: torch.dtype = torch.float32, rows: int = ROWS) -> OutputLayer:
+    made = drawn(OutputLayer(rows, VOCABULARY, WIDTH, where)).to(dtype)
+    assert isinstance(made, OutputLayer)
     return made
 
 
 def computed(
-    how: CrossEntropy, layer: VocabularyHead, x: Tensor, labels: Tensor = LABELS
+    how: CrossEntropy, layer: OutputLayer, x: Tensor, labels: Tensor = LABELS
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Losses, and the gradients of the hidden states and the weight."""
     x = x.clone().requires_grad_()
-    losses = layer(x, lambda head, x: how.of_stream(head, x, labels, VOCABULARY))
+    losses = layer(x, lambda head, x: how.from_hidden_states(head, x, labels, VOCABULARY))
     (losses * WEIGHTS).sum().backward()
     assert losses.dtype == torch.float32 and x.grad is not None and layer.weight.grad is not None
     return losses.detach(), x.grad, layer.weight.grad
@@ -103,14 +103,14 @@ def test_labels_that_are_no_words() -> None:
     agree(computed(FUSED, layer, x, labels), torchs(x, layer.weight, labels), 1e-5)
     for wrong in (VOCABULARY, -1, ROWS + 5):
         labels[0, 1] = wrong
-        losses = FUSED.of_stream(layer, x, labels, VOCABULARY)
+        losses = FUSED.from_hidden_states(layer, x, labels, VOCABULARY)
         assert int(losses.isnan().sum()) == 1 and bool(losses[0, 1].isnan())
 
 
 def test_minus_infinity_has_no_probability() -> None:
     logits = torch.full((1, 1, 4), -torch.inf)
     logits[..., 2] = 1.0
-    assert FUSED.of_logits(logits, torch.tensor([[2]]), 4).item() == 0.0
+    assert FUSED.from_logits(logits, torch.tensor([[2]]), 4).item() == 0.0
 
 
 @distributed(world=2)
@@ -123,8 +123,8 @@ def test_a_split_vocabulary(sequence_parallel: bool, rows: int) -> None:
     whole, part = head(rows=rows), head(split, rows=rows)
     expected_x, own_x = x.clone().requires_grad_(), split.own_sequence(x).clone().requires_grad_()
     for chunk in (3, 100):
-        expected = FUSED.of_stream(whole, expected_x, labels, VOCABULARY)
-        losses = CrossEntropy("on", "native", chunk).of_stream(part, own_x, labels, VOCABULARY)
+        expected = FUSED.from_hidden_states(whole, expected_x, labels, VOCABULARY)
+        losses = CrossEntropy("on", "native", chunk).from_hidden_states(part, own_x, labels, VOCABULARY)
         assert torch.allclose(losses, expected, atol=1e-5)
         (losses * weights).sum().backward()
         (expected * weights).sum().backward()
@@ -141,8 +141,8 @@ def test_the_weights_gradient_may_come_later() -> None:
     deferred = DeferredGradients()
     layer = head(TensorAxis(linear=LinearOptions(deferred)))
     x.requires_grad_()
-    losses = CrossEntropy("on", "native", 3).of_stream(layer, x, LABELS, VOCABULARY)
-    with deferred.collecting((0, 0)):
+    losses = CrossEntropy("on", "native", 3).from_hidden_states(layer, x, LABELS, VOCABULARY)
+    with deferred.collect((0, 0)):
         (losses * WEIGHTS).sum().backward()
     assert layer.weight.grad is None and deferred.elements == BATCH * LENGTH * (WIDTH + ROWS)
     deferred.compute((0, 0))
@@ -184,7 +184,7 @@ def test_all_but_the_last_chunk_are_computed_again(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_second_backward_is_refused() -> None:
-    losses = FUSED.of_stream(head(), stream(1, BATCH, LENGTH, WIDTH), LABELS, VOCABULARY).sum()
+    losses = FUSED.from_hidden_states(head(), stream(1, BATCH, LENGTH, WIDTH), LABELS, VOCABULARY).sum()
     losses.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         losses.backward()
@@ -193,9 +193,9 @@ def test_a_second_backward_is_refused() -> None:
 def test_logits_of_others_stay() -> None:
     logits = stream(1, BATCH, LENGTH, ROWS).requires_grad_()
     before = logits.detach().clone()
-    FUSED.of_logits(logits, LABELS, VOCABULARY).sum().backward()
+    FUSED.from_logits(logits, LABELS, VOCABULARY).sum().backward()
     plain = before.clone().requires_grad_()
-    CrossEntropy("off").of_logits(plain, LABELS, VOCABULARY).sum().backward()
+    CrossEntropy("off").from_logits(plain, LABELS, VOCABULARY).sum().backward()
     assert torch.equal(logits, before)
     agree((logits.grad,), (plain.grad,), 1e-6)
 
@@ -206,7 +206,7 @@ def test_without_gradients_few_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch)
     multiplied = layer.multiplied
     monkeypatch.setattr(layer, "multiplied", lambda x: sizes.append(len(x)) or multiplied(x))
     with torch.no_grad():
-        found = FUSED.of_stream(layer, x, LABELS, VOCABULARY)
+        found = FUSED.from_hidden_states(layer, x, LABELS, VOCABULARY)
     assert sizes == [4, 4, 2]
     agree((found,), torchs(x, layer.weight)[:1], 1e-5)
 
@@ -215,7 +215,7 @@ def test_on_a_cpu_nothing_is_fused_unless_asked_for() -> None:
     x = stream(1, 1, 1, 2)
     assert not CrossEntropy().fuses(x) and FUSED.fuses(x) and not CrossEntropy("off").fuses(x)
     with pytest.raises(UserError, match="no Triton or no GPU"):
-        CrossEntropy("on", "te").of_logits(x, torch.zeros(1, 1, dtype=torch.long), 2)
+        CrossEntropy("on", "te").from_logits(x, torch.zeros(1, 1, dtype=torch.long), 2)
 
 
 def test_logits_of_users_may_lie_in_any_order() -> None:
@@ -225,7 +225,7 @@ def test_logits_of_users_may_lie_in_any_order() -> None:
     found = []
     for loss in (CrossEntropy("on"), CrossEntropy("off")):
         logits = torch.linspace(-3, 3, 90).view(5, 2, 9).clone().requires_grad_()
-        losses = loss.of_logits(logits.transpose(0, 1), labels, 9)
+        losses = loss.from_logits(logits.transpose(0, 1), labels, 9)
         losses.sum().backward()
         found.append((losses.detach(), logits.grad))
     for fused, plain in zip(*found):

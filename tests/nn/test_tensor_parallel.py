@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pentatron.nn.init import draw_weights
-from pentatron.nn.linear import ColumnParallelLinear, RowParallelLinear, VocabularyTable, even_rows
+from pentatron.nn.linear import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, even_rows
 from pentatron.nn.loss import token_losses
 from pentatron.parallel.axes import TensorAxis
 from pentatron.parallel.collectives import Group
-from pentatron.parallel.shards import held_parameters
+from pentatron.parallel.shards import sharded_parameters
 from tests.harness import distributed
 
 
@@ -21,7 +21,7 @@ def axis(sequence_parallel: bool) -> TensorAxis:
 
 
 def drawn(layer: torch.nn.Module) -> torch.nn.Module:
-    draw_weights(held_parameters(layer), seed=1, std=0.1)
+    draw_weights(sharded_parameters(layer), seed=1, std=0.1)
     return layer
 
 
@@ -66,8 +66,8 @@ def test_cross_entropy_and_tables_over_a_split_vocabulary(vocabulary: int) -> No
     """With padding in a rank's rows, without padding, and with ranks of padding only."""
     split, alone = axis(False), TensorAxis()
     ours, theirs = (
-        drawn(VocabularyTable(16, vocabulary, 6, split)),
-        drawn(VocabularyTable(16, vocabulary, 6, alone)),
+        drawn(VocabParallelEmbedding(16, vocabulary, 6, split)),
+        drawn(VocabParallelEmbedding(16, vocabulary, 6, alone)),
     )
     rows = slice(4 * split.rank, 4 * split.rank + 4)
     assert torch.equal(ours.weight, theirs.weight[rows])

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import pentatron.nn.context_attention as attention_module
-from pentatron.nn.attention_blocks import Block, hidden
-from pentatron.nn.context_attention import attend, in_window, visible_of_all
-from pentatron.parallel.axes import WHOLE_SEQUENCES, ContextAxis, in_parts
+from pentatron.nn.attention_blocks import Block, block_mask
+from pentatron.nn.context_attention import attend, gathered_blocks, window_blocks
+from pentatron.parallel.axes import NO_CONTEXT_PARALLELISM, ContextAxis, chunk_order
 from pentatron.parallel.collectives import Group
 from tests.harness import distributed
 
@@ -39,7 +39,7 @@ def written_out(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, window: int) -> 
 
 
 def own(x_BNSH: Tensor, context: ContextAxis) -> Tensor:
-    return in_parts(x_BNSH, context.size)[context.rank] if context.size > 1 else x_BNSH
+    return chunk_order(x_BNSH, context.size)[context.rank] if context.size > 1 else x_BNSH
 
 
 def distance(context: ContextAxis, window: int, length: int = LENGTH) -> float:
@@ -67,9 +67,9 @@ def shared(exchange: str) -> ContextAxis:
 def test_one_rank(kernel: SDPBackend) -> None:
     with sdpa_kernel([kernel]):
         for window in (0, 1, 31, 32, 5000):
-            assert distance(WHOLE_SEQUENCES, window, 33) < 1e-5, window
+            assert distance(NO_CONTEXT_PARALLELISM, window, 33) < 1e-5, window
         # The kernel takes keys in pieces, and some pieces are wholly outside.
-        assert distance(WHOLE_SEQUENCES, 31, 600) < 1e-5
+        assert distance(NO_CONTEXT_PARALLELISM, 31, 600) < 1e-5
 
 
 def test_a_window_that_covers_the_sequence_needs_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ def test_a_window_that_covers_the_sequence_needs_no_mask(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(attention_module, "attend_whole", watched)
     for window in (LENGTH - 1, LENGTH - 2):
-        assert distance(WHOLE_SEQUENCES, window) < 1e-5
+        assert distance(NO_CONTEXT_PARALLELISM, window) < 1e-5
     assert asked == [None, LENGTH - 2]
 
 
@@ -110,16 +110,16 @@ def test_blocks_in_plain_operations() -> None:
 
 
 def one_key_more(queries: list[int], keys: list[int], size: int, window: int) -> list[Block]:
-    return in_window(queries, keys, size, window + 1)
+    return window_blocks(queries, keys, size, window + 1)
 
 
 def partial_blocks_left_out(queries: list[int], keys: list[int], size: int, window: int) -> list[Block]:
-    blocks = in_window(queries, keys, size, window)
+    blocks = window_blocks(queries, keys, size, window)
     return [b for b in blocks if b.causal or b.left is None]
 
 
 def partial_blocks_seen_whole(queries: list[int], keys: list[int], size: int, window: int) -> list[Block]:
-    return [Block(b.queries, b.keys, b.causal) for b in in_window(queries, keys, size, window)]
+    return [Block(b.queries, b.keys, b.causal) for b in window_blocks(queries, keys, size, window)]
 
 
 @distributed(world=2)
@@ -127,7 +127,7 @@ def partial_blocks_seen_whole(queries: list[int], keys: list[int], size: int, wi
     "mistake", [one_key_more, partial_blocks_left_out, partial_blocks_seen_whole], ids=lambda f: f.__name__
 )
 def test_mistakes_are_seen(mistake: Callable[..., list[Block]]) -> None:
-    attention_module.in_window = mistake  # type: ignore[assignment]
+    attention_module.window_blocks = mistake  # type: ignore[assignment]
     for exchange in ("p2p", "all_gather"):
         worst = torch.tensor(distance(shared(exchange), 5))
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
@@ -145,8 +145,8 @@ def test_blocks_hold_every_visible_pair_once_and_are_no_larger_than_they_must_be
         context = ContextAxis(Group(rank, ranks))
         positions = [n * size + i for n in context.chunks for i in range(size)]
         found = []
-        for block in visible_of_all(context, 2 * size, window):
-            unseen = hidden(block, torch.device("cpu"))
+        for block in gathered_blocks(context, 2 * size, window):
+            unseen = block_mask(block, torch.device("cpu"))
             rows = range(block.queries.start, block.queries.stop)
             columns = range(block.keys.start, block.keys.stop)
             seen = torch.ones(len(rows), len(columns), dtype=torch.bool) if unseen is None else ~unseen

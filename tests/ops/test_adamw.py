@@ -12,7 +12,7 @@ from torch.optim.adamw import adamw
 
 from pentatron.compare.trial import micro_batches
 from pentatron.optim.build import build_optimizer
-from pentatron.optim.update_rules import clipping, clipping_on_device
+from pentatron.optim.update_rules import clip_factor, clip_factor_on_device
 from pentatron.parallel.world import single_process
 from pentatron.train.model import build_parallel_model, model_dtype
 from pentatron.train.step import train_step
@@ -60,20 +60,20 @@ def torchs(values: list[Tensor], gradients: list[Tensor], moments: list[list[Ten
 @pytest.mark.parametrize("rounded", [None, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_three_updates_are_those_of_torch(dtype: torch.dtype, rounded: torch.dtype | None) -> None:
-    from pentatron.ops.triton_update import Numbers, OnePass, Target
+    from pentatron.ops.triton_update import AdamWParameters, FusedAdamWKernel, Target
 
     values, expected = tensors(0), tensors(0)
     zeros = [[torch.zeros_like(v) for v in values] for _ in range(4)]
     moments, remembered = zeros[:2], zeros[2:]
     weights = [None if rounded is None else torch.zeros_like(v, dtype=rounded) for v in values]
     targets = [Target(*each) for each in zip(values, *moments, weights, DECAYS)]
-    one_pass = OnePass(targets, block=256, warps=4)
+    one_pass = FusedAdamWKernel(targets, block=256, warps=4)
     control = torch.tensor([FACTOR, 1.0], device=DEVICE)
     for update in (1, 2, 3):
         gradients: list[Tensor | None] = [*tensors(update, dtype)]
         if update == 2:
             gradients[0] = None
-        one_pass(gradients, control, Numbers(RATE, DECAY, *BETAS, EPSILON, update))
+        one_pass(gradients, control, AdamWParameters(RATE, DECAY, *BETAS, EPSILON, update))
         exact = [torch.zeros_like(v) if g is None else g.float() * FACTOR for v, g in zip(values, gradients)]
         torchs(expected, exact, remembered, update)
     for found, wanted in zip(
@@ -90,13 +90,13 @@ def test_three_updates_are_those_of_torch(dtype: torch.dtype, rounded: torch.dty
 
 @needs_triton
 def test_nothing_is_written_if_the_device_says_so() -> None:
-    from pentatron.ops.triton_update import Numbers, OnePass, Target
+    from pentatron.ops.triton_update import AdamWParameters, FusedAdamWKernel, Target
 
     values = tensors(0)
     moments = [[torch.ones_like(v) for v in values] for _ in range(2)]
     weights = [torch.ones_like(v, dtype=torch.bfloat16) for v in values]
-    one_pass = OnePass([Target(*each) for each in zip(values, *moments, weights, DECAYS)], 256, 4)
-    numbers = Numbers(RATE, DECAY, *BETAS, EPSILON, 1)
+    one_pass = FusedAdamWKernel([Target(*each) for each in zip(values, *moments, weights, DECAYS)], 256, 4)
+    numbers = AdamWParameters(RATE, DECAY, *BETAS, EPSILON, 1)
     bad = [torch.full_like(v, float("nan")) for v in values]
     one_pass(bad, torch.tensor([float("nan"), 0.0], device=DEVICE), numbers)
     for before, now in zip(tensors(0), values):
@@ -111,16 +111,16 @@ def test_nothing_is_written_if_the_device_says_so() -> None:
 @pytest.mark.parametrize("limit", [0.0, 0.5, 100.0])
 def test_clipping_on_the_device_is_clipping(limit: float, scale: float) -> None:
     for squared in (0.0, 7.0, 1e9):
-        found = clipping_on_device(torch.tensor(squared, dtype=torch.float64), limit, scale)
-        assert float(found) == pytest.approx(clipping(squared**0.5 / scale, limit, scale), rel=1e-14)
+        found = clip_factor_on_device(torch.tensor(squared, dtype=torch.float64), limit, scale)
+        assert float(found) == pytest.approx(clip_factor(squared**0.5 / scale, limit, scale), rel=1e-14)
 
 
 @needs_triton
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_squares_are_summed_over_all_tensors(dtype: torch.dtype) -> None:
-    from pentatron.ops.triton_update import Squares
+    from pentatron.ops.triton_update import SumOfSquares
 
-    squares = Squares(block=256, warps=4)
+    squares = SumOfSquares(block=256, warps=4)
     for seed in (0, 1):
         found = squares(tensors(seed, dtype))
         expected = sum(float(t.double().square().sum()) for t in tensors(seed, dtype))
@@ -143,10 +143,10 @@ def test_a_table_of_addresses_follows_the_tensors() -> None:
 
 @needs_triton
 def test_two_gradients_are_summed_in_fp32() -> None:
-    from pentatron.ops.triton_update import exact_sum
+    from pentatron.ops.triton_update import sum_in_fp32
 
     for one, other in zip(tensors(0, torch.bfloat16), tensors(1, torch.bfloat16)):
-        assert torch.equal(exact_sum(one, other), one.float().add_(other))
+        assert torch.equal(sum_in_fp32(one, other), one.float().add_(other))
 
 
 @needs_triton
@@ -167,7 +167,7 @@ def test_a_step_decided_on_the_device(accumulated: int, monkeypatch: pytest.Monk
         optimizer = build_optimizer(
             model.stages, world, config.optim, model.decisions.optimizer, model_dtype(config)
         )
-        assert optimizer.decides is (flag == "")
+        assert optimizer.skips_on_device is (flag == "")
         batches = micro_batches(config, world, 0)
         states.append([f.values.clone() for f in optimizer.fragments(owned_only=False)])
         for step in range(2):

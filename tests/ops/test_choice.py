@@ -47,7 +47,7 @@ def test_without_a_c_compiler_there_are_no_kernels(monkeypatch: pytest.MonkeyPat
     tries = trial(monkeypatch, RuntimeError(f"{MISSING}\nand more"))
     cpu = single_process(torch.device("cpu"))
     gpu = dataclasses.replace(cpu, device=torch.device("cuda"))
-    assert not dispatch.by_kernel(ON_A_GPU) and not dispatch.by_kernel(ON_A_GPU)
+    assert not dispatch.uses_triton(ON_A_GPU) and not dispatch.uses_triton(ON_A_GPU)
     (note,) = _without_kernels(gpu)
     assert f"(RuntimeError: {MISSING})" in note and "\n" not in note
     assert tries == [1], "once in a process"
@@ -57,7 +57,7 @@ def test_without_a_c_compiler_there_are_no_kernels(monkeypatch: pytest.MonkeyPat
 def test_where_it_works_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     trial(monkeypatch, True)
     gpu = dataclasses.replace(single_process(torch.device("cpu")), device=torch.device("cuda"))
-    assert dispatch.by_kernel(ON_A_GPU) and not dispatch.by_kernel(torch.zeros(1))
+    assert dispatch.uses_triton(ON_A_GPU) and not dispatch.uses_triton(torch.zeros(1))
     assert _without_kernels(gpu) == []
 
 

@@ -19,7 +19,7 @@ def gradients(dtype: torch.dtype, deferred: DeferredGradients | None, halves: bo
     x, weight, bias = layer(dtype)
     loss = linear(x, weight, bias, deferred).square().sum()
     if deferred is not None and halves:
-        with deferred.collecting((0, 0)):
+        with deferred.collect((0, 0)):
             loss.backward()
         assert weight.grad is None and bias.grad is not None and deferred.cells == [(0, 0)]
         deferred.compute((0, 0))
@@ -45,7 +45,7 @@ def test_a_recomputed_layer_gives_its_gradient_to_the_parameter() -> None:
     x, weight, bias = layer()
     deferred = DeferredGradients()
     made = checkpoint(lambda x: linear(x, weight, bias, deferred), x, use_reentrant=False)
-    with deferred.collecting((0, 0)):
+    with deferred.collect((0, 0)):
         made.square().sum().backward()
     del made
     deferred.compute((0, 0))
@@ -57,7 +57,7 @@ def test_hooks_hear_of_them_and_gradients_add_up() -> None:
     deferred, heard = DeferredGradients(), []
     weight.register_post_accumulate_grad_hook(lambda p: heard.append(p.grad is not None))
     for micro_batch in range(2):
-        with deferred.collecting((1, micro_batch)):
+        with deferred.collect((1, micro_batch)):
             linear(x, weight, bias, deferred).sum().backward()
     assert True not in heard, "nothing has been computed yet"
     deferred.compute((1, 1))
@@ -74,7 +74,7 @@ def test_what_is_kept() -> None:
     made = linear(x, weight, bias, deferred)
     activated = made.tanh()
     behind = StorageWeakRef(activated.untyped_storage())
-    with deferred.collecting((0, 0)):
+    with deferred.collect((0, 0)):
         activated.square().sum().backward()
     del made, activated
     assert deferred.elements == x.numel() + 2 * 5 * 4
@@ -87,14 +87,14 @@ def test_frozen_weights_leave_nothing() -> None:
     x, weight, bias = layer()
     weight.requires_grad_(False)
     deferred = DeferredGradients()
-    with deferred.collecting((0, 0)):
+    with deferred.collect((0, 0)):
         linear(x, weight, bias, deferred).sum().backward()
     assert deferred.elements == 0 and x.grad is not None
 
 
 def test_a_cell_is_cut_in_two_once() -> None:
     deferred = DeferredGradients()
-    with deferred.collecting((0, 0)):
+    with deferred.collect((0, 0)):
         pass
-    with pytest.raises(AssertionError, match="two input halves"), deferred.collecting((0, 0)):
+    with pytest.raises(AssertionError, match="two input halves"), deferred.collect((0, 0)):
         pass

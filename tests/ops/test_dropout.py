@@ -26,7 +26,7 @@ def test_every_bit_is_that_of_plain_torch(
     keys = dropout_keys(1234, 7, 0, 2, torch.arange(3, device=DEVICE), DEVICE)
     found = []
     for chosen in (False, True):
-        monkeypatch.setattr(module, "by_kernel", lambda tensor, chosen=chosen: chosen)
+        monkeypatch.setattr(module, "uses_triton", lambda tensor, chosen=chosen: chosen)
         x, stream = (t.clone().requires_grad_() for t in drawn[:2])
         alone = hidden_dropout(x, keys, site, probability)
         added = dropout_added(x, stream, keys, site, probability)
@@ -50,6 +50,6 @@ def test_the_site_may_lie_in_memory() -> None:
     x = torch.ones(2, 3, 64, device=DEVICE)
     rows = dropout_keys(1234, 7, 0, 2, torch.arange(3, device=DEVICE), DEVICE).rows
     made = [
-        triton_dropout.dropped(x, None, rows, site, 0, 2.0) for site in (5, torch.tensor(5, device=DEVICE), 6)
+        triton_dropout.dropout(x, None, rows, site, 0, 2.0) for site in (5, torch.tensor(5, device=DEVICE), 6)
     ]
     assert torch.equal(made[0], made[1]) and not torch.equal(made[0], made[2])

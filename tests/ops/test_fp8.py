@@ -9,10 +9,10 @@ from pentatron.ops.fp8 import (
     E4M3,
     E5M2,
     _largest_of_tiles,
+    quantize,
     rounded,
     scale_for,
     scale_of,
-    scaled,
     scales_of,
 )
 
@@ -45,9 +45,9 @@ def test_parts_round_as_the_whole_does(dtype: torch.dtype) -> None:
     # Nothing so small that it has fewer digits.
     whole = (torch.rand(64, 48) + 0.05) * torch.randn(64, 48).sign()
     whole[7, 7] = 30.0
-    parts = [scaled(part, dtype) for part in whole.split(16)]
+    parts = [quantize(part, dtype) for part in whole.split(16)]
     factors = {float(p.unscale) for p in parts}
-    together = scaled(whole, dtype)
+    together = quantize(whole, dtype)
     assert len(factors) > 1, "they were scaled differently"
     apart = torch.cat([p.rows.float() * p.unscale for p in parts if p.rows is not None])
     assert together.rows is not None and torch.equal(apart, together.rows.float() * together.unscale)
@@ -62,9 +62,9 @@ def test_both_ways_of_writing_hold_the_same() -> None:
     torch.manual_seed(2)
     matrix = torch.randn(32, 48).t()
     both, rows, columns = (
-        scaled(matrix, E4M3),
-        scaled(matrix, E4M3, columns=False),
-        scaled(matrix, E4M3, rows=False),
+        quantize(matrix, E4M3),
+        quantize(matrix, E4M3, columns=False),
+        quantize(matrix, E4M3, rows=False),
     )
     assert both.rows is not None and both.columns is not None
     assert both.rows.is_contiguous() and both.columns.is_contiguous() and both.columns.shape == (32, 48)
@@ -78,12 +78,12 @@ def test_both_ways_of_writing_hold_the_same() -> None:
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_zeros_stay_zeros_and_what_is_no_number_is_seen(dtype: torch.dtype) -> None:
     for value in (0.0, 1e-42):
-        small = scaled(torch.tensor([[0.0, value]]), dtype)
+        small = quantize(torch.tensor([[0.0, value]]), dtype)
         assert small.rows is not None
         values = small.rows.float() * small.unscale
         assert torch.isfinite(values).all() and float(values[0, 0]) == 0.0
     for value in (float("nan"), float("inf"), -float("inf")):
-        broken = scaled(torch.tensor([[1.0, 2.0], [value, 3.0]]), dtype)
+        broken = quantize(torch.tensor([[1.0, 2.0], [value, 3.0]]), dtype)
         assert broken.rows is not None
         assert not torch.isfinite((broken.rows.float() * broken.unscale)[1, 0])
     beyond = rounded(torch.tensor([1e30, -1e30]), torch.tensor(1.0), dtype)
@@ -201,7 +201,7 @@ def test_by_rows_each_row_fills_the_range() -> None:
         torch.randn(150, 140) * 10.0 ** torch.randint(-6, 6, (150, 1)) * 10.0 ** torch.randint(-6, 6, (140,))
     )
     matrix[7] = 0.0
-    made = scaled(matrix, E4M3, by_rows=True)
+    made = quantize(matrix, E4M3, by_rows=True)
     for values, unscale, true in (
         (made.rows, made.unscale, matrix),
         (made.columns, made.columns_unscale, matrix.t()),
@@ -216,7 +216,10 @@ def test_by_rows_each_row_fills_the_range() -> None:
             (values.float() * unscale - true).abs() / true.abs().amax(1, keepdim=True).clamp(min=1e-30)
         ).max()
         assert float(error) <= 1 / 16
-    only = scaled(matrix, E4M3, columns=False, by_rows=True), scaled(matrix, E4M3, rows=False, by_rows=True)
+    only = (
+        quantize(matrix, E4M3, columns=False, by_rows=True),
+        quantize(matrix, E4M3, rows=False, by_rows=True),
+    )
     assert (
         only[0].rows is not None
         and only[1].columns is not None
@@ -232,4 +235,6 @@ def test_scales_of_many_are_those_of_each() -> None:
     torch.manual_seed(6)
     many = [(torch.randn(8, 5) * 10.0**n).bfloat16() for n in range(-3, 4)]
     found = scales_of(many, E4M3)
-    assert found.tolist() == [float(scaled(one, E4M3).scale) for one in many] and len(set(found.tolist())) > 5
+    assert (
+        found.tolist() == [float(quantize(one, E4M3).scale) for one in many] and len(set(found.tolist())) > 5
+    )

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pentatron.nn.linear import activated
+from pentatron.nn.linear import mlp_activation
 from pentatron.ops.activation import gated_linear, swiglu, swiglu_backward
 
 
@@ -20,7 +20,7 @@ def test_values_and_gradients(dtype: torch.dtype, tolerance: float) -> None:
     inner, weight, gradient = _made(dtype)
     gated_linear(inner, weight).backward(gradient)
     exact, matrix = inner.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
-    F.linear(activated(exact, has_gate=True), matrix).backward(gradient.double())
+    F.linear(mlp_activation(exact, has_gate=True), matrix).backward(gradient.double())
     for found, true in ((inner.grad, exact.grad), (weight.grad, matrix.grad)):
         assert found is not None and true is not None
         assert (found.double() - true).abs().max() < tolerance * true.abs().max()
@@ -38,7 +38,7 @@ def test_nothing_between_the_matrices_is_kept() -> None:
         gated_linear(inner, weight)
         assert set(kept) == {inner.data_ptr(), weight.data_ptr()}
         kept.clear()
-        F.linear(activated(inner, has_gate=True), weight)
+        F.linear(mlp_activation(inner, has_gate=True), weight)
         assert set(kept) > {inner.data_ptr(), weight.data_ptr()}
 
 

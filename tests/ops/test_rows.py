@@ -29,13 +29,13 @@ def test_rows_are_dealt_and_summed(dtype: torch.dtype, width: int) -> None:
     pairs = torch.randperm(21, generator=torch.Generator().manual_seed(1))
     places = pairs.argsort().view(7, 3)
     x, made = draw(2, 7, width).to(dtype), draw(3, 21, width).to(dtype)
-    dealt = triton_activation.deal_rows(x.to(DEVICE), places.to(DEVICE))
+    dealt = triton_activation.dispatch_rows(x.to(DEVICE), places.to(DEVICE))
     assert torch.equal(dealt.cpu(), x[pairs // 3]) and torch.equal(
-        activation.deal_rows(x, places), x[pairs // 3]
+        activation.dispatch_rows(x, places), x[pairs // 3]
     )
-    summed = triton_activation.sum_rows(made.to(DEVICE), places.to(DEVICE))
+    summed = triton_activation.combine_rows(made.to(DEVICE), places.to(DEVICE))
     assert torch.allclose(
-        summed.cpu(), activation.sum_rows(made, places), rtol=1e-2 if dtype != torch.float32 else 1e-6
+        summed.cpu(), activation.combine_rows(made, places), rtol=1e-2 if dtype != torch.float32 else 1e-6
     )
 
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import pentatron.ops.fp8_linear as module
-from pentatron.ops.fp8 import E4M3, Scaled
-from pentatron.ops.fp8 import scaled as plainly_scaled
-from pentatron.ops.fp8_linear import FORMATS, can_be_scaled, scaled_linear
+from pentatron.ops.fp8 import E4M3, Fp8Matrix
+from pentatron.ops.fp8 import quantize as plainly_scaled
+from pentatron.ops.fp8_linear import FORMATS, fp8_linear, fp8_supports
 from pentatron.ops.linear import DeferredGradients
 
 FOLLOWS = torch.linspace(-1, 1, 48)
@@ -28,7 +28,7 @@ def layer(dtype: torch.dtype = torch.float32) -> tuple[Tensor, nn.Parameter, nn.
 def results(format: str, dtype: torch.dtype = torch.float32, by_rows: bool = False) -> list[Tensor]:
     """The output, and the gradients of input, weight and bias."""
     x, weight, bias = layer(dtype)
-    y = scaled_linear(x, weight, bias, replace(FORMATS[format], by_rows=by_rows))
+    y = fp8_linear(x, weight, bias, replace(FORMATS[format], by_rows=by_rows))
     (y * FOLLOWS.to(dtype)).sum().backward()
     assert x.grad is not None and weight.grad is not None and bias.grad is not None
     return [y.detach(), x.grad, weight.grad, bias.grad]
@@ -82,7 +82,7 @@ def test_scales_by_row_keep_what_an_outlier_takes() -> None:
         x, weight, _ = layer()
         with torch.no_grad():
             x[0, 0] *= 1e5
-            found = scaled_linear(x, weight, None, replace(FORMATS["e4m3"], by_rows=by_rows))
+            found = fp8_linear(x, weight, None, replace(FORMATS["e4m3"], by_rows=by_rows))
             true = F.linear(x, weight)
         return apart([found[1]], [true[1]])[0]
 
@@ -97,9 +97,7 @@ def test_a_column_of_outliers_costs_a_gradient_less_by_row(format: str) -> None:
         x, weight, _ = layer()
         with torch.no_grad():
             x[..., 0] *= 1e5
-        scaled_linear(x, weight, None, replace(FORMATS[format], by_rows=by_rows)).mul(
-            FOLLOWS
-        ).sum().backward()
+        fp8_linear(x, weight, None, replace(FORMATS[format], by_rows=by_rows)).mul(FOLLOWS).sum().backward()
         true = FOLLOWS[:, None] * x.detach().flatten(0, 1).sum(0)
         assert weight.grad is not None
         return apart([weight.grad[:, 1:]], [true[:, 1:]])[0]
@@ -121,11 +119,11 @@ def test_gradients_have_a_digit_less_in_hybrid() -> None:
 
 
 def test_a_wrong_scale_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(matrix: Tensor, dtype: torch.dtype, **wanted: bool) -> Scaled:
+    def wrong(matrix: Tensor, dtype: torch.dtype, **wanted: bool) -> Fp8Matrix:
         made = plainly_scaled(matrix, dtype, **wanted)
         return replace(made, unscale=made.unscale * 2, columns_unscale=made.columns_unscale * 2)
 
-    monkeypatch.setattr(module, "scaled", wrong)
+    monkeypatch.setattr(module, "quantize", wrong)
     assert min(apart(results("hybrid"), exact())[:3]) > 0.4
 
 
@@ -138,7 +136,7 @@ def test_the_input_is_kept_in_a_byte_an_element() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        scaled_linear(x, weight, bias, FORMATS["hybrid"])
+        fp8_linear(x, weight, bias, FORMATS["hybrid"])
     beside = sum(t.nbytes for t in kept if t.data_ptr() != weight.data_ptr())
     assert x.numel() <= beside < x.numel() + 100
 
@@ -148,9 +146,9 @@ def test_the_same_bits_where_gradients_of_weights_come_later_and_layers_run_agai
     x, weight, bias = layer()
     deferred = DeferredGradients()
     made = checkpoint(
-        lambda x: scaled_linear(x, weight, bias, FORMATS["hybrid"], deferred), x, use_reentrant=False
+        lambda x: fp8_linear(x, weight, bias, FORMATS["hybrid"], deferred), x, use_reentrant=False
     )
-    with deferred.collecting((0, 0)):
+    with deferred.collect((0, 0)):
         (made * FOLLOWS).sum().backward()
     assert weight.grad is None and x.grad is not None and torch.equal(x.grad, expected[1])
     assert deferred.elements == x.numel() + made.numel()
@@ -158,7 +156,7 @@ def test_the_same_bits_where_gradients_of_weights_come_later_and_layers_run_agai
     deferred.compute((0, 0))
     assert weight.grad is not None and torch.equal(weight.grad, expected[2])
     x, weight, bias = layer()
-    (scaled_linear(x, weight, bias, FORMATS["hybrid"], deferred) * FOLLOWS).sum().backward()
+    (fp8_linear(x, weight, bias, FORMATS["hybrid"], deferred) * FOLLOWS).sum().backward()
     assert weight.grad is not None and torch.equal(weight.grad, expected[2]), (
         "a backward that is not cut in two"
     )
@@ -168,20 +166,20 @@ def test_what_is_no_number_comes_through() -> None:
     x, weight, _ = layer()
     with torch.no_grad():
         x[1, 3, 5] = float("nan")
-        assert torch.isnan(scaled_linear(x, weight, None, FORMATS["e4m3"])[1, 3]).all()
+        assert torch.isnan(fp8_linear(x, weight, None, FORMATS["e4m3"])[1, 3]).all()
         x[1, 3, 5] = float("inf")
-        assert not torch.isfinite(scaled_linear(x, weight, None, FORMATS["e4m3"])[1, 3]).any()
+        assert not torch.isfinite(fp8_linear(x, weight, None, FORMATS["e4m3"])[1, 3]).any()
 
 
 def test_evaluation_computes_the_same() -> None:
     expected = results("hybrid")[0]
     x, weight, bias = layer()
     with torch.no_grad():
-        assert torch.equal(scaled_linear(x, weight, bias, FORMATS["hybrid"]), expected)
+        assert torch.equal(fp8_linear(x, weight, bias, FORMATS["hybrid"]), expected)
 
 
 def test_tokens_that_do_not_fit() -> None:
-    assert can_be_scaled(torch.empty(2, 8, 3)) and not can_be_scaled(torch.empty(1, 1, 3))
+    assert fp8_supports(torch.empty(2, 8, 3)) and not fp8_supports(torch.empty(1, 1, 3))
 
 
 @pytest.mark.parametrize("by_rows", [False, True])
@@ -189,9 +187,7 @@ def test_a_compiler_sees_one_graph(by_rows: bool) -> None:
     expected = results("hybrid", by_rows=by_rows)
     x, weight, bias = layer()
     fp8 = replace(FORMATS["hybrid"], by_rows=by_rows)
-    compiled = torch.compile(
-        lambda x: scaled_linear(x, weight, bias, fp8), backend="aot_eager", fullgraph=True
-    )
+    compiled = torch.compile(lambda x: fp8_linear(x, weight, bias, fp8), backend="aot_eager", fullgraph=True)
     y = compiled(x)
     (y * FOLLOWS).sum().backward()
     assert torch.equal(y, expected[0]) and x.grad is not None and torch.equal(x.grad, expected[1])
@@ -202,21 +198,21 @@ Gate = Callable[[Tensor, nn.Parameter, nn.Parameter], Tensor]
 
 
 def gate_beside(x: Tensor, weight: nn.Parameter, bias: nn.Parameter) -> Tensor:
-    gate, up = scaled_linear(x, weight, bias, FORMATS["hybrid"]).chunk(2, dim=-1)
+    gate, up = fp8_linear(x, weight, bias, FORMATS["hybrid"]).chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 def gate_beside_by_rows(x: Tensor, weight: nn.Parameter, bias: nn.Parameter) -> Tensor:
-    gate, up = scaled_linear(x, weight, bias, BY_ROWS).chunk(2, dim=-1)
+    gate, up = fp8_linear(x, weight, bias, BY_ROWS).chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 def gate_within(x: Tensor, weight: nn.Parameter, bias: nn.Parameter) -> Tensor:
-    return scaled_linear(x, weight, bias, FORMATS["hybrid"], gates=True)
+    return fp8_linear(x, weight, bias, FORMATS["hybrid"], gates=True)
 
 
 def gate_within_by_rows(x: Tensor, weight: nn.Parameter, bias: nn.Parameter) -> Tensor:
-    return scaled_linear(x, weight, bias, BY_ROWS, gates=True)
+    return fp8_linear(x, weight, bias, BY_ROWS, gates=True)
 
 
 def through_a_gate(gate: Gate, dtype: torch.dtype) -> list[Tensor]:
@@ -253,10 +249,8 @@ def test_the_weight_before_a_gate_may_come_later() -> None:
     expected = through_a_gate(gate_within, torch.float32)
     deferred = DeferredGradients()
     x, weight, bias = layer()
-    with deferred.collecting((0, 0)):
-        (
-            scaled_linear(x, weight, bias, FORMATS["hybrid"], deferred, gates=True) * FOLLOWS[:24]
-        ).sum().backward()
+    with deferred.collect((0, 0)):
+        (fp8_linear(x, weight, bias, FORMATS["hybrid"], deferred, gates=True) * FOLLOWS[:24]).sum().backward()
     assert weight.grad is None and bias.grad is not None and torch.equal(bias.grad, expected[3])
     deferred.compute((0, 0))
     assert weight.grad is not None and torch.equal(weight.grad, expected[2])

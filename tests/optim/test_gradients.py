@@ -13,11 +13,11 @@ from torch.optim.adamw import adamw
 from pentatron.compare.trial import micro_batches
 from pentatron.optim.build import build_optimizer
 from pentatron.optim.optimizer import Optimizer
-from pentatron.optim.update_rules import clipping, squared_norm
+from pentatron.optim.update_rules import clip_factor, squared_norm
 from pentatron.parallel import gradients as gradients_module
 from pentatron.parallel import reduction as reduction_module
-from pentatron.parallel.gradients import Filling
-from pentatron.parallel.shards import ONES, DeclaringModule, whole
+from pentatron.parallel.gradients import BucketBuffer
+from pentatron.parallel.shards import ONES, ShardedModule, whole
 from pentatron.parallel.world import single_process
 from pentatron.settings.run import RunConfig
 from pentatron.train.model import build_parallel_model, model_dtype
@@ -55,7 +55,7 @@ class Plain:
                 assert p.grad is not None
                 total.add_(p.grad)
                 p.grad = None
-        torch._foreach_div_(sums, torch.tensor(1 / clipping(norm, OPTIM.clip_grad)))
+        torch._foreach_div_(sums, torch.tensor(1 / clip_factor(norm, OPTIM.clip_grad)))
         for decays in (True, False):
             chosen = [i for i, p in enumerate(self.parameters) if (p.dim() > 1) is decays]
             values, grads, first, second, steps = (
@@ -103,7 +103,7 @@ def test_the_bits_are_those_of_a_zeroed_fp32_sum(count: int, dtype: torch.dtype,
 
 def test_sums_in_bf16_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        gradients_module, "added", lambda before, new: new if before is None else before + new
+        gradients_module, "accumulate", lambda before, new: new if before is None else before + new
     )
     found, expected = both_ways(3, torch.bfloat16, 0)
     assert not all(torch.equal(found[name].view_as(value), value) for name, value in expected.items())
@@ -200,7 +200,7 @@ def as_before(before: Tensor | None, gradient: Tensor) -> Tensor:
     return (torch.zeros_like(gradient, dtype=torch.float32) if before is None else before).add_(gradient)
 
 
-def zeroed(self: Filling, slot: int, gradient: Tensor) -> None:
+def zeroed(self: BucketBuffer, slot: int, gradient: Tensor) -> None:
     if not self._filled:
         self.buffer.zero_()
     self._filled = set(range(len(self.bucket.plan.slots)))
@@ -209,8 +209,8 @@ def zeroed(self: Filling, slot: int, gradient: Tensor) -> None:
 
 def state_after(words: str, plainly: bool) -> dict[tuple[str, Any], str]:
     if plainly:
-        gradients_module.added = reduction_module.added = as_before
-        Filling.take = zeroed  # type: ignore[method-assign]
+        gradients_module.accumulate = reduction_module.accumulate = as_before
+        BucketBuffer.take = zeroed  # type: ignore[method-assign]
     config: RunConfig = resolved(f"{SHAPE} --clip-grad 0 {words}", dist.get_world_size()).config
     world = here(config)
     model = build_parallel_model(config, world)
@@ -245,7 +245,7 @@ def test_whole_models_have_the_bits_of_zeroed_sums(ranks: int, words: str) -> No
     assert found == plain
 
 
-class _Joined(DeclaringModule):
+class _Joined(ShardedModule):
     """Two parameters whose gradients autograd hands over as views of one memory."""
 
     def __init__(self) -> None:

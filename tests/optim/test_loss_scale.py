@@ -119,9 +119,9 @@ def test_a_fixed_scale_stays_and_has_nothing_to_save() -> None:
 def test_overflows_that_no_scale_prevents_are_known_for_what_they_are(config: PrecisionConfig) -> None:
     scaler = LossScaler(config)
     count = 0
-    while not scaler.is_hopeless:
+    while not scaler.cannot_recover:
         scaler.settle(updated=False)
         count += 1
     assert 32 < count < 64 and 0 < scaler.scale <= 1
     scaler.settle(updated=True)
-    assert not scaler.is_hopeless
+    assert not scaler.cannot_recover

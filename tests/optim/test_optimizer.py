@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pentatron.layout.ranks import Grid
 from pentatron.optim.optimizer import Optimizer
-from pentatron.optim.update_rules import clipping, squared_norm
+from pentatron.optim.update_rules import clip_factor, squared_norm
 from pentatron.parallel.shards import region
 from pentatron.parallel.world import World, single_process
 from tests.harness import distributed, run_distributed
@@ -134,8 +134,8 @@ def test_clipping_scales_down_to_the_limit_and_never_up() -> None:
     gradients = [torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])]
     norm = math.sqrt(float(squared_norm(gradients, CPU)))
     assert norm == pytest.approx(5.0)
-    assert clipping(norm, 10.0) == 1.0
-    assert clipping(norm, 1.0) * norm == pytest.approx(1.0, rel=1e-5)
+    assert clip_factor(norm, 10.0) == 1.0
+    assert clip_factor(norm, 1.0) * norm == pytest.approx(1.0, rel=1e-5)
     assert float(squared_norm([], CPU)) == 0.0
 
 

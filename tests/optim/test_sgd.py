@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pentatron.layout.ranks import Grid
-from pentatron.optim.update_rules import rule_of
+from pentatron.optim.update_rules import rule_of_checkpoint
 from pentatron.parallel.world import single_process
 from pentatron.settings.training import OptimConfig
 from tests.harness import distributed
@@ -61,7 +61,7 @@ def compare(found: dict[str, Any], momentum: float) -> None:
             assert torch.allclose(found["state"][f"momentum_buffer/{name}"], buffer, atol=1e-6, rtol=0), name
     kinds = {name.partition("/")[0] for name in found["state"]}
     assert kinds == {"weights", "momentum_buffer"} if momentum else {"weights"}
-    assert rule_of(found["state"]) == ("sgd" if momentum else None)
+    assert rule_of_checkpoint(found["state"]) == ("sgd" if momentum else None)
 
 
 @pytest.mark.parametrize("momentum", [0.9, 0.0])

@@ -15,17 +15,17 @@ from pentatron.optim.build import AnyOptimizer, build_optimizer
 from pentatron.parallel.collectives import all_reduce_
 from pentatron.parallel.shards import (
     ONES,
-    Declared,
-    DeclaringModule,
     Fragment,
-    Initial,
-    Piece,
+    Initialization,
     Shape,
-    held_parameters,
+    Shard,
+    ShardedModule,
+    ShardingSpec,
     region,
+    sharded_parameters,
     whole,
 )
-from pentatron.parallel.world import World, connect
+from pentatron.parallel.world import World, create_groups
 from pentatron.settings.decision_types import OptimizerOptions
 from pentatron.settings.training import OptimConfig
 
@@ -40,17 +40,17 @@ OPTIM = OptimConfig(lr=RATE, weight_decay=0.3, adam_beta2=0.95, adam_eps=1e-6, c
 BUCKET = 60
 
 
-class Linear(DeclaringModule):
+class Linear(ShardedModule):
     def __init__(self, into: int, out: int) -> None:
         super().__init__()
-        self.weight = self.declare("weight", (out, into), whole((out, into), Initial()))
-        self.bias = self.declare("bias", (out,), whole((out,), Initial()))
+        self.weight = self.declare("weight", (out, into), whole((out, into), Initialization()))
+        self.bias = self.declare("bias", (out,), whole((out,), Initialization()))
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, self.weight, self.bias)
 
 
-class Scale(DeclaringModule):
+class Scale(ShardedModule):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = self.declare("weight", (width,), whole((width,), ONES))
@@ -66,7 +66,7 @@ def network(seed: int = 3) -> nn.Sequential:
 
 def fill(model: Model, seed: int = 3) -> Model:
     """Values that depend on the logical tensor alone, whoever holds which part of it."""
-    for held in held_parameters(model):
+    for held in sharded_parameters(model):
         held.parameter.data.zero_()
         logical = torch.randn(
             held.declared.shape,
@@ -98,7 +98,7 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def here(grid: Grid, device: torch.device = CPU) -> World:
-    return connect(grid, dist.get_rank(), dist.get_rank(), device)
+    return create_groups(grid, dist.get_rank(), dist.get_rank(), device)
 
 
 def parallel(
@@ -189,10 +189,10 @@ def assembled(pieces: Iterable[tuple[str, Shape, Shape, Tensor]]) -> dict[str, T
     return values
 
 
-class Prescribed(DeclaringModule):
+class Prescribed(ShardedModule):
     """Parameters whose gradients are whatever one asks for."""
 
-    def __init__(self, parameters: dict[str, tuple[Shape, Declared]]) -> None:
+    def __init__(self, parameters: dict[str, tuple[Shape, ShardingSpec]]) -> None:
         super().__init__()
         for name, (local, declared) in parameters.items():
             self.declare(name, local, declared)
@@ -203,12 +203,12 @@ class Prescribed(DeclaringModule):
 
 def rows(
     shape: Shape, *blocks: tuple[int, int, int, Sequence[Axis], Sequence[Axis]], tensor: str | None = None
-) -> Declared:
+) -> ShardingSpec:
     """Blocks of whole rows: (row in the logical tensor, row here, how many, replicated over, partial over)."""
     rest = shape[1:]
     zeros = (0,) * len(rest)
     pieces = tuple(
-        Piece((start, *zeros), (local, *zeros), (count, *rest), frozenset(replicated), frozenset(partial))
+        Shard((start, *zeros), (local, *zeros), (count, *rest), frozenset(replicated), frozenset(partial))
         for start, local, count, replicated, partial in blocks
     )
-    return Declared(shape, pieces, Initial(), tensor)
+    return ShardingSpec(shape, pieces, Initialization(), tensor)

@@ -13,7 +13,7 @@ from pentatron.layout.actions import Kind, Schedule
 from pentatron.layout.ranks import Grid
 from pentatron.ops.linear import DeferredGradients, linear
 from pentatron.parallel.messages import open_messages
-from pentatron.parallel.world import World, connect
+from pentatron.parallel.world import World, create_groups
 
 CPU = torch.device("cpu")
 WIDTH = 5
@@ -23,7 +23,7 @@ LENGTHS = ((3, 6, 2, 4, 5), (7, 1), (2, 4, 4, 3, 6, 1, 5))
 
 def pipeline_world(device: torch.device = CPU) -> World:
     rank, size = dist.get_rank(), dist.get_world_size()
-    return connect(Grid(pipeline=size), rank, rank, device)
+    return create_groups(Grid(pipeline=size), rank, rank, device)
 
 
 def width(stage: int) -> int:

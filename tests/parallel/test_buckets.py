@@ -4,14 +4,14 @@ import itertools
 import pytest
 import torch
 
-from pentatron.parallel.buckets import ALIGNMENT, Bucket, Plan, Span, held_bytes, in_few_runs, plan_buckets
+from pentatron.parallel.buckets import ALIGNMENT, Bucket, Plan, Span, merge_views, plan_buckets, storage_bytes
 from pentatron.parallel.collectives import Group
-from pentatron.parallel.shards import Held, held_parameters
+from pentatron.parallel.shards import ShardedParameter, sharded_parameters
 from tests.optim.tiny import Prescribed, fill, network, rows
 
 
-def packed(shapes: dict[str, tuple[int, ...]], tied: tuple[str, ...] = ()) -> list[Held]:
-    return held_parameters(
+def packed(shapes: dict[str, tuple[int, ...]], tied: tuple[str, ...] = ()) -> list[ShardedParameter]:
+    return sharded_parameters(
         Prescribed(
             {
                 n: (s, rows(s, (0, 0, s[0], (), ("embedding",) if n in tied else ())))
@@ -21,13 +21,13 @@ def packed(shapes: dict[str, tuple[int, ...]], tied: tuple[str, ...] = ()) -> li
     )
 
 
-def plans(held: list[Held], limit: int, rank: int = 0, copies: int = 1) -> list[Plan]:
+def plans(held: list[ShardedParameter], limit: int, rank: int = 0, copies: int = 1) -> list[Plan]:
     """Dense parameters have `copies` copies; experts a third of them."""
     groups = {"replicas": Group(rank, copies), "expert_data": Group(rank // 3, max(1, copies // 3))}
     return plan_buckets(held, limit, lambda axis: groups[axis])
 
 
-def names(held: list[Held], limit: int) -> list[list[str]]:
+def names(held: list[ShardedParameter], limit: int) -> list[list[str]]:
     return [[slot.held.name for slot in plan.slots] for plan in plans(held, limit)]
 
 
@@ -96,7 +96,7 @@ def test_spans_meet() -> None:
 @pytest.mark.parametrize("sharded", [False, True])
 def test_parameters_become_views_without_changing(sharded: bool) -> None:
     model, twin = network(), network()
-    buckets = [Bucket(p, torch.float32, sharded) for p in plans(held_parameters(model), 100, 1, 2)]
+    buckets = [Bucket(p, torch.float32, sharded) for p in plans(sharded_parameters(model), 100, 1, 2)]
     for p, q in zip(model.parameters(), twin.parameters()):
         assert torch.equal(p, q)
     for bucket in buckets:
@@ -110,7 +110,7 @@ def test_parameters_become_views_without_changing(sharded: bool) -> None:
 @pytest.mark.parametrize("sharded", [False, True])
 def test_bf16_weights_have_an_exact_master_and_nothing_more(sharded: bool) -> None:
     model, twin = network(), network()
-    plan = plans(held_parameters(model), 1000, 0, 2)[0]
+    plan = plans(sharded_parameters(model), 1000, 0, 2)[0]
     bucket = Bucket(plan, torch.bfloat16, sharded)
     exact = torch.zeros(plan.size)
     values = dict(twin.named_parameters())
@@ -118,15 +118,15 @@ def test_bf16_weights_have_an_exact_master_and_nothing_more(sharded: bool) -> No
         slot.span.of(exact).copy_(values[slot.held.name].detach().flatten())
         assert torch.equal(slot.held.parameter, values[slot.held.name].bfloat16())
     assert torch.equal(bucket.master, bucket.kept.of(exact))
-    assert held_bytes([bucket.master]) == 4 * len(bucket.kept)
-    assert held_bytes([bucket.weights, *model.parameters()]) == 2 * bucket.size
+    assert storage_bytes([bucket.master]) == 4 * len(bucket.kept)
+    assert storage_bytes([bucket.weights, *model.parameters()]) == 2 * bucket.size
 
 
 def test_views_are_joined_across_alignment_and_nothing_else() -> None:
     flat = torch.arange(64.0)
     matrix = flat[32:].view(4, 8)
     views = [flat[8:13], flat[0:8].view(2, 4), flat[16:20], flat[28:30], matrix[:2], matrix[2:, :3]]
-    runs = in_few_runs(flat, views)
+    runs = merge_views(flat, views)
     assert [(r.storage_offset(), r.numel(), r.is_contiguous()) for r in runs] == [
         (0, 20, True),
         (28, 20, True),
@@ -134,7 +134,7 @@ def test_views_are_joined_across_alignment_and_nothing_else() -> None:
     ]
     # A slice that starts elsewhere in its storage is joined by its own alignment.
     shard = flat[24:]
-    assert [r.tolist() for r in in_few_runs(shard, [shard[0:2], shard[3:5], shard[16:17]])] == [
+    assert [r.tolist() for r in merge_views(shard, [shard[0:2], shard[3:5], shard[16:17]])] == [
         [24.0, 25.0, 26.0, 27.0, 28.0],
         [40.0],
     ]
@@ -146,7 +146,7 @@ def test_views_that_are_whole_together_are_one_run() -> None:
     experts = flat[8:80].view(4, 6, 3)
     gates, others = experts[:, :2], experts[:, 2:]
     assert not gates.is_contiguous() and not others.is_contiguous()
-    runs = in_few_runs(flat, [others, flat[0:7], gates, flat[80:81]])
+    runs = merge_views(flat, [others, flat[0:7], gates, flat[80:81]])
     assert [(r.storage_offset(), r.numel()) for r in runs] == [(0, 7), (8, 73)], "and what follows at once"
     for kept, count in (
         ([gates, others[:3]], 1),
@@ -159,7 +159,7 @@ def test_views_that_are_whole_together_are_one_run() -> None:
         ([flat[:80].view(4, 20)[:, at : at + 4] for at in (0, 4, 8, 12)], 4),
         ([flat[:96].view(8, 12).t()[:, 2:4]], 1),
     ):
-        found = in_few_runs(flat, kept)
+        found = merge_views(flat, kept)
         assert len(found) == count
         elements, expected = (torch.cat([t.flatten() for t in some]).sort()[0] for some in (found, kept))
         assert torch.equal(elements, expected)
@@ -167,7 +167,7 @@ def test_views_that_are_whole_together_are_one_run() -> None:
 
 def test_pieces_of_a_span_are_the_parameters_elements() -> None:
     model = fill(Prescribed({"w": ((4, 6), rows((9, 6), (5, 0, 2, (), ()), (1, 3, 1, (), ())))}))
-    plan = plans(held_parameters(model), 100)[0]
+    plan = plans(sharded_parameters(model), 100)[0]
     bucket = Bucket(plan, torch.float32, sharded=False)
     found = torch.zeros(9, 6)
     for first, last in ((0, 3), (3, 13), (13, 24)):

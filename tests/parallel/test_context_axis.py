@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 
 from pentatron.layout.ranks import Grid
-from pentatron.parallel.axes import ContextAxis, context_axis, in_order, in_parts
-from pentatron.parallel.collectives import Group, all_to_all_into, start_passing_on
-from pentatron.parallel.world import connect
+from pentatron.parallel.axes import ContextAxis, chunk_order, context_axis, gather_order
+from pentatron.parallel.collectives import Group, all_to_all_into, start_ring_exchange
+from pentatron.parallel.world import create_groups
 from tests.harness import distributed
 
 
@@ -33,9 +33,9 @@ def test_positions_are_those_of_the_tokens(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_parts_and_order_undo_each_other(ranks: int) -> None:
     whole = torch.arange(2 * 3 * 16 * 5).view(2, 3, 16, 5)
-    cut = in_parts(whole, ranks)
-    assert torch.equal(in_order(cut), whole)
-    assert not torch.equal(in_order(cut.roll(1, 0)), whole) or ranks == 1
+    cut = chunk_order(whole, ranks)
+    assert torch.equal(gather_order(cut), whole)
+    assert not torch.equal(gather_order(cut.roll(1, 0)), whole) or ranks == 1
     first_channel = [p.tolist() for p in parts(whole[0, :, :, 0], ranks)]
     assert cut[:, 0, :, :, 0].tolist() == first_channel
 
@@ -45,19 +45,19 @@ def test_parts_and_order_undo_each_other(ranks: int) -> None:
 def test_what_is_passed_on_need_not_be_contiguous(through_host: bool) -> None:
     group = Group(dist.get_rank(), 2, dist.group.WORLD, through_host)
     mine = torch.arange(6).view(2, 3) + 10 * group.rank
-    arrived = start_passing_on(mine.mT, group, 1).wait()
+    arrived = start_ring_exchange(mine.mT, group, 1).wait()
     assert torch.equal(arrived, (torch.arange(6).view(2, 3) + 10 * (1 - group.rank)).mT)
 
 
 @distributed(world=4)
 def test_the_ring_passes_on_within_its_own_group() -> None:
-    world = connect(Grid(context=2, data=2), dist.get_rank(), dist.get_rank(), torch.device("cpu"))
+    world = create_groups(Grid(context=2, data=2), dist.get_rank(), dist.get_rank(), torch.device("cpu"))
     axis = context_axis(world, "allgather")
     assert axis.exchange == "all_gather" and (axis.rank, axis.size) == (world.at.context, 2)
     mine = torch.full((3,), float(dist.get_rank()))
     other = dist.get_rank() ^ 1
     # Two at a time, told apart by their tags, whichever is waited for first.
-    first, second = start_passing_on(mine, axis.group, 1), start_passing_on(mine + 10, axis.group, 2)
+    first, second = start_ring_exchange(mine, axis.group, 1), start_ring_exchange(mine + 10, axis.group, 2)
     assert second.wait().tolist() == [other + 10.0] * 3
     assert first.wait().tolist() == [float(other)] * 3
 

@@ -24,7 +24,13 @@ from torch.distributed.pipelining.schedules import (
 import pentatron.parallel.executor as executor_module
 from pentatron.layout.actions import Kind
 from pentatron.layout.check import check
-from pentatron.layout.schedules import HALVING, Computation, lower, placement_for, training_schedule
+from pentatron.layout.schedules import (
+    SPLITS_BACKWARD,
+    Computation,
+    add_communication,
+    placement_for,
+    training_schedule,
+)
 from pentatron.ops.linear import DeferredGradients
 from pentatron.parallel.messages import open_messages
 from pentatron.parallel.world import World
@@ -58,7 +64,7 @@ def gradients_of(program: Program) -> Gradients:
 
 
 def ours(world: World, kind: str, virtual: int) -> Result:
-    deferred = DeferredGradients() if kind in HALVING else None
+    deferred = DeferredGradients() if kind in SPLITS_BACKWARD else None
     program = program_of(world, kind, virtual, deferred)
     schedule = training_schedule(kind, world.pipeline.size, virtual, MICRO_BATCHES)
     messages = open_messages(world, schedule.placement)
@@ -200,7 +206,7 @@ def test_orders_are_those_of_torchs_own_pipelining(kind: str, alive: tuple[int, 
     """Four ranks with two stages each: the same time, the same forwards; micro-batches alive, ours and torch's."""
     mine = training_schedule(kind, 4, 2, MICRO_BATCHES)
     found = run_distributed(their_orders, 4, kind=kind, virtual=2, micro_batches=MICRO_BATCHES)[0]
-    other = lower(mine.placement, MICRO_BATCHES, found)
+    other = add_communication(mine.placement, MICRO_BATCHES, found)
     assert check(mine).time == check(other).time
     assert (max(check(mine).alive), max(check(other).alive)) == alive
     for rank, theirs in enumerate(found):

@@ -10,16 +10,21 @@ import torch.distributed as dist
 
 from pentatron.layout.ranks import Grid
 from pentatron.parallel import process_group, world
-from pentatron.parallel.process_group import each_has_its_own, gpu_of, join, leave
-from pentatron.parallel.rendezvous import MeetingPoint
+from pentatron.parallel.process_group import (
+    all_gpus_distinct,
+    destroy_process_group,
+    gpu_of,
+    init_process_group,
+)
+from pentatron.parallel.rendezvous import Rendezvous
 
 CPU = torch.device("cpu")
 
 
 def test_nccl_serves_processes_with_a_gpu_each() -> None:
-    assert each_has_its_own(["a", "", "c"])
-    assert not each_has_its_own(["a", "", "a"]), "two on one GPU"
-    assert not each_has_its_own(["a", gpu_of(CPU)])
+    assert all_gpus_distinct(["a", "", "c"])
+    assert not all_gpus_distinct(["a", "", "a"]), "two on one GPU"
+    assert not all_gpus_distinct(["a", gpu_of(CPU)])
 
 
 def test_a_gpu_is_known_by_what_it_is_and_not_by_its_number_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,7 +47,9 @@ def test_all_choose_by_the_gpus_of_all(other: str, backend: str, monkeypatch: py
     monkeypatch.setattr(process_group, "rendezvous", lambda *words, **named: iter([(store, 0, 2)]))
     monkeypatch.setattr(process_group, "gpu_of", lambda device: "mine")
     monkeypatch.setattr(dist, "init_process_group", lambda *words, **named: calls.append((words, named)))
-    join(torch.device("cuda", 0), 0, 2, datetime.timedelta(seconds=5), MeetingPoint("10.0.0.1", 6000))
+    init_process_group(
+        torch.device("cuda", 0), 0, 2, datetime.timedelta(seconds=5), Rendezvous("10.0.0.1", 6000)
+    )
     [((chosen,), named)] = calls
     assert chosen == backend
     assert "device_id" not in named, (
@@ -56,7 +63,7 @@ def left_by(failed: bool, backend: str, monkeypatch: pytest.MonkeyPatch) -> list
     monkeypatch.setattr(dist, "get_backend_config", lambda: backend)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("destroyed"))
     monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: calls.append("broken off"))
-    leave(failed)
+    destroy_process_group(failed)
     return calls
 
 
@@ -74,7 +81,7 @@ def test_what_ended_a_run_is_not_covered_by_how_it_was_left(monkeypatch: pytest.
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
     monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", fails)
-    leave(failed=True)
+    destroy_process_group(failed=True)
 
 
 def test_a_world_is_left_as_it_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,8 +91,8 @@ def test_a_world_is_left_as_it_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("join", "require_same_settings", "connect"):
         monkeypatch.setattr(world, name, nothing)
-    monkeypatch.setattr(world, "leave", lambda failed: calls.append(failed))
-    point = MeetingPoint("10.0.0.1", 6000)
+    monkeypatch.setattr(world, "destroy_process_group", lambda failed: calls.append(failed))
+    point = Rendezvous("10.0.0.1", 6000)
     with world.open_world(Grid(data=2), 0, 0, CPU, 1.0, {}, point):
         pass
     with pytest.raises(KeyboardInterrupt), world.open_world(Grid(data=2), 0, 0, CPU, 1.0, {}, point):

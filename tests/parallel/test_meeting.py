@@ -9,13 +9,13 @@ import pytest
 from pentatron.errors import UserError
 from pentatron.parallel import rendezvous
 from pentatron.parallel.rendezvous import (
-    MeetingError,
-    MeetingPoint,
-    failed_meeting,
-    lost_contact,
-    reach,
-    waiting_aloud,
-    what_is_waited_for,
+    Rendezvous,
+    RendezvousError,
+    collective_error,
+    rendezvous_error,
+    slow_rendezvous_notice,
+    slow_rendezvous_text,
+    wait_for_rendezvous,
 )
 
 
@@ -30,7 +30,7 @@ def free_port() -> int:
 
 
 def test_the_first_rank_may_begin_where_nobody_listens() -> None:
-    reach(MeetingPoint("127.0.0.1", free_port()), 0, 1.0, silent)
+    wait_for_rendezvous(Rendezvous("127.0.0.1", free_port()), 0, 1.0, silent)
 
 
 def test_another_rank_waits_for_one_that_comes_late() -> None:
@@ -44,17 +44,17 @@ def test_another_rank_waits_for_one_that_comes_late() -> None:
     late = threading.Thread(target=come_late)
     late.start()
     began = time.monotonic()
-    reach(MeetingPoint("127.0.0.1", port), 1, 20.0, silent)
+    wait_for_rendezvous(Rendezvous("127.0.0.1", port), 1, 20.0, silent)
     assert time.monotonic() - began > 0.4
     late.join()
 
 
 def test_a_long_wait_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "SILENCE", 0.2)
+    monkeypatch.setattr(rendezvous, "NOTICE_SECONDS", 0.2)
     said: list[str] = []
-    point = MeetingPoint("127.0.0.1", free_port(), is_served=True)
-    with pytest.raises(MeetingError, match=f"rank 0 could not be reached at {point} within 1 seconds"):
-        reach(point, 0, 1.0, said.append)
+    point = Rendezvous("127.0.0.1", free_port(), is_served=True)
+    with pytest.raises(RendezvousError, match=f"rank 0 could not be reached at {point} within 1 seconds"):
+        wait_for_rendezvous(point, 0, 1.0, said.append)
     assert len(said) == 1 and f"still waiting for rank 0 at {point}" in said[0]
 
 
@@ -71,8 +71,8 @@ def test_a_long_wait_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )  # fmt: skip
 def test_what_torch_says_becomes_advice(message: str, advice: str) -> None:
-    with pytest.raises(MeetingError, match=advice):
-        raise failed_meeting(message, 8)
+    with pytest.raises(RendezvousError, match=advice):
+        raise rendezvous_error(message, 8)
 
 
 @pytest.mark.parametrize(
@@ -83,34 +83,34 @@ def test_what_torch_says_becomes_advice(message: str, advice: str) -> None:
     ],
 )
 def test_silence_has_advice(message: str) -> None:
-    found = lost_contact(message, 0.5)
-    assert isinstance(found, MeetingError)
+    found = collective_error(message, 0.5)
+    assert isinstance(found, RendezvousError)
     for part in ("within 30 seconds", "--distributed-timeout-minutes", "NCCL_TIMEOUT", "NCCL_DEBUG=INFO",
                  "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE=1"):  # fmt: skip
         assert part in str(found)
 
 
 def test_a_rank_that_is_gone_is_no_matter_of_the_network() -> None:
-    found = lost_contact("[enforce fail] Connection closed by peer [127.0.0.1]:1", 10)
-    assert isinstance(found, UserError) and not isinstance(found, MeetingError)
-    assert lost_contact("CUDA out of memory", 10) is None
+    found = collective_error("[enforce fail] Connection closed by peer [127.0.0.1]:1", 10)
+    assert isinstance(found, UserError) and not isinstance(found, RendezvousError)
+    assert collective_error("CUDA out of memory", 10) is None
 
 
 def test_a_meeting_that_takes_long_is_told_by_one_rank_and_by_another_where_that_one_may_be_gone() -> None:
     """A program that has rank 0's port keeps the others waiting for as long as they would for a rank."""
-    said = [what_is_waited_for(rank, 4, has_launcher=False) for rank in range(4)]
+    said = [slow_rendezvous_text(rank, 4, has_launcher=False) for rank in range(4)]
     assert said[0] is not None and "the 3 other processes" in said[0]
     assert said[1] is not None and "set another MASTER_PORT" in said[1] and said[2:] == [None, None]
-    assert what_is_waited_for(1, 4, has_launcher=True) is None, "it ends with the first"
-    assert what_is_waited_for(0, 1, has_launcher=False) is None
+    assert slow_rendezvous_text(1, 4, has_launcher=True) is None, "it ends with the first"
+    assert slow_rendezvous_text(0, 1, has_launcher=False) is None
     told: list[str] = []
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(rendezvous, "SILENCE", 0.05)
-        with waiting_aloud("long", told.append):
+        patched.setattr(rendezvous, "NOTICE_SECONDS", 0.05)
+        with slow_rendezvous_notice("long", told.append):
             time.sleep(0.3)
-        with waiting_aloud("short", told.append) as all_came:
+        with slow_rendezvous_notice("short", told.append) as all_came:
             all_came()
             time.sleep(0.2)
-        with waiting_aloud(None, told.append):
+        with slow_rendezvous_notice(None, told.append):
             time.sleep(0.2)
     assert told == ["long"]

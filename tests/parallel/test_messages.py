@@ -20,17 +20,17 @@ from pentatron.parallel.messages import (
     MOST_MICRO_BATCHES,
     MOST_STAGES,
     SENDS,
+    MessageKey,
     Messages,
-    Parcel,
-    announced,
-    deliveries,
+    acknowledged_sends,
+    message_key,
+    message_paths,
+    message_tag,
     open_channels,
     open_messages,
-    parcel_of,
-    routes,
-    tag_of,
+    summarize_sends,
 )
-from pentatron.parallel.world import connect
+from pentatron.parallel.world import create_groups
 from tests.harness import distributed, run_distributed
 from tests.parallel.stage_network import CPU, Found, in_pipeline, one_process, pipeline_world
 from tests.parallel.test_executor import assert_same
@@ -95,11 +95,11 @@ def test_without_tags_channels_keep_the_kinds_apart() -> None:
 
 def test_every_tag_is_there_once_and_small_enough() -> None:
     parcels = list(itertools.product((False, True), range(40), range(200)))
-    tags = {tag_of(parcel) for parcel in parcels}
+    tags = {message_tag(parcel) for parcel in parcels}
     assert len(tags) == len(parcels) and 0 not in tags
-    assert tag_of((True, MOST_STAGES - 1, MOST_MICRO_BATCHES - 1)) < 2**31
+    assert message_tag((True, MOST_STAGES - 1, MOST_MICRO_BATCHES - 1)) < 2**31
     with pytest.raises(AssertionError):
-        tag_of((False, MOST_STAGES, 0))
+        message_tag((False, MOST_STAGES, 0))
 
 
 LENGTHS = ((3, 1, 2, 5, 4, 2),)
@@ -133,7 +133,7 @@ def test_channels_wait_no_longer_than_collectives() -> None:
     """Seen by a sum: gloo's messages know only the time they began with."""
     world = pipeline_world()
     channels = open_channels(world, looped_placement(2, 1))
-    world.wait_at_most(0.5, channels.values())
+    world.set_timeout(0.5, channels.values())
     store = dist.distributed_c10d._get_default_store()
     if world.everyone.rank == 0:
         with pytest.raises(RuntimeError, match="Timed out"):
@@ -146,7 +146,7 @@ def test_channels_wait_no_longer_than_collectives() -> None:
 @distributed(world=4)
 def test_channels_join_the_ranks_of_one_pipeline() -> None:
     rank = dist.get_rank()
-    world = connect(Grid(tensor=2, pipeline=2), rank, rank, CPU)
+    world = create_groups(Grid(tensor=2, pipeline=2), rank, rank, CPU)
     channels = open_channels(world, looped_placement(2, 1))
     assert set(channels) == set(itertools.product((False, True), repeat=2))
     assert len(set(map(id, channels.values()))) == 4
@@ -168,10 +168,10 @@ def test_every_message_finds_its_ranks_connected(kind: str, ranks: int) -> None:
         for rank, actions in enumerate(schedule.actions)
         for action in actions
         if action.peer is not None
-        for parcel in [parcel_of(action)]
+        for parcel in [message_key(action)]
         for sender, receiver in [(rank, action.peer) if action.kind in SENDS else (action.peer, rank)]
     }
-    connected = routes(placement)
+    connected = message_paths(placement)
     assert set(connected) == taken and len(connected) == len(taken), "each once, and no more"
 
 
@@ -180,7 +180,7 @@ def test_ranks_connect_in_few_rounds() -> None:
     for ranks in (4, 8, 16, 64):
         for placement in (looped_placement(ranks, 2), placement_for("zbv", ranks, 2)):
             free = dict.fromkeys(range(ranks), 0)
-            for _, sender, receiver in routes(placement):
+            for _, sender, receiver in message_paths(placement):
                 free[sender] = free[receiver] = 1 + max(free[sender], free[receiver])
             assert max(free.values()) <= 8
 
@@ -188,9 +188,13 @@ def test_ranks_connect_in_few_rounds() -> None:
 def test_a_reply_proves_that_a_message_arrived() -> None:
     schedule = training_schedule("1f1b", 2, 1, 3)
     activation, gradient = (lambda m: (False, 0, m)), (lambda m: (True, 1, m))
-    assert deliveries(schedule, 0) == {gradient(m): [activation(m)] for m in range(3)}
+    assert acknowledged_sends(schedule, 0) == {gradient(m): [activation(m)] for m in range(3)}
     # Rank 0 runs two forwards before it asks for a gradient: the third activation proves the first gradient.
-    assert deliveries(schedule, 1) == {activation(0): [], activation(1): [], activation(2): [gradient(0)]}
+    assert acknowledged_sends(schedule, 1) == {
+        activation(0): [],
+        activation(1): [],
+        activation(2): [gradient(0)],
+    }
 
 
 ALL_SCHEDULES = [
@@ -209,7 +213,7 @@ def test_nothing_is_let_go_before_it_arrived(schedule: Schedule) -> None:
     """Against a simulation in which every rank goes as far as it can and remembers what it has used."""
     used_when_sent = simulate(schedule)
     for rank in range(schedule.placement.ranks):
-        proven = deliveries(schedule, rank)
+        proven = acknowledged_sends(schedule, rank)
         sends = {p for p, sender in senders(schedule).items() if sender == rank}
         named = [parcel for parcels in proven.values() for parcel in parcels]
         assert set(named) <= sends
@@ -222,7 +226,7 @@ def test_nothing_is_let_go_before_it_arrived(schedule: Schedule) -> None:
         assert activations <= set(named), "the gradient of an activation proves that it arrived"
 
 
-def senders(schedule: Schedule) -> dict[Parcel, int]:
+def senders(schedule: Schedule) -> dict[MessageKey, int]:
     return {
         (action.kind is Kind.SEND_GRADIENT, action.stage, action.micro_batch): rank
         for rank, actions in enumerate(schedule.actions)
@@ -231,11 +235,11 @@ def senders(schedule: Schedule) -> dict[Parcel, int]:
     }
 
 
-def simulate(schedule: Schedule) -> dict[Parcel, set[Parcel]]:
+def simulate(schedule: Schedule) -> dict[MessageKey, set[MessageKey]]:
     """For each message, all those its sender had used by then."""
-    found: dict[Parcel, set[Parcel]] = {}
+    found: dict[MessageKey, set[MessageKey]] = {}
     for actions in schedule.actions:
-        used: set[Parcel] = set()
+        used: set[MessageKey] = set()
         for action in actions:
             if action.kind is Kind.FORWARD:
                 used.add((False, action.stage - 1, action.micro_batch))
@@ -251,14 +255,14 @@ def test_sizes_are_agreed_on() -> None:
     messages = open_messages(pipeline_world(), looped_placement(2, 1))
     peer = 1 - dist.get_rank()
     shapes = [(3, 2, 5), (1, 2, 5)]
-    same = announced(shapes, torch.float32)
+    same = summarize_sends(shapes, torch.float32)
     messages.agree({peer: same}, {peer: same})
     for other, dtype in (
         (shapes[:1], torch.float32),
         (shapes[::-1], torch.float32),
         (shapes, torch.bfloat16),
     ):
-        expected = announced(other, dtype)
+        expected = summarize_sends(other, dtype)
         assert expected != same
         with pytest.raises(RuntimeError, match="must see the same micro-batches"):
             messages.agree({peer: same}, {peer: expected})
@@ -273,7 +277,7 @@ def test_gloo_carries_the_tensors_of_a_gpu_through_host_memory() -> None:
 def through_host() -> bool:
     device = torch.device("cuda", 0)
     rank = dist.get_rank()
-    world = connect(Grid(pipeline=2), rank, 0, device)
+    world = create_groups(Grid(pipeline=2), rank, 0, device)
     assert world.pipeline.through_host
     messages = open_messages(world, looped_placement(2, 1))
     sent = torch.arange(6.0, device=device).view(2, 3).t().bfloat16()

@@ -29,8 +29,8 @@ def recorded(words: str, bug: str = "") -> list[Call]:
             world.pipeline, open_channels(world, placement) if world.pipeline.size > 1 else None
         )
     if "receives one computation ahead" in bug:
-        honest = schedules.lower
-        schedules.lower = lambda *words: one_ahead(honest(*words))
+        honest = schedules.add_communication
+        schedules.add_communication = lambda *words: one_ahead(honest(*words))
     world = here(config)
     recorder = Recorder()
     recorder.install()

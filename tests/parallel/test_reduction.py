@@ -14,7 +14,7 @@ from pentatron.layout.ranks import Grid
 from pentatron.models.causal_lm import build_model
 from pentatron.optim.optimizer import Optimizer
 from pentatron.parallel.buckets import Bucket
-from pentatron.parallel.reduction import ScatterBuffers, ScatteredReduction
+from pentatron.parallel.reduction import ScatterBuffers, ShardedReduction
 from pentatron.parallel.world import World, single_process
 from tests.harness import distributed, run_distributed
 from tests.optim.tiny import (
@@ -283,7 +283,7 @@ def peak_of_open_buckets(world: World, grad: bool, passes: list[dict[str, Tensor
     model = prescribed() if passes else network()
     optimizer = Optimizer({0: model}, world, OPTIM, parallel(2, grad, bucket=8), torch.float32)
     reduction = optimizer._reductions[0,]
-    assert isinstance(reduction, ScatteredReduction) and len(reduction.buckets) >= 5
+    assert isinstance(reduction, ShardedReduction) and len(reduction.buckets) >= 5
     if passes:
         assert isinstance(model, Prescribed)
         backward(model, optimizer, passes)
@@ -319,7 +319,7 @@ def test_a_language_model_has_one_bucket_open(words: str) -> None:
     tokens = torch.arange(32).view(2, 16)
     model(tokens, torch.arange(16).expand(2, -1), tokens).sum().backward()
     reduction = optimizer._reductions[0,]
-    assert isinstance(reduction, ScatteredReduction) and isinstance(reduction.buffers, CountingBuffers)
+    assert isinstance(reduction, ShardedReduction) and isinstance(reduction.buffers, CountingBuffers)
     assert reduction._next == len(reduction.buckets) > 10
     assert reduction.buffers.most_open == 1
 

@@ -11,8 +11,8 @@ import pentatron.optim.optimizer as optimizer_module
 from pentatron.layout.ranks import Axis, Coordinates, Grid
 from pentatron.optim.optimizer import Optimizer
 from pentatron.parallel.buckets import _plan
-from pentatron.parallel.gradients import PartialSums
-from pentatron.parallel.shards import Declared, Initial, Piece, Shape, held_parameters, region
+from pentatron.parallel.gradients import PartialGradientReduction
+from pentatron.parallel.shards import Initialization, Shape, Shard, ShardingSpec, region, sharded_parameters
 from pentatron.parallel.world import World
 from tests.harness import RanksFailed, run_distributed
 from tests.optim.tiny import OPTIM, Prescribed, collected, fill, global_norm, here, parallel, rows
@@ -22,12 +22,12 @@ TIED = Grid(pipeline=2, data=2)
 ALL = Grid(tensor=2, data=2, pipeline=2, kv_copies=2)
 PADDING = 5.0
 
-Parameters = dict[str, tuple[Shape, Declared]]
+Parameters = dict[str, tuple[Shape, ShardingSpec]]
 
 
-def columns(at: int) -> Declared:
+def columns(at: int) -> ShardingSpec:
     """Two of four columns, in the middle of a parameter: a piece that is no stretch of memory."""
-    return Declared((4, 4), (Piece((0, 2 * at), (0, 1), (4, 2)),), Initial())
+    return ShardingSpec((4, 4), (Shard((0, 2 * at), (0, 1), (4, 2)),), Initialization())
 
 
 def block(at: Coordinates) -> Parameters:
@@ -44,7 +44,7 @@ def block(at: Coordinates) -> Parameters:
         "padded": ((4, 3), rows((7, 3), (4 * t, 0, 4 - t, (), ()))),
         "columns": ((4, 4), columns(t)),
     }
-    return {n: (s, Declared(d.shape, d.pieces, d.initial, on + n)) for n, (s, d) in kinds.items()}
+    return {n: (s, ShardingSpec(d.shape, d.pieces, d.initial, on + n)) for n, (s, d) in kinds.items()}
 
 
 def tied(at: Coordinates, grid: Grid) -> Parameters:
@@ -75,7 +75,7 @@ def index(grid: Grid, at: Coordinates, axis: Axis) -> int:
     return places[axis]
 
 
-def contribution(grid: Grid, at: Coordinates, tensor: str, shape: Shape, piece: Piece, number: int) -> Tensor:
+def contribution(grid: Grid, at: Coordinates, tensor: str, shape: Shape, piece: Shard, number: int) -> Tensor:
     """What one rank's backward finds for the logical tensor: small whole numbers, so that sums are exact."""
     places = [index(grid, at, axis) for axis in sorted(piece.partial_over)]
     text = f"{tensor} {at.data} {at.context} {places} {number}"
@@ -85,7 +85,7 @@ def contribution(grid: Grid, at: Coordinates, tensor: str, shape: Shape, piece: 
 
 def local_gradients(grid: Grid, at: Coordinates, model: Prescribed, number: int) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
-    for held in held_parameters(model):
+    for held in sharded_parameters(model):
         found[held.name] = torch.full(held.parameter.shape, PADDING)
         for piece in held.declared.pieces:
             logical = contribution(grid, at, held.tensor, held.declared.shape, piece, number)
@@ -98,7 +98,7 @@ def expected_gradients(grid: Grid, numbers: int) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for rank in range(grid.world_size):
         at = grid.coordinates(rank)
-        for held in held_parameters(Prescribed(parameters(grid, at))):
+        for held in sharded_parameters(Prescribed(parameters(grid, at))):
             total = found.setdefault(f"gradients/{held.tensor}", torch.zeros(held.declared.shape))
             for piece in held.declared.pieces:
                 if any(index(grid, at, axis) for axis in piece.replicated_over - piece.partial_over):
@@ -146,7 +146,7 @@ def check_own(optimizer: Optimizer, gradients: dict[str, Tensor]) -> None:
 
 
 def check_weights(model: Prescribed, state: dict[str, Tensor]) -> None:
-    for held in held_parameters(model):
+    for held in sharded_parameters(model):
         uncovered = held.parameter.detach().clone()
         for piece in held.declared.pieces:
             mine = region(uncovered, piece.local, piece.size)
@@ -160,15 +160,15 @@ def check_weights(model: Prescribed, state: dict[str, Tensor]) -> None:
 def plant(bug: str) -> None:
     """Breaks the optimizer in this process, to see that the comparison notices."""
     if bug == "no partial sums":
-        PartialSums.add_up = lambda self: None  # type: ignore[method-assign]
+        PartialGradientReduction.all_reduce = lambda self: None  # type: ignore[method-assign]
     if bug == "one set of axes":
-        real = PartialSums.add_up
+        real = PartialGradientReduction.all_reduce
 
-        def only_first(self: PartialSums) -> None:
+        def only_first(self: PartialGradientReduction) -> None:
             self._runs = dict(sorted(self._runs.items())[:1])
             real(self)
 
-        PartialSums.add_up = only_first  # type: ignore[method-assign]
+        PartialGradientReduction.all_reduce = only_first  # type: ignore[method-assign]
     if bug == "counted twice":
         World.is_first_of = lambda self, axes: True  # type: ignore[method-assign]
     if bug == "tied among others":
@@ -276,8 +276,8 @@ def build_at_odds() -> str:
     mine = parameters(TENSOR, world.at)
     if world.at.tensor == 1:
         shape, declared = mine["partial"]
-        whole_sums = tuple(Piece(p.start, p.local, p.size, p.replicated_over) for p in declared.pieces)
-        mine["partial"] = (shape, Declared(declared.shape, whole_sums, declared.initial, declared.tensor))
+        whole_sums = tuple(Shard(p.start, p.local, p.size, p.replicated_over) for p in declared.pieces)
+        mine["partial"] = (shape, ShardingSpec(declared.shape, whole_sums, declared.initial, declared.tensor))
     try:
         Optimizer({0: fill(Prescribed(mine))}, world, OPTIM, parallel(0), torch.float32)
     except RuntimeError as error:

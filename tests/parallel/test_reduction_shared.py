@@ -10,7 +10,7 @@ import pentatron.parallel.reduction as reduction_module
 from pentatron.layout.actions import Kind
 from pentatron.layout.ranks import Grid
 from pentatron.optim.optimizer import Optimizer
-from pentatron.parallel.shards import held_parameters
+from pentatron.parallel.shards import sharded_parameters
 from pentatron.parallel.world import World
 from tests.harness import distributed
 from tests.optim.tiny import OPTIM, Prescribed, collected, fill, global_norm, here, parallel, rows
@@ -95,7 +95,7 @@ def test_the_gradient_is_the_sum_of_both_uses(zero: int, overlap: bool, order: s
         norm = sum(float(g.square().sum()) for g in wanted.values()) ** 0.5
         assert global_norm(optimizer) == pytest.approx(norm, rel=1e-6)
     assert stages[0].table is stages[3].table
-    assert len(held_parameters(*stages.values())) == len(SHAPES)
+    assert len(sharded_parameters(*stages.values())) == len(SHAPES)
 
 
 def reductions_of_the_table(world: World, order: str) -> Counter[int]:

@@ -14,16 +14,16 @@ from pentatron.parallel.collectives import (
     broadcast_object,
     gather_objects,
     largest,
-    on_some_ranks,
+    run_on_some_ranks,
 )
-from pentatron.parallel.world import World, choose_device, connect, single_process
+from pentatron.parallel.world import World, choose_device, create_groups, single_process
 from tests.harness import RanksFailed, distributed, run_distributed
 
 CPU = torch.device("cpu")
 
 
 def here(grid: Grid) -> World:
-    return connect(grid, dist.get_rank(), dist.get_rank(), CPU)
+    return create_groups(grid, dist.get_rank(), dist.get_rank(), CPU)
 
 
 @distributed(world=4)
@@ -45,7 +45,7 @@ def test_every_rank_hears_the_largest() -> None:
 @distributed(world=2)
 def test_waits_can_be_shortened() -> None:
     world = here(Grid(data=2))
-    world.wait_at_most(0.5)
+    world.set_timeout(0.5)
     if world.everyone.rank == 0:
         began = time.monotonic()
         with pytest.raises(RuntimeError, match="Timed out"):
@@ -71,13 +71,13 @@ def test_an_error_on_one_rank_is_raised_on_all() -> None:
         raise UserError("no space left")
 
     with pytest.raises(UserError, match="no space left"):
-        on_some_ranks(world.everyone.rank == 1, fails, world.everyone)
+        run_on_some_ranks(world.everyone.rank == 1, fails, world.everyone)
 
 
 def wait_for_an_absent_rank(seconds: float | None) -> None:
     """The first stage sums along the pipeline axis; the last one never does."""
     timeout = None if seconds is None else datetime.timedelta(seconds=seconds)
-    world = connect(Grid(tensor=2, pipeline=2), dist.get_rank(), 0, CPU, timeout)
+    world = create_groups(Grid(tensor=2, pipeline=2), dist.get_rank(), 0, CPU, timeout)
     if world.at.pipeline == 0:
         with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
             all_reduce_(torch.zeros(1), world.pipeline)
@@ -94,7 +94,7 @@ def test_a_world_of_one_needs_no_process_group() -> None:
     world = single_process()
     assert world.is_first
     assert largest(3, world.everyone) == 3
-    assert on_some_ranks(True, lambda: 7, world.everyone) == 7
+    assert run_on_some_ranks(True, lambda: 7, world.everyone) == 7
 
 
 def test_a_full_disk_is_told_with_the_way_out_where_no_file_is_named() -> None:
@@ -102,7 +102,7 @@ def test_a_full_disk_is_told_with_the_way_out_where_no_file_is_named() -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.raises(UserError, match=r"cannot be written \(No space left on device\); make room"):
-        on_some_ranks(True, fails, single_process().everyone)
+        run_on_some_ranks(True, fails, single_process().everyone)
 
 
 def test_cuda_that_is_not_there_is_refused() -> None:

@@ -3,7 +3,7 @@
 import functools
 from dataclasses import replace
 
-from pentatron.compare.trial import STEPS, Trajectory, gathered
+from pentatron.compare.trial import STEPS, Trajectory, gather_tensors
 from tests.harness import run_distributed
 from tests.parity.cases import LAYOUTS, MIXTURES
 from tests.parity.mixtures import MIXTURE_LAYOUTS
@@ -44,7 +44,7 @@ def on_one_process(words: str) -> Trajectory:
 
 def distance(found: list[Trajectory], exact: Trajectory, kind: str) -> float:
     """Of all tensors of a kind together, relative to what fp32 has."""
-    tensors, expected = gathered(found, kind), gathered([exact], kind)
+    tensors, expected = gather_tensors(found, kind), gather_tensors([exact], kind)
     apart = sum(float((tensors[name] - value).square().sum()) for name, value in expected.items())
     return float((apart / sum(float(value.square().sum()) for value in expected.values())) ** 0.5)
 

@@ -28,11 +28,11 @@ from pentatron.nn.attention_blocks import Block
 from pentatron.nn.dropout import DropoutKeys
 from pentatron.nn.linear import (
     ColumnParallelLinear,
-    PositionTable,
+    OutputLayer,
+    PositionEmbedding,
     RowParallelLinear,
     Rows,
-    VocabularyHead,
-    VocabularyTable,
+    VocabParallelEmbedding,
     even_rows,
 )
 from pentatron.nn.loss import _SplitCrossEntropy
@@ -40,7 +40,7 @@ from pentatron.nn.norm import LayerNorm, RMSNorm
 from pentatron.ops.linear import DeferredGradients, DenseProduct
 from pentatron.optim.optimizer import Optimizer
 from pentatron.parallel.axes import TensorAxis
-from pentatron.parallel.collectives import Group, Passing
+from pentatron.parallel.collectives import Group, RingExchange
 from pentatron.parallel.world import World
 from pentatron.train.model import MicroBatches, ParallelModel
 from tests.parity.mixture_bugs import MIXTURE_BUGS, forget_partial
@@ -65,7 +65,7 @@ def row_bias_gradient_not_summed() -> None:
 
 
 def position_gradients_not_summed() -> None:
-    forget_partial(lambda layer, name: isinstance(layer, PositionTable))
+    forget_partial(lambda layer, name: isinstance(layer, PositionEmbedding))
 
 
 def shared_key_value_gradients_not_summed() -> None:
@@ -73,7 +73,7 @@ def shared_key_value_gradients_not_summed() -> None:
 
 
 def tied_weights_not_summed() -> None:
-    forget_partial(lambda layer, name: isinstance(layer, VocabularyTable))
+    forget_partial(lambda layer, name: isinstance(layer, VocabParallelEmbedding))
 
 
 def loss_divided_by_a_local_count() -> None:
@@ -210,7 +210,7 @@ def heads_interleaved() -> None:
 
 def positions_from_zero() -> None:
     """Every context rank counts its own tokens from 0, as if they were a sequence of their own."""
-    own_tokens = ParallelModel.own_tokens
+    own_tokens = ParallelModel.local_tokens
 
     def from_zero(self: ParallelModel, batches: Any) -> Any:
         return [
@@ -220,18 +220,18 @@ def positions_from_zero() -> None:
             for b in own_tokens(self, batches)
         ]
 
-    ParallelModel.own_tokens = from_zero  # type: ignore[method-assign]
+    ParallelModel.local_tokens = from_zero  # type: ignore[method-assign]
 
 
 def later_tokens_visible() -> None:
     """Early queries see the keys of a later rank too."""
-    visible_of = context_module.visible_of
+    visible_of = context_module.ring_block
 
     def everything(source: int, rank: int, length: int) -> Block:
         block = visible_of(source, rank, length)
         return block if block.causal else Block(slice(0, length), block.keys, causal=False)
 
-    context_module.visible_of = everything
+    context_module.ring_block = everything
 
 
 def attention_parts_not_rescaled() -> None:
@@ -253,14 +253,14 @@ def key_gradients_not_summed() -> None:
 
 def key_gradients_left_on_the_way() -> None:
     """Gradients of keys and values do not travel on with them: each rank keeps what it has computed last."""
-    pass_on = context_module.start_passing_on
+    pass_on = context_module.start_ring_exchange
 
-    def stay(tensor: Tensor, group: Group, tag: int) -> Passing:
+    def stay(tensor: Tensor, group: Group, tag: int) -> RingExchange:
         if tag == context_module._GRADIENTS:
-            return Passing(tensor, tensor, (), tensor.device, group)
+            return RingExchange(tensor, tensor, (), tensor.device, group)
         return pass_on(tensor, group, tag)
 
-    context_module.start_passing_on = stay
+    context_module.start_ring_exchange = stay
 
 
 def loss_of_one_context_rank() -> None:
@@ -298,14 +298,14 @@ def weight_gradient_of_another_micro_batch() -> None:
 
 def tied_head_without_a_gradient() -> None:
     """Where first and last stage share one parameter, only its first use brings a gradient."""
-    build = VocabularyHead.__init__
+    build = OutputLayer.__init__
 
-    def half_tied(head: VocabularyHead, *sizes: Any, **given: Any) -> None:
+    def half_tied(head: OutputLayer, *sizes: Any, **given: Any) -> None:
         build(head, *sizes, **given)
         if given.get("shared") is not None:
             head.multiplied = lambda x, bias=None: F.linear(x, head.weight.detach())  # type: ignore[method-assign]
 
-    VocabularyHead.__init__ = half_tied  # type: ignore[method-assign]
+    OutputLayer.__init__ = half_tied  # type: ignore[method-assign]
 
 
 def deferred_gradient_for_a_copy() -> None:

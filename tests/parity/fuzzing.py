@@ -15,7 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import pentatron.compare.trial as trial_module
-from pentatron.compare.trial import Trajectory, disagreements, failures, gaps, size, worst
+from pentatron.compare.trial import Trajectory, disagreements, failures, gap_size, gaps, largest_gap
 from pentatron.errors import UserError
 from pentatron.train.model import ParallelModel
 from tests.harness import run_distributed
@@ -115,12 +115,12 @@ def _compared(case: Case, bug: str, timeout: float) -> tuple[tuple[str, ...], fl
     judgement = gaps(found, expected)
     apart = [f"{place} differs from another rank's" for place in disagreements(found)]
     # No choice, close or not, excuses ranks that raise, hang or hold different copies.
-    return (*failures(judgement), *apart), size(worst(judgement)), math.inf if apart else closest
+    return (*failures(judgement), *apart), gap_size(largest_gap(judgement)), math.inf if apart else closest
 
 
 def nudged_on_a_rank(words: str, share: float) -> Trajectory:
     """The run on one process, with every initial weight changed by about this share of itself."""
-    reveal = trial_module.reveal
+    reveal = trial_module.perturb_norms_and_biases
 
     def nudge(model: ParallelModel) -> None:
         reveal(model)
@@ -129,7 +129,7 @@ def nudged_on_a_rank(words: str, share: float) -> Trajectory:
             for weights in stage.parameters():
                 weights.data.mul_(1 + share * torch.randn(weights.shape, generator=generator))
 
-    trial_module.reveal = nudge
+    trial_module.perturb_norms_and_biases = nudge
     return run(words, 1)
 
 
@@ -142,7 +142,7 @@ def sensitivity(case: Case) -> float:
         run_distributed(nudged_on_a_rank, 1, timeout=TIMEOUT, words=case.reference(), share=share)
         for share in (0.0, ROUNDING)
     )
-    return size(worst(gaps(other, one[0])))
+    return gap_size(largest_gap(gaps(other, one[0])))
 
 
 @dataclass

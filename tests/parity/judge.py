@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
-from pentatron.compare.trial import Gap, Trajectory, failures, gaps, worst
+from pentatron.compare.trial import Gap, Trajectory, failures, gaps, largest_gap
 from tests.harness import GLOO, run_distributed
 from tests.harness.report import RanksFailed
 from tests.parity.cases import Layout
@@ -25,7 +25,7 @@ class Cell:
     @property
     def text(self) -> str:
         """The largest gap as a share of what is allowed."""
-        return f"{worst(self.judged).ratio:.1%}"
+        return f"{largest_gap(self.judged).ratio:.1%}"
 
     @property
     def passes(self) -> bool:

@@ -15,16 +15,16 @@ from pentatron.nn.router import Router, RouterLoad
 from pentatron.optim.optimizer import Optimizer
 from pentatron.parallel.axes import ExpertAxis
 from pentatron.parallel.collectives import all_reduce_
-from pentatron.parallel.gradients import Place
-from pentatron.parallel.reduction import WholeReduction
-from pentatron.parallel.shards import Declared, DeclaringModule, Piece
+from pentatron.parallel.gradients import GradientView
+from pentatron.parallel.reduction import FullReduction
+from pentatron.parallel.shards import Shard, ShardedModule, ShardingSpec
 
 
 def forget_partial(chosen: Callable[[Any, str], bool]) -> None:
     """Layers that `chosen` picks declare their gradients complete although they are parts of a sum."""
-    declare = DeclaringModule.declare
+    declare = ShardedModule.declare
 
-    def forgetful(self: Any, name: str, shape: tuple[int, ...], declared: Declared) -> Any:
+    def forgetful(self: Any, name: str, shape: tuple[int, ...], declared: ShardingSpec) -> Any:
         if chosen(self, name):
             pieces = tuple(
                 type(p)(p.start, p.local, p.size, p.replicated_over, frozenset()) for p in declared.pieces
@@ -32,7 +32,7 @@ def forget_partial(chosen: Callable[[Any, str], bool]) -> None:
             declared = dataclasses.replace(declared, pieces=pieces)
         return declare(self, name, shape, declared)
 
-    DeclaringModule.declare = forgetful  # type: ignore[method-assign]
+    ShardedModule.declare = forgetful  # type: ignore[method-assign]
 
 
 def token_combined_with_the_wrong_weight() -> None:
@@ -55,7 +55,7 @@ def tokens_returned_in_the_order_of_experts() -> None:
 
 
 def balance_judged_by_local_counts() -> None:
-    ExpertAxis.over_micro_batch = lambda self, x: x.clone()  # type: ignore[method-assign]
+    ExpertAxis.sum_over_micro_batch = lambda self, x: x.clone()  # type: ignore[method-assign]
 
 
 def balance_averaged_over_own_micro_batches() -> None:
@@ -70,37 +70,37 @@ def balance_averaged_over_own_micro_batches() -> None:
 
 def expert_gradients_divided_by_the_wrong_number() -> None:
     """By the copies of dense layers, after they were summed over the copies of experts."""
-    finish = WholeReduction.finish
+    finish = FullReduction.finish
 
-    def divided(self: WholeReduction) -> None:
+    def divided(self: FullReduction) -> None:
         finish(self)
         most = max(bucket.copies.size for bucket in self.buckets)
         for held in self.held:
             if held.holder.values is not None:
                 held.holder.values.mul_(held.bucket.copies.size / most)
 
-    WholeReduction.finish = divided  # type: ignore[method-assign]
+    FullReduction.finish = divided  # type: ignore[method-assign]
 
 
 def expert_gradients_summed_with_dense_ones() -> None:
     """Over all data-parallel ranks, of which some hold other experts."""
-    finish = WholeReduction.finish
+    finish = FullReduction.finish
 
-    def with_all(self: WholeReduction) -> None:
+    def with_all(self: FullReduction) -> None:
         finish(self)
         of_dense = max((bucket.copies for bucket in self.buckets), key=lambda group: group.size)
         for held in self.held:
             if held.bucket.copies.size < of_dense.size:
                 all_reduce_(held.holder.in_fp32(held.bucket.weights.device), of_dense)
 
-    WholeReduction.finish = with_all  # type: ignore[method-assign]
+    FullReduction.finish = with_all  # type: ignore[method-assign]
 
 
 def expert_norm_counted_on_the_first_tensor_rank() -> None:
     """As if tensor ranks held copies of each other's experts: the norm lacks some of them."""
     counted = Optimizer._norm_views
 
-    def fewer(self: Optimizer) -> list[Place]:
+    def fewer(self: Optimizer) -> list[GradientView]:
         everything = self._held
         if self.world.tensor.rank > 0:
             self._held = [
@@ -134,12 +134,12 @@ def expert_gate_and_up_cut_as_one() -> None:
     """A rank that has a part of an expert takes consecutive rows of [gate; up]."""
     build = experts_module.ExpertLinear.__init__
 
-    def contiguous(self: Any, shape: Any, local: Any, pieces: tuple[Piece, ...], *others: Any) -> None:
+    def contiguous(self: Any, shape: Any, local: Any, pieces: tuple[Shard, ...], *others: Any) -> None:
         if len(pieces) == 2 and shape[1] > local[1]:
             first = pieces[0]
             part = first.start[1] // first.size[1]
             start = (first.start[0], part * local[1], 0)
-            pieces = (Piece(start, (0, 0, 0), (first.size[0], local[1], local[2])),)
+            pieces = (Shard(start, (0, 0, 0), (first.size[0], local[1], local[2])),)
         build(self, shape, local, pieces, *others)
 
     experts_module.ExpertLinear.__init__ = contiguous  # type: ignore[method-assign]
@@ -147,7 +147,7 @@ def expert_gate_and_up_cut_as_one() -> None:
 
 def capacity_by_local_tokens() -> None:
     """Every rank drops by its own tokens, as if they were the micro-batch."""
-    of_micro_batch = ExpertAxis.of_micro_batch
+    of_micro_batch = ExpertAxis.gather_micro_batch
 
     def own(self: ExpertAxis, x: Tensor) -> Tensor:
         found = of_micro_batch(self, x)
@@ -157,7 +157,7 @@ def capacity_by_local_tokens() -> None:
             ] = 0
         return found
 
-    ExpertAxis.of_micro_batch = own  # type: ignore[method-assign]
+    ExpertAxis.gather_micro_batch = own  # type: ignore[method-assign]
 
 
 # Each bug with a family and a layout on which it acts.

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from pentatron.checkpoint.load import load_fragments
 from pentatron.checkpoint.store import CheckpointStore
-from pentatron.compare.trial import Sent, micro_batches, reveal, sent
+from pentatron.compare.trial import SentFragment, copy_fragments, micro_batches, perturb_norms_and_biases
 from pentatron.optim.build import AnyOptimizer, build_optimizer
 from pentatron.optim.schedule import learning_rate
 from pentatron.parallel.shards import Fragment
@@ -34,7 +34,7 @@ AFTERWARDS = 3
 class Continued:
     """The state as this rank holds it (owned fragments), and the losses of the steps that followed."""
 
-    state: list[Sent]
+    state: list[SentFragment]
     losses: list[float]
 
 
@@ -51,7 +51,7 @@ def _build(words: str) -> tuple[RunConfig, World, ParallelModel, AnyOptimizer]:
     config = resolved(words, dist.get_world_size() if dist.is_initialized() else 1).config
     world = here(config)
     model = build_parallel_model(config, world)
-    reveal(model)
+    perturb_norms_and_biases(model)
     return (
         config,
         world,
@@ -83,7 +83,7 @@ def save_on_a_rank(words: str, folder: Path) -> Continued:
     _go_on(config, world, model, optimizer, 0, SAVED_AFTER)
     store = CheckpointStore(folder, keep=None)
     store.save(SAVED_AFTER, _kept(model, optimizer), {}, {}, config.nested(), world.everyone)
-    state = sent(_kept(model, optimizer))
+    state = copy_fragments(_kept(model, optimizer))
     return Continued(state, _go_on(config, world, model, optimizer, SAVED_AFTER, AFTERWARDS))
 
 
@@ -95,7 +95,7 @@ def load_on_a_rank(words: str, folder: Path, bug: str = "") -> Continued:
     assert found is not None, complaints
     load_fragments(found.folder, found.manifest, _kept(model, optimizer, owned_only=False))
     optimizer.loaded(SAVED_AFTER)
-    state = sent(_kept(model, optimizer))
+    state = copy_fragments(_kept(model, optimizer))
     return Continued(state, _go_on(config, world, model, optimizer, SAVED_AFTER, AFTERWARDS))
 
 
@@ -143,7 +143,7 @@ def pairs_with_experts(count: int, saves: int) -> list[Pair]:
     return random_pairs(count, saves, 12, MIXTURES, MIXTURE_LAYOUTS)
 
 
-def stale_optimizer_state(state: list[Sent]) -> list[Sent]:
+def stale_optimizer_state(state: list[SentFragment]) -> list[SentFragment]:
     """A control: what a loader that forgets Adam's moments would have."""
     return [
         (n, shape, at, v if n.startswith("weights/") else torch.zeros_like(v)) for n, shape, at, v in state

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import pentatron.optim.sharded as sharded_module
-from pentatron.parallel.gradients import PartialSums
+from pentatron.parallel.gradients import PartialGradientReduction
 from pentatron.parallel.zero3 import FSDPModule, ShardedStage
 
 
@@ -13,7 +13,7 @@ def sharded_gradients_averaged() -> None:
 
 
 def partial_sums_skipped_on_shards() -> None:
-    PartialSums.add_up = lambda self: None  # type: ignore[method-assign]
+    PartialGradientReduction.all_reduce = lambda self: None  # type: ignore[method-assign]
 
 
 def groups_of_replicas_not_summed() -> None:
@@ -27,7 +27,7 @@ def gathered_weights_outlive_the_update() -> None:
         self.units[-1].set_reshard_after_backward(False, recurse=False)
 
     ShardedStage.begin_backward = keep  # type: ignore[method-assign]
-    ShardedStage.drop_gathered = lambda self: None  # type: ignore[method-assign]
+    ShardedStage.reshard = lambda self: None  # type: ignore[method-assign]
 
 
 # Each bug with a family and a layout on which it acts.

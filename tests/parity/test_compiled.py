@@ -8,7 +8,7 @@ import torch.distributed as dist
 import pentatron.train.compilation as compilation
 from pentatron.compare.trial import Trajectory, failures, gaps, micro_batches
 from pentatron.layout.actions import Kind
-from pentatron.nn.compiled import Compile
+from pentatron.nn.compiled import CompileOptions
 from pentatron.nn.options import ModelOptions
 from pentatron.optim.build import build_optimizer
 from pentatron.train.model import build_parallel_model, model_dtype
@@ -26,7 +26,7 @@ WINDOWS = "--window-size 4,0 --window-attn-skip-freq 2"
 def without_a_compiler(backend: str) -> None:
     """What is at stake is what is traced: no kernels are generated."""
     compilation._trial = lambda device: ""
-    compilation.Compile = partial(Compile, backend)  # type: ignore[assignment,misc]
+    compilation.CompileOptions = partial(CompileOptions, backend)  # type: ignore[assignment,misc]
 
 
 def compiled_on_a_rank(words: str) -> Trajectory:

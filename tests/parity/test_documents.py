@@ -63,20 +63,20 @@ def unmasked_later_stages() -> None:
 
 
 def unmasked_in_the_ring() -> None:
-    context_attention.in_documents = lambda documents, queries, keys, size, window: (
-        context_attention.in_window(queries, keys, size, 1000 if window is None else window)
+    context_attention.document_blocks = lambda documents, queries, keys, size, window: (
+        context_attention.window_blocks(queries, keys, size, 1000 if window is None else window)
     )
 
 
 def own_tokens_cut_documents() -> None:
     """Documents of the tokens of a rank, as if these were a sequence of their own."""
-    own_tokens = ParallelModel.own_tokens
+    own_tokens = ParallelModel.local_tokens
 
     def cut(self: ParallelModel, batches: Sequence[Batch]) -> list[Batch]:
         ranks = self.axes.context.size
         return [dataclasses.replace(b, documents=_divided(b, ranks)) for b in own_tokens(self, batches)]
 
-    ParallelModel.own_tokens = cut  # type: ignore[method-assign]
+    ParallelModel.local_tokens = cut  # type: ignore[method-assign]
 
 
 def _divided(batch: Batch, ranks: int) -> DocumentStarts:

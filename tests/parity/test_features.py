@@ -44,22 +44,22 @@ def test_a_layout_computes_the_same_numbers(layout: Layout) -> None:
 
 def counted_in_the_stage() -> None:
     """Layers with windows are counted from the first of a stage, not from the first of the model."""
-    right = attention.window_of
+    right = attention.window_of_layer
 
     def wrong(size: Sequence[int], skip: str | None, layers: int, number: int) -> int | None:
         return right(size, skip, layers, (number - 1) % 2 + 1)
 
-    attention.window_of = wrong
+    attention.window_of_layer = wrong
 
 
 def own_chunk_alone() -> None:
     """A window ends where a chunk of the sequence does."""
-    right = context_attention.in_window
+    right = context_attention.window_blocks
 
     def wrong(*given: Any) -> list[Block]:
         return [block for block in right(*given) if block.causal]
 
-    context_attention.in_window = wrong
+    context_attention.window_blocks = wrong
 
 
 MISTAKES = {mistake.__name__: mistake for mistake in (counted_in_the_stage, own_chunk_alone)}

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from pentatron.compare.trial import Trajectory, run_trial
-from pentatron.parallel.world import World, connect, single_process
+from pentatron.parallel.world import World, create_groups, single_process
 from pentatron.settings.run import RunConfig
 from tests.parity.bugs import plant
 from tests.support import resolved
@@ -14,7 +14,7 @@ def here(config: RunConfig, device: str = "cpu") -> World:
     """Ranks share one GPU."""
     if config.grid.world_size == 1:
         return single_process(torch.device(device))
-    return connect(config.grid, dist.get_rank(), dist.get_rank(), torch.device(device))
+    return create_groups(config.grid, dist.get_rank(), dist.get_rank(), torch.device(device))
 
 
 def on_a_rank(words: str, bug: str = "", device: str = "cpu") -> Trajectory:

@@ -51,9 +51,9 @@ def planned(config: RunConfig) -> tuple[RankMemory, int]:
     """Returns planned memory of the run and the activations of one layer."""
     shape = Shape(config, on_gpu=True)
     if config.memory.recompute_granularity == "full":
-        layer = shape.width * shape.in_stream * shape.hidden
+        layer = shape.width * shape.local_tokens * shape.hidden
     else:
-        layer = activations.layer(shape, sparse=0 in shape.sparse_layers)
+        layer = activations.layer_activations(shape, sparse=0 in shape.sparse_layers)
     return memory_of(config, on_gpu=True).largest, layer
 
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from pentatron.models.causal_lm import build_model
-from pentatron.nn.compiled import Compile
+from pentatron.nn.compiled import CompileOptions
 from pentatron.nn.options import ModelOptions
 from pentatron.nn.recompute import recompute_of
-from pentatron.plan.activations import layer
+from pentatron.plan.activations import layer_activations
 from pentatron.plan.shape import Shape
 from tests.support import LLAMA, resolved
 
@@ -29,7 +29,7 @@ def kept_by_a_layer(words: str) -> int:
     """Returns the bytes of the second of two layers, because the first also saves its inputs."""
     config = resolved(words).config
     options = ModelOptions(
-        recompute=recompute_of(config.memory), compile=Compile("aot_eager_decomp_partition")
+        recompute=recompute_of(config.memory), compile=CompileOptions("aot_eager_decomp_partition")
     )
     model = build_model(config.model, 1, torch.device("cpu"), config.moe, options).to(torch.bfloat16)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -63,7 +63,7 @@ def test_a_compiled_layer_keeps_what_is_planned(words: str) -> None:
     command = f"{SIZES} {words}"
     planned = Shape(resolved(command).config)
     assert planned.decisions.compilation.on
-    plain = layer(Shape(resolved(f"{command} --compile off").config), sparse=False)
+    plain = layer_activations(Shape(resolved(f"{command} --compile off").config), sparse=False)
     saves = LLAMA in words
-    assert layer(planned, sparse=False) == pytest.approx(kept_by_a_layer(command), rel=0.01)
-    assert plain > 1.02 * layer(planned, sparse=False) or not saves
+    assert layer_activations(planned, sparse=False) == pytest.approx(kept_by_a_layer(command), rel=0.01)
+    assert plain > 1.02 * layer_activations(planned, sparse=False) or not saves

@@ -5,14 +5,14 @@ import itertools
 
 import pytest
 
-from pentatron.cli.plan import as_data, describe
+from pentatron.cli.plan import as_data, plan_layouts
 from pentatron.cli.plan_report import as_text
 from pentatron.compare.trial import micro_batches
 from pentatron.nn import loss
 from pentatron.plan import activations, memory
-from pentatron.plan.fit import Room, judge
+from pentatron.plan.fit import AvailableMemory, check_device_memory
 from pentatron.plan.memory import RankMemory, memory_of
-from pentatron.plan.search import usable
+from pentatron.plan.search import usable_memory
 from pentatron.plan.shape import Shape
 from pentatron.settings.run import RunConfig
 from pentatron.train.model import build_parallel_model
@@ -95,24 +95,26 @@ def test_logits_are_evaluated_as_many_at_a_time_as_planned() -> None:
 
 def test_where_they_are_a_choice_of_ours_nothing_is_made_of_them_but_a_line() -> None:
     words = f"{GPT2.replace('--global-batch-size 8', '--global-batch-size 16')} --bf16 --gpus 1 --gpu h200".split()
-    report = describe(words)[0]
-    plain, recorded = report.shown.largest, report.shown.if_recorded
+    report = plan_layouts(words)[0]
+    plain, recorded = report.shown.largest, report.shown.with_graphs
     assert plain.graphs == 0 and recorded is not None and recorded.total > plain.total
     (line,) = [line for line in as_text(report).splitlines() if line.startswith("  with graphs")]
     assert f"{recorded.total / GIB:.3g} GiB" in line
     assert as_data(report)["layouts"][0]["largest_bytes_if_recorded"] == recorded.total
     for other in (["--cuda-graphs", "off"], ["--cuda-graphs", "on"]):
-        assert describe([*words, *other])[0].shown.if_recorded is None, other
-    assert describe([*words[:-4], "--gpus", "2", "--gpu", "h200"])[0].shown.if_recorded is None
+        assert plan_layouts([*words, *other])[0].shown.with_graphs is None, other
+    assert plan_layouts([*words[:-4], "--gpus", "2", "--gpu", "h200"])[0].shown.with_graphs is None
     # With room only for steps without graphs.
     between = (plain.total + recorded.total) / 2
     scarce = dataclasses.replace(report.shown.device, memory=int((between + GIB) / 0.95))
     layout = dataclasses.replace(report.shown, device=scarce)
-    assert plain.total < usable(scarce) < recorded.total and layout.fits and layout.if_recorded is None
+    assert plain.total < usable_memory(scarce) < recorded.total and layout.fits and layout.with_graphs is None
 
 
 def test_a_run_that_may_not_fit_is_told_to_do_without() -> None:
     config = configured(f"{GPT2} --cuda-graphs on")
-    verdict = judge(config, 0, Room("GPU", 8 * GIB, planned(f"{GPT2} --cuda-graphs on").total))
+    verdict = check_device_memory(
+        config, 0, AvailableMemory("GPU", 8 * GIB, planned(f"{GPT2} --cuda-graphs on").total)
+    )
     assert verdict is not None and "beside CUDA graphs " in verdict.sentence
     assert "try --cuda-graphs off, " in verdict.sentence

@@ -12,7 +12,7 @@ import torch
 
 from pentatron.checkpoint.find import find_step
 from pentatron.checkpoint.store import CheckpointStore
-from pentatron.checkpoint.torch_file import TorchFile, rectangle_key, saved_place
+from pentatron.checkpoint.torch_file import TorchFile, rectangle_key, torch_save_position
 from pentatron.errors import UserError
 from tests.checkpoint.steps import DATA, load, newest, save
 from tests.checkpoint.test_damage import record_of, rewrite
@@ -159,7 +159,7 @@ def test_pickle_in_a_file_of_torch_is_not_unpickled(
     file.write_bytes(pickled(canary))
     if archived:
         torch.save({"x": Payload(canary)}, file)
-    place = saved_place(0, file.stat().st_size)
+    place = torch_save_position(0, file.stat().st_size)
 
     def change(manifest: dict[str, Any]) -> None:
         listed(manifest, file, file.name)
@@ -187,7 +187,9 @@ def test_a_tensor_of_torch_is_found_without_loading_it(tmp_path: Path, dtype: to
         length = (tmp_path / "x.distcp").stat().st_size
         shape = tuple(tensor.shape)
         with TorchFile(tmp_path / "x.distcp") as file:
-            found = file.get_slice(rectangle_key(saved_place(0, length), (0,) * len(shape), shape, shape))
+            found = file.get_slice(
+                rectangle_key(torch_save_position(0, length), (0,) * len(shape), shape, shape)
+            )
             assert torch.equal(found[...], tensor) and found[...].dtype == dtype
 
 

@@ -13,11 +13,11 @@ import pytest
 
 from pentatron.data.indexed import FORMAT, HEADER, IndexedDataset, read_sidecar
 from pentatron.data.indexed import MAGIC as OF_INDEX
-from pentatron.data.sampling import MAGIC, DamagedIndex, IndexCache, read_arrays
+from pentatron.data.sampling import MAGIC, DamagedIndexCache, IndexCache, read_arrays
 from pentatron.errors import UserError
 from pentatron.monitor.recorder import append_event
 from pentatron.settings.files import load_file
-from pentatron.text import HIDDEN, redacted
+from pentatron.text import REDACTED, redact
 from tests.security.canary import refused, run
 
 TINY = (
@@ -119,7 +119,7 @@ def test_a_name_adds_no_line_to_the_progress_of_a_job(tmp_path: Path) -> None:
     append_event(tmp_path / "progress.txt", "1\nJob ID: 2\tSaved checkpoint", 1, "Starting job")
     append_event(tmp_path / "progress.txt", f"hf_{'k' * 24}", 1, f"WANDB_API_KEY={'k' * 24}")
     first, second = (tmp_path / "progress.txt").read_text().splitlines()
-    assert "Job ID: 2" in first and "k" * 24 not in second and second.count(HIDDEN) == 2
+    assert "Job ID: 2" in first and "k" * 24 not in second and second.count(REDACTED) == 2
 
 
 @pytest.mark.parametrize("counts", [(2**63, 1), (2**64 - 1, 2**64 - 1), (0, 2**61), (2**60, 2)])
@@ -191,11 +191,11 @@ def test_a_forged_order_of_samples_is_not_used(tmp_path: Path, array: Any) -> No
     assert (cache.get({"a": 1}, 8, lambda: honest)["x"] == np.arange(8)).all()
     (file,) = tmp_path.iterdir()
     order(file, {"arrays": {"x": array}, "bytes": 64, "crc32": zlib.crc32(b"\0" * 64)})
-    with pytest.raises(DamagedIndex):
+    with pytest.raises(DamagedIndexCache):
         read_arrays(file, verify=True)
     assert (cache.get({"a": 1}, 8, lambda: honest)["x"] == np.arange(8)).all() and len(said) == 1
     order(file, b"[" * 100_000)
-    with pytest.raises(DamagedIndex):
+    with pytest.raises(DamagedIndexCache):
         read_arrays(file, verify=False)
 
 
@@ -216,12 +216,12 @@ INNOCENT = [
 
 @pytest.mark.parametrize("text", SECRETS)
 def test_secrets_are_taken_out(text: str) -> None:
-    assert redacted(text) == SECRETS[text] and redacted(SECRETS[text]) == SECRETS[text]
+    assert redact(text) == SECRETS[text] and redact(SECRETS[text]) == SECRETS[text]
 
 
 @pytest.mark.parametrize("text", INNOCENT)
 def test_what_is_no_secret_stays(text: str) -> None:
-    assert redacted(text) == text
+    assert redact(text) == text
 
 
 def test_a_run_writes_no_secret_down(
@@ -237,7 +237,7 @@ def test_a_run_writes_no_secret_down(
     holding = [p for p in tmp_path.rglob("*") if p.is_file() and secret.encode() in p.read_bytes()]
     assert [p.name for p in holding] in ([], ["sample.txt"]), holding
     log = (tmp_path / "run" / "train.log").read_text()
-    assert f"https://{HIDDEN}@host" in log and HIDDEN in (tmp_path / "run" / "config.yaml").read_text()
+    assert f"https://{REDACTED}@host" in log and REDACTED in (tmp_path / "run" / "config.yaml").read_text()
 
 
 def test_a_script_with_a_key_is_its_owners(

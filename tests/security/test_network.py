@@ -19,25 +19,25 @@ import torch
 import torch.distributed as dist
 
 from pentatron.checkpoint.format import Manifest, StoredPiece, TensorRecord
-from pentatron.cli.environment import Worker, meeting_point
+from pentatron.cli.environment import Worker, rendezvous_address
 from pentatron.errors import UserError
 from pentatron.layout.ranks import Grid
 from pentatron.parallel import collectives
 from pentatron.parallel.collectives import Group, broadcast_object, gather_objects
-from pentatron.parallel.encoding import ForgedMessage, decode, encode, sealed
-from pentatron.parallel.process_group import introduced
+from pentatron.parallel.encoding import ForgedMessage, decode, encode, sign
+from pentatron.parallel.process_group import exchange_gpus
 from pentatron.parallel.rendezvous import (
     LISTENER,
     SECRET,
-    MeetingError,
-    MeetingPoint,
+    Rendezvous,
+    RendezvousError,
     is_loopback,
+    is_single_machine,
     job_secret,
-    stays_on_this_machine,
 )
 from pentatron.parallel.world import open_world
 from pentatron.supervise.launcher import listener_for_workers
-from pentatron.text import HIDDEN, redacted
+from pentatron.text import REDACTED, redact
 from tests.harness import distributed
 from tests.harness.forked import Forked
 from tests.parallel.test_meeting import free_port
@@ -105,7 +105,7 @@ def test_what_another_rank_sends_is_never_unpickled(tmp_path: Path) -> None:
     for key, said in ((None, "it cannot be decoded"), (KEY, "it does not carry the secret of this job")):
         group = Group(rank, 2, dist.group.WORLD, key=key, name="all ranks")
         if rank:
-            block, _ = sealed(pickled(canary), None, 1, collectives._BLOCK)
+            block, _ = sign(pickled(canary), None, 1, collectives._BLOCK)
             collectives._gathered(block, group)
         else:
             with pytest.raises(
@@ -126,14 +126,14 @@ def test_no_module_unpickles_what_ranks_send() -> None:
 
 
 def met(secrets: list[bytes | None], store: Any) -> list[Any]:
-    """What each rank gets of `introduced`, or raises, in threads of this process."""
+    """What each rank gets of `exchange_gpus`, or raises, in threads of this process."""
     found: list[Any] = [None] * len(secrets)
 
     def meet(rank: int) -> None:
         try:
-            point = MeetingPoint("127.0.0.1", 6001, secret=secrets[rank])
-            found[rank] = introduced(store, point, f"gpu{rank}", rank, len(secrets))
-        except MeetingError as error:
+            point = Rendezvous("127.0.0.1", 6001, secret=secrets[rank])
+            found[rank] = exchange_gpus(store, point, f"gpu{rank}", rank, len(secrets))
+        except RendezvousError as error:
             found[rank] = error
 
     threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(len(secrets))]
@@ -164,8 +164,10 @@ def test_a_rank_of_another_job_leaves_without_a_trace(other: bytes | None) -> No
     """Two jobs on one port: the rank that met the other job's first rank says so and writes nothing there."""
     store = store_of_one_second()
     store.set("job", hmac.digest(b"s" * 32, b"name of the job", "sha256").hex())
-    with pytest.raises(MeetingError, match=r"another job at 127\.0\.0\.1:6001; choose another --master-port"):
-        introduced(store, MeetingPoint("127.0.0.1", 6001, secret=other), "gpu", 1, 2)
+    with pytest.raises(
+        RendezvousError, match=r"another job at 127\.0\.0\.1:6001; choose another --master-port"
+    ):
+        exchange_gpus(store, Rendezvous("127.0.0.1", 6001, secret=other), "gpu", 1, 2)
     assert store.num_keys() == 1
 
 
@@ -174,9 +176,9 @@ def test_a_process_without_the_secret_is_refused() -> None:
     store.set("rank/1", "random gpu")
     store.set("proof/1", hashlib.sha256(b"a guess").hexdigest())
     with pytest.raises(
-        MeetingError, match=r"does not know the secret of this job .* 127\.0\.0\.1:6001, as rank 1"
+        RendezvousError, match=r"does not know the secret of this job .* 127\.0\.0\.1:6001, as rank 1"
     ):
-        introduced(store, MeetingPoint("127.0.0.1", 6001, secret=b"s" * 32), "gpu", 0, 2)
+        exchange_gpus(store, Rendezvous("127.0.0.1", 6001, secret=b"s" * 32), "gpu", 0, 2)
 
 
 def impostor(port: int, canary: Path, joins: bool) -> int:
@@ -189,7 +191,7 @@ def impostor(port: int, canary: Path, joins: bool) -> int:
         inner = dist.distributed_c10d.PrefixStore("default_pg", store)
         dist.init_process_group("gloo", store=inner, rank=1, world_size=2)
         with contextlib.suppress(RuntimeError):
-            block, _ = sealed(pickle.dumps(Payload(canary)), None, 1, collectives._BLOCK)
+            block, _ = sign(pickle.dumps(Payload(canary)), None, 1, collectives._BLOCK)
             collectives._gathered(block, Group(1, 2, dist.group.WORLD))
     return 0
 
@@ -235,7 +237,7 @@ def test_an_impostor_runs_nothing(tmp_path: Path, secret: str) -> None:
         if secret
         else "that is not one of this job's: it cannot be decoded"
     )
-    point = meeting_point(Worker(0, 2, 0, 2, "none"))
+    point = rendezvous_address(Worker(0, 2, 0, 2, "none"))
     assert LISTENER not in os.environ, "programs that a rank starts must not look for its socket"
     with pytest.raises(UserError, match=said), open_world(Grid(data=2), 0, 0, CPU, 0.5, {}, point):
         raise AssertionError("it was let in")
@@ -246,7 +248,7 @@ def test_an_impostor_runs_nothing(tmp_path: Path, secret: str) -> None:
 def meet_as(rank: int, port: int, said: Path) -> int:
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
-    point = meeting_point(Worker(rank, 2, rank, 2, "none"))
+    point = rendezvous_address(Worker(rank, 2, rank, 2, "none"))
     with open_world(Grid(data=2), rank, rank, CPU, 0.5, {"--a": 1}, point) as world:
         gather_objects(None, world.everyone)
         said.write_text(json.dumps(sorted(listening_addresses())))
@@ -273,10 +275,10 @@ def test_which_jobs_stay_on_their_machine() -> None:
     )
     # On several machines a host's own name may mean a loopback address on that host alone.
     assert not is_loopback("node0") and not is_loopback("10.0.0.1") and not is_loopback("")
-    assert stays_on_this_machine({"MASTER_ADDR": "node0", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"})
-    assert not stays_on_this_machine({"MASTER_ADDR": "node0", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"})
-    assert not stays_on_this_machine({"MASTER_ADDR": "node0", "WORLD_SIZE": "4"})
-    assert not stays_on_this_machine({})
+    assert is_single_machine({"MASTER_ADDR": "node0", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"})
+    assert not is_single_machine({"MASTER_ADDR": "node0", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"})
+    assert not is_single_machine({"MASTER_ADDR": "node0", "WORLD_SIZE": "4"})
+    assert not is_single_machine({})
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the interface has another name")
@@ -287,7 +289,7 @@ def test_sockets_of_gloo_and_nccl_follow_unless_the_user_chose(monkeypatch: pyte
     chosen = {**here, "GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "^lo"}
     for environment, gloo, nccl in ((here, "lo", "lo"), (elsewhere, None, None), (chosen, "eth0", "^lo")):
         monkeypatch.setattr("os.environ", environment)
-        assert meeting_point(Worker(1, 4, 1, 2, "none")) == MeetingPoint(environment["MASTER_ADDR"], 6001)
+        assert rendezvous_address(Worker(1, 4, 1, 2, "none")) == Rendezvous(environment["MASTER_ADDR"], 6001)
         assert environment.get("GLOO_SOCKET_IFNAME") == gloo
         assert environment.get("NCCL_SOCKET_IFNAME") == nccl
 
@@ -295,8 +297,8 @@ def test_sockets_of_gloo_and_nccl_follow_unless_the_user_chose(monkeypatch: pyte
 def test_a_secret_is_long_and_never_shown() -> None:
     assert job_secret({}) is None and job_secret({SECRET: ""}) is None
     assert job_secret({SECRET: "x" * 16}) == b"x" * 16
-    with pytest.raises(MeetingError, match="has 4 characters, which can be guessed") as refused:
+    with pytest.raises(RendezvousError, match="has 4 characters, which can be guessed") as refused:
         job_secret({SECRET: "abcd"})
     assert "abcd" not in str(refused.value)
-    assert redacted(f"{SECRET}=0123456789abcdef torchrun") == f"{SECRET}={HIDDEN} torchrun"
-    assert "kkk" not in repr(Group(0, 2, key=KEY)) + repr(MeetingPoint("a", 1, secret=KEY))
+    assert redact(f"{SECRET}=0123456789abcdef torchrun") == f"{SECRET}={REDACTED} torchrun"
+    assert "kkk" not in repr(Group(0, 2, key=KEY)) + repr(Rendezvous("a", 1, secret=KEY))

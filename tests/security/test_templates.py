@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from pentatron.data import chat_template
-from pentatron.data.chat_template import ChatTemplate, Limits, end_rendering
+from pentatron.data.chat_template import ChatTemplate, Limits, stop_sandbox
 from pentatron.errors import UserError
 
 TALK = [{"role": "user", "content": "hello " * 200}, {"role": "assistant", "content": "yes"}]
@@ -55,7 +55,7 @@ def template(source: str, limits: Limits = LIMITS) -> ChatTemplate:
 @pytest.fixture(autouse=True, scope="module")
 def _one_process() -> Any:
     yield
-    end_rendering()
+    stop_sandbox()
 
 
 @pytest.mark.parametrize("attack", ENDLESS)
@@ -87,7 +87,7 @@ def test_the_sentence_says_which_limit_was_reached() -> None:
 
 def test_the_limit_holds_for_each_conversation_and_not_for_all_together() -> None:
     busy = template("{% for a in messages[0].content %}{% for b in 'x' * 900 %}{% endfor %}{% endfor %}", Limits(cpu_seconds=0.5))  # fmt: skip
-    end_rendering()
+    stop_sandbox()
     busy.check()
     process = chat_template._SANDBOX._process
     until = time.monotonic() + 1.3
@@ -172,5 +172,5 @@ def test_modules_of_the_working_directory_are_not_imported(
     (tmp_path / "jinja2.py").write_text("raise SystemExit\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    end_rendering()
+    stop_sandbox()
     assert template("{{ messages[1].content }}", Limits()).render(TALK).text == "yes"

@@ -13,9 +13,9 @@ import pytest
 
 from pentatron.data import text_files
 from pentatron.data.conversations import read_conversations
-from pentatron.data.encode import Encoder, Recipe
-from pentatron.data.text_files import JSON_LINES, Chunk, Place, read_chunks
-from pentatron.data.tokenizer import FileTokenizer, TokenizerChoice, identify
+from pentatron.data.encode import Encoder, EncodingSettings
+from pentatron.data.text_files import JSON_LINES, Chunk, Position, read_chunks
+from pentatron.data.tokenizer import FileTokenizer, TokenizerSettings, identify_tokenizer
 from pentatron.errors import UserError
 
 MOST = 1 << 20
@@ -124,11 +124,11 @@ def test_a_vocabulary_without_a_token_is_refused(tmp_path: Path, model: str) -> 
 def test_a_text_that_a_vocabulary_cannot_say_is_a_sentence(tmp_path: Path, model: str) -> None:
     tokenizer = FileTokenizer(saved(tmp_path, model))
     calls: list[Callable[[], object]] = [
-        lambda: identify(tokenizer),
+        lambda: identify_tokenizer(tokenizer),
         lambda: tokenizer.encode("b"),
         lambda: tokenizer.encode_batch(["b"]),
-        lambda: tokenizer.encode_with_places(["b"]),
-        lambda: tokenizer.encode_as_configured("b"),
+        lambda: tokenizer.encode_with_offsets(["b"]),
+        lambda: tokenizer.encode_with_special_tokens("b"),
     ]
     for call in calls:
         with pytest.raises(UserError, match=r"cannot be encoded by the tokenizer .*Missing \[UNK\]") as told:
@@ -146,10 +146,10 @@ def test_a_pattern_that_takes_too_many_steps_is_told_as_that(tmp_path: Path) -> 
         UserError, match=r"one of its regular expressions takes too many steps on this text: .*retry-limit"
     ):
         tokenizer.encode(text)
-    choice = TokenizerChoice("HuggingFaceTokenizer", str(folder))
+    choice = TokenizerSettings("HuggingFaceTokenizer", str(folder))
     lines = "\n".join(json.dumps({"text": words}) for words in ("a", text, "aa"))
-    found = Encoder(Recipe(choice, ("text",), append_eod=False, sentences=False), tokenizer).encode(
-        Chunk(lines.encode(), 0, 1, JSON_LINES, Place(), 0)
+    found = Encoder(EncodingSettings(choice, ("text",), append_eod=False, sentences=False), tokenizer).encode(
+        Chunk(lines.encode(), 0, 1, JSON_LINES, Position(), 0)
     )
     ((line, reason),) = found.bad
     assert line == 2 and "cannot be encoded by the tokenizer (one of its regular expressions" in reason

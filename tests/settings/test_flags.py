@@ -3,7 +3,7 @@
 import pytest
 
 from pentatron.errors import ConfigError
-from pentatron.settings.command_line import did_you_mean, is_flag, normal, parse_flags
+from pentatron.settings.command_line import did_you_mean, is_flag, normalize_flag, parse_flags
 from pentatron.settings.entry import EXAMPLE, PARALLEL_3D, PRETRAIN_GPT, TRAIN, EntryPoint
 from pentatron.settings.settings import Assigned
 
@@ -206,7 +206,7 @@ def test_is_flag(word: str, flag: bool) -> None:
 
 
 def test_small_helpers() -> None:
-    assert normal("--Tp_size=a-b=C") == "tp-size"
+    assert normalize_flag("--Tp_size=a-b=C") == "tp-size"
     assert did_you_mean("trian", ["train", "config"]) == " (did you mean train?)"
     assert did_you_mean("heads", ["num_attention_heads", "other"]) == " (did you mean num_attention_heads?)"
     assert did_you_mean("xyz", ["train", "config"]) == ""

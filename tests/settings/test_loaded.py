@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from pentatron.errors import ConfigError
-from pentatron.settings.loaded import adopt
+from pentatron.settings.loaded import adopt_architecture
 from pentatron.settings.resolve import resolve
 from pentatron.settings.settings import Draft, Facts
 from tests.settings.builders import draft, values
@@ -15,7 +15,7 @@ SAVED = values("--num-layers 3 --position-embedding-type rope --add-qkv-bias --d
 
 def adopted(words: str, **changes: Any) -> Draft:
     found = draft(f"--mock-data --train-iters 10 {words}")
-    adopt(found, Facts(1), {**SAVED, **changes}, "there", "or load another model")
+    adopt_architecture(found, Facts(1), {**SAVED, **changes}, "there", "or load another model")
     return found
 
 
@@ -29,13 +29,13 @@ def test_nothing_is_said_where_nothing_is_new() -> None:
 def test_a_setting_younger_than_what_is_loaded_had_its_default() -> None:
     older = {name: value for name, value in SAVED.items() if name not in ("rotary_base", "num_experts")}
     found = draft("--mock-data --train-iters 10 --rotary-base 5e5")
-    adopt(found, Facts(1), older, "there", "or load another model")
+    adopt_architecture(found, Facts(1), older, "there", "or load another model")
     assert list(found.wrong) == ["rotary_base"] and found.num_experts is None
 
 
 def test_a_default_preset_gives_way_but_a_named_one_must_agree() -> None:
     underneath = draft("--train-iters 10")
-    adopt(underneath, Facts(1), SAVED, "there", "or load another model")
+    adopt_architecture(underneath, Facts(1), SAVED, "there", "or load another model")
     assert (underneath.num_layers, underneath.normalization) == (
         3,
         "LayerNorm",
@@ -58,7 +58,7 @@ def test_a_tokenizer_may_have_fewer_ids_than_the_model_but_not_more() -> None:
     for ids, wrong in ((90, []), (101, ["tokenizer_model"])):
         found = draft("--mock-data --train-iters 10 --tokenizer-model some.json")
         found.derive("tokenizer some.json", vocab_size=ids)
-        adopt(found, Facts(1), SAVED, "there", "or load another model")
+        adopt_architecture(found, Facts(1), SAVED, "there", "or load another model")
         assert list(found.wrong) == wrong and found.vocab_size == 100
     assert found.wrong["tokenizer_model"].startswith(
         "tokenizer some.json has 101 ids, the model of there 100;"

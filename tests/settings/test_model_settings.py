@@ -2,7 +2,7 @@
 
 import pytest
 
-from pentatron.settings.layers import window_of, windowed_layers
+from pentatron.settings.layers import window_of_layer, windowed_layers
 from pentatron.settings.model_rules import POSITION_RULES
 from pentatron.settings.settings import Facts
 from tests.settings.builders import LEAST, about, notices, problems, values
@@ -147,8 +147,8 @@ def test_which_layers_have_a_window() -> None:
     assert windowed_layers("3", 7) == (True, True, False, True, True, False, True)
     assert windowed_layers("1", 2) == (False, False)
     assert windowed_layers("[0]*1+[1,1]", 3) == (False, True, True)
-    assert [window_of((4, 0), "2", 4, number) for number in (1, 2, 3, 4)] == [4, None, 4, None]
-    assert window_of((-1, 0), None, 4, 1) is None and window_of((), "2", 4, 1) is None
+    assert [window_of_layer((4, 0), "2", 4, number) for number in (1, 2, 3, 4)] == [4, None, 4, None]
+    assert window_of_layer((-1, 0), None, 4, 1) is None and window_of_layer((), "2", 4, 1) is None
 
 
 def test_experts_without_a_bias_are_mentioned_beside_a_bias_of_mlps() -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from pentatron.settings.entry import STANDARD
 from pentatron.settings.model_rules import MOE_RULES, POSITION_RULES
-from pentatron.settings.rules import RULES, not_available, out_of_limits, problems_of
+from pentatron.settings.rules import RULES, out_of_limits, problems_of, unsupported_features
 from pentatron.settings.run import table
 from pentatron.settings.settings import Facts
 from pentatron.settings.training_rules import LOOP_RULES, SFT_RULES
@@ -483,7 +483,7 @@ def test_refusals_name_what_was_typed_and_the_way_out() -> None:
 def test_refusals_of_a_presets_values() -> None:
     settings = resolved().settings.copy()
     settings.assign("preset x", fp8_recipe="delayed", multi_latent_attention=True)
-    assert sorted(not_available(settings)) == [
+    assert sorted(unsupported_features(settings)) == [
         "--fp8-recipe delayed needs an fp8 scaling other than by tensor or by row, which this version does not have yet; "
         "add --fp8-recipe tensorwise to disable it",
         "--multi-latent-attention needs multi-latent attention, which this version does not have yet; "

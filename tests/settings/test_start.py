@@ -7,7 +7,7 @@ import pytest
 
 from pentatron.settings.entry import PRETRAIN_GPT, STANDARD, TRAIN, EntryPoint
 from pentatron.settings.resolve import gather, resolve
-from pentatron.settings.settings import Facts, Start, how_to_go_on, start_of
+from pentatron.settings.settings import Facts, Start, how_to_resume, start_of
 
 LEAST = "--mock-data --vocab-size 50 --train-iters 4"
 
@@ -60,8 +60,8 @@ def test_only_save_asks_megatrons_programs_for_checkpoints() -> None:
 
 
 def test_what_goes_on_is_said_for_the_command_that_was_typed() -> None:
-    assert how_to_go_on(Start.RESUME, "a") == "the same command resumes from there"
-    assert "--load a" in how_to_go_on(Start.ANEW, "a")
+    assert how_to_resume(Start.RESUME, "a") == "the same command resumes from there"
+    assert "--load a" in how_to_resume(Start.ANEW, "a")
 
 
 def test_a_saved_configuration_writes_nothing_into_the_run_it_is_of(tmp_path: Path) -> None:

@@ -5,21 +5,25 @@ from dataclasses import replace
 import pytest
 
 from pentatron.parallel.rank_status import Call
-from pentatron.supervise.hang import Hang, HangWatch, Limits
-from pentatron.supervise.heartbeat import Beat
+from pentatron.supervise.hang import Hang, HangDetector, HangLimits
+from pentatron.supervise.heartbeat import Heartbeat
 
 EVERYONE = "all ranks"
-USUAL = Limits(20.0, 600.0)
+USUAL = HangLimits(20.0, 600.0)
 
 
-def beat(rank: int, calls: int = 50, waits: bool = True, what: str = "all-reduce", step: int = 7) -> Beat:
+def beat(
+    rank: int, calls: int = 50, waits: bool = True, what: str = "all-reduce", step: int = 7
+) -> Heartbeat:
     call = Call(what, EVERYONE, calls, 2) if waits else None
-    return Beat(rank, 1000 + rank, "a", 1, step, 0, "step", calls, {EVERYONE: calls}, call, True, 2.0, 1.0)
+    return Heartbeat(
+        rank, 1000 + rank, "a", 1, step, 0, "step", calls, {EVERYONE: calls}, call, True, 2.0, 1.0
+    )
 
 
-def watch_for(seconds: float, beats: list[Beat], limits: Limits = USUAL) -> Hang | None:
+def watch_for(seconds: float, beats: list[Heartbeat], limits: HangLimits = USUAL) -> Hang | None:
     """The same beats for so long, from processes that live."""
-    watch, ranks = HangWatch(limits), [b.rank for b in beats]
+    watch, ranks = HangDetector(limits), [b.rank for b in beats]
     for now in range(int(seconds) + 2):
         hang = watch.look([replace(b, pulse=now) for b in beats], float(now), ranks)
         if hang is not None:
@@ -57,7 +61,7 @@ def test_nobody_is_blamed_without_a_reason() -> None:
 
 
 def test_a_rank_without_a_sign_of_life_whatever_it_was_doing() -> None:
-    watch, silent = HangWatch(USUAL), replace(beat(1, waits=False), phase="saving")
+    watch, silent = HangDetector(USUAL), replace(beat(1, waits=False), phase="saving")
     looks = [watch.look([replace(beat(0, 50 + n), pulse=n), silent], float(n), [0, 1]) for n in range(23)]
     assert looks[20] is None
     hang = looks[-1]
@@ -69,10 +73,10 @@ def test_a_rank_without_a_sign_of_life_whatever_it_was_doing() -> None:
 
 def test_a_long_load_may_hold_the_interpreter() -> None:
     loading = replace(beat(0), phase="building the model")
-    assert Limits(None, 600.0).silence(loading) == 5 * Limits(None, 600.0).silence(beat(0))
-    assert Limits(20.0, 600.0).silence(loading) == 20, "unless the user says how long"
+    assert HangLimits(None, 600.0).silence(loading) == 5 * HangLimits(None, 600.0).silence(beat(0))
+    assert HangLimits(20.0, 600.0).silence(loading) == 20, "unless the user says how long"
     compiling = replace(beat(0), first_step=0.0)
-    assert Limits(None, 600.0).silence(compiling) == Limits(None, 600.0).silence(loading)
+    assert HangLimits(None, 600.0).silence(compiling) == HangLimits(None, 600.0).silence(loading)
 
 
 @pytest.mark.parametrize(
@@ -83,23 +87,25 @@ def test_what_may_take_long_is_left_alone(change: dict[str, object]) -> None:
     """Saving, evaluating, starting, and the first step, which compiles; a collective's own limit ends them."""
     beats = [beat(0), replace(beat(1, waits=False), **change)]
     assert watch_for(300, beats) is None
-    assert watch_for(100, beats, Limits(20.0, 100.0)) is not None
+    assert watch_for(100, beats, HangLimits(20.0, 100.0)) is not None
 
 
 def test_steps_that_take_long_are_given_long() -> None:
     slow = [replace(beat(rank, waits=False), longest_step=40.0) for rank in (0, 1)]
-    assert watch_for(300, slow, Limits(None, 600.0)) is None, "ten times the longest"
-    assert watch_for(61, [beat(0), beat(1, waits=False)], Limits(None, 600.0)) is not None, (
+    assert watch_for(300, slow, HangLimits(None, 600.0)) is None, "ten times the longest"
+    assert watch_for(61, [beat(0), beat(1, waits=False)], HangLimits(None, 600.0)) is not None, (
         "a minute at least"
     )
     compiled = [replace(beat(rank, waits=False), first_step=100.0) for rank in (0, 1)]
-    assert watch_for(190, compiled, Limits(None, 600.0)) is None, "a shape that comes late is compiled too"
-    assert watch_for(201, compiled, Limits(None, 600.0)) is not None
-    assert watch_for(300, [beat(0), beat(1, waits=False)], Limits(0.0, 100.0)) is None, "0 is never"
+    assert watch_for(190, compiled, HangLimits(None, 600.0)) is None, (
+        "a shape that comes late is compiled too"
+    )
+    assert watch_for(201, compiled, HangLimits(None, 600.0)) is not None
+    assert watch_for(300, [beat(0), beat(1, waits=False)], HangLimits(0.0, 100.0)) is None, "0 is never"
 
 
 def test_ranks_that_have_ended_and_a_launcher_that_slept_are_no_hang() -> None:
-    watch = HangWatch(USUAL)
+    watch = HangDetector(USUAL)
     for now in range(40):
         # Rank 1 has ended; rank 0 still writes its results.
         own = [replace(beat(0, 50 + now), pulse=now), *([beat(1)] if now < 2 else [])]

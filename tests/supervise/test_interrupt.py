@@ -48,10 +48,10 @@ def test_the_first_ctrl_c_is_answered_at_once(capfd: pytest.CaptureFixture[str])
 def test_a_launcher_that_is_gone_is_not_called_a_signal() -> None:
     alone, asked = StopRequest(launcher=os.getppid() + 1), StopRequest(launcher=os.getppid() + 1)
     asked(signal.SIGINT, None)
-    assert alone.is_left_alone and alone.signal == signal.SIGTERM
+    assert alone.is_orphaned and alone.signal == signal.SIGTERM
     alone(signal.SIGTERM, None)
-    assert alone.is_left_alone, "the kernel's word of it"
-    assert not asked.is_left_alone
+    assert alone.is_orphaned, "the kernel's word of it"
+    assert not asked.is_orphaned
 
 
 def test_a_closed_terminal_is_survived_where_the_command_was_started_with_nohup() -> None:

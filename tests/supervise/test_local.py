@@ -11,10 +11,10 @@ import pytest
 
 from pentatron.errors import UserError
 from pentatron.supervise.launcher import (
-    READER_LEFT,
-    Ended,
-    hold_folder,
+    BROKEN_PIPE,
+    JobResult,
     listener_for_workers,
+    lock_folder,
     require_descriptors,
     scratch_folder,
 )
@@ -53,7 +53,7 @@ def test_temporary_folders_of_killed_commands_are_removed_and_those_in_use_stay(
     holder = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert holder.stdout is not None and holder.stdout.readline() == b"1\n"
     for folder in (killed, young, aimed):
-        os.close(hold_folder(folder))
+        os.close(lock_folder(folder))
     (tmp_path / "pentatron-job-link").symlink_to(aimed)
     for folder in (killed, in_use, foreign, aimed):
         os.utime(folder, (1, 1))
@@ -89,4 +89,4 @@ def test_a_limit_of_open_files_is_raised_and_one_that_is_too_low_refused(
 
 def test_a_warning_of_the_cpu_limit_and_a_reader_that_left_are_no_crashes() -> None:
     assert signal.SIGXCPU in WATCHED
-    assert Ended(128 + signal.SIGXCPU).has_told and Ended(READER_LEFT).has_told
+    assert JobResult(128 + signal.SIGXCPU).is_explained and JobResult(BROKEN_PIPE).is_explained

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pentatron.parallel.rank_status import Whereabouts
+from pentatron.parallel.rank_status import RankStatus
 from pentatron.supervise import peers
-from pentatron.supervise.hang import Limits
-from pentatron.supervise.peers import PeerWatch
+from pentatron.supervise.hang import HangLimits
+from pentatron.supervise.peers import PeerWatchdog
 
 
 class Left(Exception):
@@ -18,7 +18,7 @@ class Left(Exception):
 
 
 @pytest.fixture
-def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PeerWatch]:
+def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PeerWatchdog]:
     """Of a rank alone that hangs after step 7, which hung before in the same place."""
 
     def leave(code: int) -> None:
@@ -26,23 +26,23 @@ def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PeerWatch
 
     monkeypatch.setattr(peers.os, "_exit", leave)
     (tmp_path / "hang-7.txt").write_text("an earlier attempt's")
-    where = Whereabouts()
+    where = RankStatus()
     where.step, where.phase = 7, "step"
-    made = PeerWatch(where, 0, 1, tmp_path, Limits(1000.0, 1000.0), print)
+    made = PeerWatchdog(where, 0, 1, tmp_path, HangLimits(1000.0, 1000.0), print)
     made.start()
     where.step_done(7, 1.0)
     yield made
     made.close()
 
 
-def look(watch: PeerWatch, times: int = 6) -> None:
+def look(watch: PeerWatchdog, times: int = 6) -> None:
     """As if it had hung for long."""
     for _ in range(times):
         watch.at_pulse()
         watch._since = time.monotonic() - 5000
 
 
-def test_a_hang_where_an_earlier_one_was_is_told_as_well(watch: PeerWatch) -> None:
+def test_a_hang_where_an_earlier_one_was_is_told_as_well(watch: PeerWatchdog) -> None:
     said: list[str] = []
     watch.tell = said.append
     with pytest.raises(Left):
@@ -56,7 +56,7 @@ def test_a_hang_where_an_earlier_one_was_is_told_as_well(watch: PeerWatch) -> No
     assert len(said) == 1
 
 
-def test_who_cannot_write_its_own_beats_blames_nobody(watch: PeerWatch) -> None:
+def test_who_cannot_write_its_own_beats_blames_nobody(watch: PeerWatchdog) -> None:
     """On a full disk nobody's beats are new, however well they get on."""
     assert watch.heart is not None
     watch.heart._file = os.open("/dev/full", os.O_RDWR)

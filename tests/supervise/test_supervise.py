@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from pentatron.checkpoint.lock import folder_lock
+from pentatron.checkpoint.lock import lock_folder
 from pentatron.cli import verify
 from pentatron.errors import UserError
 from pentatron.supervise import launcher
-from pentatron.supervise.hang import Hang, JobWatch, Limits, Standing
-from pentatron.supervise.launcher import Ended, run_workers
-from pentatron.supervise.processes import Failure, Process, Signals, failures_of
+from pentatron.supervise.hang import Hang, HangLimits, JobWatchdog, RankState
+from pentatron.supervise.launcher import JobResult, run_workers
+from pentatron.supervise.processes import Failure, Process, ReceivedSignals, find_failures
 from pentatron.supervise.supervisor import Supervisor
 from tests.supervise.test_hang import beat
 from tests.support import resolved
@@ -30,7 +30,7 @@ def tell(kind):
 """
 
 
-def run(script: str, processes: int, monkeypatch: pytest.MonkeyPatch) -> Ended:
+def run(script: str, processes: int, monkeypatch: pytest.MonkeyPatch) -> JobResult:
     monkeypatch.setattr(launcher, "_AFTER_A_CRASH", 1.0)
     return run_workers(["-c", _SCRIPT + script], processes, None, os.environ, os.getpid())
 
@@ -130,18 +130,18 @@ end_work(job, rank)
 
 @pytest.mark.parametrize("code", [2, 16, 17, 128 + signal.SIGTERM, -signal.SIGTERM])
 def test_mistakes_and_wishes_are_no_crashes(code: int) -> None:
-    assert not Ended(code, [Failure(0, code, 0.0)]).is_crash
-    assert Ended(1, [Failure(0, 1, 0.0)]).is_crash
+    assert not JobResult(code, [Failure(0, code, 0.0)]).is_crash
+    assert JobResult(1, [Failure(0, 1, 0.0)]).is_crash
 
 
-def crash(step: int, code: int = -9, advanced: bool = True, opened: bool = True) -> Ended:
-    return Ended(code, [Failure(1, code, 0.0)], None, step, advanced, opened)
+def crash(step: int, code: int = -9, advanced: bool = True, opened: bool = True) -> JobResult:
+    return JobResult(code, [Failure(1, code, 0.0)], None, step, advanced, opened)
 
 
 class Story:
     """Attempts that end as told, each with the step that is saved by then."""
 
-    def __init__(self, folder: Path, endings: Sequence[tuple[Ended, int | None]], limit: int = 3) -> None:
+    def __init__(self, folder: Path, endings: Sequence[tuple[JobResult, int | None]], limit: int = 3) -> None:
         self.endings, self.folder, self.limit = list(endings), folder, limit
         self.restarts: list[int] = []
         self.said: list[str] = []
@@ -150,15 +150,15 @@ class Story:
         self.waited: list[float] = []
         self.patience = float("inf")
 
-    def run(self, resumes: bool = True, told_to_stop: bool = False) -> Ended:
-        signals = Signals()
+    def run(self, resumes: bool = True, told_to_stop: bool = False) -> JobResult:
+        signals = ReceivedSignals()
 
         def sleep(seconds: float) -> None:
             self.waited[-1] += seconds
             if sum(self.waited) >= self.patience:
                 signals(signal.SIGTERM, None)
 
-        def attempt(restart: int) -> Ended:
+        def attempt(restart: int) -> JobResult:
             self.restarts.append(restart)
             ended, self.saved = self.endings[len(self.restarts) - 1]
             self.waited.append(0.0)
@@ -178,7 +178,7 @@ class Story:
 
 
 def test_a_crash_goes_on_from_the_last_checkpoint_and_says_what_it_costs(tmp_path: Path) -> None:
-    story = Story(tmp_path, [(crash(47), 40), (Ended(0), 100)])
+    story = Story(tmp_path, [(crash(47), 40), (JobResult(0), 100)])
     assert story.run().exit_code == 0 and story.restarts == [0, 1]
     assert story.said[0].startswith("rank 1 of 2 was killed by SIGKILL") and "after step 47" in story.said[0]
     assert story.said[1:] == ["restarting from step 40 (1 of 3); 7 steps are lost"]
@@ -198,7 +198,7 @@ def test_what_fails_at_the_same_place_is_given_up(tmp_path: Path) -> None:
 
 
 def test_what_gets_on_between_its_crashes_is_counted_anew(tmp_path: Path) -> None:
-    story = Story(tmp_path, [*((crash(10 * n + 7), 10 * n) for n in range(9)), (Ended(0), 100)], limit=2)
+    story = Story(tmp_path, [*((crash(10 * n + 7), 10 * n) for n in range(9)), (JobResult(0), 100)], limit=2)
     assert story.run().exit_code == 0 and story.restarts == list(range(10))
     assert [line for line in story.said if "restarting" in line][-1].startswith(
         "restarting from step 80 (1 of 2)"
@@ -214,7 +214,7 @@ def test_what_gets_on_between_its_crashes_is_counted_anew(tmp_path: Path) -> Non
 def test_restarts_in_vain_wait_longer_each_time_and_say_so(tmp_path: Path) -> None:
     """Progress begins the row anew, at once."""
     saved = [40] * 8 + [50, 50]
-    story = Story(tmp_path, [*((crash(57), step) for step in saved), (Ended(0), 100)], limit=9)
+    story = Story(tmp_path, [*((crash(57), step) for step in saved), (JobResult(0), 100)], limit=9)
     assert story.run().exit_code == 0
     assert story.waited == pytest.approx([0, 1, 2, 4, 8, 16, 30, 30, 0, 1, 0])
     told = [line for line in story.said if line.startswith("restarting")]
@@ -238,7 +238,7 @@ def test_what_never_took_a_step_is_not_repeated_unless_it_was_killed(tmp_path: P
     story = Story(tmp_path, [(crash(0, 1, advanced=False), None)])
     story.run()
     assert story.restarts == [0] and "what fails before the first step would fail again" in story.said[-1]
-    story = Story(tmp_path, [(crash(0, -9, advanced=False), None), (Ended(0), 9)])
+    story = Story(tmp_path, [(crash(0, -9, advanced=False), None), (JobResult(0), 9)])
     story.run()
     assert story.restarts == [0, 1] and "from the beginning" in story.said[-1]
 
@@ -246,24 +246,24 @@ def test_what_never_took_a_step_is_not_repeated_unless_it_was_killed(tmp_path: P
 def test_an_earlier_run_in_the_folder_is_not_taken_for_ones_own(tmp_path: Path) -> None:
     """A script that starts anew has not yet moved it aside: it must start anew again."""
     early = crash(0, advanced=False, opened=False)
-    story = Story(tmp_path, [(early, 500), (crash(3), None), (Ended(0), 9)])
+    story = Story(tmp_path, [(early, 500), (crash(3), None), (JobResult(0), 9)])
     story.run(resumes=False)
     assert story.restarts == [0, 0, 2] and "from the beginning" in story.said[1]
-    story = Story(tmp_path, [(early, 500), (Ended(0), 9)])
+    story = Story(tmp_path, [(early, 500), (JobResult(0), 9)])
     story.run(resumes=True)
     assert story.restarts == [0, 1] and "from step 500" in story.said[1]
 
 
-def told(ended: Ended, folder: Path, told_to_stop: bool = False) -> tuple[list[str], list[int]]:
+def told(ended: JobResult, folder: Path, told_to_stop: bool = False) -> tuple[list[str], list[int]]:
     """What the launcher says of an end from step 9 on, and which attempts it makes."""
-    story = Story(folder, [(ended, 9), (Ended(0), 9)])
+    story = Story(folder, [(ended, 9), (JobResult(0), 9)])
     story.run(told_to_stop=told_to_stop)
     return story.said, story.restarts
 
 
 def test_a_rank_that_dies_while_the_job_is_to_stop_is_named(tmp_path: Path) -> None:
     """The save that was asked for has not come about: nobody may take that for an end in good order."""
-    killed = Ended(-9, [Failure(1, -9, 0.0)], signal.SIGTERM, 12, True, True)
+    killed = JobResult(-9, [Failure(1, -9, 0.0)], signal.SIGTERM, 12, True, True)
     said, restarts = told(killed, tmp_path)
     assert said[0].startswith("rank 1 of 2 was killed by SIGKILL") and restarts == [0]
     assert said[1] == (
@@ -271,11 +271,11 @@ def test_a_rank_that_dies_while_the_job_is_to_stop_is_named(tmp_path: Path) -> N
     )
     assert killed.status == 1
     # By a signal that it was not yet listening to.
-    early = Ended(-15, [Failure(1, -15, 0.0)])
+    early = JobResult(-15, [Failure(1, -15, 0.0)])
     said, restarts = told(early, tmp_path)
     assert "rank 1 of 2 was killed by SIGTERM" in said[0] and restarts == [0] and early.status == 143
     # Those that end in good order have said so themselves.
-    assert told(Ended(143, [Failure(1, 143, 0.0)]), tmp_path) == ([], [0])
+    assert told(JobResult(143, [Failure(1, 143, 0.0)]), tmp_path) == ([], [0])
 
 
 def test_a_signal_that_comes_while_a_crash_is_looked_at_is_no_restart(tmp_path: Path) -> None:
@@ -286,7 +286,7 @@ def test_a_signal_that_comes_while_a_crash_is_looked_at_is_no_restart(tmp_path: 
 
 def test_nothing_is_written_into_the_folder_of_a_running_job(tmp_path: Path) -> None:
     early = crash(0, advanced=False, opened=False)
-    with folder_lock(tmp_path):
+    with lock_folder(tmp_path):
         told(early, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock"]
     told(early, tmp_path)
@@ -309,12 +309,12 @@ def process(rank: int, code: int | None, was_killed: bool = False) -> Process:
 def test_a_hang_is_none_the_better_for_processes_that_do_not_die(tmp_path: Path) -> None:
     """As those do not that wait for a disk that is gone."""
     hang = Failure(1, 1, 0.0, "hung", story="rank 1 hangs")
-    ended = launcher._ended([process(0, None), process(1, None)], Signals(), tmp_path, hang)
+    ended = launcher._ended([process(0, None), process(1, None)], ReceivedSignals(), tmp_path, hang)
     assert ended.is_crash and ended.failures == [hang]
 
 
 def test_a_rank_that_crashes_just_before_we_end_it_has_crashed(tmp_path: Path) -> None:
-    found = failures_of([process(0, -9, was_killed=True), process(1, -11, was_killed=True)], tmp_path)
+    found = find_failures([process(0, -9, was_killed=True), process(1, -11, was_killed=True)], tmp_path)
     assert [failure.rank for failure in found] == [1, 0] and "SIGSEGV" in found[0].how
 
 
@@ -326,17 +326,19 @@ def test_only_ranks_that_listen_are_asked_for_their_stacks(tmp_path: Path) -> No
         def send(self, number: signal.Signals) -> None:
             asked.append(self.rank)
 
-    beating = Standing(beat(1), 70.0, 70.0, is_silent=True)
+    beating = RankState(beat(1), 70.0, 70.0, is_silent=True)
     running = [Asked(rank, Dead()) for rank in (0, 1)]  # type: ignore[arg-type]
-    failure = JobWatch(Limits(None, 600.0), tmp_path)._settle(Hang([beating], [1]), running, tmp_path, 2)
+    failure = JobWatchdog(HangLimits(None, 600.0), tmp_path)._settle(
+        Hang([beating], [1]), running, tmp_path, 2
+    )
     assert asked == [1] and failure.rank == 1 and (tmp_path / "hang-7.txt").exists()
 
 
 def test_the_commands_that_start_ranks_tell_what_a_rank_wrote_down(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank of ours does not print its traceback: its launcher does."""
     failure = Failure(1, 1, 0.0, "exception", "Traceback\nLookupError: a bug\n")
-    monkeypatch.setattr(launcher, "run_workers", lambda *words: Ended(1, [failure]))
-    monkeypatch.setattr(verify, "prepare_for_workers", lambda threads: [])
+    monkeypatch.setattr(launcher, "run_workers", lambda *words: JobResult(1, [failure]))
+    monkeypatch.setattr(verify, "set_worker_environment", lambda threads: [])
     with pytest.raises(
         UserError, match="rank 1 of 2 failed with exit code 1:\nTraceback\nLookupError: a bug"
     ):

@@ -10,7 +10,7 @@ import torch
 from pentatron.data.loader import Batch
 from pentatron.errors import UserError
 from pentatron.parallel.world import single_process
-from pentatron.train.batches import ReadAhead, ToGPU, micro_batches
+from pentatron.train.batches import CopyToGPU, Prefetcher, micro_batches
 from tests.support import LLAMA, resolved
 
 
@@ -55,7 +55,7 @@ def wait_for(condition: object) -> None:
 def test_order_and_the_place_of_an_error() -> None:
     drawn, journal = [], Journal()
     with pytest.raises(UserError, match="come to an end"):
-        for batch in ReadAhead(numbered(20), 3, journal):
+        for batch in Prefetcher(numbered(20), 3, journal):
             drawn.append(int(batch.tokens))
     assert drawn == journal.started == journal.finished == list(range(20))
     assert len(journal.threads) == 1 and journal.threads[0] != threading.get_ident()
@@ -63,7 +63,7 @@ def test_order_and_the_place_of_an_error() -> None:
 
 def test_a_step_is_on_its_way_before_it_is_drawn() -> None:
     journal = Journal()
-    batches = ReadAhead(numbered(100), 4, journal)
+    batches = Prefetcher(numbered(100), 4, journal)
     # Four lie ready, and the thread has one in its hands.
     wait_for(lambda: len(journal.started) == 5)
     assert journal.finished == []
@@ -76,7 +76,7 @@ def test_nothing_goes_on_when_nobody_draws() -> None:
     before = threading.active_count()
     for drawn in (0, 3):
         closed: list[bool] = []
-        batches = ReadAhead(numbered(1000, closed), 2, Journal())
+        batches = Prefetcher(numbered(1000, closed), 2, Journal())
         for _ in range(drawn):
             next(batches)
         del batches
@@ -102,7 +102,7 @@ def test_on_a_cpu_no_thread_reads_ahead() -> None:
 def test_what_arrives_is_what_was_sent() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     sent = [Batch(*(torch.randint(99, (4, 512)) for _ in range(4))) for _ in range(50)]
-    for expected, found in zip(sent, ReadAhead(iter(sent), 2, ToGPU(torch.cuda.Stream(device)))):
+    for expected, found in zip(sent, Prefetcher(iter(sent), 2, CopyToGPU(torch.cuda.Stream(device)))):
         assert found.tokens.device == device
         # Used on another stream than the copy's, and let go at once.
         assert torch.equal((found.tokens * 2 + found.labels).cpu(), expected.tokens * 2 + expected.labels)

@@ -17,9 +17,9 @@ import pentatron.train.trainer as trainer_module
 from pentatron.checkpoint.format import read_manifest
 from pentatron.checkpoint.save import Saver
 from pentatron.checkpoint.store import CheckpointStore
-from pentatron.errors import BadNumbers, UserError
+from pentatron.errors import NonFiniteError, UserError
 from pentatron.layout.ranks import Grid
-from pentatron.parallel.world import World, connect
+from pentatron.parallel.world import World, create_groups
 from pentatron.train.checkpoints import Checkpoints
 from pentatron.train.session import run_training
 from tests.harness import RanksFailed, distributed, run_distributed
@@ -54,7 +54,7 @@ def test_checkpoints_are_those_of_a_run_that_waits(tmp_path: Path) -> None:
 
 def here() -> World:
     rank = dist.get_rank()
-    return connect(Grid(tensor=2), rank, rank, CPU)
+    return create_groups(Grid(tensor=2), rank, rank, CPU)
 
 
 @distributed(world=2)
@@ -191,7 +191,7 @@ def test_a_run_that_ends_with_bad_numbers_has_saved_what_it_says(
         return dataclasses.replace(result, updated=False)
 
     monkeypatch.setattr(trainer_module, "train_step", bad)
-    with pytest.raises(BadNumbers):
+    with pytest.raises(NonFiniteError):
         run(tmp_path / "a", "--async-save")
     assert list(steps(tmp_path / "a")) == ["step-00000002", "step-00000003"]
 

@@ -13,12 +13,12 @@ from pentatron.checkpoint.state import TrainState
 from pentatron.errors import UserError
 from pentatron.layout.batch import linear_ramp
 from pentatron.layout.check import check
-from pentatron.parallel.world import connect, single_process
+from pentatron.parallel.world import create_groups, single_process
 from pentatron.settings.entry import PRETRAIN_GPT
 from pentatron.settings.resolve import Resolved, gather, resolve
-from pentatron.settings.run import size_problem, sizes_problem
+from pentatron.settings.run import remaining_batch_sizes_problem, size_problem
 from pentatron.settings.settings import Facts
-from pentatron.train.schedules import settle
+from pentatron.train.schedules import update_schedule
 from pentatron.train.session import run_training
 from tests.harness import distributed
 from tests.support import LLAMA, REVEALING, TINY
@@ -49,7 +49,7 @@ def run_alone(folder: Path, words: str = "", plan: str = RAMP) -> None:
 
 def run_spread(folder: Path, words: str, world: int, plan: str = RAMP) -> None:
     chosen = settings(folder, words, world, plan)
-    here = connect(chosen.config.grid, dist.get_rank(), dist.get_rank(), torch.device("cpu"))
+    here = create_groups(chosen.config.grid, dist.get_rank(), dist.get_rank(), torch.device("cpu"))
     run_training(chosen, here, True)
     dist.barrier()
 
@@ -181,11 +181,11 @@ def test_a_layout_has_a_sound_schedule_for_every_size_it_takes(tmp_path: Path, w
 
 def test_too_few_micro_batches_for_a_schedule(tmp_path: Path) -> None:
     config = settings(tmp_path, "--pp_size 2 --pipeline-schedule dualpipev", 2).config
-    assert sizes_problem(config) == (
+    assert remaining_batch_sizes_problem(config) == (
         "the batch of 4 samples at step 1 does not fit: dualpipev needs 2 × 2 (pipeline ranks) = 4 or more micro-batches, not "
         "2; use 4 or more, or the schedule zbv; begin with larger batches, or use another --pipeline-schedule"
     )
-    assert sizes_problem(config, consumed_samples=16, steps_taken=4) is None, (
+    assert remaining_batch_sizes_problem(config, consumed_samples=16, steps_taken=4) is None, (
         "what is behind a run does not matter"
     )
 
@@ -233,7 +233,10 @@ def test_a_rate_that_is_the_same_for_now_is_not_called_another(tmp_path: Path) -
     state = TrainState()
     for rate in ("1e-2", "2e-2"):
         words = f"{TINY} {RAMP} --lr-warmup-iters 5 --lr {rate} --run-dir {tmp_path}".split()
-        (*_, note) = ["", *settle(resolve(gather(words, PRETRAIN_GPT), Facts(1, 1, 1)).config, state)]
+        (*_, note) = [
+            "",
+            *update_schedule(resolve(gather(words, PRETRAIN_GPT), Facts(1, 1, 1)).config, state),
+        ]
     assert "continues at 0.000e+00, as before; different are --lr: 0.01 (this command: 0.02) (" in note
 
 
@@ -244,7 +247,7 @@ def test_only_a_schedule_that_acts_is_told_of(tmp_path: Path, style: str, notes:
     plan = RAMP.replace("--train-iters 9", "--train-iters 30")
     for length in (RAMP, plan):
         said = f"{TINY} {length} {words} --run-dir {tmp_path}".split()
-        found = settle(resolve(gather(said, PRETRAIN_GPT), Facts(1, 1, 1)).config, state)
+        found = update_schedule(resolve(gather(said, PRETRAIN_GPT), Facts(1, 1, 1)).config, state)
     assert len(found) == notes
 
 

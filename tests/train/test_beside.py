@@ -16,15 +16,15 @@ import pentatron.train.trainer as trainer_module
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.errors import AgreedError
 from pentatron.layout.ranks import Grid
-from pentatron.monitor.display import Silent
+from pentatron.monitor.display import SilentDisplay
 from pentatron.parallel.timers import Timers, block_of
-from pentatron.parallel.world import connect, single_process
+from pentatron.parallel.world import create_groups, single_process
 from pentatron.settings.decision_types import DeviceFacts
 from pentatron.settings.decisions import decide
 from pentatron.train.output import Output
 from pentatron.train.session import run_training
 from pentatron.train.step import StepResult
-from pentatron.train.step_hooks import BesideTheSteps
+from pentatron.train.step_hooks import StepHooks
 from tests.harness import run_distributed
 from tests.support import LLAMA, resolved
 
@@ -39,7 +39,7 @@ def run(folder: Path, words: str = "", started: float | None = None) -> str:
 
 
 def on_ranks(folder: str, words: str, grid: dict[str, int]) -> None:
-    world = connect(Grid(**grid), dist.get_rank(), dist.get_rank(), torch.device("cpu"))
+    world = create_groups(Grid(**grid), dist.get_rank(), dist.get_rank(), torch.device("cpu"))
     run_training(resolved(f"{RUN} --run-dir {folder} {words}", world.everyone.size), world, True)
 
 
@@ -226,7 +226,7 @@ def test_a_history_of_memory_is_recorded_and_left_in_the_run_folder(
     optimizer: Any = None
     config = resolved("--record-memory-history").config
     decisions = decide(config, DeviceFacts("cuda"))
-    BesideTheSteps(config, decisions, world, optimizer, tmp_path, Output(Silent())).close()
+    StepHooks(config, decisions, world, optimizer, tmp_path, Output(SilentDisplay())).close()
     assert (
         asked[0]["max_entries"] == 100_000 and asked[0]["context"] == "all" and asked[0]["enabled"] == "all"
     )

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from pentatron.checkpoint.compare import StateDigest, state_digest
 from pentatron.checkpoint.find import find_step
 from pentatron.data.pair_writer import IndexedDatasetWriter
-from pentatron.parallel.world import connect, single_process
+from pentatron.parallel.world import create_groups, single_process
 from pentatron.train.session import run_training
 from tests.harness import run_distributed
 from tests.parity.cases import GROUPED, MIXTURES
@@ -99,7 +99,7 @@ def write_corpora(folder: Path) -> str:
 
 def train_on_a_rank(words: str) -> None:
     chosen = resolved(words, dist.get_world_size())
-    world = connect(chosen.config.grid, dist.get_rank(), dist.get_rank(), torch.device("cpu"))
+    world = create_groups(chosen.config.grid, dist.get_rank(), dist.get_rank(), torch.device("cpu"))
     run_training(chosen, world if world.everyone.size > 1 else single_process(), True)
 
 

@@ -14,13 +14,13 @@ import pentatron.train.model as parallel_model
 from pentatron.errors import UserError
 from pentatron.layout.ranks import Grid
 from pentatron.models.causal_lm import build_model
-from pentatron.nn.compiled import Compiled
+from pentatron.nn.compiled import CompileReport
 from pentatron.nn.options import ModelOptions
-from pentatron.parallel.rank_status import Whereabouts
-from pentatron.parallel.world import connect
+from pentatron.parallel.rank_status import RankStatus
+from pentatron.parallel.world import create_groups
 from pentatron.settings.decision_types import DeviceFacts
 from pentatron.settings.decisions import decide
-from pentatron.train.compilation import Compilation, checked_compilation, compilation_of
+from pentatron.train.compilation import Compilation, check_compilation, track_compilation
 from pentatron.train.session import run_training
 from tests.harness import run_distributed
 from tests.support import LLAMA, model_config, resolved
@@ -35,12 +35,12 @@ def settled(
     repeatable = {"deterministic": True} if "--deterministic-mode" in words else None
 
     decided = decide(resolved(words).config, DeviceFacts(device)).compilation
-    checked = checked_compilation(decided, torch.device(device))
+    checked = check_compilation(decided, torch.device(device))
     assert checked.compile is None or checked.compile.options == repeatable, (
         "kernels that are chosen by the clock are others in the next run"
     )
     model = build_model(model_config("--num-layers 3"), 1, CPU, options=ModelOptions(compile=checked.compile))
-    return compilation_of(checked, [model], Whereabouts())
+    return track_compilation(checked, [model], RankStatus())
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ class Stubborn(nn.Module):
 
 def test_what_compiling_took_and_what_torch_gave_up_is_told() -> None:
     torch._dynamo.reset()
-    where, told = Whereabouts(), Compilation(Compiled(2, ()))
+    where, told = RankStatus(), Compilation(CompileReport(2, ()))
     where.phase = "step"
     told.watch(where)
     phases = []
@@ -93,11 +93,11 @@ def test_what_compiling_took_and_what_torch_gave_up_is_told() -> None:
         for module.number in range(4):
             run(torch.ones(2))
     assert phases == ["compiling"] * 2 and where.phase == "step"
-    (first,), (second,) = told.took(1.5), told.given_up()
+    (first,), (second,) = told.took(1.5), told.unreported_fallbacks()
     assert first.startswith("compiled 2 layers in ") and first.endswith("; the first step took 1.5 s with it")
     assert second.startswith("torch compiles no more versions of 'forward' (") and "number == " in second
-    told.told()
-    assert list(told.took(1.5)) == told.given_up() == []
+    told.mark_reported()
+    assert list(told.took(1.5)) == told.unreported_fallbacks() == []
     filters = len(logging.getLogger("torch._dynamo.convert_frame").filters)
     del told
     assert len(logging.getLogger("torch._dynamo.convert_frame").filters) == filters - 1
@@ -105,15 +105,15 @@ def test_what_compiling_took_and_what_torch_gave_up_is_told() -> None:
 
 def test_what_cannot_be_compiled_runs_as_it_is_and_is_told() -> None:
     torch._dynamo.reset()
-    told = Compilation(Compiled(2, ()))
-    told.watch(Whereabouts())
+    told = Compilation(CompileReport(2, ()))
+    told.watch(RankStatus())
 
     def backend(graph: object, examples: object) -> object:
         raise RuntimeError("no such kernel")
 
     with torch._dynamo.config.patch(suppress_errors=True):
         assert torch.compile(Stubborn(), backend=backend)(torch.ones(2)).tolist() == [1, 1]
-    (line,) = told.given_up()
+    (line,) = told.unreported_fallbacks()
     assert line.startswith("torch cannot compile forward ") and "no such kernel" in line
 
 
@@ -126,7 +126,7 @@ def test_eager_where_hooks_must_run() -> None:
         return graph
 
     run = torch.compile(Stubborn(), backend=backend)
-    with Compilation(Compiled(1, ())).off():
+    with Compilation(CompileReport(1, ())).off():
         run(torch.ones(2))
     assert runs == []
     run(torch.ones(2))
@@ -150,8 +150,8 @@ def with_a_stubborn_stage(folder: str) -> None:
 def trained(words: str, grid: Grid, compiled: Callable[..., Compilation]) -> None:
     """By two ranks, with something in the compiler's place."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(parallel_model, "compilation_of", compiled)
-        world = connect(grid, dist.get_rank(), dist.get_rank(), CPU)
+        patched.setattr(parallel_model, "track_compilation", compiled)
+        world = create_groups(grid, dist.get_rank(), dist.get_rank(), CPU)
         run_training(resolved(f"{LLAMA} {words} --no-save-checkpoints", 2), world, True)
 
 

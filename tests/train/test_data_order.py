@@ -14,13 +14,13 @@ import pentatron.train.evaluation as evaluation_module
 from pentatron.checkpoint.state import TrainState
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.data.blending import BlendedDataset
-from pentatron.data.datasets import Datasets, arrange, open_data
+from pentatron.data.datasets import Datasets, build_datasets, open_data
 from pentatron.data.loader import build_loader
 from pentatron.data.pair_writer import IndexedDatasetWriter
 from pentatron.errors import UserError
 from pentatron.layout.ranks import Grid
-from pentatron.monitor.display import Silent
-from pentatron.parallel.world import connect, single_process
+from pentatron.monitor.display import SilentDisplay
+from pentatron.parallel.world import create_groups, single_process
 from pentatron.train.session import run_training
 from tests.harness import distributed
 from tests.support import LLAMA, resolved
@@ -56,8 +56,10 @@ def losses(folder: Path) -> list[float]:
 def laid_out(tmp_path: Path, words: str, state: TrainState | None = None) -> Datasets:
     config = resolved(f"{RUN} --run-dir {tmp_path} {words}").config
     world = single_process(torch.device("cpu"))
-    opened = open_data(config, world, tmp_path, Silent())
-    return arrange(opened, config, world, state if state is not None else TrainState(), tmp_path, Silent())
+    opened = open_data(config, world, tmp_path, SilentDisplay())
+    return build_datasets(
+        opened, config, world, state if state is not None else TrainState(), tmp_path, SilentDisplay()
+    )
 
 
 def tokens(datasets: Datasets, count: int) -> list[list[int]]:
@@ -165,7 +167,7 @@ def test_other_tokens_under_the_same_index_are_noticed(tmp_path: Path) -> None:
 def test_ranks_with_different_copies_are_refused(tmp_path: Path) -> None:
     """As on two machines without a shared file system."""
     rank = dist.get_rank()
-    world, own = connect(Grid(data=2), rank, rank, torch.device("cpu")), tmp_path / f"machine{rank}"
+    world, own = create_groups(Grid(data=2), rank, rank, torch.device("cpu")), tmp_path / f"machine{rank}"
     own.mkdir()
     write_constant(own / "c", 5)
     run(tmp_path / "r", f"--data-path {own / 'c'} --split 1 --train-iters 1", world, 2)
@@ -238,7 +240,7 @@ def test_files_of_each_split(tmp_path: Path) -> None:
 def test_one_rank_of_a_machine_builds_for_all(tmp_path: Path) -> None:
     """Both ranks train on what one process trains on; only the first of the machine writes files."""
     rank = dist.get_rank()
-    world = connect(Grid(data=2), rank, rank, torch.device("cpu"))
+    world = create_groups(Grid(data=2), rank, rank, torch.device("cpu"))
     if rank == 0:
         write_corpora(tmp_path)
         run(tmp_path / "one", _words(tmp_path))

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from pentatron.checkpoint.state import TrainState
-from pentatron.data.datasets import arrange, open_data
+from pentatron.data.datasets import build_datasets, open_data
 from pentatron.data.gpt_dataset import GPTDataset
 from pentatron.data.indexed import TokenizerIdentity, sidecar_path
 from pentatron.data.pair_writer import IndexedDatasetWriter
 from pentatron.data.sampling import DOCUMENT_STARTS, Boundaries
 from pentatron.errors import UserError
-from pentatron.monitor.display import Silent
+from pentatron.monitor.display import SilentDisplay
 from pentatron.parallel.world import single_process
 from tests.support import resolved
 
@@ -31,8 +31,8 @@ def write(prefix: Path, tokenizer: TokenizerIdentity | None = None) -> None:
 def train_samples(words: str, folder: Path) -> GPTDataset:
     config = resolved(f"--vocab-size 257 --eval-interval 0 {words}").config
     world = single_process(torch.device("cpu"))
-    opened = open_data(config, world, folder, Silent())
-    train = arrange(opened, config, world, TrainState(), folder, Silent()).train
+    opened = open_data(config, world, folder, SilentDisplay())
+    train = build_datasets(opened, config, world, TrainState(), folder, SilentDisplay()).train
     assert isinstance(train, GPTDataset)
     return train
 

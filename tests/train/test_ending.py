@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from pentatron.parallel.world import single_process
 from pentatron.supervise.signals import StopRequest
-from pentatron.train.batches import agree_on_next_step
+from pentatron.train.batches import next_step_batches
 from pentatron.train.session import Outcome, run_training
-from pentatron.train.stop import Endings
+from pentatron.train.stop import StopConditions
 from tests.harness import distributed
 from tests.support import LLAMA, resolved
 from tests.train.test_session import final_state, interrupt_at, losses, world_here
@@ -93,21 +93,23 @@ def test_ranks_agree_when_the_clock_or_a_signal_reaches_one_of_them() -> None:
     """Clocks of machines differ by a little: what one rank takes for late ends all."""
     late = dist.get_rank() == 1
     config, world = resolved("--exit-duration-in-mins 1", 2).config, world_here()
-    assert Endings(config, world, StopRequest(), time.monotonic() - 61 * late).after_step(1) is not None
+    assert (
+        StopConditions(config, world, StopRequest(), time.monotonic() - 61 * late).after_step(1) is not None
+    )
     request = StopRequest()
     if late:
         request(signal.SIGUSR1, None)
-    assert Endings(config, world, request, time.monotonic()).after_step(1) is None
-    assert agree_on_next_step(iter([]), 0, request, world) == ([], signal.SIGUSR1)
+    assert StopConditions(config, world, request, time.monotonic()).after_step(1) is None
+    assert next_step_batches(iter([]), 0, request, world) == ([], signal.SIGUSR1)
 
 
 def test_the_time_of_day_may_be_set_while_a_run_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     config, world = resolved("--exit-duration-in-mins 10").config, single_process()
-    endings = Endings(config, world, StopRequest(), time.monotonic())
+    endings = StopConditions(config, world, StopRequest(), time.monotonic())
     now, began = time.time(), time.monotonic()
     for day in (86400, -86400):
         monkeypatch.setattr(time, "time", lambda day=day: now + day)
-        assert endings.by_the_clock() is None
+        assert endings.by_time_limit() is None
     monkeypatch.setattr(time, "monotonic", lambda: began + 601)
-    late = endings.by_the_clock()
+    late = endings.by_time_limit()
     assert late is not None and late.reason == "stopped after 10.0 minutes (--exit-duration-in-mins 10)"

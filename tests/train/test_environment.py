@@ -10,7 +10,7 @@ import torch
 import pentatron.train.preflight as environment_module
 from pentatron.checkpoint.find import find_step
 from pentatron.checkpoint.format import read_manifest
-from pentatron.checkpoint.store import CheckpointStore, Found
+from pentatron.checkpoint.store import Checkpoint, CheckpointStore
 from pentatron.parallel.world import single_process
 from pentatron.train.checkpoints import random_state, restore_random_state
 from tests.train.test_session import run
@@ -51,7 +51,7 @@ def test_every_generator_goes_on_where_it_was(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "b", keep=None)
     folder = store.save(1, [], random_state(world), {}, {}, world.everyone)
     expected = draws() + draws()
-    restore_random_state(Found(folder, read_manifest(folder)), world)
+    restore_random_state(Checkpoint(folder, read_manifest(folder)), world)
     assert draws() + draws() == expected
     restore_random_state(found, world)
     assert draws() + draws() != expected

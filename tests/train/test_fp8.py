@@ -9,14 +9,14 @@ import pytest
 import pentatron.train.preflight as fitting
 from pentatron.errors import AgreedError
 from pentatron.nn.linear import WeightedModule
-from pentatron.ops.fp8 import E4M3, scaled
+from pentatron.ops.fp8 import E4M3, quantize
 from pentatron.ops.fp8_linear import UNKNOWN, WeightScales
 from pentatron.parallel.world import single_process
 from pentatron.settings.decision_types import DeviceFacts
 from pentatron.settings.decisions import decide
 from pentatron.train import model as model_module
 from pentatron.train.model import ParallelModel, build_parallel_model
-from pentatron.train.preflight import left_in_bf16, require_fp8
+from pentatron.train.preflight import check_fp8_support, fp8_notices
 from pentatron.train.session import run_training
 from tests.harness import run_distributed
 from tests.parity.bf16 import KINDS, distance, on_one_process
@@ -58,7 +58,7 @@ def test_the_linear_layers_of_the_layers_are_in_fp8() -> None:
 def test_what_stays_in_bf16_is_said() -> None:
     def said(words: str) -> list[str]:
         model = built(words)
-        return left_in_bf16(model.decisions.fp8, model.stages.values())
+        return fp8_notices(model.decisions.fp8, model.stages.values())
 
     assert said(FP8) == said("--bf16") == []
     assert said(f"{FP8} --ffn-hidden-size 40") == [
@@ -77,11 +77,11 @@ def test_devices_without_fp8_are_refused(tmp_path: Path) -> None:
         run_training(asked, single_process(), resumes=True)
     a100 = DeviceFacts("cuda", "NVIDIA A100", (8, 0))
     with pytest.raises(AgreedError, match=r"this one \(NVIDIA A100\) has 8\.0; leave it out"):
-        require_fp8(decide(asked.config, a100).fp8)
-    require_fp8(decide(resolved("--bf16").config, a100).fp8)
-    require_fp8(decide(asked.config, DeviceFacts("cuda", "NVIDIA H100", (9, 0))).fp8)
+        check_fp8_support(decide(asked.config, a100).fp8)
+    check_fp8_support(decide(resolved("--bf16").config, a100).fp8)
+    check_fp8_support(decide(asked.config, DeviceFacts("cuda", "NVIDIA H100", (9, 0))).fp8)
     with pytest.raises(AgreedError, match="not an NVIDIA GPU"):
-        require_fp8(decide(asked.config, DeviceFacts("cuda", is_nvidia=False)).fp8)
+        check_fp8_support(decide(asked.config, DeviceFacts("cuda", is_nvidia=False)).fp8)
 
 
 def losses(folder: Path) -> list[float]:
@@ -89,7 +89,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def test_a_run_learns_as_in_bf16_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fitting, "require_fp8", lambda decided: None)
+    monkeypatch.setattr(fitting, "check_fp8_support", lambda decided: None)
 
     def run(name: str, words: str) -> list[float]:
         steps = "--train-iters 40 --lr 3e-3 --init-method-std 0.02 --dataset-size 16 --save-interval 20"
@@ -109,7 +109,7 @@ def test_a_run_learns_as_in_bf16_and_resumes(tmp_path: Path, monkeypatch: pytest
 
 def test_scales_that_are_kept_are_those_of_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found for all weights at once or by each layer for itself: the same bits; validations come after an update too."""
-    monkeypatch.setattr(fitting, "require_fp8", lambda decided: None)
+    monkeypatch.setattr(fitting, "check_fp8_support", lambda decided: None)
 
     def run(name: str) -> list[float]:
         steps = "--train-iters 6 --lr 3e-2 --dataset-size 16 --eval-interval 3 --eval-iters 1 --no-save-checkpoints"
@@ -134,7 +134,7 @@ def test_scales_are_kept_for_those_who_ask_to_find_them() -> None:
     matrices = [m for m in weighted(model) if m.fp8 is not None]
     assert all(m.scale.known == UNKNOWN for m in matrices), "nobody has looked yet"
     model.weight_scales.refresh()
-    assert all(m.scale.known[0] == scaled(m.weight, E4M3).scale for m in matrices)
+    assert all(m.scale.known[0] == quantize(m.weight, E4M3).scale for m in matrices)
     model.weight_scales.forget()
     assert all(m.scale.known == UNKNOWN for m in matrices)
     by_rows = built(f"{FP8} --fp8-recipe rowwise")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pentatron.monitor.display import Silent
+from pentatron.monitor.display import SilentDisplay
 from pentatron.monitor.recorder import AppendedFile, Recorder
 from pentatron.parallel.world import single_process
 from pentatron.train import results, step_hooks
@@ -18,7 +18,7 @@ from tests.support import resolved
 FULL = Path("/dev/full")
 
 
-class Said(Silent):
+class Said(SilentDisplay):
     def __init__(self) -> None:
         self.texts: list[str] = []
 

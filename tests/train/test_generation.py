@@ -8,11 +8,18 @@ import pytest
 import torch
 
 from pentatron.errors import UserError
-from pentatron.generate.continue_text import Ranks, Text, load_stages, settings_of, speaking, texts_of
+from pentatron.generate.continue_text import (
+    Ranks,
+    Text,
+    build_generation_model,
+    generate_texts,
+    generation_config,
+    load_stages,
+)
 from pentatron.generate.generate import Sampling
 from pentatron.generate.source import open_source
 from pentatron.hf.convert import ImportOptions, import_folder
-from pentatron.monitor.display import Silent
+from pentatron.monitor.display import SilentDisplay
 from pentatron.parallel.world import single_process
 from tests.harness import run_distributed
 from tests.hf.support import EXPERTS, save, theirs
@@ -103,7 +110,7 @@ def test_prompts_of_any_length_give_the_text_of_transformers(case: str, tmp_path
 def test_what_was_imported_gives_the_text_of_its_folder(tmp_path: Path) -> None:
     """Experts: an import has their weights, but nothing of what training keeps of routers."""
     folder, _ = saved("mixtral", tmp_path / "theirs")
-    import_folder(folder, tmp_path / "imported", ImportOptions(), Silent())
+    import_folder(folder, tmp_path / "imported", ImportOptions(), SilentDisplay())
     assert made(tmp_path / "imported") == made(folder)
 
 
@@ -150,23 +157,23 @@ def test_ranks_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match="--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3"
     ):
-        settings_of(source, Ranks(3))
+        generation_config(source, Ranks(3))
     with pytest.raises(UserError, match="layers"):
-        settings_of(source, Ranks(1, 4))
+        generation_config(source, Ranks(1, 4))
     with pytest.raises(UserError, match="must divide --tensor-model-parallel-size"):
-        settings_of(source, Ranks(1, 1, 2))
+        generation_config(source, Ranks(1, 1, 2))
 
 
 def test_half_precision(tmp_path: Path) -> None:
     """Weights are half, positions are not; the text is about as likely."""
     folder, _ = saved("qwen3", tmp_path)
     source = open_source(folder)
-    config = settings_of(source, Ranks())
+    config = generation_config(source, Ranks())
     stages = load_stages(source, config, single_process(), torch.bfloat16)
     assert {p.dtype for p in stages[0].parameters()} == {torch.bfloat16}
     assert stages[0].rope is not None and stages[0].rope.inverse_frequencies.dtype == torch.float32
-    model = speaking(stages, config, single_process())
-    found = dict(texts_of(model, PROMPTS[:1], 1, Sampling(), frozenset(), 1))[0]
+    model = build_generation_model(stages, config, single_process())
+    found = dict(generate_texts(model, PROMPTS[:1], 1, Sampling(), frozenset(), 1))[0]
     exact = made(folder)[0]
     assert (
         found.logprobs[0] == pytest.approx(exact.logprobs[0], abs=0.1)

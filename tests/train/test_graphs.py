@@ -19,8 +19,8 @@ from pentatron.settings.decision_types import DeviceFacts
 from pentatron.settings.decisions import decide
 from pentatron.settings.parameters import layer_seconds
 from pentatron.train import graphs
-from pentatron.train.graphs import Recording, record_steps
-from pentatron.train.health import compute_again
+from pentatron.train.graphs import GraphReplay, build_graph_replay
+from pentatron.train.health import repeat_step
 from pentatron.train.model import ParallelModel, build_parallel_model, model_dtype
 from pentatron.train.step import train_step, validation_loss
 from tests.support import resolved
@@ -85,9 +85,9 @@ class Run:
         self.model, self.optimizer = model, made
         self.recorder = Rehearsed(made)
         if recorded:
-            self.use(Recording(self.recorder))
+            self.use(GraphReplay(self.recorder))
 
-    def use(self, recording: Recording) -> None:
+    def use(self, recording: GraphReplay) -> None:
         self.model = ParallelModel(**{**vars(self.model), "recording": recording})
 
     def numbers(self, counts: tuple[int, ...] = COUNTS, first: int = 0) -> list[float]:
@@ -222,14 +222,14 @@ def disturbed(run: Run, events: tuple[str, ...]) -> list[str]:
 def replays_of(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each micro-batch was replayed, from now on."""
     found: list[bool] = []
-    as_it_is = Recording.forward
+    as_it_is = GraphReplay.forward
 
-    def forward(recording: Recording, *given: Any) -> Tensor | None:
+    def forward(recording: GraphReplay, *given: Any) -> Tensor | None:
         made = as_it_is(recording, *given)
         found.append(made is not None)
         return made
 
-    monkeypatch.setattr(Recording, "forward", forward)
+    monkeypatch.setattr(GraphReplay, "forward", forward)
     return found
 
 
@@ -256,19 +256,19 @@ def test_a_step_that_is_looked_into_runs_as_it_is() -> None:
     run = Run("", recorded=True)
     run.numbers((1, 1))
     batches = list(itertools.islice(micro_batches(run.config, run.world, 0), 1))
-    assert compute_again(run.model, run.optimizer, batches, 2, 1.0).origin is None
+    assert repeat_step(run.model, run.optimizer, batches, 2, 1.0).origin is None
     assert run.recorder.replays == 1
 
 
 def test_what_cannot_be_recorded_is_told_once_or_ends_the_run() -> None:
     run = Run("--bf16")
-    run.use(Recording(Rehearsed(run.optimizer, breaks=True)))
+    run.use(GraphReplay(Rehearsed(run.optimizer, breaks=True)))
     assert same(Run("--bf16"), run)
     (line,) = run.model.recording.news()
     assert "CUDA graphs are left out" in line and "(RuntimeError: operation not permitted)" in line
     assert list(run.model.recording.news()) == []
     required = Run("")
-    required.use(Recording(Rehearsed(required.optimizer, breaks=True), required=True))
+    required.use(GraphReplay(Rehearsed(required.optimizer, breaks=True), required=True))
     with pytest.raises(UserError, match="--cuda-graphs on: a micro-batch cannot be recorded"):
         required.numbers((1, 1))
 
@@ -283,10 +283,10 @@ def test_the_user_is_told_what_recording_took() -> None:
 H200 = DeviceFacts("cuda", "NVIDIA H200", (9, 0), 989)
 
 
-def recording_of(words: str, device: torch.device = CUDA, own_program: bool = False) -> Recording:
+def recording_of(words: str, device: torch.device = CUDA, own_program: bool = False) -> GraphReplay:
     config = resolved(words).config
     facts = H200 if device == CUDA else DeviceFacts(device.type)
-    return record_steps(config, decide(config, facts, own_program).graphs, device)
+    return build_graph_replay(config, decide(config, facts, own_program).graphs, device)
 
 
 GPT2 = (
@@ -339,7 +339,9 @@ def test_what_the_run_needs_beside_its_recordings_has_room(monkeypatch: pytest.M
         words = f"--eval-interval 10 --eval-micro-batch-size {evaluated} --eval-global-batch-size {evaluated}"
         recorder = recording_of(f"{GPT2.format(8)} {words}")._recorder
         assert (
-            recorder is not None and lacking in recorder.lacks() and bool(recorder.lacks()) is bool(lacking)
+            recorder is not None
+            and lacking in recorder.memory_problem()
+            and bool(recorder.memory_problem()) is bool(lacking)
         )
 
 

@@ -19,12 +19,12 @@ from pentatron.checkpoint.state import TrainState
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.data.gpt_dataset import SyntheticDataset
 from pentatron.data.pair_writer import IndexedDatasetWriter
-from pentatron.errors import AgreedError, BadNumbers
+from pentatron.errors import AgreedError, NonFiniteError
 from pentatron.layout.ranks import Grid
-from pentatron.monitor.metrics import Follower
+from pentatron.monitor.metrics import MetricsFollower
 from pentatron.nn.attention import SelfAttention
-from pentatron.parallel.world import World, connect, single_process
-from pentatron.train.health import Health
+from pentatron.parallel.world import World, create_groups, single_process
+from pentatron.train.health import NumericsCheck
 from pentatron.train.output import Output
 from pentatron.train.session import Outcome, run_training
 from pentatron.train.step import StepResult
@@ -83,9 +83,9 @@ def test_what_repeats_is_followed_to_its_origin_and_saved_before(
 ) -> None:
     # Four micro-batches a step: from the third of the third step on.
     Poison(2, lambda call: call >= 11).install(monkeypatch)
-    with pytest.raises(BadNumbers) as error:
+    with pytest.raises(NonFiniteError) as error:
         run(tmp_path / "a")
-    assert error.value.exit_code == BadNumbers.REPRODUCIBLE == 16
+    assert error.value.exit_code == NonFiniteError.REPRODUCIBLE == 16
     text = str(error.value)
     assert text.startswith(
         "step 3: the loss is nan and the gradient norm nan; training stopped before the weights"
@@ -100,7 +100,7 @@ def test_what_ended_the_run_is_the_last_line_of_its_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Poison(1, lambda call: call > 1).install(monkeypatch)
-    with pytest.raises(BadNumbers) as error:
+    with pytest.raises(NonFiniteError) as error:
         run(tmp_path)
     log = (tmp_path / "train.log").read_text()
     assert log.splitlines()[-1] == f"error: {error.value}"
@@ -109,7 +109,7 @@ def test_what_ended_the_run_is_the_last_line_of_its_log(
 
 def failing(folder: str, agreed: bool) -> str:
     """Both ranks fail, one of them only because the other did."""
-    world = connect(Grid(data=2), dist.get_rank(), dist.get_rank(), CPU)
+    world = create_groups(Grid(data=2), dist.get_rank(), dist.get_rank(), CPU)
 
     def fail(trainer: object) -> None:
         if agreed:
@@ -139,16 +139,16 @@ def test_a_passing_fault_is_told_from_one_that_repeats(
 ) -> None:
     Poison(2, lambda call: call == 11).install(monkeypatch)
     with pytest.raises(
-        BadNumbers, match=r"the loss of rank 0\). Computed again, the loss is [1-9].*a transient fault"
+        NonFiniteError, match=r"the loss of rank 0\). Computed again, the loss is [1-9].*a transient fault"
     ) as error:
         run(tmp_path / "a")
-    assert error.value.exit_code == BadNumbers.TRANSIENT == 17
+    assert error.value.exit_code == NonFiniteError.TRANSIENT == 17
     assert steps(tmp_path / "a") == [], "what a faulty machine holds is not saved"
 
 
 def test_a_bad_gradient_behind_a_sound_loss_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Poison(2, lambda call: call >= 5, of_gradient=True).install(monkeypatch)
-    with pytest.raises(BadNumbers, match=r"the loss is \d.* and the gradient norm nan") as error:
+    with pytest.raises(NonFiniteError, match=r"the loss is \d.* and the gradient norm nan") as error:
         run(tmp_path / "a")
     assert "begins with the gradient of layers.1.attention.linear_proj.weight before it was summed" in str(
         error.value
@@ -165,7 +165,7 @@ def test_a_bad_weight_comes_before_all_it_does(tmp_path: Path, monkeypatch: pyte
         return original(model, *arguments)
 
     monkeypatch.setattr(trainer_module, "train_step", damaging)
-    with pytest.raises(BadNumbers, match=r"begins with the weight layers\.0\.mlp\.\S+ on rank 0\."):
+    with pytest.raises(NonFiniteError, match=r"begins with the weight layers\.0\.mlp\.\S+ on rank 0\."):
         run(tmp_path / "a")
 
 
@@ -181,10 +181,10 @@ def test_a_mask_that_is_no_number_is_followed_to_the_loss(
 
     monkeypatch.setattr(SyntheticDataset, "__getitem__", masked)
     with pytest.raises(
-        BadNumbers, match=r"the loss is nan .* begins with the loss on rank 0, stage 0"
+        NonFiniteError, match=r"the loss is nan .* begins with the loss on rank 0, stage 0"
     ) as error:
         run(tmp_path / "a", "--dataset-size 8")
-    assert error.value.exit_code == BadNumbers.REPRODUCIBLE
+    assert error.value.exit_code == NonFiniteError.REPRODUCIBLE
 
 
 def test_without_the_second_look_the_run_just_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +198,7 @@ def test_no_checkpoint_is_promised_where_none_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Poison(2, lambda call: call >= 11).install(monkeypatch)
-    with pytest.raises(BadNumbers, match=r"leaves this step out\. Nothing is saved$"):
+    with pytest.raises(NonFiniteError, match=r"leaves this step out\. Nothing is saved$"):
         run(tmp_path / "a", "--no-save-checkpoints")
     assert steps(tmp_path / "a") == []
 
@@ -223,11 +223,11 @@ def test_without_the_check_such_a_step_is_left_out_and_counted(
 
 
 def poisoned(folder: str, words: str, grid: dict[str, int], rank: int) -> str:
-    world = connect(Grid(**grid), dist.get_rank(), dist.get_rank(), CPU)
+    world = create_groups(Grid(**grid), dist.get_rank(), dist.get_rank(), CPU)
     with pytest.MonkeyPatch.context() as patched:
         if dist.get_rank() == rank:
             Poison(2, lambda call: call >= 3).install(patched)
-        with pytest.raises(BadNumbers) as error:
+        with pytest.raises(NonFiniteError) as error:
             run(Path(folder), words, world)
     return str(error.value)
 
@@ -258,7 +258,7 @@ def test_attention_dropout_is_drawn_alike_the_second_time(
     """A passing fault: the second time the loss is what a run without the fault has."""
     run(tmp_path / "whole", "--attention-dropout 0.3")
     Poison(2, lambda call: call == 5).install(monkeypatch)
-    with pytest.raises(BadNumbers) as error:
+    with pytest.raises(NonFiniteError) as error:
         run(tmp_path / "a", "--attention-dropout 0.3")
     assert f"the loss is {rows(tmp_path / 'whole')[1]['loss']:.6g} and" in str(error.value)
 
@@ -287,7 +287,7 @@ def test_the_last_losses_are_kept_though_the_last_step_is_left_out(tmp_path: Pat
     last = rows(tmp_path / "a")[-1]
     assert last["step"] == 6 and last["left_out"] and "loss" not in last
     assert last["validation_loss"] > 0 and last["test_loss"] > 0
-    seen = Follower(tmp_path / "a/metrics.jsonl").poll()
+    seen = MetricsFollower(tmp_path / "a/metrics.jsonl").poll()
     assert (
         seen.step == 6 and seen.recent[-1]["step"] == 5 and seen.validations == {6: last["validation_loss"]}
     )
@@ -340,7 +340,7 @@ def test_nothing_stands_out_from_what_was_not_watched(tmp_path: Path) -> None:
     state = TrainState(updates=100)
     model: Any = SimpleNamespace(config=settings, world=single_process())
     optimizer: Any = None
-    health = Health(model, optimizer, state, output)
+    health = NumericsCheck(model, optimizer, state, output)
     health.watch(StepResult(2.0, 1.0, 8))
     assert told == [] and (state.largest_loss, state.largest_norm) == (2.0, 1.0)
     health.watch(StepResult(30.0, 1.0, 8))

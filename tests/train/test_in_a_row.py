@@ -11,7 +11,7 @@ from pentatron.parallel.world import single_process
 from pentatron.settings.entry import PRETRAIN_GPT, TRAIN, EntryPoint
 from pentatron.settings.resolve import gather, resolve
 from pentatron.settings.settings import Facts
-from pentatron.supervise.attempts import Attempt, Launched, attempt_in
+from pentatron.supervise.attempts import Attempt, LauncherState, identify_attempt
 from pentatron.train.session import run_training
 from tests.support import LLAMA, TINY
 
@@ -28,7 +28,7 @@ def steps(folder: Path) -> list[int]:
 
 
 def slurm(folder: Path, job: str, restarts: int) -> Attempt:
-    return attempt_in(folder, {"slurm": Launched(job, restarts)})
+    return identify_attempt(folder, {"slurm": LauncherState(job, restarts)})
 
 
 def saved(folder: Path) -> set[str]:
@@ -119,14 +119,14 @@ def test_a_restart_before_the_first_save_begins_with_the_same_weights(tmp_path: 
     words = f"--save {place} --load {place} --finetune"
     train(f"{words} --train-iters 2")
     store = CheckpointStore(place, None)
-    store.begin_again()
+    store.start_new_run()
     found, _ = store.newest_valid(verify=False, set_aside=False)
     assert found is not None and found.manifest.step == 2, (
         "the newest, although step 4 of an earlier run is there"
     )
-    assert store.newest_own() is None
+    assert store.newest_saved_step() is None
     train(f"{words} --train-iters 2", Attempt(restarted=True))
-    assert steps(place) == [1, 2] and store.newest_own() == 2
+    assert steps(place) == [1, 2] and store.newest_saved_step() == 2
 
 
 def test_a_load_that_contradicts_the_run_is_refused_with_both_names(

@@ -18,17 +18,17 @@ from torch import Tensor
 
 import pentatron.train.resume as resume_module
 from pentatron.checkpoint.load import load_tensor
-from pentatron.checkpoint.store import CheckpointStore, Found
-from pentatron.cli.loaded import learn_from_loaded
+from pentatron.checkpoint.store import Checkpoint, CheckpointStore
+from pentatron.cli.loaded import adopt_checkpoint_settings
 from pentatron.cli.main import main
 from pentatron.errors import ConfigError, UserError
-from pentatron.hf.small_files import carry_files
+from pentatron.hf.small_files import copy_model_files
 from pentatron.parallel.collectives import Group
 from pentatron.parallel.shards import Fragment, region
-from pentatron.parallel.world import connect, single_process
+from pentatron.parallel.world import create_groups, single_process
 from pentatron.settings.entry import TRAIN
-from pentatron.settings.loaded import architecture, differences
-from pentatron.settings.resolve import Resolved, foreseen, gather, resolve
+from pentatron.settings.loaded import architecture, architecture_differences
+from pentatron.settings.resolve import Resolved, derived_settings, gather, resolve
 from pentatron.settings.run import table
 from pentatron.settings.settings import Facts, Settings, start_of
 from pentatron.train.session import run_training
@@ -50,7 +50,9 @@ LAYOUTS = {
 def prepared(folder: Path, words: str, world: int = 1, resumes: bool = True) -> Resolved:
     """As a command does it, from its words on."""
     draft, facts = gather(f"{RUN} --run-dir {folder} {words}".split(), TRAIN), Facts(world, world, 1)
-    learn_from_loaded(draft, facts, start_of(foreseen(draft, facts), draft.given("load"), resumes))
+    adopt_checkpoint_settings(
+        draft, facts, start_of(derived_settings(draft, facts), draft.given("load"), resumes)
+    )
     return resolve(draft, facts)
 
 
@@ -61,11 +63,11 @@ def train(folder: Path, words: str, resumes: bool = True) -> None:
 
 def train_on_a_rank(folder: Path, words: str) -> None:
     settings = prepared(folder, words, dist.get_world_size())
-    here = connect(settings.config.grid, dist.get_rank(), dist.get_rank(), CPU)
+    here = create_groups(settings.config.grid, dist.get_rank(), dist.get_rank(), CPU)
     run_training(settings, here, resumes=True)
 
 
-def newest(folder: Path) -> Found:
+def newest(folder: Path) -> Checkpoint:
     found, _ = CheckpointStore(folder, keep=None).newest_valid(verify=True, set_aside=False)
     assert found is not None
     return found
@@ -204,7 +206,7 @@ def test_windows_and_factors_of_another_model_are_a_contradiction() -> None:
     base |= {"rope_scaling_type": "yarn", "rope_scaling_factor": 4.0, "seq_length": 2048}
 
     def found(loaded: dict[str, Any], now: dict[str, Any]) -> list[str]:
-        return differences(architecture(base | loaded), Settings.defaults(**(base | now)))
+        return architecture_differences(architecture(base | loaded), Settings.defaults(**(base | now)))
 
     narrow, wide = {"window_size": (1023, 0)}, {"window_size": (4095, 0)}
     for loaded, now in ((wide, narrow), (narrow, wide), (wide, {}), ({}, wide)):
@@ -375,12 +377,12 @@ def test_only_what_a_run_has_put_there_is_replaced(models: dict[str, Path], tmp_
     place = tmp_path / "huggingface"
     place.mkdir()
     (place / "config.json").write_text("of a start that was cut short")
-    carry_files(models["qwen2"], tmp_path)
+    copy_model_files(models["qwen2"], tmp_path)
     before = {path.name: path.read_bytes() for path in place.iterdir()}
     assert before["config.json"] == (models["qwen2"] / "config.json").read_bytes()
     (place / "hub").mkdir()
     with pytest.raises(UserError, match=r"huggingface .* holds something else; choose another --save"):
-        carry_files(models["qwen3_moe"], tmp_path)
+        copy_model_files(models["qwen3_moe"], tmp_path)
     (place / "hub").rmdir()
     assert before == {path.name: path.read_bytes() for path in place.iterdir()}
     assert [path.name for path in tmp_path.iterdir()] == ["huggingface"]

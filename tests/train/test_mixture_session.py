@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 import pentatron.models.router_load as loads_module
 from pentatron.checkpoint.load import load_tensor
-from pentatron.checkpoint.store import CheckpointStore, Found
+from pentatron.checkpoint.store import Checkpoint, CheckpointStore
 from pentatron.errors import UserError
 from pentatron.generate.continue_text import open_continuation
-from pentatron.parallel.world import connect, single_process
+from pentatron.parallel.world import create_groups, single_process
 from pentatron.settings.decision_types import DeviceFacts
 from pentatron.settings.decisions import decide
 from pentatron.settings.resolve import notices_of_device
@@ -37,7 +37,7 @@ FORGETTING = f"{EXPERTS} --moe-aux-loss-coeff 0.1"
 def train(folder: Path, words: str, world_size: int = 1) -> None:
     found = resolved(f"{RUN} --run-dir {folder} {words}", world_size)
     rank = dist.get_rank() if world_size > 1 else 0
-    world = connect(found.config.grid, rank, rank, CPU) if world_size > 1 else single_process()
+    world = create_groups(found.config.grid, rank, rank, CPU) if world_size > 1 else single_process()
     run_training(found, world, True)
 
 
@@ -49,7 +49,7 @@ def losses(folder: Path) -> list[float]:
     return [row["loss"] for row in metrics(folder)]
 
 
-def newest(folder: Path) -> Found:
+def newest(folder: Path) -> Checkpoint:
     found, _ = CheckpointStore(folder / "checkpoints", keep=None).newest_valid(verify=True, set_aside=True)
     assert found is not None
     return found

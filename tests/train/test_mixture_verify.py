@@ -5,9 +5,14 @@ import dataclasses
 import pytest
 import torch
 
-from pentatron.cli.layout import describe
+from pentatron.cli.layout import resolve_layout
 from pentatron.compare.trial import run_trial
-from pentatron.compare.verify import alone, fewest_replicas, in_words, judge
+from pentatron.compare.verify import (
+    compare_trajectories,
+    describe_config,
+    fewest_replicas,
+    single_process_config,
+)
 from pentatron.parallel.world import single_process
 from pentatron.settings.run import RunConfig
 from pentatron.settings.settings import Settings
@@ -37,13 +42,13 @@ def test_another_partition_of_the_batch_would_be_seen() -> None:
     words = "--num-experts 4 --dp_size 2 --ep 2 --moe-aux-loss-coeff 0.1 --micro-batch-size 1"
     config = twin(words)
     ranks = run_distributed(on_a_rank, 2, timeout=120.0, words=words, bug="")
-    reference = alone(config)
+    reference = single_process_config(config)
     at_once = RunConfig.of(
         Settings({**reference.flat(), "micro_batch_size": reference.train.global_batch_size})
     )
     world = single_process(torch.device("cpu"))
-    assert judge(ranks, run_trial(reference, world)).passes
-    wrong = judge(ranks, run_trial(at_once, world))
+    assert compare_trajectories(ranks, run_trial(reference, world)).passes
+    wrong = compare_trajectories(ranks, run_trial(at_once, world))
     assert {
         gap.tensor.rpartition(".mlp.")[2] for gap in wrong.judged if gap.fails and gap.kind == "gradients 1"
     } >= {"router.weight"}
@@ -64,13 +69,13 @@ def test_another_partition_of_the_batch_would_be_seen() -> None:
 )
 def test_one_process_takes_the_batch_at_once_where_that_is_the_same(words: str, whole: bool) -> None:
     config = twin(f"{words} --dp_size 2 --micro-batch-size 1 --num-microbatches 2")
-    taken = alone(config).train.micro_batch_size
-    assert taken == (4 if whole else 1) and alone(config).train.global_batch_size == 4
+    taken = single_process_config(config).train.micro_batch_size
+    assert taken == (4 if whole else 1) and single_process_config(config).train.global_batch_size == 4
 
 
 def test_one_process_has_all_experts() -> None:
     words = f"{QWEN3} --tp_size 2 --dp_size 4 --ep 4 --expert-tensor-parallel-size 2 --moe-token-dispatcher-type allgather"
-    config = alone(twin(words))
+    config = single_process_config(twin(words))
     assert config.grid.world_size == config.grid.expert == config.grid.expert_tensor == 1
     assert config.moe.moe_token_dispatcher_type == "alltoall"
     assert config.moe.num_experts == twin(words).moe.num_experts
@@ -100,7 +105,7 @@ def test_one_process_has_all_experts() -> None:
     ],
 )
 def test_experts_are_few_and_narrow(words: str, experts: int, inner: int, shared: int | None) -> None:
-    large, small = describe(words.split()).config, twin(words)
+    large, small = resolve_layout(words.split()).config, twin(words)
     assert small.grid == large.grid
     moe = small.moe
     assert (moe.num_experts, moe.moe_ffn_hidden_size, moe.moe_shared_expert_intermediate_size) == (
@@ -138,17 +143,17 @@ def test_layers(words: str, layers: int, with_experts: tuple[int, ...]) -> None:
     ],
 )
 def test_as_few_replicas_as_can_hold_the_experts(words: str, replicas: int) -> None:
-    config = describe(words.split()).config
+    config = resolve_layout(words.split()).config
     assert fewest_replicas(config) == replicas
     assert twin(words, replicas).grid.data == replicas
 
 
 def test_words() -> None:
-    words = in_words(
+    words = describe_config(
         twin(
             "--num-experts 64 --num-layers 4 --moe-layer-freq 2 --dp_size 4 --ep 2 --moe-shared-expert-intermediate-size 9"
         )
     )
     assert "; 4 experts of 24 in 1 of the layers, 2 for a token, and a shared one of 16\n" in words
     assert "4 data (1 expert tensor × 2 expert × 2 expert data), ZeRO 0;" in words
-    assert "expert" not in in_words(twin("--dp_size 2"))
+    assert "expert" not in describe_config(twin("--dp_size 2"))

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from pentatron.checkpoint.lock import folder_lock
+from pentatron.checkpoint.lock import lock_folder
 from pentatron.errors import UserError
 from pentatron.parallel.world import single_process
 from pentatron.settings.files import HEADER
 from pentatron.train.model import CONFIGURED
-from pentatron.train.open_folders import contents_of
+from pentatron.train.open_folders import list_contents
 from pentatron.train.session import Session, open_session, run_training
 from tests.support import LLAMA, resolved
 
@@ -73,7 +73,7 @@ def test_names_alone_make_no_run(tmp_path: Path) -> None:
     (tmp_path / "iter_0000004" / "common.pt").write_text("theirs")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
     (tmp_path / "train.log").write_text("mine")
-    found = contents_of(tmp_path)
+    found = list_contents(tmp_path)
     assert not found.holds_run and not found.made and len(found.others) == 3
     with pytest.raises(
         UserError, match=r"holds iter_0000004, latest_checkpointed_iteration\.txt, which no run made"
@@ -208,7 +208,7 @@ def test_one_folder_of_checkpoints_has_one_writer(tmp_path: Path, other: str) ->
     with (
         opened(tmp_path / "Z", f"--save {tmp_path}/Z/a/ck"),
         pytest.raises(UserError, match="another job is using"),
-        folder_lock(tmp_path / "Z" / "a" / "ck"),
+        lock_folder(tmp_path / "Z" / "a" / "ck"),
     ):
         pass
 
@@ -293,7 +293,7 @@ def test_folders_that_a_run_makes_are_synced(tmp_path: Path, monkeypatch: pytest
     import pentatron.files as files
 
     synced: list[Path] = []
-    monkeypatch.setattr(files, "sync_folder", synced.append)
+    monkeypatch.setattr(files, "fsync_folder", synced.append)
     with opened(tmp_path / "new" / "run"):
         pass
     assert synced[:3] == [tmp_path, tmp_path / "new", tmp_path / "new" / "run"]

@@ -73,7 +73,7 @@ def test_a_folded_pipeline_holds_a_tied_embedding_once(untied: bool) -> None:
 def kept_on_a_rank(words: str) -> int:
     """Bytes of activations that autograd keeps for the backward of one micro-batch; weights are not counted."""
     model = built(words)
-    (batch,) = model.own_tokens([next(micro_batches(model.config, model.world, 0))])
+    (batch,) = model.local_tokens([next(micro_batches(model.config, model.world, 0))])
     weights = {p.untyped_storage().data_ptr() for p in model.stages[0].parameters()}
     kept: dict[int, int] = {}
 

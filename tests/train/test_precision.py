@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pentatron.checkpoint.state import TrainState
-from pentatron.checkpoint.store import CheckpointStore, Found
+from pentatron.checkpoint.store import Checkpoint, CheckpointStore
 from pentatron.compare.trial import micro_batches
 from pentatron.errors import AgreedError, UserError
 from pentatron.optim.build import build_optimizer
-from pentatron.parallel.world import connect, single_process
+from pentatron.parallel.world import create_groups, single_process
 from pentatron.train.model import ParallelModel, build_parallel_model, model_dtype
 from pentatron.train.session import run_training
 from pentatron.train.step import train_step
@@ -36,7 +36,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def newest(folder: Path) -> Found:
+def newest(folder: Path) -> Checkpoint:
     found, _ = CheckpointStore(folder / "checkpoints", keep=None).newest_valid(verify=True, set_aside=True)
     assert found is not None
     return found
@@ -133,7 +133,7 @@ def poison(model: ParallelModel) -> Any:
 def weights_after(words: str, steps: tuple[int, ...], poisoned: int | None) -> tuple[list[bool], list[bytes]]:
     """Which steps were made, and the bits of everything a rank keeps after them."""
     config = resolved(f"{LLAMA} --micro-batch-size 2 {words} --fp16", dist.get_world_size()).config
-    world = connect(config.grid, dist.get_rank(), dist.get_rank(), torch.device("cpu"))
+    world = create_groups(config.grid, dist.get_rank(), dist.get_rank(), torch.device("cpu"))
     model = build_parallel_model(config, world)
     optimizer = build_optimizer(
         model.stages, world, config.optim, model.decisions.optimizer, model_dtype(config)

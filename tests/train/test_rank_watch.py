@@ -11,10 +11,10 @@ from pentatron.compare.trial import micro_batches
 from pentatron.monitor.report import RankReport
 from pentatron.optim.build import build_optimizer
 from pentatron.parallel.collectives import Group, all_reduce_, start_all_reduce_
-from pentatron.parallel.world import World, connect, single_process
+from pentatron.parallel.world import World, create_groups, single_process
 from pentatron.train.model import build_parallel_model, model_dtype
 from pentatron.train.step import train_step
-from pentatron.train.stragglers import RankWatch, collect
+from pentatron.train.stragglers import RankStatistics, gather_statistics
 from tests.harness import run_distributed
 from tests.support import resolved
 
@@ -25,13 +25,13 @@ def step_with_a_slow_rank(words: str, world_size: int, bug: str = "") -> RankRep
     """One real step after a first; the slow rank sleeps where another one computes."""
     config = resolved(f"--micro-batch-size 2 {words}", world_size).config
     rank = torch.distributed.get_rank()
-    world = connect(config.grid, rank, rank, torch.device("cpu"))
+    world = create_groups(config.grid, rank, rank, torch.device("cpu"))
     model = build_parallel_model(config, world)
     optimizer = build_optimizer(
         model.stages, world, config.optim, model.decisions.optimizer, model_dtype(config)
     )
     batches = micro_batches(config, world, 0)
-    watch = RankWatch(config, world, last_step=2)
+    watch = RankStatistics(config, world, last_step=2)
     found = None
     for step in (1, 2):
         if bug == "waiting is not counted":
@@ -88,7 +88,7 @@ def in_two_ways(world: World) -> list[float]:
 def waits_of_a_rank() -> list[float]:
     config = resolved("", world_size=2).config
     rank = torch.distributed.get_rank()
-    return in_two_ways(connect(config.grid, rank, rank, torch.device("cpu")))
+    return in_two_ways(create_groups(config.grid, rank, rank, torch.device("cpu")))
 
 
 def test_what_travels_beside_computation_costs_nothing() -> None:
@@ -101,12 +101,12 @@ def test_what_travels_beside_computation_costs_nothing() -> None:
 def test_one_process_waits_for_nobody() -> None:
     world = single_process()
     world.waits.begin()
-    report = collect(world, 2.0, world.waits.end())
+    report = gather_statistics(world, 2.0, world.waits.end())
     told: dict[str, Any] = report.as_metrics()["ranks"]
     assert told["busy_seconds"] == [2.0] and told["collective_seconds"] == [0.0]
     assert told["memory_bytes"][0] > 2**20
     assert "gpu_utilisation" not in told
-    unknown = collect(world, 2.0, world.waits.end(), knows_waits=False).as_metrics()["ranks"]
+    unknown = gather_statistics(world, 2.0, world.waits.end(), knows_waits=False).as_metrics()["ranks"]
     assert set(unknown) == {"memory_bytes"}, "what cannot be measured is left out, not zero"
 
 
@@ -115,7 +115,7 @@ def test_many_ranks_tell_less_often() -> None:
     few = replace(single_process(), everyone=Group(0, 64))
     many = replace(single_process(), everyone=Group(0, 1024))
     told = {
-        size: [step for step in range(1, 330) if RankWatch(config, world, last_step=325)._due(step)]
+        size: [step for step in range(1, 330) if RankStatistics(config, world, last_step=325)._due(step)]
         for size, world in ((64, few), (1024, many))
     }
     assert told[64] == sorted([1, *range(10, 330, 10), 325])

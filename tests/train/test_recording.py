@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from pentatron.layout.ranks import Grid
-from pentatron.parallel.world import connect, single_process
+from pentatron.parallel.world import create_groups, single_process
 from pentatron.train.session import run_training
 from tests.harness import distributed
 from tests.train.test_session import settings
@@ -25,7 +25,7 @@ def test_one_log_and_every_file_that_was_asked_for(tmp_path: Path) -> None:
         f"--tensor-model-parallel-size 2 --log-throughput --tensorboard-dir {tmp_path}/tb {FILES} --job-id 77"
     )
     rank = dist.get_rank()
-    world = connect(Grid(tensor=2), rank, rank, torch.device("cpu"))
+    world = create_groups(Grid(tensor=2), rank, rank, torch.device("cpu"))
     run_training(settings(tmp_path / "a", words, 2), world, True)
     dist.barrier()
     log = (tmp_path / "a" / "train.log").read_text()

@@ -8,7 +8,7 @@ import pytest
 from pentatron.errors import UserError
 from pentatron.train import results
 from pentatron.train.output import Output
-from pentatron.train.results import _fall, finish
+from pentatron.train.results import _fall, print_summary
 from pentatron.train.run_folder import RunFolder
 from tests.support import resolved
 from tests.train.test_full_disk import Said
@@ -37,7 +37,7 @@ def test_a_prompt_that_cannot_be_continued_fails_no_run_that_is_done(
 
     monkeypatch.setattr(results, "open_continuation", too_long)
     display, config = Said(), resolved(f"--sample-prompt long --run-dir {tmp_path}").config
-    finish(config, RunFolder(tmp_path), SimpleNamespace(tokenizer=object()), Output(display))  # type: ignore[arg-type]
+    print_summary(config, RunFolder(tmp_path), SimpleNamespace(tokenizer=object()), Output(display))  # type: ignore[arg-type]
     note, folder = display.texts
     assert note.startswith(
         "note: there is no sample of what it writes (--sample-prompt): the prompt has 600 tokens"

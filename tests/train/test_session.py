@@ -15,12 +15,12 @@ import yaml
 
 import pentatron.train.session as session_module
 import pentatron.train.trainer as trainer_module
-from pentatron.checkpoint.lock import folder_lock
+from pentatron.checkpoint.lock import lock_folder
 from pentatron.checkpoint.store import TRACKER, CheckpointStore
 from pentatron.data.gpt_dataset import SyntheticDataset
 from pentatron.errors import AgreedError, UserError
 from pentatron.layout.ranks import Grid
-from pentatron.parallel.world import World, connect, single_process
+from pentatron.parallel.world import World, create_groups, single_process
 from pentatron.settings.entry import PRETRAIN_GPT
 from pentatron.settings.resolve import Resolved, gather, resolve
 from pentatron.settings.settings import Facts
@@ -298,7 +298,7 @@ def test_a_longer_sequence_may_go_on_where_positions_are_not_learned(tmp_path: P
 def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "a"
     folder.mkdir()
-    with folder_lock(folder), pytest.raises(UserError, match="another job is using"):
+    with lock_folder(folder), pytest.raises(UserError, match="another job is using"):
         run(folder)
 
 
@@ -345,7 +345,7 @@ def test_bf16_follows_fp32_and_resumes_bit_exactly(tmp_path: Path) -> None:
 
 def world_here() -> World:
     rank = dist.get_rank()
-    return connect(Grid(data=dist.get_world_size()), rank, rank, CPU)
+    return create_groups(Grid(data=dist.get_world_size()), rank, rank, CPU)
 
 
 @distributed(world=2)

@@ -8,22 +8,22 @@ import torch.distributed as dist
 from pentatron.layout.ranks import Grid
 from pentatron.monitor.report import RankReport
 from pentatron.parallel.collectives import all_reduce_
-from pentatron.parallel.world import connect
-from pentatron.train.stragglers import Stragglers, collect
+from pentatron.parallel.world import create_groups
+from pentatron.train.stragglers import StragglerDetector, gather_statistics
 from tests.harness import run_distributed
 
 
 def lines_of(delay: float) -> list[str]:
     """Four measured steps of two ranks, of which one needs so much longer."""
-    world = connect(Grid(data=2), dist.get_rank(), dist.get_rank(), torch.device("cpu"))
-    stragglers, found = Stragglers(world.grid), []
+    world = create_groups(Grid(data=2), dist.get_rank(), dist.get_rank(), torch.device("cpu"))
+    stragglers, found = StragglerDetector(world.grid), []
     for step in range(4):
         all_reduce_(torch.ones(1), world.everyone)
         world.waits.begin()
         started = time.perf_counter()
         time.sleep(0.1 + delay * world.everyone.rank)
         all_reduce_(torch.ones(1), world.everyone)
-        report = collect(world, time.perf_counter() - started, world.waits.end())
+        report = gather_statistics(world, time.perf_counter() - started, world.waits.end())
         found += stragglers.look(step, report)
     return found
 
@@ -43,11 +43,11 @@ def report(*busy: float) -> RankReport:
 
 
 def test_stages_are_compared_with_their_like_and_one_slow_step_is_nothing() -> None:
-    stages = Stragglers(Grid(pipeline=2, data=2))
+    stages = StragglerDetector(Grid(pipeline=2, data=2))
     assert not any(stages.look(step, report(0.1, 0.1, 0.5, 0.5)) for step in range(9)), "a heavier stage"
-    once = Stragglers(Grid(data=3))
+    once = StragglerDetector(Grid(data=3))
     assert not any(once.look(step, report(0.1, 0.1, 0.9 if step % 3 == 0 else 0.1)) for step in range(9))
-    again = Stragglers(Grid(data=3))
+    again = StragglerDetector(Grid(data=3))
     slow, fast = report(0.1, 0.1, 0.9), report(0.1, 0.1, 0.1)
     told = [bool(again.look(n, r)) for n, r in enumerate([slow, slow, slow, slow, fast, slow, slow, slow])]
     assert told == [False, False, True, False, False, False, False, True]
@@ -55,9 +55,9 @@ def test_stages_are_compared_with_their_like_and_one_slow_step_is_nothing() -> N
 
 def test_a_rank_alone_in_its_stage_may_just_have_more_to_compute() -> None:
     """Its stage, not its machine, is the likely reason: there is no rank like it to compare with."""
-    alone, slow = Stragglers(Grid(pipeline=2)), report(0.1, 0.5)
+    alone, slow = StragglerDetector(Grid(pipeline=2)), report(0.1, 0.5)
     (line,) = [line for step in range(4) for line in alone.look(step, slow)]
     assert "ranks of other stages for 100 ms" in line and "`pentatron layout`" in line
-    beside, slow = Stragglers(Grid(pipeline=2, data=2)), report(0.1, 0.5, 0.1, 0.1)
+    beside, slow = StragglerDetector(Grid(pipeline=2, data=2)), report(0.1, 0.5, 0.1, 0.1)
     (line,) = [line for step in range(4) for line in beside.look(step, slow)]
     assert "ranks like it for 100 ms" in line and "layout" not in line

@@ -12,11 +12,11 @@ import yaml
 from pentatron.cli.main import main
 from pentatron.compare.trial import Trajectory, disagreements, failures, gaps
 from pentatron.errors import AgreedError, UserError
-from pentatron.hf.architecture import config_of
+from pentatron.hf.architecture import config_from_settings
 from pentatron.parallel.world import single_process
 from pentatron.settings.files import saved_values
 from pentatron.train.model import ParallelModel, build_parallel_model
-from pentatron.train.preflight import left_in_bf16
+from pentatron.train.preflight import fp8_notices
 from pentatron.train.session import run_training
 from tests.harness import run_distributed
 from tests.parity.cases import SHAPE
@@ -129,8 +129,9 @@ def test_a_checkpoint_does_not_choose_what_runs(
     monkeypatch.delitem(sys.modules, "trusted_layers")
     loaded = "train --load run/checkpoints --run-dir other --dataset-size 8 --train-iters 1 --seq-length 16"
     assert main(loaded.split()) == 2
-    assert "trained with --spec trusted_layers layer_spec; give that flag again, as code is never loaded from files" in (
-        capsys.readouterr().err
+    assert (
+        "trained with --spec trusted_layers layer_spec; give that flag again, as code is never loaded from files"
+        in (capsys.readouterr().err)
     )
     assert main(["generate", "run", "a"]) == 2
     assert (
@@ -138,7 +139,7 @@ def test_a_checkpoint_does_not_choose_what_runs(
     )
     config = resolved(f"{LLAMA} {words}").config
     with pytest.raises(UserError, match=r"closest is llama, but for spec \('trusted_layers', 'layer_spec'\)"):
-        config_of(config.model, config.moe)
+        config_from_settings(config.model, config.moe)
 
 
 @pytest.mark.parametrize(
@@ -269,8 +270,8 @@ def test_parts_of_own_layers_are_built_as_their_axes_say(
     model = built(example(tmp_path, "handing_layers"))
     mlp = model.stages[0].layers["0"].mlp.mlp  # type: ignore[union-attr]
     assert mlp.linear_fc1.fp8 is not None and mlp.fuses_gate
-    assert left_in_bf16(model.decisions.fp8, model.stages.values()) == []
+    assert fp8_notices(model.decisions.fp8, model.stages.values()) == []
     model = built(example(tmp_path, "keeping_layers", ("MLP(config, layer_number, axes)", "MLP(config)")))
-    assert left_in_bf16(model.decisions.fp8, model.stages.values()) == [
+    assert fp8_notices(model.decisions.fp8, model.stages.values()) == [
         "--fp8: matrices of layers of your own stay in bf16 where they are built without axes: mlp.mlp.linear_fc1, mlp.mlp.linear_fc2"
     ]

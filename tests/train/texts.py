@@ -6,10 +6,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pentatron.generate.continue_text import Ranks, Text, load_stages, settings_of, speaking, texts_of
+from pentatron.generate.continue_text import (
+    Ranks,
+    Text,
+    build_generation_model,
+    generate_texts,
+    generation_config,
+    load_stages,
+)
 from pentatron.generate.generate import Sampling
 from pentatron.generate.source import find_weights, open_source
-from pentatron.parallel.world import connect, single_process
+from pentatron.parallel.world import create_groups, single_process
 
 PROMPTS = [[1, 2, 3], [17, 8, 45, 10, 11, 60, 13, 5, 9], [5], [7, 7, 30, 2]]
 NEW = 10
@@ -24,15 +31,19 @@ def texts(
 ) -> tuple[list[list[Text]], int]:
     """For each sampling those of all prompts; and how many weights this rank holds."""
     source = open_source(find_weights(str(folder), verify=True)[0])
-    config = settings_of(source, ranks)
+    config = generation_config(source, ranks)
     spread = ranks.world_size > 1
     place = torch.device(device)
-    world = connect(config.grid, dist.get_rank(), dist.get_rank(), place) if spread else single_process(place)
+    world = (
+        create_groups(config.grid, dist.get_rank(), dist.get_rank(), place)
+        if spread
+        else single_process(place)
+    )
     stages = load_stages(source, config, world, torch.float32)
-    model = speaking(stages, config, world)
+    model = build_generation_model(stages, config, world)
     # Three at a time: the last prompt is read after the others have ended.
     found = [
-        list(dict(texts_of(model, PROMPTS, NEW, sampling, stop, at_once=3)).values())
+        list(dict(generate_texts(model, PROMPTS, NEW, sampling, stop, at_once=3)).values())
         for sampling in samplings
     ]
     return found, sum(p.numel() for stage in stages.values() for p in stage.parameters())
