@@ -14,8 +14,8 @@ from pentatron.megatron.core.transformer.transformer_config import core_of
 from pentatron.megatron.training.arguments import core_transformer_config_from_args
 from pentatron.models.gpt_model import ProcessGroups
 from pentatron.models.layer_specs import user_spec
-from pentatron.settings.core import arguments
-from pentatron.settings.run import RunConfig
+from pentatron.settings.core_config import arguments
+from pentatron.settings.run_config import RunConfig
 
 
 def gpt_builder(

@@ -5,8 +5,8 @@ from typing import Any
 
 from gpt_builders import gpt_builder
 from pentatron.megatron.training import get_args
-from pentatron.settings.core import arguments
-from pentatron.settings.run import RunConfig
+from pentatron.settings.core_config import arguments
+from pentatron.settings.run_config import RunConfig
 
 
 def model_provider(

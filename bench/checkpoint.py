@@ -38,7 +38,7 @@ from pentatron.checkpoint.save import Saver
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.checkpoint.tensor_file import BLOCK_BYTES, TensorSpec, write_blocks
 from pentatron.parallel.collectives import Group
-from pentatron.parallel.shards import Fragment, Shape, region
+from pentatron.parallel.sharding import Fragment, Shape, region
 
 ROOT = Path(__file__).resolve().parents[1]
 ALONE = Group(0, 1)

@@ -29,10 +29,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from pentatron.checkpoint.links import their_shapes
 from pentatron.checkpoint.streaming import split_into_files
 from pentatron.checkpoint.tensor_file import BLOCK_BYTES, TensorSpec, write_blocks
-from pentatron.hf.architecture import settings_from_config
 from pentatron.hf.convert import config_for
-from pentatron.hf.names import tensor_links
-from pentatron.parallel.shards import Shape
+from pentatron.hf.model_config import settings_from_config
+from pentatron.hf.tensor_names import tensor_links
+from pentatron.parallel.sharding import Shape
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPE = {

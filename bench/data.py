@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from pentatron.data.corpus import python_stdlib_files  # noqa: E402
+from pentatron.data.python_corpus import python_stdlib_files  # noqa: E402
 from pentatron.data.tokenizer import FileTokenizer, train_bpe  # noqa: E402
 
 VOCABULARY = 16384

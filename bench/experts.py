@@ -25,8 +25,8 @@ from pentatron.nn.init import draw_weights
 from pentatron.nn.moe import MoE
 from pentatron.nn.options import Axes, LayerOptions
 from pentatron.nn.recompute import NO_RECOMPUTE, Recompute, RecomputeSwitch
-from pentatron.parallel.shards import sharded_parameters
-from pentatron.settings.core import CoreTransformerConfig
+from pentatron.parallel.sharding import sharded_parameters
+from pentatron.settings.core_config import CoreTransformerConfig
 from pentatron.settings.model import MoEConfig, TransformerConfig
 
 LENGTH = 4096

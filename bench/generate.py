@@ -32,9 +32,9 @@ from pentatron.cli.configure import prepare  # noqa: E402
 from pentatron.generate.continue_text import Ranks, build_generation_model, generation_config, load_stages  # noqa: E402
 from pentatron.generate.generate import Sampling, generate  # noqa: E402
 from pentatron.generate.source import open_source  # noqa: E402
-from pentatron.hf.architecture import config_from_settings  # noqa: E402
+from pentatron.hf.model_config import config_from_settings  # noqa: E402
 from pentatron.parallel.world import single_process  # noqa: E402
-from pentatron.settings.entry import TRAIN  # noqa: E402
+from pentatron.settings.entry_points import TRAIN  # noqa: E402
 
 
 def prompts_of(count: int, vocabulary: int) -> list[list[int]]:

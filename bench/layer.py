@@ -32,7 +32,7 @@ from pentatron.ops.fp8_linear import WeightScales
 from pentatron.ops.linear import DeferredGradients
 from pentatron.parallel.world import single_process
 from pentatron.settings.decisions import decide
-from pentatron.settings.entry import TRAIN
+from pentatron.settings.entry_points import TRAIN
 from pentatron.settings.resolve import gather, resolve
 from pentatron.settings.settings import Facts
 from pentatron.train.model import device_facts, model_options

@@ -25,8 +25,8 @@ sys.path.insert(0, str(ROOT))
 from pentatron.data.blending import greedy_order  # noqa: E402
 from pentatron.data.gpt_dataset import GPTDataset  # noqa: E402
 from pentatron.data.indexed import IndexedDataset  # noqa: E402
+from pentatron.data.indexed_writer import IndexedDatasetWriter  # noqa: E402
 from pentatron.data.loader import build_loader  # noqa: E402
-from pentatron.data.pair_writer import IndexedDatasetWriter  # noqa: E402
 from pentatron.data.sampling import IndexCache, build_sample_index  # noqa: E402
 
 SEED = 1234

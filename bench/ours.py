@@ -26,7 +26,7 @@ from pentatron.cli.configure import prepare
 from pentatron.cli.environment import Worker
 from pentatron.cli.train import joined_process_group
 from pentatron.data.loader import Batch
-from pentatron.settings.entry import TRAIN
+from pentatron.settings.entry_points import TRAIN
 from pentatron.train.batches import micro_batches
 from pentatron.train.model import CONFIGURED
 from pentatron.train.session import Session, open_session

@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from pentatron.parallel.world import single_process
-from pentatron.settings.entry import TRAIN
+from pentatron.settings.entry_points import TRAIN
 from pentatron.settings.resolve import gather, resolve
 from pentatron.settings.settings import Facts
 from pentatron.train.session import run_training

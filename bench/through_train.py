@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from bench.steps import SHAPES, Case
-from pentatron.data.pair_writer import IndexedDatasetWriter
+from pentatron.data.indexed_writer import IndexedDatasetWriter
 from pentatron.monitor.metrics import read_metrics
 
 # The least share of the bare step's rate that is asked for.

@@ -1,6 +1,6 @@
 """Small configurations for tests."""
 
-from pentatron.settings.entry import PRETRAIN_GPT
+from pentatron.settings.entry_points import PRETRAIN_GPT
 from pentatron.settings.model import TransformerConfig
 from pentatron.settings.resolve import Resolved, gather, resolve
 from pentatron.settings.settings import Facts

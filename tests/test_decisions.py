@@ -29,7 +29,7 @@ from pentatron.plan.shape import Shape
 from pentatron.settings.decision_types import Decisions, DeviceFacts
 from pentatron.settings.decisions import decide
 from pentatron.settings.resolve import notices_of_decisions
-from pentatron.settings.run import RunConfig, table
+from pentatron.settings.run_config import RunConfig, table
 from pentatron.train.graphs import build_graph_replay
 from pentatron.train.model import ParallelModel, build_parallel_model, model_dtype
 from tests.harness import run_distributed

@@ -8,7 +8,7 @@ import pytest
 
 from pentatron.cli.launch import USAGE
 from pentatron.cli.main import main
-from pentatron.settings.entry import TRAIN
+from pentatron.settings.entry_points import TRAIN
 from pentatron.settings.resolve import gather
 
 ROOT = Path(__file__).parents[1]

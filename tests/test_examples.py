@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pentatron.settings.entry import PRETRAIN_GPT
+from pentatron.settings.entry_points import PRETRAIN_GPT
 from pentatron.settings.presets import presets
 from pentatron.settings.resolve import gather
 

@@ -17,7 +17,7 @@ DECIDES = {"settings/decisions.py"}
 # Readers that decide nothing.
 ALLOWED = {
     "settings/parallel.py": "the declaration names the precision in words",
-    "settings/core.py": "Megatron's name for a setting, asked by layers of users",
+    "settings/core_config.py": "Megatron's name for a setting, asked by layers of users",
     "models/layer_specs.py": "the words of a spec, which ask for what the settings ask for",
     "megatron/arguments.py": "Megatron's name for a setting, in get_args()",
     "settings/model_rules.py": "rules that refuse what fp8 cannot be combined with",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pentatron.settings.run import table
+from pentatron.settings.run_config import table
 
 PACKAGE = Path(__file__).parent.parent / "pentatron"
 FORMATS = sorted(path for name in ("hf", "interchange") for path in (PACKAGE / name).rglob("*.py"))

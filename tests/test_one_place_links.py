@@ -87,7 +87,7 @@ def test_there_is_one_kind_of_link_and_one_maker() -> None:
         "weight.reshape(shape)",
         "fused[:half, :]",
         "experts[0, 2:4]",
-        "from pentatron.parallel.shards import region",
+        "from pentatron.parallel.sharding import region",
         "from torch import cat",
     ],
 )

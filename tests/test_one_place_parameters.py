@@ -11,12 +11,12 @@ from pentatron.compare.reshard import _world
 from pentatron.layout.stages import StagePart
 from pentatron.models.causal_lm import CausalLM, build_stages
 from pentatron.nn.options import axes_of
-from pentatron.parallel.shards import sharded_parameters
+from pentatron.parallel.sharding import sharded_parameters
 from pentatron.plan.shape import Shape
 from pentatron.plan.static_memory import parameters_of, total_parameters
 from pentatron.settings import parameters
 from pentatron.settings.parameters import LinearSizes, Parameter
-from pentatron.settings.run import RunConfig
+from pentatron.settings.run_config import RunConfig
 from tests.support import LLAMA, resolved
 
 PACKAGE = Path(__file__).parent.parent / "pentatron"

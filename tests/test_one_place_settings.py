@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pentatron.settings.run import table
+from pentatron.settings.run_config import table
 
 PACKAGE = Path(__file__).parent.parent / "pentatron"
 # Mappings with names of settings as keys that hold something else than values of settings.

@@ -9,7 +9,7 @@ import pytest
 
 from pentatron.layout.check import check
 from pentatron.layout.schedules import FOLDED, KINDS, training_schedule
-from pentatron.settings.run import table
+from pentatron.settings.run_config import table
 from tests.harness import run_distributed
 from tests.parity.test_theory import LARGE, bytes_on_a_rank
 

@@ -15,7 +15,7 @@ from pentatron.errors import UserError
 from pentatron.files import next_numbered_name, rename, write_file
 from pentatron.monitor.metrics import read_metrics
 from pentatron.monitor.view import LEAST_UTILISATION, MOST_COMMUNICATION
-from pentatron.settings.run import RunConfig
+from pentatron.settings.run_config import RunConfig
 from pentatron.text import format_significant, in_mib
 
 COLUMNS = (

@@ -17,7 +17,7 @@ from torch import Tensor
 from pentatron.checkpoint.format import Manifest
 from pentatron.checkpoint.load import ROUTERS, WEIGHTS, StepReader
 from pentatron.checkpoint.tensor_file import DTYPES, ReadRectangle, TensorSpec, blocks
-from pentatron.parallel.shards import Shape
+from pentatron.parallel.sharding import Shape
 
 # Integer dtypes by element size, to compare the bits of values.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

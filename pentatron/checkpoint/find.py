@@ -12,14 +12,14 @@ from typing import Any
 
 from pentatron.checkpoint.format import FILE_NAME, DamagedCheckpoint, Manifest, read_manifest, verify_files
 from pentatron.checkpoint.load import ROUTERS, WEIGHTS
+from pentatron.checkpoint.manifest_checks import implausible
 from pentatron.checkpoint.retention import read_base_steps
 from pentatron.checkpoint.store import TRACKER, Checkpoint, CheckpointStore, require_one_step
-from pentatron.checkpoint.untrusted import implausible
 from pentatron.checkpoint.verify import Check
 from pentatron.errors import UserError
 from pentatron.settings.declaration import Setting
 from pentatron.settings.model import MoEConfig, TransformerConfig
-from pentatron.settings.run import table
+from pentatron.settings.run_config import table
 from pentatron.settings.settings import Settings
 
 LATEST = "latest"

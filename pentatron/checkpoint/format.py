@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pentatron.checkpoint.manifest_checks import check_types, is_in_folder, oversized_file, read_json
 from pentatron.checkpoint.tensor_file import DTYPES, TORCH_FILES, FileRecord, tensor_checksums, write_tensors
-from pentatron.checkpoint.untrusted import check_types, is_in_folder, oversized_file, read_json
 from pentatron.checksums import digest_of_file
 from pentatron.errors import UserError
 from pentatron.parallel.encoding import sendable
-from pentatron.parallel.shards import Fragment, Shape
+from pentatron.parallel.sharding import Fragment, Shape
 
 FORMAT = "pentatron-checkpoint"
 VERSION = 4

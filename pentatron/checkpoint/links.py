@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pentatron.checkpoint.tensor_file import ReadRectangle, TensorSpec, blocks, represents_exactly
 from pentatron.errors import UserError
-from pentatron.parallel.shards import Fragment, Shape, overlap, region
+from pentatron.parallel.sharding import Fragment, Shape, overlap, region
 from pentatron.settings.model import TransformerConfig
 
 

@@ -17,7 +17,7 @@ from pentatron.checkpoint.format import DamagedCheckpoint, Manifest, StoredPiece
 from pentatron.checkpoint.tensor_file import DTYPES, TORCH_FILES, blocks, represents_exactly
 from pentatron.checkpoint.torch_file import TorchFile
 from pentatron.errors import UserError
-from pentatron.parallel.shards import Fragment, Shape, overlap, region
+from pentatron.parallel.sharding import Fragment, Shape, overlap, region
 
 WEIGHTS = "weights/"
 # Expert biases of routers, which are updated from token counts, not by gradients.

@@ -25,7 +25,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-from pentatron.checkpoint.untrusted import read_json
+from pentatron.checkpoint.manifest_checks import read_json
 from pentatron.errors import FolderLost, UserError
 
 FILE_NAME = ".lock"

@@ -19,7 +19,7 @@ from pentatron.checkpoint.format import rank_local_fragments
 from pentatron.checkpoint.store import CheckpointStore, SaveStages
 from pentatron.checkpoint.tensor_file import BLOCK_BYTES
 from pentatron.parallel.collectives import Group
-from pentatron.parallel.shards import Fragment
+from pentatron.parallel.sharding import Fragment
 
 # Alignment of each copy in bytes, a multiple of every element size.
 _ALIGN_BYTES = 64

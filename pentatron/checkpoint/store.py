@@ -44,7 +44,7 @@ from pentatron.errors import FolderLost, SaveError, UserError
 from pentatron.files import free_name, fsync_folder, hidden_name, rename, write_new_synced
 from pentatron.parallel.collectives import Group, broadcast_object, gather_objects, largest
 from pentatron.parallel.encoding import sendable
-from pentatron.parallel.shards import Fragment
+from pentatron.parallel.sharding import Fragment
 from pentatron.text import in_mib
 
 # The file that names the last step in Megatron-LM.

@@ -13,7 +13,7 @@ from pentatron.checkpoint.format import Manifest, StoredPiece, TensorRecord, pie
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.checkpoint.tensor_file import DTYPES, FileRecord, ReadRectangle, TensorSpec, write_blocks
 from pentatron.monitor.display import Display
-from pentatron.parallel.shards import Shape
+from pentatron.parallel.sharding import Shape
 from pentatron.text import decimal_rate, decimal_size
 
 # A rectangle of a tensor: name, start, size.

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pentatron.checkpoint.format import DamagedCheckpoint
 from pentatron.checkpoint.tensor_file import DTYPES
-from pentatron.parallel.shards import Shape, region
+from pentatron.parallel.sharding import Shape, region
 
 # --- metadata of one tensor of torch.save ---
 #

@@ -30,7 +30,7 @@ from pentatron.checksums import ProgressCallback, digest_of_file
 from pentatron.errors import UserError
 from pentatron.parallel.collectives import Group, broadcast_object, gather_objects, run_on_some_ranks
 from pentatron.parallel.encoding import sendable
-from pentatron.parallel.shards import Shape
+from pentatron.parallel.sharding import Shape
 
 T = TypeVar("T")
 # Raises DamagedCheckpoint if the files of a step differ from its manifest.

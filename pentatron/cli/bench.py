@@ -24,7 +24,7 @@ from pentatron.bench.candidates import (
     largest_fitting,
     trial_table,
 )
-from pentatron.bench.processes import ForkServer
+from pentatron.bench.fork_server import ForkServer
 from pentatron.bench.results import ResultsFolder, Row, Table, summary_lines, write_summary
 from pentatron.cli.bench_layout import (
     BENCH_DEFAULTS,
@@ -41,9 +41,9 @@ from pentatron.errors import UserError
 from pentatron.launch.machine import host_memory
 from pentatron.plan.memory import memory_of
 from pentatron.settings.declaration import NON_NEGATIVE, ONE_OR_MORE, POSITIVE
-from pentatron.settings.entry import TRAIN
+from pentatron.settings.entry_points import TRAIN
 from pentatron.settings.resolve import gather
-from pentatron.settings.run import RunConfig, table
+from pentatron.settings.run_config import RunConfig, table
 from pentatron.text import binary_size, divisors, plural
 
 # Share of free memory that a run may need, the same as `pentatron train` checks before it starts.
@@ -242,7 +242,7 @@ def _run(sweep: BenchConfig, layouts: Sequence[Candidate]) -> int:
     if moved_to is not None:
         say(f"the earlier results were moved to {moved_to}")
     display = open_display("auto" if sys.stdout.isatty() else "off")
-    starter = ForkServer(["pentatron.cli.bench_rank"])
+    starter = ForkServer(["pentatron.cli.bench_worker"])
     results = Table([layout.name for layout in layouts], sweep.on_gpu)
     rows = [Row(layout, "not run", sweep.processes, "", "the sweep ended before") for layout in layouts]
     write_summary(sweep.folder.summary, rows)
@@ -416,7 +416,9 @@ class _MicroBatchSearch:
 
     def attempt(self, size: int) -> Trial:
         """Runs some real steps in subprocesses."""
-        row = measure_layout(self.sweep, self.candidate(size), ForkServer(["pentatron.cli.bench_rank"]), None)
+        row = measure_layout(
+            self.sweep, self.candidate(size), ForkServer(["pentatron.cli.bench_worker"]), None
+        )
         self.rows.append(row)
         write_summary(self.sweep.folder.summary, self.rows)
         trial = trial_of(size, row)

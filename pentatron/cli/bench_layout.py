@@ -12,8 +12,8 @@ from pentatron.bench.results import ResultsFolder, Row, measure
 from pentatron.cli.configure import Prepared, prepare
 from pentatron.cli.environment import set_worker_environment
 from pentatron.errors import ConfigError, UserError
-from pentatron.settings.entry import EntryPoint
-from pentatron.settings.run import table
+from pentatron.settings.entry_points import EntryPoint
+from pentatron.settings.run_config import table
 
 # Logs metrics of every step; no progress bar, checkpoints or evaluation.
 BENCH_DEFAULTS = {"log_interval": 1, "progress_bar": "off", "save_checkpoints": False, "eval_interval": 0}
@@ -80,8 +80,8 @@ class Progress:
 
 def measure_layout(sweep: BenchConfig, layout: Candidate, starter: Any, live: Progress | None) -> Row:
     """Runs a layout and returns its row of the results."""
-    from pentatron.bench.processes import free_port
-    from pentatron.cli.bench_rank import Job, reason_of_failure, run_rank
+    from pentatron.bench.fork_server import free_port
+    from pentatron.cli.bench_worker import Job, reason_of_failure, run_rank
     from pentatron.devices import find_chip
     from pentatron.settings.parameters import step_flops
 

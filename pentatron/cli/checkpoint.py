@@ -158,7 +158,7 @@ def read_checkpoint_options(
 
 
 def _inspect(words: Sequence[str]) -> int:
-    from pentatron.cli.checkpoint_show import inspect
+    from pentatron.cli.checkpoint_inspect import inspect
 
     return inspect(words)
 

@@ -115,9 +115,9 @@ def _open(path: Path, closing: contextlib.ExitStack) -> _Opened:
 def _open_huggingface(path: Path, closing: contextlib.ExitStack) -> _Opened:
     from pentatron.checkpoint.compare import ComparedTensors
     from pentatron.checkpoint.load import WEIGHTS
-    from pentatron.hf.architecture import settings_from_folder
     from pentatron.hf.convert import ImportOptions, config_for, tensors_of
     from pentatron.hf.folder import open_folder
+    from pentatron.hf.model_config import settings_from_folder
 
     folder = closing.enter_context(open_folder(path))
     outlines, read = tensors_of(folder, config_for(settings_from_folder(folder)), ImportOptions())

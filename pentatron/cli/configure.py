@@ -5,13 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pentatron.cli.environment import Worker, find_worker, nccl_timeout_seconds, nested_launcher_notices
-from pentatron.cli.loaded import (
+from pentatron.cli.checkpoint_settings import (
     TOKENIZER,
     adopt_checkpoint_settings,
     replace_hub_name,
     settings_from_checkpoint,
 )
+from pentatron.cli.environment import Worker, find_worker, nccl_timeout_seconds, nested_launcher_notices
 from pentatron.cli.worker import current_attempt, current_worker
 from pentatron.data.indexed import missing_pairs_message
 from pentatron.errors import ConfigError, UserError
@@ -24,9 +24,9 @@ from pentatron.settings.data_paths import (
     training_files_flag,
     why_no_epochs,
 )
-from pentatron.settings.entry import EntryPoint
+from pentatron.settings.entry_points import EntryPoint
 from pentatron.settings.resolve import Resolved, derived_settings, gather, problems_independent_of, resolve
-from pentatron.settings.run import table
+from pentatron.settings.run_config import table
 from pentatron.settings.settings import Draft, Facts, Start, is_unset, start_of
 from pentatron.settings.training_rules import first_text_file, is_weight
 from pentatron.supervise.attempts import FIRST_ATTEMPT, Attempt

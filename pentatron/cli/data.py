@@ -9,8 +9,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pentatron.cli.checkpoint_settings import adopt_named_checkpoint
 from pentatron.cli.configure import count_epoch_samples, download_tokenizer, set_vocabulary_size
-from pentatron.cli.loaded import adopt_named_checkpoint
 from pentatron.cli.options import (
     Options,
     flags_of,
@@ -26,10 +26,10 @@ from pentatron.errors import UserError
 from pentatron.monitor.terminal import ignore_output_errors
 from pentatron.settings.command_line import did_you_mean
 from pentatron.settings.data_paths import training_files_flag
-from pentatron.settings.entry import EntryPoint
+from pentatron.settings.entry_points import EntryPoint
 from pentatron.settings.files import read_data_files
 from pentatron.settings.resolve import Resolved, gather, resolve
-from pentatron.settings.run import table
+from pentatron.settings.run_config import table
 from pentatron.settings.settings import Facts, is_unset
 
 if TYPE_CHECKING:
@@ -315,7 +315,7 @@ def _verify(words: Sequence[str]) -> int:
 
 
 def _merge(words: Sequence[str]) -> int:
-    from pentatron.data.pair_writer import merge
+    from pentatron.data.indexed_writer import merge
 
     options, prefixes = parse_options(MergeOptions, words, "pentatron data")
     _need(prefixes, 2, "merge OUT PREFIX")

@@ -24,7 +24,7 @@ from pentatron.settings.declaration import FRACTION, NON_NEGATIVE, ONE_OR_MORE, 
 if TYPE_CHECKING:
     from pentatron.generate.source import ModelSource
     from pentatron.parallel.world import World
-    from pentatron.settings.run import RunConfig
+    from pentatron.settings.run_config import RunConfig
 
 
 def _parse_token_ids(written: str, flag: str) -> tuple[tuple[int, ...], ...]:

@@ -16,8 +16,8 @@ from pentatron.errors import ConfigError, UserError
 from pentatron.launch.job import Job, job_problems, job_variables
 from pentatron.launch.scripts import WRITTEN_BY, batch_script, node_script
 from pentatron.settings.command_line import did_you_mean
-from pentatron.settings.entry import ENTRY_POINTS, PRETRAIN_GPT, TRAIN, EntryPoint
-from pentatron.settings.run import RunConfig
+from pentatron.settings.entry_points import ENTRY_POINTS, PRETRAIN_GPT, TRAIN, EntryPoint
+from pentatron.settings.run_config import RunConfig
 from pentatron.settings.settings import Facts
 from pentatron.supervise.processes import SAFE_PATH
 from pentatron.text import format_count, plural, redact

@@ -11,8 +11,8 @@ from html import escape
 from pathlib import Path
 from typing import TypeVar
 
+from pentatron.cli.checkpoint_settings import adopt_named_checkpoint
 from pentatron.cli.layout_report import LayoutReport, as_data, as_text
-from pentatron.cli.loaded import adopt_named_checkpoint
 from pentatron.cli.options import (
     Options,
     flags_of,
@@ -27,7 +27,7 @@ from pentatron.errors import UserError
 from pentatron.layout.actions import Kind, Placement
 from pentatron.layout.check import NAMES, ScheduleProperties, Slot
 from pentatron.layout.stages import parse_layout
-from pentatron.settings.entry import LAYOUT, EntryPoint
+from pentatron.settings.entry_points import LAYOUT, EntryPoint
 from pentatron.settings.resolve import gather, resolve
 from pentatron.settings.settings import Draft, Facts
 

@@ -10,7 +10,7 @@ from pentatron.layout.actions import Placement
 from pentatron.layout.check import ScheduleProperties, check
 from pentatron.layout.ranks import Axis, Grid
 from pentatron.settings.parameters import costs_of, is_tied
-from pentatron.settings.run import RunConfig, size_problem
+from pentatron.settings.run_config import RunConfig, size_problem
 from pentatron.text import plural
 
 # Rows of a long table of batch sizes that are printed at its start and end.

@@ -17,7 +17,7 @@ from pentatron.cli.worker import SupervisedWorker, clear_inherited_worker_variab
 from pentatron.errors import AgreedError, UserError
 from pentatron.monitor.terminal import OutputLost, replace_streams, require_complete_output
 from pentatron.settings.command_line import did_you_mean
-from pentatron.settings.entry import TRAIN, EntryPoint
+from pentatron.settings.entry_points import TRAIN, EntryPoint
 from pentatron.supervise.processes import SAFE_PATH
 from pentatron.supervise.signals import StoppedEarly
 
@@ -213,7 +213,7 @@ def _train(
     """
     if "--help" in words or "-h" in words:
         from pentatron.cli.options import entry_help
-        from pentatron.settings.run import sections
+        from pentatron.settings.run_config import sections
 
         group = next((word for word in words if not word.startswith("-")), None)
         if group is not None and group not in sections():

@@ -158,9 +158,9 @@ def _family(size: str) -> str | None:
 
 
 def _check_family(source: str, size: str) -> None:
-    from pentatron.hf.architecture import model_type_of
     from pentatron.hf.folder import open_folder
     from pentatron.hf.hub import resolve_folder
+    from pentatron.hf.model_config import model_type_of
 
     with open_folder(resolve_folder(source)) as folder:
         model_type = model_type_of(folder.config)

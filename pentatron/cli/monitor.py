@@ -20,7 +20,7 @@ from pentatron.monitor.metrics import MetricsFollower, RunMetrics
 from pentatron.monitor.report import ERROR_PREFIX
 from pentatron.monitor.view import RunStatus, Screen, render_view, seconds_per_step, status_line
 from pentatron.settings.declaration import Limit
-from pentatron.settings.run import table
+from pentatron.settings.run_config import table
 from pentatron.settings.schedule import batch_plan_of
 from pentatron.settings.settings import Settings
 from pentatron.text import duration, format_count, parse_json

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from pentatron.errors import ConfigError, UserError
 from pentatron.settings.command_line import did_you_mean, is_flag, normalize_flag, parse_flags
 from pentatron.settings.declaration import Limit, Setting, Spelling, coerce, setting, settings_of
-from pentatron.settings.entry import ENTRY_POINTS, TRAIN, EntryPoint
-from pentatron.settings.run import sections, table
+from pentatron.settings.entry_points import ENTRY_POINTS, TRAIN, EntryPoint
+from pentatron.settings.run_config import sections, table
 
 _WIDTH = 110
 # Column of the descriptions in the help of settings, and the widest one in the help of options.

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pentatron.cli.checkpoint_settings import adopt_named_checkpoint
 from pentatron.cli.configure import download_tokenizer, set_vocabulary_size
-from pentatron.cli.loaded import adopt_named_checkpoint
 from pentatron.cli.options import Options, flags_of, option, options_help, parse_options_and_settings, usage
 from pentatron.cli.output import say, show_report
 from pentatron.cli.plan_report import PlanReport, as_text, memory_parts, speed_of, training_command_lines
@@ -22,8 +22,8 @@ from pentatron.plan.timing import EFFICIENCY
 from pentatron.settings.command_line import is_flag
 from pentatron.settings.decisions import requires_graphs
 from pentatron.settings.declaration import FRACTION, ONE_OR_MORE, Limit
-from pentatron.settings.entry import EntryPoint
-from pentatron.settings.loaded import adopt_architecture
+from pentatron.settings.entry_points import EntryPoint
+from pentatron.settings.loaded_architecture import adopt_architecture
 from pentatron.settings.presets import presets
 from pentatron.settings.resolve import derived_settings, gather
 from pentatron.settings.settings import Draft, Facts, is_unset
@@ -182,7 +182,7 @@ def _learn_model(draft: Draft, facts: Facts, folder: str | None) -> None:
 
 def _learn_folder(draft: Draft, facts: Facts, folder: str) -> None:
     """Reads the model's settings from config.json; the weights need not exist."""
-    from pentatron.hf.architecture import settings_from_config
+    from pentatron.hf.model_config import settings_from_config
 
     path = Path(folder) / "config.json" if Path(folder).is_dir() else Path(folder)
     if not path.is_file():

@@ -13,7 +13,7 @@ from pentatron.plan.search import DIVISION_SETTINGS, LAYOUT_SETTINGS, Layout, Se
 from pentatron.plan.shape import Shape
 from pentatron.plan.static_memory import total_parameters
 from pentatron.settings.command_line import is_flag
-from pentatron.settings.run import table
+from pentatron.settings.run_config import table
 from pentatron.text import binary_size, parameter_count, seconds_text
 
 # Settings of the planner itself, which the training command does not have.

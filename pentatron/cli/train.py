@@ -30,9 +30,9 @@ from pentatron.launch.job import CONNECTIONS, cuda_connections, environment_noti
 from pentatron.monitor.terminal import ignore_output_errors
 from pentatron.parallel.rank_status import RankStatus
 from pentatron.parallel.rendezvous import slow_rendezvous_notice, slow_rendezvous_text, wait_for_rendezvous
-from pentatron.settings.entry import EntryPoint
+from pentatron.settings.entry_points import EntryPoint
 from pentatron.settings.resolve import Resolved
-from pentatron.settings.run import RunConfig
+from pentatron.settings.run_config import RunConfig
 from pentatron.settings.settings import Start, how_to_resume
 from pentatron.supervise.hang import STACKS_SIGNAL
 from pentatron.supervise.heartbeat import running_heartbeat

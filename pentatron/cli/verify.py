@@ -19,9 +19,9 @@ from pentatron.cli.layout import resolve_layout
 from pentatron.cli.options import Options, flags_of, option, options_help, parse_options_and_settings, usage
 from pentatron.cli.output import print_error, say, show_report
 from pentatron.errors import ConfigError, UserError
-from pentatron.settings.entry import LAYOUT
+from pentatron.settings.entry_points import LAYOUT
 from pentatron.settings.rules import unsupported_features
-from pentatron.settings.run import RunConfig
+from pentatron.settings.run_config import RunConfig
 from pentatron.text import plural
 
 if TYPE_CHECKING:

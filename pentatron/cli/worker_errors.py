@@ -12,7 +12,7 @@ from pentatron.parallel.rendezvous import RendezvousError, checklist, collective
 from pentatron.plan.fit import AvailableMemory, Verdict, check_device_memory, check_host_memory, out_of_memory
 from pentatron.settings.decision_types import DeviceFacts
 from pentatron.settings.decisions import decide
-from pentatron.settings.run import RunConfig
+from pentatron.settings.run_config import RunConfig
 from pentatron.train.run_folder import error_message
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from pentatron.checkpoint.load import WEIGHTS, StepReader
 from pentatron.checkpoint.store import Checkpoint
 from pentatron.errors import UserError
 from pentatron.models.causal_lm import CausalLM, build_model
-from pentatron.parallel.shards import fragments_of, sharded_parameters
+from pentatron.parallel.sharding import fragments_of, sharded_parameters
 
 _CPU = torch.device("cpu")
 _SEQUENCES, _TOKENS = 2, 32

@@ -32,11 +32,11 @@ from pentatron.nn.options import axes_of
 from pentatron.optim.build import has_replicas
 from pentatron.optim.optimizer import plan_stage_buckets
 from pentatron.parallel.collectives import Group
-from pentatron.parallel.shards import Fragment, fragments_in, sharded_parameters
+from pentatron.parallel.sharding import Fragment, fragments_in, sharded_parameters
 from pentatron.parallel.world import World
-from pentatron.settings.entry import EntryPoint
+from pentatron.settings.entry_points import EntryPoint
 from pentatron.settings.resolve import gather, resolve
-from pentatron.settings.run import RunConfig, table
+from pentatron.settings.run_config import RunConfig, table
 from pentatron.settings.settings import Draft, Facts, Settings
 
 _META = torch.device("meta")

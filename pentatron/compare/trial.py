@@ -20,9 +20,9 @@ from pentatron.nn.init import normal_region
 from pentatron.optim.build import AnyOptimizer, build_optimizer
 from pentatron.optim.loss_scale import LossScaler
 from pentatron.optim.schedule import learning_rate
-from pentatron.parallel.shards import Fragment, region, sharded_parameters
+from pentatron.parallel.sharding import Fragment, region, sharded_parameters
 from pentatron.parallel.world import World
-from pentatron.settings.run import RunConfig
+from pentatron.settings.run_config import RunConfig
 from pentatron.train.model import ParallelModel, build_parallel_model, model_dtype
 from pentatron.train.step import train_step, validation_loss
 from pentatron.train.step_hooks import digest

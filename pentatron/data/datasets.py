@@ -12,7 +12,6 @@ import numpy.typing as npt
 
 from pentatron.checkpoint.state import TrainState
 from pentatron.data.blending import BlendMember, SampleRecipe, build_blend
-from pentatron.data.corpus import PreparedCorpus, prepare_python_corpus
 from pentatron.data.gpt_dataset import (
     SyntheticDataset,
     count_epoch_samples,
@@ -25,6 +24,7 @@ from pentatron.data.identity import DataIdentity, FileIdentity, require_same_dat
 from pentatron.data.indexed import IndexedDataset
 from pentatron.data.inspect import require_same_tokenizer
 from pentatron.data.loader import EpochShuffle, SampleSource
+from pentatron.data.python_corpus import PreparedCorpus, prepare_python_corpus
 from pentatron.data.sampling import (
     SPLIT_NAMES,
     Boundaries,
@@ -48,7 +48,7 @@ from pentatron.settings.data_paths import (
     why_no_epochs,
 )
 from pentatron.settings.resolve import Resolved
-from pentatron.settings.run import RunConfig
+from pentatron.settings.run_config import RunConfig
 from pentatron.settings.settings import is_unset
 from pentatron.settings.training import DataConfig
 from pentatron.text import decimal_size

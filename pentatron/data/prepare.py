@@ -18,7 +18,7 @@ from typing import Any
 
 from pentatron.data.encode import EncodedChunk, EncodingSettings, Workers
 from pentatron.data.indexed import TokenizerIdentity, pair_paths, read_sidecar, token_dtype
-from pentatron.data.pair_writer import PairInProgress, publish
+from pentatron.data.indexed_writer import PairInProgress, publish
 from pentatron.data.text_files import Chunk, Position, is_json_lines, read_chunks
 from pentatron.data.tokenizer import identify_tokenizer
 from pentatron.errors import UserError

@@ -20,17 +20,17 @@ import numpy.typing as npt
 from torch.utils.data import Dataset
 
 from pentatron.data.conversations import ConversationEncoder, MarkedText, Tokens, at_line, read_conversations
-from pentatron.data.corpus import folder_lock
 from pentatron.data.indexed import IndexedDataset, pair_paths, token_dtype
+from pentatron.data.indexed_writer import IndexedDatasetWriter
 from pentatron.data.loader import ConcatenatedDataset, EpochShuffle
-from pentatron.data.pair_writer import IndexedDatasetWriter
+from pentatron.data.python_corpus import folder_lock
 from pentatron.data.sampling import DOCUMENT_STARTS, Sample, parse_split, positions_in_documents, split_ranges
 from pentatron.data.tokenizer import Tokenizer, identify_tokenizer
 from pentatron.errors import UserError
 from pentatron.monitor.display import Display
 from pentatron.parallel.collectives import run_on_some_ranks
 from pentatron.parallel.world import World
-from pentatron.settings.run import RunConfig
+from pentatron.settings.run_config import RunConfig
 from pentatron.settings.training import DataConfig
 from pentatron.text import format_count
 

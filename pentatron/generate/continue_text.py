@@ -24,7 +24,7 @@ from pentatron.models.causal_lm import CausalLM, build_stages
 from pentatron.nn.options import axes_of
 from pentatron.parallel.world import World, single_process
 from pentatron.settings.rules import problems_of
-from pentatron.settings.run import RunConfig
+from pentatron.settings.run_config import RunConfig
 from pentatron.settings.settings import Facts, Settings
 
 REPLACEMENT = "\ufffd"

@@ -25,16 +25,16 @@ from pentatron.checkpoint.verify import Check
 from pentatron.data.datasets import configured_tokenizer
 from pentatron.data.tokenizer import FileTokenizer, Tokenizer
 from pentatron.errors import UserError
-from pentatron.hf.architecture import settings_from_folder
 from pentatron.hf.folder import CONFIG, open_folder
 from pentatron.hf.hub import is_hub_id, resolve_folder
-from pentatron.hf.names import load_weights
+from pentatron.hf.model_config import settings_from_folder
 from pentatron.hf.small_files import FOLDER_NAME
+from pentatron.hf.tensor_names import load_weights
 from pentatron.interchange.reading import read_megatron
 from pentatron.models.causal_lm import CausalLM
 from pentatron.models.router_load import loads_of, router_fragments
 from pentatron.parallel.encoding import sendable
-from pentatron.parallel.shards import ShardedParameter, fragments_of, sharded_parameters
+from pentatron.parallel.sharding import ShardedParameter, fragments_of, sharded_parameters
 from pentatron.settings.model import MoEConfig, TransformerConfig
 from pentatron.settings.settings import Settings
 from pentatron.settings.training import DataConfig

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-from pentatron.settings.layers import window_of_layer
+from pentatron.settings.layer_patterns import window_of_layer
 from pentatron.settings.model import TransformerConfig, moe_layers
 from pentatron.settings.settings import Settings
 

@@ -29,16 +29,16 @@ from pentatron.checkpoint.streaming import Progress, Summary, save_streamed, spl
 from pentatron.checkpoint.tensor_file import DTYPES, WEIGHT_DTYPES, ReadRectangle, TensorSpec, write_blocks
 from pentatron.errors import UserError
 from pentatron.files import write_new_synced
-from pentatron.hf.architecture import config_from_settings, model_type_of, settings_from_folder
 from pentatron.hf.folder import CONFIG, INDEX, SINGLE, HuggingFaceFolder, open_folder
-from pentatron.hf.names import require_matching_tensors, tensor_links
+from pentatron.hf.model_config import config_from_settings, model_type_of, settings_from_folder
 from pentatron.hf.small_files import FOLDER_NAME, copy_files, new_folder, small_files, unusable_file_warnings
+from pentatron.hf.tensor_names import require_matching_tensors, tensor_links
 from pentatron.models.causal_lm import logical_shapes
 from pentatron.monitor.display import Display
-from pentatron.parallel.shards import Shape
-from pentatron.settings.entry import EntryPoint
+from pentatron.parallel.sharding import Shape
+from pentatron.settings.entry_points import EntryPoint
 from pentatron.settings.resolve import gather, resolve
-from pentatron.settings.run import RunConfig
+from pentatron.settings.run_config import RunConfig
 from pentatron.settings.settings import Facts, Settings
 from pentatron.text import parse_json
 

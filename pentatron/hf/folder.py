@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from pentatron.checkpoint.untrusted import read_json
+from pentatron.checkpoint.manifest_checks import read_json
 from pentatron.errors import UserError
-from pentatron.parallel.shards import Shape
+from pentatron.parallel.sharding import Shape
 from pentatron.text import one_line
 
 CONFIG = "config.json"

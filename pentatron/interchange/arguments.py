@@ -5,7 +5,7 @@ from typing import Any
 
 from pentatron.errors import UserError
 from pentatron.settings.declaration import Setting
-from pentatron.settings.run import RunConfig, table
+from pentatron.settings.run_config import RunConfig, table
 from pentatron.settings.settings import Settings, is_unset
 from pentatron.settings.training import OptimConfig
 

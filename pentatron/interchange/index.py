@@ -24,7 +24,7 @@ from pentatron.checkpoint.tensor_file import DTYPES
 from pentatron.checkpoint.torch_file import rectangle_key
 from pentatron.errors import UserError
 from pentatron.models.causal_lm import logical_shapes
-from pentatron.parallel.shards import Shape
+from pentatron.parallel.sharding import Shape
 from pentatron.settings.model import MoEConfig, TransformerConfig, moe_layers
 
 # --- tables of tensor names ---

@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from pentatron.checkpoint.find import find_megatron_checkpoint
+from pentatron.checkpoint.manifest_checks import implausible
 from pentatron.checkpoint.store import Checkpoint
 from pentatron.checkpoint.torch_file import STORAGES, raw_data_position
-from pentatron.checkpoint.untrusted import implausible
 from pentatron.errors import UserError
 from pentatron.interchange.arguments import run_state_of, settings_from_arguments
 from pentatron.interchange.index import MegatronCheckpoint, MegatronTensor, StoredRectangle, manifest_of
 from pentatron.interchange.torch_dist import is_torch_dist, open_torch_dist, unpickle_in_sandbox
-from pentatron.parallel.shards import Shape
-from pentatron.settings.run import RunConfig
+from pentatron.parallel.sharding import Shape
+from pentatron.settings.run_config import RunConfig
 from pentatron.settings.settings import Settings
 
 LEGACY_NAME = "model_optim_rng.pt"

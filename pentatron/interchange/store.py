@@ -53,8 +53,8 @@ from pentatron.interchange.torch_dist import (
     write_index,
 )
 from pentatron.parallel.encoding import sendable
-from pentatron.parallel.shards import Fragment, Shape
-from pentatron.settings.run import RunConfig
+from pentatron.parallel.sharding import Fragment, Shape
+from pentatron.settings.run_config import RunConfig
 
 
 def iteration_name(step: int) -> str:

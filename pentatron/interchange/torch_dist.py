@@ -32,7 +32,7 @@ from pentatron.interchange.index import (
     find_name_prefix,
 )
 from pentatron.parallel.encoding import sendable
-from pentatron.parallel.shards import Shape
+from pentatron.parallel.sharding import Shape
 
 # --- the sandboxed unpickler ---
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pentatron.settings.decision_types import DeviceFacts
 from pentatron.settings.decisions import decide
-from pentatron.settings.run import RunConfig
+from pentatron.settings.run_config import RunConfig
 from pentatron.text import one_line
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"

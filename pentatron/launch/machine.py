@@ -294,7 +294,7 @@ def check_all_reduce(backend: str, size: int, environment: Mapping[str, str]) ->
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    words = python_command(["-m", "pentatron.launch.handshake", backend])
+    words = python_command(["-m", "pentatron.launch.all_reduce_probe", backend])
     variables = {**loopback_variables(environment), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     processes = [
         subprocess.Popen(

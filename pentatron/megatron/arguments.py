@@ -15,9 +15,9 @@ from pentatron.data.datasets import required_samples
 from pentatron.errors import UserError
 from pentatron.parallel.world import World
 from pentatron.settings.command_line import FlagTable
-from pentatron.settings.entry import PRETRAIN_GPT, EntryPoint
+from pentatron.settings.entry_points import PRETRAIN_GPT, EntryPoint
 from pentatron.settings.resolve import Resolved
-from pentatron.settings.run import RunConfig, table
+from pentatron.settings.run_config import RunConfig, table
 
 ExtraArguments = Callable[[argparse.ArgumentParser], Any]
 

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from pentatron.errors import UserError
 from pentatron.megatron.state import current_run, is_running
-from pentatron.settings import core as settings_core
-from pentatron.settings.core import CoreTransformerConfig
+from pentatron.settings import core_config as settings_core
+from pentatron.settings.core_config import CoreTransformerConfig
 from pentatron.settings.model import NO_EXPERTS, MoEConfig
 from pentatron.settings.model import TransformerConfig as PentatronConfig
-from pentatron.settings.run import RunConfig
+from pentatron.settings.run_config import RunConfig
 
 
 @dataclass

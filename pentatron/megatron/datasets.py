@@ -33,7 +33,7 @@ from pentatron.megatron import state
 from pentatron.monitor.display import Display
 from pentatron.parallel.world import World
 from pentatron.settings import data_paths
-from pentatron.settings.run import RunConfig
+from pentatron.settings.run_config import RunConfig
 
 # Path prefixes, and their weights if given.
 Blend = tuple[list[str], list[float] | None]

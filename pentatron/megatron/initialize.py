@@ -29,7 +29,7 @@ from pentatron.megatron.program import UserProgram, as_dictionary
 from pentatron.megatron.state import current_run, is_running, script_command
 from pentatron.monitor.terminal import ignore_output_errors
 from pentatron.parallel.process_group import destroy_process_group
-from pentatron.settings.run import RunConfig
+from pentatron.settings.run_config import RunConfig
 from pentatron.train.batches import micro_batches
 from pentatron.train.run_folder import log_failure
 from pentatron.train.session import Session, open_session

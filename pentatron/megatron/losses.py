@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pentatron.errors import UserError
 from pentatron.parallel.collectives import Group
-from pentatron.parallel.shards import ShardedParameter, sharded_parameters
+from pentatron.parallel.sharding import ShardedParameter, sharded_parameters
 from pentatron.parallel.world import World
 from pentatron.train.model import Objective
 

@@ -28,7 +28,7 @@ from pentatron.nn.options import Axes, ModelOptions
 from pentatron.parallel.timers import Timers
 from pentatron.parallel.world import World
 from pentatron.settings.resolve import Resolved
-from pentatron.settings.run import RunConfig
+from pentatron.settings.run_config import RunConfig
 from pentatron.train.model import Program, ReportedNames, StageInputs
 
 # Micro-batches whose numbers of tokens are compared. Few, because each comparison synchronizes host and

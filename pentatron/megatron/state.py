@@ -22,7 +22,7 @@ from pentatron.models.gpt_model import ProcessGroups, process_groups
 from pentatron.monitor.display import Display
 from pentatron.parallel.world import World
 from pentatron.settings.resolve import Resolved
-from pentatron.settings.run import RunConfig
+from pentatron.settings.run_config import RunConfig
 
 if TYPE_CHECKING:
     from pentatron.megatron.datasets import DataPlan

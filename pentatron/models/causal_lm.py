@@ -23,8 +23,8 @@ from pentatron.nn.recompute import EVERY_LAYER, LAYERS, NO_RECOMPUTE, RecomputeS
 from pentatron.nn.rope import build_rope
 from pentatron.nn.spec import ModuleSpec, TransformerBlockSubmodules, build_module, documents_kwargs
 from pentatron.parallel.axes import TensorAxis
-from pentatron.parallel.shards import Shape, sharded_parameters
-from pentatron.settings.core import CoreTransformerConfig
+from pentatron.parallel.sharding import Shape, sharded_parameters
+from pentatron.settings.core_config import CoreTransformerConfig
 from pentatron.settings.model import NO_EXPERTS, MoEConfig, TransformerConfig
 from pentatron.settings.parameters import embedding_shape, has_separate_output_weight, is_tied, position_shape
 

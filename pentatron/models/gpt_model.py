@@ -14,12 +14,12 @@ from pentatron.models.causal_lm import CausalLM, FoldedEnds, folded_ends
 from pentatron.nn.init import draw_weights
 from pentatron.nn.options import DEFAULT_OPTIONS, ONE_PROCESS, Axes, ModelOptions, axes_of
 from pentatron.nn.spec import ModuleSpec, TransformerBlockSubmodules
-from pentatron.parallel.shards import sharded_parameters
+from pentatron.parallel.sharding import sharded_parameters
 from pentatron.parallel.world import World
-from pentatron.settings.core import CoreTransformerConfig
+from pentatron.settings.core_config import CoreTransformerConfig
 from pentatron.settings.model import TransformerConfig
 from pentatron.settings.parameters import is_tied
-from pentatron.settings.run import RunConfig
+from pentatron.settings.run_config import RunConfig
 
 
 @dataclass(frozen=True)

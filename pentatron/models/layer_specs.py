@@ -30,8 +30,8 @@ from pentatron.nn.spec import (
     import_named,
 )
 from pentatron.nn.transformer_layer import TransformerLayer, dropout_add
-from pentatron.parallel.shards import sharded_parameters
-from pentatron.settings.core import CoreTransformerConfig
+from pentatron.parallel.sharding import sharded_parameters
+from pentatron.settings.core_config import CoreTransformerConfig
 from pentatron.settings.model import MoEConfig, TransformerConfig, moe_layers
 
 

@@ -10,9 +10,9 @@ from pentatron.checkpoint.load import ROUTERS
 from pentatron.models.causal_lm import CausalLM
 from pentatron.nn.moe import MoE
 from pentatron.nn.router import RouterLoad, loss_weights
-from pentatron.parallel.shards import Fragment
+from pentatron.parallel.sharding import Fragment
 from pentatron.parallel.world import World
-from pentatron.settings.run import RunConfig
+from pentatron.settings.run_config import RunConfig
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from pentatron.nn.spec import (
     documents_kwargs,
 )
 from pentatron.parallel.axes import TensorAxis
-from pentatron.settings.core import CoreTransformerConfig
-from pentatron.settings.layers import window_of_layer
+from pentatron.settings.core_config import CoreTransformerConfig
+from pentatron.settings.layer_patterns import window_of_layer
 from pentatron.settings.model import TransformerConfig
 from pentatron.settings.parameters import AttentionSizes, attention_sizes
 

@@ -28,7 +28,7 @@ from pentatron.ops.linear import (
     grouped_linear,
     grouped_mm_supports,
 )
-from pentatron.parallel.shards import Initialization, Shape, Shard, ShardingSpec
+from pentatron.parallel.sharding import Initialization, Shape, Shard, ShardingSpec
 from pentatron.settings.decisions import wants_grouped_experts
 from pentatron.settings.model import MoEConfig, TransformerConfig
 from pentatron.settings.parameters import expert_sizes, matrices_before_activation

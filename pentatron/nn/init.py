@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from pentatron.parallel.shards import Shape, ShardedParameter, region
+from pentatron.parallel.sharding import Shape, ShardedParameter, region
 
 _BLOCK = 2**14
 # Number of elements that are drawn together.

@@ -20,7 +20,15 @@ from pentatron.ops.fp8_linear import (
 )
 from pentatron.ops.linear import linear
 from pentatron.parallel.axes import TensorAxis
-from pentatron.parallel.shards import ZEROS, Initialization, Shape, Shard, ShardedModule, ShardingSpec, whole
+from pentatron.parallel.sharding import (
+    ZEROS,
+    Initialization,
+    Shape,
+    Shard,
+    ShardedModule,
+    ShardingSpec,
+    whole,
+)
 
 
 def mlp_activation(inner: Tensor, has_gate: bool) -> Tensor:

@@ -11,7 +11,7 @@ from pentatron.nn.linear import ColumnParallelLinear, RowParallelLinear, Rows, e
 from pentatron.nn.options import ONE_PROCESS, Axes
 from pentatron.nn.spec import MLPSubmodules, build_module
 from pentatron.ops.dispatch import uses_triton
-from pentatron.settings.core import CoreTransformerConfig
+from pentatron.settings.core_config import CoreTransformerConfig
 from pentatron.settings.model import TransformerConfig
 from pentatron.settings.parameters import mlp_sizes
 

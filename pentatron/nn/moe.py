@@ -20,8 +20,8 @@ from pentatron.nn.options import ONE_PROCESS, Axes
 from pentatron.nn.router import Router, Routing
 from pentatron.nn.spec import MLPSubmodules
 from pentatron.parallel.axes import ExpertAxis, TensorAxis
-from pentatron.parallel.shards import Initialization, ShardedModule, whole
-from pentatron.settings.core import CoreTransformerConfig
+from pentatron.parallel.sharding import Initialization, ShardedModule, whole
+from pentatron.settings.core_config import CoreTransformerConfig
 from pentatron.settings.model import MoEConfig, TransformerConfig, moe_layers
 from pentatron.settings.parameters import has_shared_expert, has_shared_gate, shared_gate_shape
 

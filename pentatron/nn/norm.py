@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from pentatron.layout.ranks import Axis
 from pentatron.nn.compiled import CompileOptions
 from pentatron.nn.spec import Slot, build_module, takes
-from pentatron.parallel.shards import ONES, ZEROS, ShardedModule, whole
+from pentatron.parallel.sharding import ONES, ZEROS, ShardedModule, whole
 from pentatron.settings.model import TransformerConfig
 from pentatron.settings.parameters import norm_parameters
 

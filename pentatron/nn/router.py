@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from pentatron.nn.options import Axes
 from pentatron.parallel.axes import ExpertAxis
-from pentatron.parallel.shards import Initialization, ShardedModule, whole
+from pentatron.parallel.sharding import Initialization, ShardedModule, whole
 from pentatron.settings.model import MoEConfig
 from pentatron.settings.parameters import router_shape
 

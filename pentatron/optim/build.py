@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pentatron.optim.optimizer import Optimizer
-from pentatron.parallel.shards import sharded_parameters
+from pentatron.parallel.sharding import sharded_parameters
 from pentatron.parallel.world import World
 from pentatron.settings.decision_types import OptimizerOptions
 from pentatron.settings.training import OptimConfig

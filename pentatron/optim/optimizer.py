@@ -31,7 +31,13 @@ from pentatron.parallel.reduction import (
     ShardedReduction,
     SharedReduction,
 )
-from pentatron.parallel.shards import Fragment, ShardedParameter, fragments_of, sharded_parameters, true_runs
+from pentatron.parallel.sharding import (
+    Fragment,
+    ShardedParameter,
+    fragments_of,
+    sharded_parameters,
+    true_runs,
+)
 from pentatron.parallel.world import World
 from pentatron.settings.decision_types import OptimizerOptions
 from pentatron.settings.training import OptimConfig

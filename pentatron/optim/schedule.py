@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pentatron.settings.run import RunConfig
+from pentatron.settings.run_config import RunConfig
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

@@ -17,7 +17,7 @@ from pentatron.optim.update_rules import Gradients, Part
 from pentatron.parallel.buckets import storage_bytes
 from pentatron.parallel.collectives import PendingWork, start_all_reduce_
 from pentatron.parallel.gradients import FlatGradients, GradientStorage, PartialGradientReduction
-from pentatron.parallel.shards import Fragment, Shard, true_runs
+from pentatron.parallel.sharding import Fragment, Shard, true_runs
 from pentatron.parallel.world import World
 from pentatron.parallel.zero3 import SHARD_AXES, ShardedStage, Zero3Shard
 from pentatron.settings.decision_types import OptimizerOptions

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from pentatron.layout.packing import ALIGNMENT, Item, align_up, pack
 from pentatron.layout.ranks import Axis
 from pentatron.parallel.collectives import Group, PendingWork, start_all_gather_into
-from pentatron.parallel.shards import Fragment, Shard, ShardedParameter, fragments_of
+from pentatron.parallel.sharding import Fragment, Shard, ShardedParameter, fragments_of
 
 # The most rows of strided views to examine for merging; more would slow down the construction of a model.
 _MOST_SPANS = 1 << 14

@@ -27,7 +27,7 @@ from pentatron.parallel.messages import (
     acknowledged_sends,
     summarize_sends,
 )
-from pentatron.parallel.shards import Shape
+from pentatron.parallel.sharding import Shape
 from pentatron.parallel.timers import Timers
 
 # The name of the timer of each action; receiving is also timed where the tensor is waited for.

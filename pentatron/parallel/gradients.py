@@ -18,7 +18,7 @@ from pentatron.layout.ranks import Axis
 from pentatron.ops.dispatch import uses_triton
 from pentatron.parallel.buckets import Bucket, Span, merge_views
 from pentatron.parallel.collectives import all_reduce_, gather_objects
-from pentatron.parallel.shards import Fragment, Shape, Shard
+from pentatron.parallel.sharding import Fragment, Shape, Shard
 from pentatron.parallel.world import World
 
 

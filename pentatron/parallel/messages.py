@@ -22,7 +22,7 @@ from torch import Tensor
 from pentatron.layout.actions import RECEIVES, SENDS, Action, Kind, Placement, Schedule
 from pentatron.parallel.collectives import Group
 from pentatron.parallel.rank_status import Call
-from pentatron.parallel.shards import Shape
+from pentatron.parallel.sharding import Shape
 from pentatron.parallel.world import World
 from pentatron.text import plural
 

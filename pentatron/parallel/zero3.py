@@ -26,7 +26,7 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from pentatron.layout.packing import align_up
 from pentatron.layout.ranks import Axis
 from pentatron.parallel.collectives import Group, WaitTimer, all_gather_into, reduce_scatter_into
-from pentatron.parallel.shards import (
+from pentatron.parallel.sharding import (
     Fragment,
     Shape,
     Shard,

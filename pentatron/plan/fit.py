@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from pentatron.plan.memory import RankMemory, memory_of, with_graphs
 from pentatron.plan.static_memory import StaticMemory
-from pentatron.settings.run import RunConfig
+from pentatron.settings.run_config import RunConfig
 from pentatron.text import binary_size, in_mib
 
 # Above this share of free memory a run may go out of memory: fragmentation and the libraries need the rest.

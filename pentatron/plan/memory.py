@@ -13,7 +13,7 @@ from pentatron.plan import activations
 from pentatron.plan.activations import Activations
 from pentatron.plan.shape import Shape
 from pentatron.plan.static_memory import StaticMemory, shards_parameters, static_memory_of
-from pentatron.settings.run import RunConfig
+from pentatron.settings.run_config import RunConfig
 
 _FP32 = 4
 # A step with this many micro-batches for each pipeline rank reaches the same peak as a longer one.

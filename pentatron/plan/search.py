@@ -17,7 +17,7 @@ from pentatron.plan.timing import EFFICIENCY, Estimate, estimate
 from pentatron.settings.decision_types import DeviceFacts
 from pentatron.settings.decisions import decide
 from pentatron.settings.resolve import resolve
-from pentatron.settings.run import RunConfig, table
+from pentatron.settings.run_config import RunConfig, table
 from pentatron.settings.settings import Draft, Facts, Settings
 from pentatron.text import divisors
 

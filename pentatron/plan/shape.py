@@ -9,7 +9,7 @@ from pentatron.layout.stages import StagePart
 from pentatron.settings.decision_types import Decisions, DeviceFacts
 from pentatron.settings.decisions import decide
 from pentatron.settings.parameters import ModelParameters, is_tied, matrices_before_activation
-from pentatron.settings.run import RunConfig
+from pentatron.settings.run_config import RunConfig
 
 # Cached properties that depend only on the division of the model over ranks.
 _DIVISION_PROPERTIES = ("grid", "stages", "placement", "sparse_layers", "representative_ranks", "parameters")

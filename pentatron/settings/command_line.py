@@ -11,9 +11,9 @@ from typing import Any
 
 from pentatron.errors import ConfigError, UserError
 from pentatron.settings.declaration import Setting, Spelling, coerce
-from pentatron.settings.entry import EntryPoint
+from pentatron.settings.entry_points import EntryPoint
 from pentatron.settings.presets import presets
-from pentatron.settings.run import table
+from pentatron.settings.run_config import table
 from pentatron.settings.settings import Assigned
 
 # Unicode hyphens, dashes and the minus sign, which word processors and web pages substitute for `-`.

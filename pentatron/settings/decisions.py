@@ -24,7 +24,7 @@ from pentatron.settings.decision_types import (
 )
 from pentatron.settings.model import MoEConfig
 from pentatron.settings.parameters import expert_sizes, layer_seconds, mlp_sizes
-from pentatron.settings.run import RunConfig
+from pentatron.settings.run_config import RunConfig
 from pentatron.settings.settings import Settings
 from pentatron.settings.training import DataConfig
 

@@ -13,7 +13,7 @@ from typing import Any
 from pentatron.errors import ConfigError, UserError
 from pentatron.settings.declaration import coerce
 from pentatron.settings.files import load_file
-from pentatron.settings.run import table
+from pentatron.settings.run_config import table
 from pentatron.settings.settings import Assigned
 
 _AUTO = "auto"

@@ -6,7 +6,7 @@ from typing import Any
 
 from pentatron.layout.schedules import FOLDED
 from pentatron.layout.stages import parse_layout
-from pentatron.settings.run import table
+from pentatron.settings.run_config import table
 from pentatron.settings.schedule import batch_plan_or_none, derive_stepwise_batch
 from pentatron.settings.settings import KEPT_PREFIX, Draft, is_inside, is_unset
 from pentatron.text import divisors, join_choices

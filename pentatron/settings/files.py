@@ -14,8 +14,8 @@ from pentatron.errors import ConfigError, UserError
 from pentatron.settings.command_line import FlagTable, did_you_mean
 from pentatron.settings.data_paths import SPLITS, Blend
 from pentatron.settings.declaration import Setting, Spelling, coerce
-from pentatron.settings.entry import EntryPoint
-from pentatron.settings.run import sections, table
+from pentatron.settings.entry_points import EntryPoint
+from pentatron.settings.run_config import sections, table
 from pentatron.settings.settings import Assigned, Draft
 from pentatron.text import parse_json
 

@@ -19,7 +19,7 @@ from pentatron.layout.schedules import (
 )
 from pentatron.layout.stages import Costs, stage_parts
 from pentatron.settings.parameters import attention_sizes, costs_of, division_of, grid_of
-from pentatron.settings.run import table
+from pentatron.settings.run_config import table
 from pentatron.settings.settings import Settings, is_unset
 from pentatron.text import divisors, join_choices
 

@@ -13,7 +13,7 @@ from pentatron.settings.declaration import (
     POSITIVE,
     setting,
 )
-from pentatron.settings.layers import layer_pattern
+from pentatron.settings.layer_patterns import layer_pattern
 from pentatron.settings.needs import (
     BALANCING,
     BALANCING_WEIGHT,

@@ -4,7 +4,7 @@ import math
 
 from pentatron.devices import FP8_MULTIPLE
 from pentatron.layout.ranks import expert_size_problem
-from pentatron.settings.layers import windowed_layers
+from pentatron.settings.layer_patterns import windowed_layers
 from pentatron.settings.layout_rules import Rule, error_of
 from pentatron.settings.model import moe_layers
 from pentatron.settings.parameters import grid_of

@@ -7,8 +7,8 @@ from pentatron.errors import UserError
 from pentatron.layout.schedules import uses_groups
 from pentatron.settings.data_paths import NAMED, Blend, is_counted_in_run, training_files_flag, why_no_epochs
 from pentatron.settings.declaration import Need, Settings, requires
-from pentatron.settings.entry import GRAD_SCALER
-from pentatron.settings.layers import windowed_layers
+from pentatron.settings.entry_points import GRAD_SCALER
+from pentatron.settings.layer_patterns import windowed_layers
 
 # --- data, validation, tokenizers and conversations ---
 

@@ -11,7 +11,7 @@ from functools import cached_property
 from pentatron.layout.ranks import Axis, Grid
 from pentatron.layout.schedules import FOLDED
 from pentatron.layout.stages import Costs, StageDivision, StagePart
-from pentatron.settings.layers import window_of_layer, windowed_layers
+from pentatron.settings.layer_patterns import window_of_layer, windowed_layers
 from pentatron.settings.model import NO_EXPERTS, MoEConfig, TransformerConfig, inner_widths, moe_layers
 from pentatron.settings.settings import Settings
 

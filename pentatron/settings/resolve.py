@@ -13,12 +13,12 @@ from pentatron.settings.decisions import decide, device_from_settings
 from pentatron.settings.declaration import first_unmet
 from pentatron.settings.deepspeed import read_deepspeed
 from pentatron.settings.derive import derive
-from pentatron.settings.entry import EntryPoint
+from pentatron.settings.entry_points import EntryPoint
 from pentatron.settings.files import paths_in_run, read_data_files, read_file
 from pentatron.settings.parameters import has_mlp_bias
 from pentatron.settings.presets import presets
 from pentatron.settings.rules import out_of_limits, problems_of, unsupported_features
-from pentatron.settings.run import RunConfig, table
+from pentatron.settings.run_config import RunConfig, table
 from pentatron.settings.schedule import derive_length
 from pentatron.settings.settings import Assigned, Draft, Facts, Settings, is_unset
 

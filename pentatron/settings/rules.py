@@ -12,7 +12,7 @@ from pentatron.settings.decisions import requires_graphs, why_not_capturable
 from pentatron.settings.declaration import Setting, flag_of
 from pentatron.settings.layout_rules import LAYOUT_RULES, ZERO_RULES, Rule, error_of
 from pentatron.settings.model_rules import MOE_RULES, POSITION_RULES, PRECISION_RULES
-from pentatron.settings.run import table
+from pentatron.settings.run_config import table
 from pentatron.settings.settings import Settings, is_unset
 from pentatron.settings.training_rules import LOOP_RULES, SCHEDULE_RULES, SFT_RULES
 from pentatron.text import divisors, join_choices, parse_rendezvous_url

@@ -15,7 +15,7 @@ from pentatron.data.loader import Batch, build_loader
 from pentatron.errors import UserError
 from pentatron.parallel.collectives import largest, raise_on_all_ranks
 from pentatron.parallel.world import World
-from pentatron.settings.run import RunConfig
+from pentatron.settings.run_config import RunConfig
 from pentatron.supervise.signals import StopRequest
 
 # Seconds after which the blocked prefetch thread checks whether it was closed.

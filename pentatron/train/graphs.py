@@ -24,10 +24,10 @@ from pentatron.nn.dropout import DropoutKeys
 from pentatron.optim.optimizer import Optimizer
 from pentatron.parallel.executor import StageProgram
 from pentatron.parallel.gradients import GradientStorage
-from pentatron.parallel.shards import Shape
+from pentatron.parallel.sharding import Shape
 from pentatron.plan.memory import bytes_outside_graphs
 from pentatron.settings.decision_types import GraphsDecision
-from pentatron.settings.run import RunConfig
+from pentatron.settings.run_config import RunConfig
 from pentatron.text import binary_size
 
 # Share of the free memory that a capture may need.

@@ -15,7 +15,7 @@ from pentatron.optim.build import AnyOptimizer
 from pentatron.parallel.collectives import gather_objects
 from pentatron.parallel.encoding import sendable
 from pentatron.parallel.executor import StageProgram
-from pentatron.parallel.shards import Shape
+from pentatron.parallel.sharding import Shape
 from pentatron.parallel.world import World
 from pentatron.train.model import MicroBatches, ParallelModel
 from pentatron.train.output import Output

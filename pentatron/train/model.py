@@ -27,13 +27,13 @@ from pentatron.ops.linear import DeferredGradients
 from pentatron.parallel.collectives import all_reduce_, gather_objects
 from pentatron.parallel.executor import Executor
 from pentatron.parallel.messages import open_messages
-from pentatron.parallel.shards import sharded_parameters
+from pentatron.parallel.sharding import sharded_parameters
 from pentatron.parallel.timers import Timers
 from pentatron.parallel.world import World
 from pentatron.settings.decision_types import Decisions, DeviceFacts, Fp8Decision
 from pentatron.settings.decisions import decide
 from pentatron.settings.resolve import Resolved
-from pentatron.settings.run import RunConfig
+from pentatron.settings.run_config import RunConfig
 from pentatron.train.compilation import Compilation, check_compilation, track_compilation
 from pentatron.train.graphs import GraphReplay, build_graph_replay
 

@@ -25,7 +25,7 @@ from pentatron.monitor.display import Display
 from pentatron.optim.build import AnyOptimizer
 from pentatron.parallel.collectives import gather_objects, run_on_some_ranks
 from pentatron.settings.files import paths_in_run, saved_values
-from pentatron.settings.run import RunConfig
+from pentatron.settings.run_config import RunConfig
 from pentatron.settings.settings import Settings, Start, is_inside
 from pentatron.supervise.attempts import FILE_NAME as JOB
 from pentatron.supervise.attempts import Attempt, recorded_foreign, recorded_job, write_job

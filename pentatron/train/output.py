@@ -25,7 +25,7 @@ from pentatron.monitor.report import LogLines, StepReport
 from pentatron.monitor.terminal import output_error
 from pentatron.monitor.trackers import OptionalScalars, TensorBoard, WandbDestination, WeightsAndBiases
 from pentatron.parallel.world import World
-from pentatron.settings.run import RunConfig
+from pentatron.settings.run_config import RunConfig
 from pentatron.text import printable_without_secrets
 from pentatron.train.run_folder import RunFolder
 

@@ -22,7 +22,7 @@ from pentatron.parallel.world import World
 from pentatron.settings.decision_types import Fp8Decision
 from pentatron.settings.decisions import decide
 from pentatron.settings.resolve import Resolved
-from pentatron.settings.run import RunConfig, remaining_batch_sizes_problem
+from pentatron.settings.run_config import RunConfig, remaining_batch_sizes_problem
 from pentatron.text import plural
 from pentatron.train.model import device_facts
 

@@ -12,7 +12,7 @@ from pentatron.generate.continue_text import open_continuation
 from pentatron.monitor.curve import loss_curve
 from pentatron.monitor.metrics import damaged_lines, read_metrics
 from pentatron.parallel.world import World
-from pentatron.settings.run import RunConfig, size_problem
+from pentatron.settings.run_config import RunConfig, size_problem
 from pentatron.text import format_abbreviated, plural
 from pentatron.train.output import Output
 from pentatron.train.run_folder import RunFolder

@@ -17,20 +17,20 @@ from pentatron.data.datasets import OpenedData
 from pentatron.data.identity import DataIdentity
 from pentatron.errors import UserError
 from pentatron.generate.source import Source, find_source, named_source
-from pentatron.hf.architecture import settings_from_folder
 from pentatron.hf.folder import open_folder
-from pentatron.hf.names import load_weights
+from pentatron.hf.model_config import settings_from_folder
 from pentatron.hf.small_files import copy_model_files
+from pentatron.hf.tensor_names import load_weights
 from pentatron.optim.build import AnyOptimizer
 from pentatron.optim.update_rules import rule_of_checkpoint
 from pentatron.parallel.collectives import broadcast_object, run_on_some_ranks
-from pentatron.parallel.shards import Fragment
+from pentatron.parallel.sharding import Fragment
 from pentatron.parallel.world import World
 from pentatron.settings.declaration import FREE, ORDER, SILENT, OnResume
-from pentatron.settings.loaded import LOADED_PREFIX, architecture, architecture_differences
+from pentatron.settings.loaded_architecture import LOADED_PREFIX, architecture, architecture_differences
 from pentatron.settings.output import CheckpointConfig
 from pentatron.settings.resolve import Resolved
-from pentatron.settings.run import RunConfig, table
+from pentatron.settings.run_config import RunConfig, table
 from pentatron.settings.settings import LOAD_OPTIONS, Settings, Start, is_checkpoint_folder, other_run_error
 from pentatron.train.checkpoints import restore_random_state
 from pentatron.train.model import ParallelModel

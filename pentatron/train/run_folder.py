@@ -13,7 +13,7 @@ from pentatron.monitor.report import ERROR_PREFIX
 from pentatron.monitor.terminal import append_line
 from pentatron.settings.files import HEADER
 from pentatron.settings.resolve import Resolved
-from pentatron.settings.run import RunConfig, table
+from pentatron.settings.run_config import RunConfig, table
 from pentatron.supervise.signals import StoppedEarly
 from pentatron.text import one_line, redact_value
 

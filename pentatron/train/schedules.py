@@ -7,7 +7,7 @@ from typing import Any
 from pentatron.checkpoint.state import TrainState, is_number
 from pentatron.errors import UserError
 from pentatron.optim.schedule import LearningRate, WeightDecay, learning_rate, weight_decay
-from pentatron.settings.run import RunConfig, table
+from pentatron.settings.run_config import RunConfig, table
 from pentatron.settings.settings import Settings
 
 _USE, _OVERRIDE = "--use-checkpoint-opt-param-scheduler", "--override-opt-param-scheduler"

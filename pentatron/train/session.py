@@ -21,12 +21,11 @@ from pentatron.parallel.collectives import broadcast_object, earliest_over_ranks
 from pentatron.parallel.timers import Timers
 from pentatron.parallel.world import World
 from pentatron.settings.resolve import Resolved, notices_of_device
-from pentatron.settings.run import RunConfig
+from pentatron.settings.run_config import RunConfig
 from pentatron.settings.settings import Start, how_to_resume, start_of
 from pentatron.supervise.attempts import FIRST_ATTEMPT, Attempt
 from pentatron.supervise.signals import StopRequest, stop_on_signals
 from pentatron.train.checkpoints import seed_generators
-from pentatron.train.introduction import log_run_header
 from pentatron.train.model import CONFIGURED, ParallelModel, Program, build_parallel_model, model_dtype
 from pentatron.train.open_folders import FolderLocks, check_disk_space, mark_existing_steps, open_folders
 from pentatron.train.output import Output, open_recorders, refuse_pipes
@@ -34,6 +33,7 @@ from pentatron.train.preflight import check_batch_sizes, check_start, update_env
 from pentatron.train.results import WITHOUT_IT, describe_pipeline, describe_run, draw_curve, print_summary
 from pentatron.train.resume import StartPoint, StartPointLoader, record_data, require_same_data
 from pentatron.train.run_folder import AppMetrics, ErrorMessage, RunFolder, error_message, log_failure
+from pentatron.train.run_header import log_run_header
 from pentatron.train.schedules import update_schedule
 from pentatron.train.step_hooks import StepHooks
 from pentatron.train.stop import StopReason

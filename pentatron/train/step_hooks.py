@@ -15,10 +15,10 @@ from torch import Tensor
 from pentatron.errors import AgreedError
 from pentatron.optim.build import AnyOptimizer
 from pentatron.parallel.collectives import gather_objects
-from pentatron.parallel.shards import Shape
+from pentatron.parallel.sharding import Shape
 from pentatron.parallel.world import World
 from pentatron.settings.decision_types import Decisions
-from pentatron.settings.run import RunConfig
+from pentatron.settings.run_config import RunConfig
 from pentatron.train.output import Output
 
 T = TypeVar("T")

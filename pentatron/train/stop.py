@@ -6,7 +6,7 @@ from signal import Signals
 
 from pentatron.parallel.collectives import largest
 from pentatron.parallel.world import World
-from pentatron.settings.run import RunConfig
+from pentatron.settings.run_config import RunConfig
 from pentatron.supervise.signals import StopRequest, signal_name
 
 # A shell reports a process that ended by signal N with exit code 128 + N.

@@ -10,7 +10,7 @@ from pentatron.monitor.memory import memory_bytes
 from pentatron.monitor.report import RankReport, gpu_utilisation
 from pentatron.parallel.collectives import WaitTimes, all_gather_into
 from pentatron.parallel.world import World
-from pentatron.settings.run import RunConfig
+from pentatron.settings.run_config import RunConfig
 
 # Marks an unknown GPU utilisation in the gathered row.
 _UNKNOWN = -1.0

@@ -25,9 +25,9 @@ from pentatron.train.batches import micro_batches, next_step_batches
 from pentatron.train.checkpoints import Checkpoints
 from pentatron.train.evaluation import Evaluation
 from pentatron.train.health import NumericsCheck
-from pentatron.train.introduction import log_memory, merge_messages
 from pentatron.train.model import ParallelModel
 from pentatron.train.output import Output
+from pentatron.train.run_header import log_memory, merge_messages
 from pentatron.train.schedules import Schedule
 from pentatron.train.step import StepResult, train_step
 from pentatron.train.step_hooks import StepHooks

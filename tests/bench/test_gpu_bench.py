@@ -13,7 +13,7 @@ from bench.performance_page import with_tables
 from bench.steps import GIB, SHAPES, Case, milliseconds, milliseconds_in_a_row, record
 from bench.turns import Competitor, Turns
 from pentatron.cli.configure import prepare
-from pentatron.settings.entry import TRAIN
+from pentatron.settings.entry_points import TRAIN
 from pentatron.settings.parameters import step_flops
 
 PAGE = Path(__file__).parents[2] / "docs/performance.md"

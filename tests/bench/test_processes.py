@@ -7,7 +7,7 @@ import time
 import pytest
 
 # Every process imports this module: nothing large here.
-from pentatron.bench.processes import ForkServer, RankExits
+from pentatron.bench.fork_server import ForkServer, RankExits
 
 
 def behave(rank: int, way: str) -> None:
@@ -38,7 +38,7 @@ def test_only_a_signal_that_came_first_is_the_reason(
 
 
 def test_every_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pentatron.bench.processes._GRACE_SECONDS", 0.2)
+    monkeypatch.setattr("pentatron.bench.fork_server._GRACE_SECONDS", 0.2)
     starter = ForkServer([])
     ticks: list[int] = []
 

@@ -7,7 +7,7 @@ import torch
 from pentatron.checkpoint.load import load_tensor
 from pentatron.checkpoint.store import Checkpoint, CheckpointStore
 from pentatron.parallel.collectives import Group
-from pentatron.parallel.shards import Fragment
+from pentatron.parallel.sharding import Fragment
 
 DATA = "rank-00000.safetensors"
 ALONE = Group(0, 1)

@@ -18,7 +18,7 @@ from pentatron.checkpoint.save import HostCopy, SavedStep, Saver
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.errors import UserError
 from pentatron.parallel.collectives import Group
-from pentatron.parallel.shards import Fragment
+from pentatron.parallel.sharding import Fragment
 from tests.checkpoint.steps import ALONE, load, newest, save, share, whole
 from tests.harness import RanksFailed, distributed, run_distributed
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from pentatron.checkpoint.format import cover_problem
-from pentatron.parallel.shards import Shape
+from pentatron.parallel.sharding import Shape
 
 Part = tuple[Shape, Shape]
 

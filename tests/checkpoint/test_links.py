@@ -19,7 +19,7 @@ from pentatron.checkpoint.links import (
 )
 from pentatron.checkpoint.tensor_file import TensorSpec
 from pentatron.errors import UserError
-from pentatron.parallel.shards import Fragment, Shape, region
+from pentatron.parallel.sharding import Fragment, Shape, region
 from pentatron.settings.model import TransformerConfig
 
 MODEL = TransformerConfig(num_attention_heads=4, num_query_groups=2, kv_channels=3)

@@ -18,7 +18,7 @@ from pentatron.checkpoint.load import load_fragments, load_tensor
 from pentatron.checkpoint.store import Checkpoint, CheckpointStore
 from pentatron.errors import UserError
 from pentatron.parallel.collectives import Group
-from pentatron.parallel.shards import (
+from pentatron.parallel.sharding import (
     ZEROS,
     Fragment,
     Shape,

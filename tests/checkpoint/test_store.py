@@ -21,7 +21,7 @@ from pentatron.checkpoint.store import TRACKER, CheckpointStore
 from pentatron.errors import FolderLost, UserError
 from pentatron.files import rename
 from pentatron.parallel.collectives import Group
-from pentatron.parallel.shards import Fragment
+from pentatron.parallel.sharding import Fragment
 from tests.checkpoint.steps import ALONE, DATA, load, newest, save, share, tensors, whole
 from tests.harness import RanksFailed, distributed, run_distributed
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from pentatron.bench.processes import ForkServer, RankExits
-from pentatron.cli.bench_rank import Job, reason_of_failure
+from pentatron.bench.fork_server import ForkServer, RankExits
+from pentatron.cli.bench_worker import Job, reason_of_failure
 from pentatron.cli.main import main
-from pentatron.settings.entry import TRAIN
+from pentatron.settings.entry_points import TRAIN
 
 TINY = "--num-layers 2 --hidden-size 24 --num-attention-heads 3 --seq-length 16 --vocab-size 64".split()
 

@@ -17,7 +17,7 @@ from pentatron.checkpoint.lock import lock_folder
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.checkpoint.tensor_file import TensorSpec
 from pentatron.cli.main import main
-from pentatron.parallel.shards import region
+from pentatron.parallel.sharding import region
 from tests.checkpoint.steps import ALONE, DATA, save, whole
 from tests.checkpoint.test_damage import DAMAGE, in_rows
 from tests.hf.support import save as save_theirs

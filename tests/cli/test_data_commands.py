@@ -13,7 +13,7 @@ from pentatron.cli.main import main
 from pentatron.cli.options import flags_of
 from pentatron.cli.prepare import IdleOptions, InputOptions, TokenizerOptions, WorkOptions
 from pentatron.data.indexed import IndexedDataset
-from pentatron.data.pair_writer import IndexedDatasetWriter
+from pentatron.data.indexed_writer import IndexedDatasetWriter
 from pentatron.data.tokenizer import FileTokenizer, train_bpe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -216,7 +216,7 @@ def test_a_full_disk_is_a_sentence_with_the_way_out(
         # An OSError of a failed write has no file name.
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("pentatron.data.pair_writer.merge", full)
+    monkeypatch.setattr("pentatron.data.indexed_writer.merge", full)
     assert main(["data", "merge", f"{pairs[0]}c", str(pairs[0]), str(pairs[1])]) == 2
     assert "cannot be written (No space left on device); make room" in capsys.readouterr().err
 

@@ -12,12 +12,12 @@ from pentatron.checkpoint.state import TrainState
 from pentatron.cli.configure import prepare
 from pentatron.cli.main import main
 from pentatron.data.datasets import build_datasets, open_data
+from pentatron.data.indexed_writer import IndexedDatasetWriter
 from pentatron.data.loader import build_loader
-from pentatron.data.pair_writer import IndexedDatasetWriter
 from pentatron.data.tokenizer import ByteTokenizer, identify_tokenizer
 from pentatron.monitor.display import SilentDisplay
 from pentatron.parallel.world import single_process
-from pentatron.settings.entry import TRAIN
+from pentatron.settings.entry_points import TRAIN
 from tests.data.chats import CHATML, tokenizer_folder
 
 SHAPE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --device cpu --nproc-per-node 1"

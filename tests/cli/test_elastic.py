@@ -7,7 +7,7 @@ import pytest
 from pentatron.cli.configure import prepare
 from pentatron.errors import UserError
 from pentatron.parallel.world import single_process
-from pentatron.settings.entry import PRETRAIN_GPT, STANDARD
+from pentatron.settings.entry_points import PRETRAIN_GPT, STANDARD
 from pentatron.settings.resolve import Resolved
 from pentatron.settings.settings import Facts
 from pentatron.train.session import run_training
@@ -15,7 +15,7 @@ from tests.cli.test_train import forked, losses
 
 TINY = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 61 --dataset-size 64 --lr 1e-2 --device cpu"
 # The names and defaults of pretrain_gpt.py.
-ENTRY = "from pentatron.cli.main import run_entry\nfrom pentatron.settings.entry import PRETRAIN_GPT\nrun_entry(PRETRAIN_GPT)\n"
+ENTRY = "from pentatron.cli.main import run_entry\nfrom pentatron.settings.entry_points import PRETRAIN_GPT\nrun_entry(PRETRAIN_GPT)\n"
 RUN = f"{TINY} --train-iters 6 --eval-interval 0 --sample-tokens 0"
 
 

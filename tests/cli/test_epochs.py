@@ -14,11 +14,11 @@ from pentatron.cli.configure import Prepared, prepare
 from pentatron.cli.main import main
 from pentatron.data.datasets import build_datasets, open_data, resolve_epochs
 from pentatron.data.gpt_dataset import GPTDataset
-from pentatron.data.pair_writer import IndexedDatasetWriter
+from pentatron.data.indexed_writer import IndexedDatasetWriter
 from pentatron.errors import AgreedError, ConfigError
 from pentatron.monitor.display import SilentDisplay
 from pentatron.parallel.world import create_groups, single_process
-from pentatron.settings.entry import TRAIN
+from pentatron.settings.entry_points import TRAIN
 from pentatron.settings.settings import Facts
 from tests.data.chats import CHATML, tokenizer_folder
 from tests.harness import run_distributed

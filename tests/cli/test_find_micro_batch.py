@@ -46,7 +46,7 @@ def test_without_a_gpu_it_is_foreseen(
         ]
         sizes = ["--micro-batch-size", str(micro_batch), "--global-batch-size", str(micro_batch)]
         from pentatron.cli.configure import prepare
-        from pentatron.settings.entry import TRAIN
+        from pentatron.settings.entry_points import TRAIN
 
         entry = dataclasses.replace(TRAIN, default_preset=None)
         return memory_of(prepare([*words, *sizes], entry).resolved.config).largest.total

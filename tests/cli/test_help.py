@@ -12,8 +12,8 @@ import pytest
 from pentatron.__main__ import main as program
 from pentatron.cli.main import COMMANDS, main
 from pentatron.cli.options import entry_help
-from pentatron.settings.entry import ENTRY_POINTS, EXAMPLE, PARALLEL_3D, PRETRAIN_GPT, TRAIN
-from pentatron.settings.run import sections, table
+from pentatron.settings.entry_points import ENTRY_POINTS, EXAMPLE, PARALLEL_3D, PRETRAIN_GPT, TRAIN
+from pentatron.settings.run_config import sections, table
 
 ROOT = Path(__file__).parents[2]
 # Runs a command and tells, in its exit code, whether that brought in torch.

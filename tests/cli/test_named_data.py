@@ -7,7 +7,7 @@ import pytest
 from pentatron.cli.configure import prepare
 from pentatron.cli.main import main
 from pentatron.megatron.program import UserProgram
-from pentatron.settings.entry import TRAIN
+from pentatron.settings.entry_points import TRAIN
 from pentatron.train.model import CONFIGURED
 
 MODEL = (

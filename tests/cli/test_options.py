@@ -18,7 +18,7 @@ from pentatron.cli.options import (
 )
 from pentatron.errors import ConfigError, UserError
 from pentatron.settings.declaration import ONE_OR_MORE
-from pentatron.settings.entry import TRAIN
+from pentatron.settings.entry_points import TRAIN
 
 
 def _pair(written: str, flag: str) -> tuple[int, int]:

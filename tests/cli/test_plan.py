@@ -13,7 +13,7 @@ from pentatron.cli.plan import as_data, plan_layouts
 from pentatron.cli.plan_report import PlanReport, as_text, settings_words, training_command_lines
 from pentatron.errors import ConfigError, UserError
 from pentatron.plan.advice import SETS, TABLE_3D
-from pentatron.settings.entry import TRAIN
+from pentatron.settings.entry_points import TRAIN
 from pentatron.settings.resolve import gather, resolve
 from pentatron.settings.settings import Facts
 

@@ -28,7 +28,7 @@ BROKEN = """
 import os, signal
 import pentatron.train.trainer as trainer
 from pentatron.cli.main import run_entry
-from pentatron.settings.entry import TRAIN
+from pentatron.settings.entry_points import TRAIN
 
 healthy = trainer.train_step
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pentatron.cli.main import main
-from pentatron.data.pair_writer import IndexedDatasetWriter
+from pentatron.data.indexed_writer import IndexedDatasetWriter
 from pentatron.data.tokenizer import FileTokenizer, identify_tokenizer
 from tests.data.chats import CHATML, tokenizer_folder
 

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from pentatron.cli.config import unavailable
 from pentatron.cli.configure import prepare
 from pentatron.cli.main import main
-from pentatron.cli.show import unavailable
 from pentatron.errors import UserError
-from pentatron.settings.entry import TRAIN
+from pentatron.settings.entry_points import TRAIN
 from pentatron.settings.presets import presets
-from pentatron.settings.run import sections, table
+from pentatron.settings.run_config import sections, table
 
 LAUNCHERS = (
     "RANK",

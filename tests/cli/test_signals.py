@@ -85,7 +85,7 @@ import os
 import time
 import pentatron.checkpoint.store as store
 from pentatron.cli.main import run_entry
-from pentatron.settings.entry import TRAIN
+from pentatron.settings.entry_points import TRAIN
 
 start = store.CheckpointStore.start
 

@@ -131,7 +131,9 @@ def test_a_launcher_that_a_rank_starts_has_ranks_of_its_own(
 def test_the_end_of_the_work_is_recorded_and_an_error_is_not_one(
     worker: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SupervisedWorker, "attach_to_launcher", lambda self: (worker / "rank-1.working").touch())
+    monkeypatch.setattr(
+        SupervisedWorker, "attach_to_launcher", lambda self: (worker / "rank-1.working").touch()
+    )
     done = worker / "rank-1.done"
     assert run_guarded(lambda: 2) == 2 and not done.exists()
     assert run_guarded(lambda: 0, is_all=False) == 0 and not done.exists(), "the program has more to do"

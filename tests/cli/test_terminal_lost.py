@@ -16,7 +16,7 @@ ON_A_TERMINAL = """
 import fcntl, os, select, signal, sys, termios
 from pathlib import Path
 from pentatron.cli.main import run_entry
-from pentatron.settings.entry import TRAIN
+from pentatron.settings.entry_points import TRAIN
 
 if "RANK" not in os.environ:
     if {ignored}:

@@ -17,7 +17,7 @@ import pytest
 from pentatron.cli.configure import prepare
 from pentatron.cli.main import main, run_guarded
 from pentatron.cli.train import _print_next_commands
-from pentatron.settings.entry import TRAIN
+from pentatron.settings.entry_points import TRAIN
 from pentatron.train.run_folder import RunFolder
 from tests.harness import distributed, run_distributed
 from tests.harness.forked import Command
@@ -305,7 +305,7 @@ def test_an_error_in_our_own_code_shows_its_traceback_once_with_the_rank(tmp_pat
         "    raise RuntimeError('a bug') if os.environ['RANK'] == '1' else SystemExit(0)\n"
         "trainer.train_step = train_step\n"
         "from pentatron.cli.main import run_entry\n"
-        "from pentatron.settings.entry import STANDARD\n"
+        "from pentatron.settings.entry_points import STANDARD\n"
         "run_entry(STANDARD)\n"
     )
     words = "--vocab_size 50 --hidden_size 32 --num_layers 1 --max_seq_len 16 --max_steps 2 --nproc-per-node 2".split()

@@ -19,7 +19,7 @@ from pentatron.compare.verify import (
     uncompared_settings,
     write_settings,
 )
-from pentatron.settings.run import RunConfig
+from pentatron.settings.run_config import RunConfig
 from tests.harness import run_distributed
 from tests.parity.bugs import plant
 from tests.parity.trajectory import here

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from pentatron.compare.trial import STEPS
 from pentatron.compare.verify import single_process_config, small_twin
-from pentatron.settings.entry import LAYOUT
+from pentatron.settings.entry_points import LAYOUT
 from pentatron.settings.presets import presets
 from pentatron.settings.resolve import gather, resolve
-from pentatron.settings.run import RunConfig, table
+from pentatron.settings.run_config import RunConfig, table
 from pentatron.settings.settings import Facts
 from tests.cuda import families, spread, trials, whole_runs
 from tests.cuda.trials import Found, Rows

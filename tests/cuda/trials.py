@@ -23,9 +23,9 @@ from pentatron.compare.trial import (
 )
 from pentatron.nn.router import Router
 from pentatron.optim.build import build_optimizer
-from pentatron.parallel.shards import sharded_parameters
+from pentatron.parallel.sharding import sharded_parameters
 from pentatron.parallel.world import single_process
-from pentatron.settings.run import RunConfig
+from pentatron.settings.run_config import RunConfig
 from pentatron.train.model import ParallelModel, build_parallel_model, model_dtype
 from tests.parity.bf16 import ALLOWED, KINDS, distance
 from tests.support import resolved

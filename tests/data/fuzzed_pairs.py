@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 
 from pentatron.data.indexed import IndexedDataset
-from pentatron.data.pair_writer import IndexedDatasetWriter
+from pentatron.data.indexed_writer import IndexedDatasetWriter
 from pentatron.errors import UserError
 
 Documents = list[list[np.ndarray]]

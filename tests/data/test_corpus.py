@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from pentatron.data import corpus
-from pentatron.data.corpus import PreparedCorpus, prepare_python_corpus, python_stdlib_files
+from pentatron.data import python_corpus
 from pentatron.data.indexed import IndexedDataset
+from pentatron.data.python_corpus import PreparedCorpus, prepare_python_corpus, python_stdlib_files
 from pentatron.data.tokenizer import FileTokenizer
 from tests.data.splits import open_splits
 
@@ -59,7 +59,7 @@ def test_documents_are_the_files_each_with_an_end(prepared: PreparedCorpus) -> N
 
 
 def test_the_tail_is_not_the_end_of_the_alphabet() -> None:
-    sources = corpus._read_sources(2_000_000, lambda stage, done, total: None)
+    sources = python_corpus._read_sources(2_000_000, lambda stage, done, total: None)
     by_text = {
         path.read_text(encoding="utf-8", errors="replace"): path.name[0] for path in python_stdlib_files()
     }
@@ -122,7 +122,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "b.py").write_text("y = 2\n")
     (folder / "empty.py").write_text("\n")
     (folder / "latin.py").write_bytes(b"# \xe9\n")
-    monkeypatch.setattr(corpus, "_stdlib_root", lambda: folder)
+    monkeypatch.setattr(python_corpus, "_stdlib_root", lambda: folder)
     return folder
 
 
@@ -165,7 +165,7 @@ def test_a_killed_preparation_does_not_look_finished(small: Path, stage: str) ->
     """Killed while rebuilding over an older, finished corpus: the next call must build, and clean up."""
     body = f"""
 import os, signal
-from pentatron.data.corpus import prepare_python_corpus
+from pentatron.data.python_corpus import prepare_python_corpus
 def die(stage, done, total):
     if stage == {stage!r} and done > total // 2:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -185,7 +185,7 @@ prepare_python_corpus({str(small)!r}, 320, 900_000, die)
 
 def test_two_preparations_at_once_share_one_result(tmp_path: Path) -> None:
     body = f"""
-from pentatron.data.corpus import prepare_python_corpus
+from pentatron.data.python_corpus import prepare_python_corpus
 stages = set()
 prepare_python_corpus({str(tmp_path)!r}, 300, 200_000, lambda stage, done, total: stages.add(stage))
 print(len(stages))

@@ -9,13 +9,13 @@ from pentatron.checkpoint.state import TrainState
 from pentatron.cli.configure import prepare
 from pentatron.data.datasets import Datasets, OpenedData, OrderSizes, build_datasets, open_data
 from pentatron.data.indexed import IndexedDataset
-from pentatron.data.pair_writer import IndexedDatasetWriter
+from pentatron.data.indexed_writer import IndexedDatasetWriter
 from pentatron.data.sampling import IndexCache
 from pentatron.data.tokenizer import ByteTokenizer, identify_tokenizer
 from pentatron.errors import UserError
 from pentatron.monitor.display import open_display
 from pentatron.parallel.world import single_process
-from pentatron.settings.entry import TRAIN
+from pentatron.settings.entry_points import TRAIN
 from tests.data.splits import open_splits
 
 TEXT = "What the model sees is what was written. "

@@ -7,7 +7,7 @@ import pytest
 
 from pentatron.data.gpt_dataset import CountingSequences, GPTDataset
 from pentatron.data.indexed import IndexedDataset
-from pentatron.data.pair_writer import IndexedDatasetWriter
+from pentatron.data.indexed_writer import IndexedDatasetWriter
 from tests.data.splits import open_splits
 
 VOCAB = 100

@@ -16,7 +16,7 @@ import pytest
 
 from pentatron.data import indexed
 from pentatron.data.indexed import IndexedDataset, token_dtype
-from pentatron.data.pair_writer import IndexedDatasetWriter
+from pentatron.data.indexed_writer import IndexedDatasetWriter
 
 DOCUMENTS = [[1, 2, 3], [10, 20, 30, 40, 50], [7, 65499]]
 GOLDEN_IDX = bytes.fromhex(

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pentatron.data.indexed_writer import ALL_PARTS, IndexedDatasetWriter, PairInProgress, merge
 from pentatron.data.inspect import seal
-from pentatron.data.pair_writer import ALL_PARTS, IndexedDatasetWriter, PairInProgress, merge
 from pentatron.files import atomic_write, remove_leftovers, write_file
 
 

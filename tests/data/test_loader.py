@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from pentatron.data.gpt_dataset import SyntheticDataset
+from pentatron.data.indexed_writer import IndexedDatasetWriter
 from pentatron.data.loader import Batch, EpochShuffle, MicroBatchSampler, build_loader
-from pentatron.data.pair_writer import IndexedDatasetWriter
 from pentatron.data.sampling import Sample
 from tests.data.splits import open_splits
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from pentatron.data.indexed import IndexedDataset, token_dtype
+from pentatron.data.indexed_writer import merge
 from pentatron.data.inspect import seal, verify
-from pentatron.data.pair_writer import merge
 from tests.data.fuzzed_pairs import Documents, random_documents, write
 
 with warnings.catch_warnings():

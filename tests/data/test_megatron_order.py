@@ -14,7 +14,7 @@ import pytest
 from pentatron.data.blending import BlendedDataset, BlendMember, SampleRecipe, build_blend
 from pentatron.data.gpt_dataset import GPTDataset, mock_sequences, split_documents
 from pentatron.data.indexed import IndexedDataset
-from pentatron.data.pair_writer import IndexedDatasetWriter
+from pentatron.data.indexed_writer import IndexedDatasetWriter
 from pentatron.data.sampling import parse_split, split_ranges
 
 with warnings.catch_warnings():

@@ -16,8 +16,8 @@ import pytest
 from pentatron.data import prepare as prepare_module
 from pentatron.data.encode import EncodingSettings
 from pentatron.data.indexed import IndexedDataset
+from pentatron.data.indexed_writer import PairInProgress
 from pentatron.data.inspect import verify
-from pentatron.data.pair_writer import PairInProgress
 from pentatron.data.prepare import Counts, Outcome, PrepareJob, prepare
 from pentatron.data.tokenizer import TokenizerSettings, train_bpe
 

@@ -22,7 +22,7 @@ from pentatron.layout.ranks import Grid
 from pentatron.monitor.display import SilentDisplay
 from pentatron.parallel.collectives import run_on_some_ranks
 from pentatron.parallel.world import create_groups, single_process
-from pentatron.settings.entry import TRAIN
+from pentatron.settings.entry_points import TRAIN
 from pentatron.settings.resolve import Resolved, gather, resolve
 from pentatron.settings.settings import Facts
 from pentatron.train.model import build_parallel_model

@@ -12,8 +12,8 @@ import pytest
 
 from pentatron.checksums import BlockChecksums
 from pentatron.data.indexed import BLOCK_BYTES, IndexedDataset, TokenizerIdentity, read_sidecar, stored_sums
+from pentatron.data.indexed_writer import IndexedDatasetWriter, merge
 from pentatron.data.inspect import describe, document_lengths, require_same_tokenizer, seal, verify
-from pentatron.data.pair_writer import IndexedDatasetWriter, merge
 from pentatron.data.tokenizer import ByteTokenizer, NullTokenizer, identify_tokenizer
 from tests.data.fuzzed_pairs import try_many
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 from pentatron.cli.main import train_program
-from pentatron.settings.entry import TRAIN
+from pentatron.settings.entry_points import TRAIN
 from tests.faults.injection import ALONE, Fault, Injector
 
 if TYPE_CHECKING:

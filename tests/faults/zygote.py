@@ -107,7 +107,7 @@ def _tell(message: Mapping[str, Any]) -> None:
 
 def _live(request: Mapping[str, Any]) -> int:
     from pentatron.cli.main import train_program
-    from pentatron.settings.entry import TRAIN
+    from pentatron.settings.entry_points import TRAIN
 
     processes.die_with_parent(os.getppid())
     null = os.open(os.devnull, os.O_RDONLY)

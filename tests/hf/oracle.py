@@ -28,14 +28,14 @@ from pentatron.compare.trial import (
     keep_gradients,
 )
 from pentatron.data.loader import Batch, build_loader
-from pentatron.hf.architecture import settings_from_config
 from pentatron.hf.folder import open_folder
-from pentatron.hf.names import load_weights, tensor_links
+from pentatron.hf.model_config import settings_from_config
+from pentatron.hf.tensor_names import load_weights, tensor_links
 from pentatron.optim.build import build_optimizer
-from pentatron.parallel.shards import Fragment, fragments_of, region, sharded_parameters
-from pentatron.settings.entry import PRETRAIN_GPT
+from pentatron.parallel.sharding import Fragment, fragments_of, region, sharded_parameters
+from pentatron.settings.entry_points import PRETRAIN_GPT
 from pentatron.settings.resolve import gather, resolve
-from pentatron.settings.run import RunConfig
+from pentatron.settings.run_config import RunConfig
 from pentatron.settings.settings import Facts
 from pentatron.train.model import MicroBatches, ParallelModel, build_parallel_model, model_dtype
 from pentatron.train.step import train_step

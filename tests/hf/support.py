@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pentatron.hf.architecture import settings_from_config
 from pentatron.hf.folder import HuggingFaceFolder, open_folder
-from pentatron.hf.names import load_weights
+from pentatron.hf.model_config import settings_from_config
+from pentatron.hf.tensor_names import load_weights
 from pentatron.models.causal_lm import CausalLM, build_model
-from pentatron.parallel.shards import Fragment, fragments_of, sharded_parameters
+from pentatron.parallel.sharding import Fragment, fragments_of, sharded_parameters
 from pentatron.settings.model import MoEConfig, TransformerConfig
 
 CPU = torch.device("cpu")

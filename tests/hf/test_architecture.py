@@ -8,8 +8,8 @@ import pytest
 from transformers import AutoConfig
 
 from pentatron.errors import UserError
-from pentatron.hf.architecture import config_from_settings, settings_from_config
 from pentatron.hf.families import FAMILIES
+from pentatron.hf.model_config import config_from_settings, settings_from_config
 from pentatron.settings.model import NO_EXPERTS, TransformerConfig
 from tests.hf.support import LLAMA, configs
 from tests.hf.test_oracle import CASES, LLAMA3

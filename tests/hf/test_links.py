@@ -14,9 +14,9 @@ from pentatron.checkpoint import links
 from pentatron.checkpoint.links import their_shapes
 from pentatron.errors import UserError
 from pentatron.hf.folder import SINGLE, open_folder
-from pentatron.hf.names import load_weights, tensor_links
+from pentatron.hf.tensor_names import load_weights, tensor_links
 from pentatron.models.causal_lm import logical_shapes
-from pentatron.parallel.shards import Fragment, region
+from pentatron.parallel.sharding import Fragment, region
 from tests.hf.support import EXPERTS, batch, gap, ours, ours_from, save, targets_of, theirs
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch.nn.functional as F
 
-from pentatron.hf.names import tensor_links
+from pentatron.hf.tensor_names import tensor_links
 from pentatron.models.causal_lm import build_model
-from pentatron.parallel.shards import region
+from pentatron.parallel.sharding import region
 from tests.hf.support import CPU, EXPERTS, WORDS, batch, gap, ours_from, save, theirs
 
 # Lengths and bases so small that each kind of frequency, kept, stretched or between, has a part in 16

@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pentatron.hf.architecture import config_from_settings, settings_from_config
+from pentatron.hf.model_config import config_from_settings, settings_from_config
 from pentatron.settings.presets import presets
-from pentatron.settings.run import RunConfig
+from pentatron.settings.run_config import RunConfig
 from tests.settings.test_presets import PUBLISHED, completed, parameters
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from pentatron.checkpoint.state import TrainState
 from pentatron.interchange.store import create_store
 from pentatron.optim.build import build_optimizer
-from pentatron.parallel.shards import Fragment
+from pentatron.parallel.sharding import Fragment
 from pentatron.parallel.world import create_groups
 from pentatron.train.checkpoints import random_state
 from pentatron.train.model import build_parallel_model

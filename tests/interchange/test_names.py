@@ -15,8 +15,8 @@ from pentatron.interchange.index import (
     written_links,
     written_shapes,
 )
-from pentatron.parallel.shards import region
-from pentatron.settings.run import RunConfig
+from pentatron.parallel.sharding import region
+from pentatron.settings.run_config import RunConfig
 from tests.interchange.on_ranks import OURS
 from tests.support import resolved
 

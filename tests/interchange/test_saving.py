@@ -11,7 +11,7 @@ from pentatron.checkpoint.store import CheckpointStore
 from pentatron.errors import UserError
 from pentatron.generate.source import Source
 from pentatron.interchange.store import create_store
-from pentatron.parallel.shards import Fragment
+from pentatron.parallel.sharding import Fragment
 from tests.checkpoint.steps import ALONE, newest, whole
 from tests.support import resolved
 

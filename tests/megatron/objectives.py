@@ -24,7 +24,7 @@ from pentatron.megatron.losses import LossResult
 from pentatron.megatron.program import UserProgram
 from pentatron.monitor.display import SilentDisplay
 from pentatron.optim.build import build_optimizer
-from pentatron.parallel.shards import sharded_parameters
+from pentatron.parallel.sharding import sharded_parameters
 from pentatron.parallel.world import World, create_groups, single_process
 from pentatron.settings.resolve import Resolved
 from pentatron.train.model import Objective, build_parallel_model, model_dtype

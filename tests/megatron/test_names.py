@@ -21,7 +21,7 @@ from pentatron.megatron.core.transformer.transformer_config import TransformerCo
 from pentatron.megatron.module_table import MODULES
 from pentatron.megatron.names import as_megatron
 from pentatron.megatron.training import get_args
-from pentatron.settings.core import CoreTransformerConfig
+from pentatron.settings.core_config import CoreTransformerConfig
 from tests.harness import run_distributed
 
 ROOT = Path(__file__).parent.parent.parent

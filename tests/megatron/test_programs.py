@@ -18,7 +18,7 @@ import pretrain_gpt
 from gpt_builders import gpt_builder
 from model_provider import model_provider
 from pentatron.checkpoint.store import CheckpointStore
-from pentatron.data.pair_writer import IndexedDatasetWriter
+from pentatron.data.indexed_writer import IndexedDatasetWriter
 from pentatron.layout.stages import StagePart
 from pentatron.megatron.names import as_megatron
 from pentatron.megatron.program import UserProgram

@@ -35,7 +35,7 @@ from pentatron.megatron.training.arguments import (
 from pentatron.megatron.training.checkpointing import BasicLocalCheckpointManager
 from pentatron.megatron.training.yaml_arguments import core_transformer_config_from_yaml
 from pentatron.parallel.world import create_groups, single_process
-from pentatron.settings.entry import PRETRAIN_GPT
+from pentatron.settings.entry_points import PRETRAIN_GPT
 from pentatron.train.model import Program
 from pentatron.train.session import run_training
 from tests.harness import distributed

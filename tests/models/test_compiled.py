@@ -14,7 +14,7 @@ from gpt_builders import gpt_builder
 from model_provider import model_provider
 from pentatron.models.gpt_model import GPTModel
 from pentatron.models.layer_specs import get_gpt_layer_local_spec
-from pentatron.settings.core import core_transformer_config_from_args
+from pentatron.settings.core_config import core_transformer_config_from_args
 from tests.support import LLAMA, resolved
 
 TOKENS = torch.randint(0, 61, (2, 16), generator=torch.Generator().manual_seed(3))

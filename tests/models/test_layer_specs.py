@@ -27,8 +27,8 @@ from pentatron.nn.moe import MoE
 from pentatron.nn.norm import LayerNorm, RMSNorm
 from pentatron.nn.spec import IdentityOp, ModuleSpec, TransformerBlockSubmodules
 from pentatron.nn.transformer_layer import TransformerLayer
-from pentatron.parallel.shards import sharded_parameters
-from pentatron.settings.core import CoreTransformerConfig, arguments, core_transformer_config_from_args
+from pentatron.parallel.sharding import sharded_parameters
+from pentatron.settings.core_config import CoreTransformerConfig, arguments, core_transformer_config_from_args
 from tests.harness import run_distributed
 from tests.parity.trajectory import here
 from tests.support import LLAMA, resolved

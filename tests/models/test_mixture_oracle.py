@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pentatron.hf.names import tensor_links
+from pentatron.hf.tensor_names import tensor_links
 from pentatron.models.causal_lm import CausalLM, build_model
-from pentatron.parallel.shards import region
+from pentatron.parallel.sharding import region
 from pentatron.settings.model import MoEConfig, TransformerConfig, moe_layers
 from tests.hf.support import CPU, EXPERTS, WORDS, batch, gap, ours_from, save, theirs
 

@@ -18,7 +18,7 @@ from pentatron.monitor.trackers import (
     WeightsAndBiases,
     scalars,
 )
-from pentatron.train.introduction import arguments_block
+from pentatron.train.run_header import arguments_block
 from tests.monitor.test_log_lines import report
 
 

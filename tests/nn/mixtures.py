@@ -11,9 +11,9 @@ from pentatron.nn.router import Router
 from pentatron.ops.fp8_linear import LinearOptions
 from pentatron.ops.linear import DeferredGradients
 from pentatron.parallel.axes import NO_CONTEXT_PARALLELISM, NO_EXPERT_PARALLELISM, ContextAxis, ExpertAxis
-from pentatron.parallel.shards import sharded_parameters
-from pentatron.settings.core import CoreTransformerConfig
-from pentatron.settings.run import RunConfig
+from pentatron.parallel.sharding import sharded_parameters
+from pentatron.settings.core_config import CoreTransformerConfig
+from pentatron.settings.run_config import RunConfig
 from tests.support import LLAMA, resolved
 
 HIDDEN = 32

@@ -21,7 +21,7 @@ from pentatron.nn.options import Fp8Options, ModelOptions
 from pentatron.nn.recompute import recompute_of
 from pentatron.nn.transformer_layer import TransformerLayer
 from pentatron.ops.fp8_linear import FORMATS, WeightScales
-from pentatron.settings.run import RunConfig
+from pentatron.settings.run_config import RunConfig
 from tests.support import LLAMA, resolved
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from pentatron.nn.mlp import _GatedByHalves
 from pentatron.nn.norm import NORMS
 from pentatron.nn.options import AttentionKernels, allowed_kernels
 from pentatron.nn.rope import Frequencies, RotaryEmbedding, rope_frequencies
-from pentatron.parallel.shards import sharded_parameters
+from pentatron.parallel.sharding import sharded_parameters
 
 CPU = torch.device("cpu")
 

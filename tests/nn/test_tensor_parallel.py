@@ -11,7 +11,7 @@ from pentatron.nn.linear import ColumnParallelLinear, RowParallelLinear, VocabPa
 from pentatron.nn.loss import token_losses
 from pentatron.parallel.axes import TensorAxis
 from pentatron.parallel.collectives import Group
-from pentatron.parallel.shards import sharded_parameters
+from pentatron.parallel.sharding import sharded_parameters
 from tests.harness import distributed
 
 

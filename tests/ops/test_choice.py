@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pentatron.ops import dispatch
 from pentatron.parallel.world import single_process
-from pentatron.train.introduction import _without_kernels
+from pentatron.train.run_header import _without_kernels
 
 MISSING = "Failed to find C compiler. Please specify via CC environment variable"
 ON_A_GPU: Any = SimpleNamespace(is_cuda=True)

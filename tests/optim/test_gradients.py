@@ -17,9 +17,9 @@ from pentatron.optim.update_rules import clip_factor, squared_norm
 from pentatron.parallel import gradients as gradients_module
 from pentatron.parallel import reduction as reduction_module
 from pentatron.parallel.gradients import BucketBuffer
-from pentatron.parallel.shards import ONES, ShardedModule, whole
+from pentatron.parallel.sharding import ONES, ShardedModule, whole
 from pentatron.parallel.world import single_process
-from pentatron.settings.run import RunConfig
+from pentatron.settings.run_config import RunConfig
 from pentatron.train.model import build_parallel_model, model_dtype
 from pentatron.train.step import train_step
 from pentatron.train.step_hooks import digest

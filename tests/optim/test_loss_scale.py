@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pentatron.optim.loss_scale import LossScaler
-from pentatron.settings.entry import GRAD_SCALER
+from pentatron.settings.entry_points import GRAD_SCALER
 from pentatron.settings.parallel import PrecisionConfig
 
 MEGATRON = PrecisionConfig(fp16=True, loss_scale_window=4)

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pentatron.layout.ranks import Grid
 from pentatron.optim.optimizer import Optimizer
 from pentatron.optim.update_rules import clip_factor, squared_norm
-from pentatron.parallel.shards import region
+from pentatron.parallel.sharding import region
 from pentatron.parallel.world import World, single_process
 from tests.harness import distributed, run_distributed
 from tests.optim.tiny import (

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pentatron.layout.ranks import Axis, Grid
 from pentatron.optim.build import AnyOptimizer, build_optimizer
 from pentatron.parallel.collectives import all_reduce_
-from pentatron.parallel.shards import (
+from pentatron.parallel.sharding import (
     ONES,
     Fragment,
     Initialization,

@@ -6,7 +6,7 @@ import torch
 
 from pentatron.parallel.buckets import ALIGNMENT, Bucket, Plan, Span, merge_views, plan_buckets, storage_bytes
 from pentatron.parallel.collectives import Group
-from pentatron.parallel.shards import ShardedParameter, sharded_parameters
+from pentatron.parallel.sharding import ShardedParameter, sharded_parameters
 from tests.optim.tiny import Prescribed, fill, network, rows
 
 

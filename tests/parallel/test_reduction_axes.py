@@ -12,7 +12,7 @@ from pentatron.layout.ranks import Axis, Coordinates, Grid
 from pentatron.optim.optimizer import Optimizer
 from pentatron.parallel.buckets import _plan
 from pentatron.parallel.gradients import PartialGradientReduction
-from pentatron.parallel.shards import Initialization, Shape, Shard, ShardingSpec, region, sharded_parameters
+from pentatron.parallel.sharding import Initialization, Shape, Shard, ShardingSpec, region, sharded_parameters
 from pentatron.parallel.world import World
 from tests.harness import RanksFailed, run_distributed
 from tests.optim.tiny import OPTIM, Prescribed, collected, fill, global_norm, here, parallel, rows

@@ -10,7 +10,7 @@ import pentatron.parallel.reduction as reduction_module
 from pentatron.layout.actions import Kind
 from pentatron.layout.ranks import Grid
 from pentatron.optim.optimizer import Optimizer
-from pentatron.parallel.shards import sharded_parameters
+from pentatron.parallel.sharding import sharded_parameters
 from pentatron.parallel.world import World
 from tests.harness import distributed
 from tests.optim.tiny import OPTIM, Prescribed, collected, fill, global_norm, here, parallel, rows

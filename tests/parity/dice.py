@@ -4,7 +4,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from pentatron.settings.run import table
+from pentatron.settings.run_config import table
 
 Item = TypeVar("Item")
 

@@ -17,7 +17,7 @@ from pentatron.parallel.axes import ExpertAxis
 from pentatron.parallel.collectives import all_reduce_
 from pentatron.parallel.gradients import GradientView
 from pentatron.parallel.reduction import FullReduction
-from pentatron.parallel.shards import Shard, ShardedModule, ShardingSpec
+from pentatron.parallel.sharding import Shard, ShardedModule, ShardingSpec
 
 
 def forget_partial(chosen: Callable[[Any, str], bool]) -> None:

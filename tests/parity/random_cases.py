@@ -12,8 +12,8 @@ from pentatron.layout.schedules import FOLDED
 from pentatron.nn.router import loss_weights
 from pentatron.settings.command_line import FlagTable, is_flag
 from pentatron.settings.declaration import Setting
-from pentatron.settings.entry import PRETRAIN_GPT
-from pentatron.settings.run import RunConfig
+from pentatron.settings.entry_points import PRETRAIN_GPT
+from pentatron.settings.run_config import RunConfig
 from pentatron.text import divisors
 from tests.parity.dice import Dice, available
 from tests.parity.random_experts import draw_experts

@@ -14,9 +14,9 @@ from pentatron.checkpoint.store import CheckpointStore
 from pentatron.compare.trial import SentFragment, copy_fragments, micro_batches, perturb_norms_and_biases
 from pentatron.optim.build import AnyOptimizer, build_optimizer
 from pentatron.optim.schedule import learning_rate
-from pentatron.parallel.shards import Fragment
+from pentatron.parallel.sharding import Fragment
 from pentatron.parallel.world import World
-from pentatron.settings.run import RunConfig
+from pentatron.settings.run_config import RunConfig
 from pentatron.train.model import ParallelModel, build_parallel_model, model_dtype
 from pentatron.train.step import train_step
 from tests.parity.bugs import plant

@@ -11,7 +11,7 @@ import torch
 
 import tests.parity.fuzzing as fuzzing
 from pentatron.errors import UserError
-from pentatron.settings.run import RunConfig
+from pentatron.settings.run_config import RunConfig
 from tests.parity import ledger
 from tests.parity.dice import available
 from tests.parity.fuzzing import Campaign, Margins, Tally, judged, replay_command, shrunk

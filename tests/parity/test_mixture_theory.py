@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from pentatron.compare.trial import micro_batches
 from pentatron.optim.optimizer import Optimizer
-from pentatron.settings.run import RunConfig
+from pentatron.settings.run_config import RunConfig
 from pentatron.train.model import build_parallel_model, model_dtype
 from pentatron.train.step import train_step
 from tests.harness import run_distributed

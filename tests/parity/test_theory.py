@@ -14,7 +14,7 @@ from pentatron.layout.check import check
 from pentatron.layout.stages import StagePart
 from pentatron.optim.build import build_optimizer
 from pentatron.parallel.messages import ANNOUNCEMENT_TAG
-from pentatron.settings.run import RunConfig
+from pentatron.settings.run_config import RunConfig
 from pentatron.train.model import build_parallel_model, model_dtype
 from pentatron.train.step import train_step
 from tests.harness import run_distributed

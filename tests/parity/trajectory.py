@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from pentatron.compare.trial import Trajectory, run_trial
 from pentatron.parallel.world import World, create_groups, single_process
-from pentatron.settings.run import RunConfig
+from pentatron.settings.run_config import RunConfig
 from tests.parity.bugs import plant
 from tests.support import resolved
 

@@ -13,9 +13,9 @@ from pentatron.parallel.world import single_process
 from pentatron.plan import activations
 from pentatron.plan.memory import RankMemory, memory_of
 from pentatron.plan.shape import Shape
-from pentatron.settings.entry import PRETRAIN_GPT
+from pentatron.settings.entry_points import PRETRAIN_GPT
 from pentatron.settings.resolve import gather, resolve
-from pentatron.settings.run import RunConfig
+from pentatron.settings.run_config import RunConfig
 from pentatron.settings.settings import Facts
 from pentatron.train.model import build_parallel_model, model_dtype
 from pentatron.train.step import train_step

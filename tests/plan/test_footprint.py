@@ -3,9 +3,9 @@
 import pytest
 
 from pentatron.plan.fit import megatron_estimate, megatron_estimate_line
-from pentatron.settings.entry import LAYOUT
+from pentatron.settings.entry_points import LAYOUT
 from pentatron.settings.resolve import gather, resolve
-from pentatron.settings.run import RunConfig
+from pentatron.settings.run_config import RunConfig
 from pentatron.settings.settings import Facts
 
 MB = 2**20

@@ -14,7 +14,7 @@ from pentatron.plan.fit import AvailableMemory, check_device_memory
 from pentatron.plan.memory import RankMemory, memory_of
 from pentatron.plan.search import usable_memory
 from pentatron.plan.shape import Shape
-from pentatron.settings.run import RunConfig
+from pentatron.settings.run_config import RunConfig
 from pentatron.train.model import build_parallel_model
 from pentatron.train.step import validation_loss
 from tests.parity.trajectory import here

@@ -97,7 +97,7 @@ def test_parameters_are_the_published_numbers(preset: str, billions: float, acti
 
 
 def _of_preset(words: str):  # type: ignore[no-untyped-def]
-    from pentatron.settings.entry import LAYOUT
+    from pentatron.settings.entry_points import LAYOUT
     from pentatron.settings.resolve import gather, resolve
     from pentatron.settings.settings import Facts
 

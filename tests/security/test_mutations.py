@@ -19,7 +19,7 @@ from pentatron.data.datasets import Datasets
 from pentatron.data.gpt_dataset import mock_sequences
 from pentatron.errors import UserError
 from pentatron.hf.config_reader import ConfigProblem, ConfigReader
-from pentatron.settings.layers import layer_pattern
+from pentatron.settings.layer_patterns import layer_pattern
 from pentatron.train.schedules import Schedule
 from tests.adversary.loading import (
     failures_of_configurations,

@@ -5,9 +5,9 @@ from typing import Any
 
 from pentatron.errors import ConfigError
 from pentatron.settings.declaration import Setting
-from pentatron.settings.entry import TRAIN, EntryPoint
+from pentatron.settings.entry_points import TRAIN, EntryPoint
 from pentatron.settings.resolve import Resolved, gather, resolve
-from pentatron.settings.run import table
+from pentatron.settings.run_config import table
 from pentatron.settings.settings import Draft, Facts
 
 # The least a run must be told when the demo is not underneath.

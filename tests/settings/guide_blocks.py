@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from pentatron.settings.entry import EXAMPLE, MEGATRON, PARALLEL_3D, PRETRAIN_GPT, STANDARD, EntryPoint
+from pentatron.settings.entry_points import EXAMPLE, MEGATRON, PARALLEL_3D, PRETRAIN_GPT, STANDARD, EntryPoint
 
 
 @dataclass(frozen=True)

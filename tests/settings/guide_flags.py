@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from pentatron.settings.entry import EXAMPLE, MEGATRON, PARALLEL_3D, PRETRAIN_GPT, STANDARD, EntryPoint
+from pentatron.settings.entry_points import EXAMPLE, MEGATRON, PARALLEL_3D, PRETRAIN_GPT, STANDARD, EntryPoint
 
 SCRIPT = (EXAMPLE,)
 PRETRAIN = (PRETRAIN_GPT,)

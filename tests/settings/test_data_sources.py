@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pentatron.settings.data_paths import Blend
-from pentatron.settings.entry import TRAIN
+from pentatron.settings.entry_points import TRAIN
 from pentatron.settings.resolve import gather, resolve
 from pentatron.settings.settings import Facts
 from pentatron.settings.training import DataConfig

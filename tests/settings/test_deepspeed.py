@@ -8,9 +8,9 @@ import pytest
 
 from pentatron.errors import UserError
 from pentatron.settings.deepspeed import TARGETS, read_deepspeed
-from pentatron.settings.entry import MEGATRON
+from pentatron.settings.entry_points import MEGATRON
 from pentatron.settings.resolve import Resolved, gather, resolve
-from pentatron.settings.run import table
+from pentatron.settings.run_config import table
 from pentatron.settings.settings import Facts
 
 ROOT = Path(__file__).resolve().parents[2]

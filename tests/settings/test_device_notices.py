@@ -5,7 +5,7 @@ import pytest
 from pentatron.settings.decision_types import DeviceFacts
 from pentatron.settings.decisions import decide
 from pentatron.settings.resolve import Resolved, notices_of_device
-from pentatron.settings.run import table
+from pentatron.settings.run_config import table
 from pentatron.settings.settings import Facts
 from tests.settings.builders import LEAST, about, resolved
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pentatron.errors import ConfigError, UserError
-from pentatron.settings.entry import EXAMPLE, PARALLEL_3D, TRAIN, EntryPoint
+from pentatron.settings.entry_points import EXAMPLE, PARALLEL_3D, TRAIN, EntryPoint
 from pentatron.settings.files import read_file
 from pentatron.settings.resolve import gather, resolve
 from pentatron.settings.settings import Assigned, Facts

@@ -4,7 +4,7 @@ import pytest
 
 from pentatron.errors import ConfigError
 from pentatron.settings.command_line import did_you_mean, is_flag, normalize_flag, parse_flags
-from pentatron.settings.entry import EXAMPLE, PARALLEL_3D, PRETRAIN_GPT, TRAIN, EntryPoint
+from pentatron.settings.entry_points import EXAMPLE, PARALLEL_3D, PRETRAIN_GPT, TRAIN, EntryPoint
 from pentatron.settings.settings import Assigned
 
 

@@ -1,9 +1,9 @@
 import pytest
 
-from pentatron.settings.entry import PRETRAIN_GPT
+from pentatron.settings.entry_points import PRETRAIN_GPT
 from pentatron.settings.parameters import step_flops
 from pentatron.settings.resolve import gather, resolve
-from pentatron.settings.run import RunConfig
+from pentatron.settings.run_config import RunConfig
 from pentatron.settings.settings import Facts
 
 

@@ -10,7 +10,7 @@ import yaml
 from pentatron.errors import ConfigError
 from pentatron.settings.command_line import parse_flags
 from pentatron.settings.derive import derive
-from pentatron.settings.entry import EXAMPLE, PRETRAIN_GPT, TRAIN
+from pentatron.settings.entry_points import EXAMPLE, PRETRAIN_GPT, TRAIN
 from pentatron.settings.resolve import gather, resolve
 from pentatron.settings.settings import Assigned, Draft, Facts
 from tests.settings.builders import not_built, problems

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from pentatron.errors import ConfigError
-from pentatron.settings.loaded import adopt_architecture
+from pentatron.settings.loaded_architecture import adopt_architecture
 from pentatron.settings.resolve import resolve
 from pentatron.settings.settings import Draft, Facts
 from tests.settings.builders import draft, values

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pentatron.settings.layers import window_of_layer, windowed_layers
+from pentatron.settings.layer_patterns import window_of_layer, windowed_layers
 from pentatron.settings.model_rules import POSITION_RULES
 from pentatron.settings.settings import Facts
 from tests.settings.builders import LEAST, about, notices, problems, values

@@ -6,9 +6,9 @@ import pytest
 
 from pentatron.settings.decision_types import DeviceFacts
 from pentatron.settings.decisions import decide
-from pentatron.settings.entry import TRAIN
+from pentatron.settings.entry_points import TRAIN
 from pentatron.settings.resolve import gather, resolve
-from pentatron.settings.run import table
+from pentatron.settings.run_config import table
 from pentatron.settings.settings import Facts
 from tests.settings.builders import LEAST, about, notices, other_value, resolved
 from tests.settings.test_device_notices import ON_A_GPU

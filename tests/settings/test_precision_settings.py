@@ -3,7 +3,7 @@
 import pytest
 
 from pentatron.optim.loss_scale import LossScaler
-from pentatron.settings.entry import (
+from pentatron.settings.entry_points import (
     EXAMPLE,
     MEGATRON,
     PARALLEL_3D,

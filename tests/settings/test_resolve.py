@@ -7,9 +7,9 @@ import pytest
 
 from pentatron.errors import UserError
 from pentatron.settings.derive import derive
-from pentatron.settings.entry import EXAMPLE, PARALLEL_3D, PRETRAIN_GPT, STANDARD, TRAIN, EntryPoint
+from pentatron.settings.entry_points import EXAMPLE, PARALLEL_3D, PRETRAIN_GPT, STANDARD, TRAIN, EntryPoint
 from pentatron.settings.resolve import gather, resolve
-from pentatron.settings.run import table
+from pentatron.settings.run_config import table
 from pentatron.settings.settings import Facts
 from tests.settings.builders import draft, notices, problems, resolved, values
 

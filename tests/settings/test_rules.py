@@ -2,10 +2,10 @@
 
 import pytest
 
-from pentatron.settings.entry import STANDARD
+from pentatron.settings.entry_points import STANDARD
 from pentatron.settings.model_rules import MOE_RULES, POSITION_RULES
 from pentatron.settings.rules import RULES, out_of_limits, problems_of, unsupported_features
-from pentatron.settings.run import table
+from pentatron.settings.run_config import table
 from pentatron.settings.settings import Facts
 from pentatron.settings.training_rules import LOOP_RULES, SFT_RULES
 from tests.settings.builders import not_built, problems, resolved

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pentatron.settings.entry import PRETRAIN_GPT, TRAIN
+from pentatron.settings.entry_points import PRETRAIN_GPT, TRAIN
 from pentatron.settings.resolve import gather
 
 

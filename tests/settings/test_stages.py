@@ -4,7 +4,7 @@ import pytest
 
 from pentatron.layout.check import check
 from pentatron.settings.parameters import costs_of
-from pentatron.settings.run import RunConfig
+from pentatron.settings.run_config import RunConfig
 from tests.support import resolved
 
 

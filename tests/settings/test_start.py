@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pentatron.settings.entry import PRETRAIN_GPT, STANDARD, TRAIN, EntryPoint
+from pentatron.settings.entry_points import PRETRAIN_GPT, STANDARD, TRAIN, EntryPoint
 from pentatron.settings.resolve import gather, resolve
 from pentatron.settings.settings import Facts, Start, how_to_resume, start_of
 

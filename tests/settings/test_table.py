@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from pentatron.settings.command_line import parse_flags
-from pentatron.settings.entry import ENTRY_POINTS, TRAIN
+from pentatron.settings.entry_points import ENTRY_POINTS, TRAIN
 from pentatron.settings.presets import presets
 from pentatron.settings.rules import problems_of
-from pentatron.settings.run import RunConfig, sections, table
+from pentatron.settings.run_config import RunConfig, sections, table
 from pentatron.settings.settings import Assigned, Settings
 from tests.settings.builders import all_settings, other_value, resolved
 from tests.settings.usage import settings_read, settings_read_anywhere

@@ -8,7 +8,7 @@ import ast
 from collections import defaultdict
 from pathlib import Path
 
-from pentatron.settings.run import sections, table
+from pentatron.settings.run_config import sections, table
 
 PACKAGE = Path(__file__).parents[2] / "pentatron"
 DECLARATIONS = {"model.py", "training.py", "parallel.py", "output.py", "declaration.py"}

@@ -14,9 +14,9 @@ from pentatron.errors import UserError
 from pentatron.layout.batch import linear_ramp
 from pentatron.layout.check import check
 from pentatron.parallel.world import create_groups, single_process
-from pentatron.settings.entry import PRETRAIN_GPT
+from pentatron.settings.entry_points import PRETRAIN_GPT
 from pentatron.settings.resolve import Resolved, gather, resolve
-from pentatron.settings.run import remaining_batch_sizes_problem, size_problem
+from pentatron.settings.run_config import remaining_batch_sizes_problem, size_problem
 from pentatron.settings.settings import Facts
 from pentatron.train.schedules import update_schedule
 from pentatron.train.session import run_training

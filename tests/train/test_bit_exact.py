@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from pentatron.checkpoint.compare import StateDigest, state_digest
 from pentatron.checkpoint.find import find_step
-from pentatron.data.pair_writer import IndexedDatasetWriter
+from pentatron.data.indexed_writer import IndexedDatasetWriter
 from pentatron.parallel.world import create_groups, single_process
 from pentatron.train.session import run_training
 from tests.harness import run_distributed

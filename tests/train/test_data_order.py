@@ -15,8 +15,8 @@ from pentatron.checkpoint.state import TrainState
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.data.blending import BlendedDataset
 from pentatron.data.datasets import Datasets, build_datasets, open_data
+from pentatron.data.indexed_writer import IndexedDatasetWriter
 from pentatron.data.loader import build_loader
-from pentatron.data.pair_writer import IndexedDatasetWriter
 from pentatron.errors import UserError
 from pentatron.layout.ranks import Grid
 from pentatron.monitor.display import SilentDisplay

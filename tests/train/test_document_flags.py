@@ -11,7 +11,7 @@ from pentatron.checkpoint.state import TrainState
 from pentatron.data.datasets import build_datasets, open_data
 from pentatron.data.gpt_dataset import GPTDataset
 from pentatron.data.indexed import TokenizerIdentity, sidecar_path
-from pentatron.data.pair_writer import IndexedDatasetWriter
+from pentatron.data.indexed_writer import IndexedDatasetWriter
 from pentatron.data.sampling import DOCUMENT_STARTS, Boundaries
 from pentatron.errors import UserError
 from pentatron.monitor.display import SilentDisplay

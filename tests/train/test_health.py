@@ -18,7 +18,7 @@ import pentatron.train.trainer as trainer_module
 from pentatron.checkpoint.state import TrainState
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.data.gpt_dataset import SyntheticDataset
-from pentatron.data.pair_writer import IndexedDatasetWriter
+from pentatron.data.indexed_writer import IndexedDatasetWriter
 from pentatron.errors import AgreedError, NonFiniteError
 from pentatron.layout.ranks import Grid
 from pentatron.monitor.metrics import MetricsFollower

@@ -8,7 +8,7 @@ import pytest
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.errors import UserError
 from pentatron.parallel.world import single_process
-from pentatron.settings.entry import PRETRAIN_GPT, TRAIN, EntryPoint
+from pentatron.settings.entry_points import PRETRAIN_GPT, TRAIN, EntryPoint
 from pentatron.settings.resolve import gather, resolve
 from pentatron.settings.settings import Facts
 from pentatron.supervise.attempts import Attempt, LauncherState, identify_attempt

@@ -19,17 +19,17 @@ from torch import Tensor
 import pentatron.train.resume as resume_module
 from pentatron.checkpoint.load import load_tensor
 from pentatron.checkpoint.store import Checkpoint, CheckpointStore
-from pentatron.cli.loaded import adopt_checkpoint_settings
+from pentatron.cli.checkpoint_settings import adopt_checkpoint_settings
 from pentatron.cli.main import main
 from pentatron.errors import ConfigError, UserError
 from pentatron.hf.small_files import copy_model_files
 from pentatron.parallel.collectives import Group
-from pentatron.parallel.shards import Fragment, region
+from pentatron.parallel.sharding import Fragment, region
 from pentatron.parallel.world import create_groups, single_process
-from pentatron.settings.entry import TRAIN
-from pentatron.settings.loaded import architecture, architecture_differences
+from pentatron.settings.entry_points import TRAIN
+from pentatron.settings.loaded_architecture import architecture, architecture_differences
 from pentatron.settings.resolve import Resolved, derived_settings, gather, resolve
-from pentatron.settings.run import table
+from pentatron.settings.run_config import table
 from pentatron.settings.settings import Facts, Settings, start_of
 from pentatron.train.session import run_training
 from tests.harness import run_distributed

@@ -9,7 +9,7 @@ from pentatron.checkpoint.load import load_fragments
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.errors import UserError
 from pentatron.generate.source import Source
-from pentatron.parallel.shards import Fragment
+from pentatron.parallel.sharding import Fragment
 from pentatron.parallel.world import single_process
 from pentatron.train.session import run_training
 from tests.train.test_loaded import losses, prepared, train

@@ -14,7 +14,7 @@ from pentatron.compare.verify import (
     single_process_config,
 )
 from pentatron.parallel.world import single_process
-from pentatron.settings.run import RunConfig
+from pentatron.settings.run_config import RunConfig
 from pentatron.settings.settings import Settings
 from tests.compare.test_verify import on_a_rank, twin, verdict
 from tests.harness import run_distributed

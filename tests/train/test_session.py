@@ -21,7 +21,7 @@ from pentatron.data.gpt_dataset import SyntheticDataset
 from pentatron.errors import AgreedError, UserError
 from pentatron.layout.ranks import Grid
 from pentatron.parallel.world import World, create_groups, single_process
-from pentatron.settings.entry import PRETRAIN_GPT
+from pentatron.settings.entry_points import PRETRAIN_GPT
 from pentatron.settings.resolve import Resolved, gather, resolve
 from pentatron.settings.settings import Facts
 from pentatron.supervise.signals import StoppedEarly

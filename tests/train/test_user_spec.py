@@ -12,7 +12,7 @@ import yaml
 from pentatron.cli.main import main
 from pentatron.compare.trial import Trajectory, disagreements, failures, gaps
 from pentatron.errors import AgreedError, UserError
-from pentatron.hf.architecture import config_from_settings
+from pentatron.hf.model_config import config_from_settings
 from pentatron.parallel.world import single_process
 from pentatron.settings.files import saved_values
 from pentatron.train.model import ParallelModel, build_parallel_model

@@ -6,7 +6,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from pentatron.cli.main import run_command
-from pentatron.cli.reference import reference_command
+from pentatron.cli.transformers_reference import reference_command
 
 if __name__ == "__main__":
     run_command(reference_command)

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from pentatron.errors import UserError
 from pentatron.settings.data_paths import training_files_flag
-from pentatron.settings.loaded import LOADED_PREFIX, NOT_IN_WEIGHTS, adopt_architecture
+from pentatron.settings.loaded_architecture import LOADED_PREFIX, NOT_IN_WEIGHTS, adopt_architecture
 from pentatron.settings.resolve import derived_settings
-from pentatron.settings.run import table
+from pentatron.settings.run_config import table
 from pentatron.settings.settings import KEPT_PREFIX, Draft, Facts, Settings, Start, is_unset, other_run_error
 from pentatron.text import divisors, plural
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from pentatron.settings.declaration import first_unmet
-from pentatron.settings.layers import window_of_layer
+from pentatron.settings.layer_patterns import window_of_layer
 from pentatron.settings.model import moe_layers
 from pentatron.settings.resolve import derived_settings
-from pentatron.settings.run import table
+from pentatron.settings.run_config import table
 from pentatron.settings.settings import Draft, Facts, Settings
 
 # Prefix of the origin of settings taken from a checkpoint.

@@ -11,9 +11,9 @@ from pentatron.cli.options import Options, flags_of, option, options_help, parse
 from pentatron.cli.output import say, show_report
 from pentatron.errors import UserError
 from pentatron.settings.command_line import did_you_mean
-from pentatron.settings.entry import ENTRY_POINTS, TRAIN, EntryPoint
+from pentatron.settings.entry_points import ENTRY_POINTS, TRAIN, EntryPoint
 from pentatron.settings.presets import presets
-from pentatron.settings.run import sections, table
+from pentatron.settings.run_config import sections, table
 
 _SCRIPTS = ", ".join(name for name in ENTRY_POINTS if name.endswith(".py"))
 

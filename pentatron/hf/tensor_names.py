@@ -18,10 +18,10 @@ from pentatron.checkpoint.links import (
 )
 from pentatron.checkpoint.tensor_file import WEIGHT_DTYPES, blocks, represents_exactly
 from pentatron.errors import UserError
-from pentatron.hf.architecture import model_type_of
 from pentatron.hf.folder import HuggingFaceFolder
+from pentatron.hf.model_config import model_type_of
 from pentatron.models.causal_lm import logical_shapes
-from pentatron.parallel.shards import Fragment
+from pentatron.parallel.sharding import Fragment
 from pentatron.settings.model import MoEConfig, TransformerConfig
 
 _FIRST_PROBLEMS = 5

@@ -10,10 +10,9 @@ from pathlib import Path
 
 from pentatron.cli.main import run_guarded
 from pentatron.cli.train import train
-from pentatron.settings.entry import EntryPoint
+from pentatron.settings.entry_points import EntryPoint
 
 # Imported before the processes are forked, so that they share it.
-from pentatron.train import session as _session  # noqa: F401
 
 
 @dataclass(frozen=True)

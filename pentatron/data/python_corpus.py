@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pentatron.data.indexed import pair_paths, sidecar_path, token_dtype
-from pentatron.data.pair_writer import IndexedDatasetWriter
+from pentatron.data.indexed_writer import IndexedDatasetWriter
 from pentatron.data.tokenizer import FileTokenizer, identify_tokenizer, train_bpe
 from pentatron.errors import UserError
 from pentatron.files import TEMPORARY_SUFFIX, write_file

@@ -5,7 +5,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from pentatron.checkpoint.untrusted import implausible
+from pentatron.checkpoint.manifest_checks import implausible
 from pentatron.errors import ConfigError, UserError
 from pentatron.hf.config_reader import (
     ORIGIN,

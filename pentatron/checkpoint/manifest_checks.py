@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pentatron.checksums import CRC32, SHA256
-from pentatron.settings.run import table
+from pentatron.settings.run_config import table
 from pentatron.settings.settings import Settings
 from pentatron.text import binary_size, one_line, parse_printable_json
 

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from pentatron.errors import UserError
 from pentatron.settings.model import NO_EXPERTS, MoEConfig, TransformerConfig
-from pentatron.settings.run import RunConfig
+from pentatron.settings.run_config import RunConfig
 
 
 @dataclass(frozen=True)
