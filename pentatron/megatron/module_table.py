@@ -114,7 +114,7 @@ MODULES: dict[str, Module] = {
             "pentatron.megatron.tensor_parallel": (
                 "ColumnParallelLinear, broadcast_data, vocab_parallel_cross_entropy"
             ),
-            "pentatron.nn.linear": "RowParallelLinear, VocabularyTable as VocabParallelEmbedding",
+            "pentatron.nn.linear": "RowParallelLinear, VocabParallelEmbedding",
         },
     ),
     "megatron.core.tensor_parallel.cross_entropy": Module(
@@ -128,7 +128,7 @@ MODULES: dict[str, Module] = {
         "Linear layers and embeddings split across tensor ranks.",
         {
             "pentatron.megatron.tensor_parallel": "ColumnParallelLinear",
-            "pentatron.nn.linear": "RowParallelLinear, VocabularyTable as VocabParallelEmbedding",
+            "pentatron.nn.linear": "RowParallelLinear, VocabParallelEmbedding",
         },
     ),
     "megatron.core.pipeline_parallel": Module(
