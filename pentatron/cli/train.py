@@ -55,7 +55,7 @@ _READ_STEP = """
 import sys
 from pathlib import Path
 from pentatron.checkpoint.store import CheckpointStore
-print(CheckpointStore(Path(sys.argv[1]), None).newest_own())
+print(CheckpointStore(Path(sys.argv[1]), None).newest_saved_step())
 """
 
 
