@@ -29,7 +29,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
          ["8 processes cannot be divided into copies of the model of 3 (tensor) × 1 (pipeline) × 1 (context) = 3"]),
         ([*CLUSTER, "--tp", "4", "--pp", "4"],
          ["8 processes are too few: one copy of the model needs 4 (tensor) × 4 (pipeline) × 1 (context) = 16"]),
-        ([*CLUSTER, "--world-size", "16"], ["--world-size 16 does not match the 8 process(es)"]),
+        ([*CLUSTER, "--world-size", "16"], ["--world-size 16 does not match the 8 started process(es)"]),
         ([*CLUSTER, "--hiden-size", "8"], ["unknown flag --hiden-size"]),
         (["--nodes", "2"], ["how many GPUs does a node have? Say --gpus-per-node G"]),
         (["--nodes", "0", "--gpus-per-node", "4", "--time", "soon"],

@@ -310,7 +310,7 @@ def test_flags_act_or_say_why_not(tmp_path: Path) -> None:
         ),
         (["--sft", "--data-path", "a.jsonl"], "--sft needs a tokenizer"),
         (["--sft-tokenizer-prompt-format", "nemotron-h-aligned"], "--chat-template FILE takes any template"),
-        (["--sft-date", "today"], "is no day"),
+        (["--sft-date", "today"], "is not a date"),
     ):
         with pytest.raises(ConfigError, match=reason):
             resolve(gather([*MODEL, "--seq-length", "8", "--vocab-size", "9", *words], TRAIN), Facts(1))
