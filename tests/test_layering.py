@@ -84,7 +84,7 @@ def test_every_package_has_a_level() -> None:
         "from pentatron.train.step import train_step",
         "import pentatron.cli.main",
         "def f():\n    from pentatron import models",
-        "from pentatron.optim.update_rules import clipping",
+        "from pentatron.optim.update_rules import clip_factor",
     ],
 )
 def test_an_upward_import_is_seen(source: str) -> None:

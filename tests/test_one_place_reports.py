@@ -146,7 +146,7 @@ def test_options_that_a_command_reads_itself_are_seen() -> None:
     for wrong in (
         "import argparse",
         "from argparse import ArgumentParser",
-        "from pentatron.settings.command_line import is_flag, normal",
+        "from pentatron.settings.command_line import is_flag, normalize_flag",
         "as_json = '--json' in words",
         "if word == '--draw': pass",
         "word.startswith('--tensors=')",

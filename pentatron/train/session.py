@@ -74,9 +74,7 @@ def run_training(
         attempt: which start of its job this is.
     """
     with open_session(resolved, world, resumes, launcher, program, started, sentence, attempt) as session:
-        session.open_data()
-        session.build()
-        session.prepare()
+        session.set_up()
         return session.conclude(session.trainer.run())
 
 
@@ -170,6 +168,12 @@ class Session:
             display.say(f"note: {notice}")
         check_start(resolved, world)
         seed_generators(self.config.run.seed + world.everyone.rank)
+
+    def set_up(self) -> None:
+        """Opens the data, builds the model and prepares the loop (`trainer`)."""
+        self.open_data()
+        self.build()
+        self.prepare()
 
     def open_data(self) -> None:
         """Opens the data: before the model is built, or after it if the program names its data only then."""

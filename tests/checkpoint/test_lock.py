@@ -30,8 +30,8 @@ def test_a_second_job_is_refused_and_the_first_is_named(tmp_path: Path) -> None:
 
 def test_the_lock_of_a_killed_job_is_free(tmp_path: Path) -> None:
     program = (
-        "import os, sys; from pathlib import Path; from pentatron.checkpoint.lock import folder_lock\n"
-        "with folder_lock(Path(sys.argv[1])): os.kill(os.getpid(), 9)"
+        "import os, sys; from pathlib import Path; from pentatron.checkpoint.lock import lock_folder\n"
+        "with lock_folder(Path(sys.argv[1])): os.kill(os.getpid(), 9)"
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
     assert (tmp_path / ".lock").exists()

@@ -17,12 +17,12 @@ PLANTING = f"""
 import sys
 
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})
-from pentatron.cli.main import guarded
+from pentatron.cli.main import run_guarded
 from pentatron.cli.verify import verify_command
 from tests.parity.bugs import plant
 
 plant("norm gradients not summed")
-sys.exit(guarded(lambda: verify_command(sys.argv[1:], [sys.argv[0]])))
+sys.exit(run_guarded(lambda: verify_command(sys.argv[1:], [sys.argv[0]])))
 """
 SP = ("--tp_size", "2", "--sequence-parallel")
 

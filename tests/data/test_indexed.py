@@ -216,8 +216,8 @@ def test_killed_around_the_renames_never_mixes_pairs(prefix: Path, when: str) ->
     """After SIGKILL at each point of the commit, the prefix opens as the old pair, the new one, or not."""
     body = f"""
 import os, signal
-from pentatron.data import pair_writer
-real = pair_writer.commit
+from pentatron.data import indexed_writer
+real = indexed_writer.commit
 def commit(temporary, target):
     moment = {{".bin": "before", ".meta": "between", ".idx": "last"}}[target.suffix]
     if moment == {when!r}:
@@ -225,8 +225,8 @@ def commit(temporary, target):
     real(temporary, target)
     if target.suffix == ".idx":
         os.kill(os.getpid(), signal.SIGKILL)
-pair_writer.commit = commit
-with pair_writer.IndexedDatasetWriter({str(prefix)!r}, "uint16") as writer:
+indexed_writer.commit = commit
+with indexed_writer.IndexedDatasetWriter({str(prefix)!r}, "uint16") as writer:
     # The same sizes as before: only the order of the steps can keep the two apart.
     for document in {[[9] * len(document) for document in DOCUMENTS]!r}:
         writer.add_document(document)

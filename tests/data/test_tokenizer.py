@@ -177,7 +177,7 @@ def test_the_package_works_without_tokenizers_and_torch() -> None:
     body = """
 import sys
 sys.modules["tokenizers"] = None
-from pentatron.data import corpus, gpt_dataset, indexed, sampling, tokenizer
+from pentatron.data import python_corpus, gpt_dataset, indexed, sampling, tokenizer
 assert "torch" not in sys.modules
 assert tokenizer.load_tokenizer("ByteTokenizer").encode("a") == [97]
 for call in (lambda: tokenizer.FileTokenizer("x"), lambda: tokenizer.train_bpe(iter(["a"]), 300)):

@@ -111,13 +111,13 @@ def test_an_interpreter_that_cannot_flush_at_its_end_keeps_the_code_of_the_work(
     """Python would end with 120, and say `Exception ignored`."""
     script = """
 import sys
-from pentatron.cli.main import guarded
-from pentatron.monitor.terminal import outlive_output
+from pentatron.cli.main import run_guarded
+from pentatron.monitor.terminal import ignore_output_errors
 def action():
-    outlive_output()
+    ignore_output_errors()
     print("not flushed")
     return 0
-sys.exit(guarded(action))
+sys.exit(run_guarded(action))
 """
     with Path("/dev/full").open("w") as out:
         done = subprocess.run(

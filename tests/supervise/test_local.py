@@ -46,8 +46,8 @@ def test_temporary_folders_of_killed_commands_are_removed_and_those_in_use_stay(
         folder.mkdir()
     # A rank may hold it after the launcher is gone.
     code = (
-        "import sys; from pathlib import Path; from pentatron.supervise.launcher import hold_folder; "
-        "hold_folder(Path(sys.argv[1])); print(1, flush=True); input()"
+        "import sys; from pathlib import Path; from pentatron.supervise.launcher import lock_folder; "
+        "lock_folder(Path(sys.argv[1])); print(1, flush=True); input()"
     )
     words = [sys.executable, "-c", code, str(in_use)]
     holder = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)

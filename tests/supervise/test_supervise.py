@@ -23,7 +23,7 @@ from tests.support import resolved
 _SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
-from pentatron.supervise.processes import begin_work, end_work, write_record
+from pentatron.supervise.processes import mark_working, mark_done, write_record
 rank, job = int(os.environ["RANK"]), Path(os.environ["PENTATRON_JOB"])
 def tell(kind):
     write_record(job, rank, kind, f"{kind} of rank {rank}", time.time())
@@ -110,19 +110,19 @@ def test_sigquit_asks_every_rank_for_its_stacks_and_the_job_continues(
 ) -> None:
     script = """
 import faulthandler
-from pentatron.supervise.hang import STACKS, stacks_path
-begin_work(job, rank)
+from pentatron.supervise.hang import STACKS_SIGNAL, stacks_path
+mark_working(job, rank)
 stacks = stacks_path(job, rank)
-faulthandler.register(STACKS, stacks.open("w"))
+faulthandler.register(STACKS_SIGNAL, stacks.open("w"))
 if rank == 0:
     while not stacks_path(job, 1).exists() or not stacks_path(job, 1).with_suffix(".ready").exists():
         time.sleep(0.02)
-    os.kill(os.getppid(), STACKS)
+    os.kill(os.getppid(), STACKS_SIGNAL)
 else:
     stacks.with_suffix(".ready").touch()
 while "most recent call first" not in stacks.read_text():
     time.sleep(0.02)
-end_work(job, rank)
+mark_done(job, rank)
 """
     assert run(script, 2, monkeypatch).exit_code == 0
     assert "pentatron: 2 ranks write their stacks to " in capfd.readouterr().err
