@@ -156,8 +156,7 @@ def joined_process_group(prepared: Prepared, worker: Worker) -> "Iterator[tuple[
 @contextmanager
 def _heartbeats(status: RankStatus, config: RunConfig, worker: Worker) -> "Iterator[None]":
     """Sends heartbeats to pentatron's launcher or, under another launcher, to the other ranks."""
-    from pentatron.supervise.hang import HangLimits
-    from pentatron.supervise.peers import PeerWatchdog
+    from pentatron.supervise.hang import HangLimits, PeerWatchdog
 
     supervised = current_worker()
     limits = HangLimits(config.launch.heartbeat_timeout, config.launch.distributed_timeout_minutes * 60)

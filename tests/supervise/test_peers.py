@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from pentatron.parallel.rank_status import RankStatus
-from pentatron.supervise import peers
-from pentatron.supervise.hang import HangLimits
-from pentatron.supervise.peers import PeerWatchdog
+from pentatron.supervise import hang
+from pentatron.supervise.hang import HangLimits, PeerWatchdog
 
 
 class Left(Exception):
@@ -24,7 +23,7 @@ def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PeerWatch
     def leave(code: int) -> None:
         raise Left
 
-    monkeypatch.setattr(peers.os, "_exit", leave)
+    monkeypatch.setattr(hang.os, "_exit", leave)
     (tmp_path / "hang-7.txt").write_text("an earlier attempt's")
     where = RankStatus()
     where.step, where.phase = 7, "step"
