@@ -163,3 +163,26 @@ def test_python_of_the_pages_runs() -> None:
     assert len(found) == 2, "the sum over the ranks, and the class of guide 003"
     for page, block in found:
         exec(compile(block, str(page), "exec"), {})
+
+
+FRONT_PAGE = ROOT / "docs/README.md"
+# A code block, and its output if a text block follows it.
+SHOWN = re.compile(r"^```python\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
+
+
+def test_the_front_page_shows_code_that_runs_and_code_that_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    """A block with an output prints it. In other blocks a comment `# FILE` comes before lines of that file."""
+    blocks = SHOWN.findall(FRONT_PAGE.read_text(encoding="utf-8"))
+    assert [bool(output) for _, output in blocks] == [True, True, False, True, False]
+    for code, output in blocks:
+        if output:
+            exec(compile(code, str(FRONT_PAGE), "exec"), {})
+            assert capsys.readouterr().out == output
+            continue
+        source: set[str] = set()
+        for line in filter(None, map(str.strip, code.splitlines())):
+            if named := re.match(r"# ((?:\w+/)+\w+\.py)", line):
+                path = ROOT / named[1] if named[1].startswith("tests/") else ROOT / "pentatron" / named[1]
+                source = set(map(str.strip, path.read_text(encoding="utf-8").splitlines()))
+            else:
+                assert line in source, line
