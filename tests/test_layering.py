@@ -74,7 +74,7 @@ def test_no_module_imports_upward() -> None:
 
 
 def test_every_package_has_a_level() -> None:
-    packages = {p.name for p in PACKAGE.iterdir() if p.is_dir() and p.name != "__pycache__"}
+    packages = {p.parent.name for p in PACKAGE.glob("*/__init__.py")}
     assert packages <= set(LEVELS)
 
 

@@ -113,7 +113,7 @@ def options_by_hand(node: ast.AST) -> Iterator[str]:
         module = node.module if isinstance(node, ast.ImportFrom) else None
         if names & {"argparse", "optparse", "getopt"} or (module == "argparse" and names != {"Namespace"}):
             yield f"line {node.lineno}: {ast.unparse(node)}"
-        if module == "pentatron.settings.command_line" and "normal" in names:
+        if module == "pentatron.settings.command_line" and "normalize_flag" in names:
             yield f"line {node.lineno}: reads flags itself"
     constants: list[ast.expr] = []
     if isinstance(node, ast.Compare):

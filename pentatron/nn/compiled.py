@@ -88,7 +88,7 @@ class CompiledLayers:
 
 def compiled_layers(compile: CompileOptions | None, layers: Iterable[nn.Module]) -> CompiledLayers | None:
     """Returns a Together if it is configured and all layers are compiled as a whole."""
-    if compile is None or compile.together == 1 or compile.documents or compile_report(layers).left_out:
+    if compile is None or compile.together == 1 or compile.documents or compilation_report(layers).left_out:
         return None
     return CompiledLayers(compile)
 
@@ -137,7 +137,7 @@ class CompileReport:
     left_out: tuple[str, ...]
 
 
-def compile_report(layers: Iterable[nn.Module]) -> CompileReport:
+def compilation_report(layers: Iterable[nn.Module]) -> CompileReport:
     """Reports what is compiled of layers that were built with `CompileOptions`."""
     count, left_out = 0, dict[str, None]()
     for layer in layers:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pentatron.errors import UserError
 from pentatron.models.causal_lm import CausalLM
-from pentatron.nn.compiled import CompileOptions, CompileReport, compile_report
+from pentatron.nn.compiled import CompileOptions, CompileReport, compilation_report
 from pentatron.parallel.rank_status import RankStatus
 from pentatron.settings.decision_types import CompileDecision
 from pentatron.text import plural
@@ -142,7 +142,7 @@ def track_compilation(checked: CheckedCompile, stages: Iterable[CausalLM], where
     """Returns the compiled part of the built stages, and starts to time the compiler."""
     if checked.compile is None:
         return Compilation(notes=checked.notes)
-    compiled = compile_report(layer for stage in stages for layer in stage.layers.values())
+    compiled = compilation_report(layer for stage in stages for layer in stage.layers.values())
     compilation = Compilation(compiled, tuple(f"not compiled: {what}" for what in compiled.left_out))
     if compiled.layers:
         compilation.watch(where)

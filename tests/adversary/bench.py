@@ -272,12 +272,12 @@ class Place:
             verdict.defects += [(kind, f"{which} command: {what}") for kind, what in ended.problems()]
         if second.code or self.state() != self.bench.state(layout):
             seen = f"exit code {second.code}, steps {self.steps()}"
-            verdict.checksum_error(
+            verdict.blame(
                 UNEQUAL,
                 f"the second command does not end with the undisturbed state: {seen}\n{second.tail()}",
             )
         elif left := self.leftovers():
-            verdict.checksum_error(LEFT, f"after the second command: {', '.join(left[:4])}")
+            verdict.blame(LEFT, f"after the second command: {', '.join(left[:4])}")
         return verdict
 
 

@@ -99,11 +99,9 @@ def train_twice(layout: str, fault: Fault) -> Callable[[Place], Verdict]:
 def blame_end(first: Ended, is_done: bool, verdict: Verdict) -> None:
     """Exit code 0 means that all is there; any other one comes with a sentence, unless the process was killed."""
     if first.code == 0 and not is_done:
-        verdict.checksum_error(SILENT, f"exit code 0 without the result ({first.fired})\n{first.tail()}")
-    elif first.code and not first.killed_message and not first.hung and not first.sentence:
-        verdict.checksum_error(
-            SILENT, f"exit code {first.code} without a sentence ({first.fired})\n{first.tail()}"
-        )
+        verdict.blame(SILENT, f"exit code 0 without the result ({first.fired})\n{first.tail()}")
+    elif first.code and not first.killed and not first.hung and not first.sentence:
+        verdict.blame(SILENT, f"exit code {first.code} without a sentence ({first.fired})\n{first.tail()}")
 
 
 # ---- commands that write files ----
@@ -226,9 +224,7 @@ def _job(name: str, job: Job, fault: Fault) -> Callable[[Place], Verdict]:
         first = place.command(*words, fault=fault)
         was_whole = is_whole()
         if not was_whole and _result(place, job) is not None:
-            verdict.checksum_error(
-                SILENT, f"part of the result lies under its name ({first.fired})\n{first.tail()}"
-            )
+            verdict.blame(SILENT, f"part of the result lies under its name ({first.fired})\n{first.tail()}")
         blame_end(first, was_whole, verdict)
         second = place.command(*words)
         for which, ended in (("first", first), ("second", second)):
@@ -236,9 +232,9 @@ def _job(name: str, job: Job, fault: Fault) -> Callable[[Place], Verdict]:
         # A result that is there is not written again.
         refused = was_whole and second.code == 2 and second.sentence
         if not is_whole() or (second.code and not refused):
-            verdict.checksum_error(UNEQUAL, f"the second command ends with {second.code}\n{second.tail()}")
+            verdict.blame(UNEQUAL, f"the second command ends with {second.code}\n{second.tail()}")
         if left := place.leftovers():
-            verdict.checksum_error(LEFT, f"after the second command: {', '.join(left[:4])} ({first.fired})")
+            verdict.blame(LEFT, f"after the second command: {', '.join(left[:4])} ({first.fired})")
         if refused:
             verdict.outcome = REFUSED
         return verdict

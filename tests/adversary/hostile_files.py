@@ -167,7 +167,7 @@ def _read_folder(reader: str, change: Callable[[Path], None]) -> Callable[[Place
         }
         verdict = judge_input(place.command(*words[reader]))
         if left := place.leftovers():
-            verdict.checksum_error("files left behind", ", ".join(left[:4]))
+            verdict.blame("files left behind", ", ".join(left[:4]))
         return verdict
 
     return run
@@ -250,7 +250,7 @@ def _render(text: str) -> Callable[[Place], Verdict]:
         )
         verdict = judge_input(place.command(*words.split()))
         if (place.disk / "escaped").exists():
-            verdict.checksum_error("silent acceptance", "the template ran a program")
+            verdict.blame("silent acceptance", "the template ran a program")
         return verdict
 
     return run

@@ -99,17 +99,17 @@ def resume(layout: str, files: dict[str, bytes | None], told: int) -> Callable[[
         ended = place.train(layout)
         verdict.defects += ended.problems()
         if ended.code or place.state() != place.bench.state(layout):
-            verdict.checksum_error(UNEQUAL, f"exit code {ended.code}, steps {place.steps()}\n{ended.tail()}")
+            verdict.blame(UNEQUAL, f"exit code {ended.code}, steps {place.steps()}\n{ended.tail()}")
             return verdict
         match = re.search(r"^resuming at step (\d+) of", ended.text, re.MULTILINE)
         finished = re.search(r"has finished its \d+ steps|finished", ended.text) and not match
         began = int(match[1]) if match else (6 if finished and "step     1/" not in ended.text else 0)
         if began < told:
-            verdict.checksum_error(
+            verdict.blame(
                 SILENT, f"step {told} was reported as saved and the run resumes at {began}\n{ended.tail()}"
             )
         elif left := place.leftovers():
-            verdict.checksum_error("files left behind", ", ".join(left[:4]))
+            verdict.blame("files left behind", ", ".join(left[:4]))
         return verdict
 
     return run

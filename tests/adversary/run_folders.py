@@ -210,7 +210,7 @@ def resumed(place: Place) -> Verdict:
         verdict.outcome = EQUAL
         if place.state() != place.bench.state("sync"):
             seen = f"exit code 0, steps {place.steps()}, and another state than the undisturbed run"
-            verdict.checksum_error(SILENT, f"{seen}\n{ended.tail()}")
+            verdict.blame(SILENT, f"{seen}\n{ended.tail()}")
     return verdict
 
 
@@ -218,7 +218,7 @@ def judge_input(ended: Ended) -> Verdict:
     """A command whose input is odd: accepted, or refused with a sentence."""
     verdict = Verdict(ACCEPTED if ended.code == 0 else REFUSED, ended.problems())
     if ended.code and not verdict.defects and not ended.sentence:
-        verdict.checksum_error(SILENT, f"exit code {ended.code} without a sentence\n{ended.tail()}")
+        verdict.blame(SILENT, f"exit code {ended.code} without a sentence\n{ended.tail()}")
     return verdict
 
 

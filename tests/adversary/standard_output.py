@@ -154,13 +154,13 @@ def _run(kind: Kind, stream: str, size: int, errors: bool) -> Callable[[Place], 
         verdict = Verdict(EQUAL if kind.code == 0 else REFUSED, ended.problems())
         hung_up = stream == "terminal" and ended.code in (129, -1)
         if ended.code != kind.code and not hung_up:
-            verdict.checksum_error(SILENT, f"exit code {ended.code} instead of {kind.code}\n{ended.tail()}")
+            verdict.blame(SILENT, f"exit code {ended.code} instead of {kind.code}\n{ended.tail()}")
         if kind.code == 0:
             again = place.train("sync", kind.words) if ended.code else ended
             if not ended.code and LAST not in place.steps():
-                verdict.checksum_error(SILENT, f"exit code 0, steps {place.steps()}")
+                verdict.blame(SILENT, f"exit code 0, steps {place.steps()}")
             elif place.state() != place.bench.state("sync"):
-                verdict.checksum_error(
+                verdict.blame(
                     UNEQUAL, f"exit codes {ended.code}, {again.code}, steps {place.steps()}\n{again.tail()}"
                 )
         return verdict
@@ -173,7 +173,7 @@ def _lost(words: str) -> Callable[[Place], Verdict]:
         ended = place.command(*words.split(), out="/dev/full")
         verdict = Verdict(REFUSED if ended.code else ACCEPTED, ended.problems())
         if ended.code == 0:
-            verdict.checksum_error(SILENT, "exit code 0, and its answer is lost")
+            verdict.blame(SILENT, "exit code 0, and its answer is lost")
         return verdict
 
     return run

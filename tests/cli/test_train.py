@@ -237,7 +237,10 @@ def test_the_example_needs_torch_and_numpy_only(tmp_path: Path) -> None:
         (["--run-dir", "/proc/run"], "the run folder /proc/run cannot be written"),
         (["--batch-size", "4"], "--batch-size is ambiguous here"),
         (["--tensor-model-parallel-size", "4", "--nproc-per-node", "2"], "2 processes are too few"),
-        (["--nproc-per-node", "2", "--world-size", "8"], "--world-size 8 does not match the 2 process(es)"),
+        (
+            ["--nproc-per-node", "2", "--world-size", "8"],
+            "--world-size 8 does not match the 2 started process(es)",
+        ),
     ],
     ids=["typo", "config", "folder", "ambiguous", "too-few", "world-size"],
 )

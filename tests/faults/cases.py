@@ -34,7 +34,9 @@ class Outcome:
         if not holds:
             self.problems.append(otherwise)
 
-    def told(self, ran: Ran, pattern: str, since: float | None = None, within: float | None = None) -> None:
+    def expect_output(
+        self, ran: Ran, pattern: str, since: float | None = None, within: float | None = None
+    ) -> None:
         """Some line must fit the pattern, which has the right rank or file in it."""
         line = ran.find(pattern)
         self.named = line is not None

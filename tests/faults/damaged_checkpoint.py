@@ -80,7 +80,7 @@ def goes_on_from_the_one_before(damage: Callable[[Path], None], named: str) -> C
     def run(lab: Lab) -> Outcome:
         damage(lab.interrupted(LAYOUT, NEWEST))
         ran, outcome = lab.fork(LAYOUT), Outcome()
-        outcome.mark_reported(
+        outcome.expect_output(
             ran, f"note: .*step-{NEWEST:08d}.*{named}.*set aside|note: .*{named}.*set aside"
         )
         outcome.ended(ran, 0)
@@ -134,7 +134,7 @@ def every_step(lab: Lab) -> Outcome:
     for step in range(SAVE_INTERVAL, NEWEST + 1, SAVE_INTERVAL):
         flipped(SHARD)(step_folder(lab.run, step))
     ran, outcome = lab.fork(LAYOUT), Outcome(remark="refused, no new run started")
-    outcome.mark_reported(ran, rf"{SHARD}: sha256")
+    outcome.expect_output(ran, rf"{SHARD}: sha256")
     outcome.ended(ran, 2)
     outcome.expect(not step_folder(lab.run, 2).exists() and not ran.find("^step "), "it trained all the same")
     return outcome

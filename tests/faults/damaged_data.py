@@ -86,7 +86,7 @@ def is_refused(suffix: str, damage: Callable[[Path], None], sums: bool) -> Calla
         ran, outcome = lab.fork(LAYOUT), Outcome()
         # A pair that does not fit may be told of by either file.
         either = r"corpus\.(bin|idx)" if not sums or damage is of_another_pair else rf"corpus\{suffix}"
-        outcome.mark_reported(ran, rf"{either}.*bytes? \d+|{either}.*\d+ bytes")
+        outcome.expect_output(ran, rf"{either}.*bytes? \d+|{either}.*\d+ bytes")
         outcome.ended(ran, 2)
         outcome.expect(
             not list(lab.run.glob("checkpoints/step-*")) or damage in (flipped, zeroed), "steps were saved"
@@ -124,7 +124,7 @@ def change_refused(
         lab.interrupted(layout)
         words = change(lab)
         ran, outcome = lab.fork(layout, words), Outcome()
-        outcome.mark_reported(ran, named)
+        outcome.expect_output(ran, named)
         outcome.ended(ran, 2)
         outcome.expect(lab.newest(8) is None, "it trained all the same")
         copy = lab.folder / "allowed"
@@ -174,7 +174,7 @@ def another_tokenizer(lab: Lab) -> Outcome:
     whole = lab.folder / "whole"
     begun = [lab.fork(LAYOUT, words, run=whole), lab.fork(LAYOUT, f"{words} --exit-interval 6")]
     ran, outcome = lab.fork(LAYOUT, f"{words} --tokenizer-type NullTokenizer"), Outcome()
-    outcome.mark_reported(
+    outcome.expect_output(
         ran, r"text_text_document\.bin was prepared with another tokenizer \(ByteTokenizer .*NullTokenizer"
     )
     outcome.ended(ran, 2)
@@ -195,7 +195,7 @@ def changed_under_the_run(do: str, sums: bool, named: str) -> Callable[[Lab], Ou
         # Longer than the interval between two checks: a truncated page that is read before the next one is a SIGBUS.
         fault = Fault("update", do, step=5, seconds=0.05, file=str(binary), once=lab.marker())
         ran, outcome = lab.fork(LAYOUT, faults=[fault]), Outcome()
-        outcome.mark_reported(ran, named, lab.when(), 10)
+        outcome.expect_output(ran, named, lab.when(), 10)
         outcome.ended(ran, 2)
         outcome.lost(5 - max(int(path.name[5:]) for path in lab.run.glob("checkpoints/step-*")), 2)
         write_corpus(lab.corpus)
@@ -224,7 +224,7 @@ SERIES.case(".bin truncated during the run", quick=True)(
 def dead_reader(lab: Lab) -> Outcome:
     fault = Fault("sample", "kill", step=0, once=lab.marker())
     ran, outcome = lab.fork(LAYOUT, "--num-workers 1", [fault]), Outcome()
-    outcome.mark_reported(ran, r"a process that reads data has died \(killed by SIGKILL\)", lab.when(), 10)
+    outcome.expect_output(ran, r"a process that reads data has died \(killed by SIGKILL\)", lab.when(), 10)
     outcome.ended(ran, 2)
     again = lab.fork(LAYOUT, "--num-workers 1")
     outcome.expect(again.code == 0, again.text)

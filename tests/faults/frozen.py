@@ -23,7 +23,7 @@ def hangs(fault: Fault, sentence: str, layout: str = "dp2", more: str = "") -> C
     def run(lab: Lab) -> Outcome:
         ran = lab.launch(layout, f"{WATCHED} {more}", [replace(fault, once=lab.marker())]).wait(150)
         outcome = Outcome()
-        outcome.mark_reported(ran, rf"after step \d+ {sentence}", lab.when(), SECONDS)
+        outcome.expect_output(ran, rf"after step \d+ {sentence}", lab.when(), SECONDS)
         outcome.ended(ran, 0)
         dumps = list(lab.run.glob("hang-*.txt"))
         marked = [
@@ -74,7 +74,7 @@ def exception(lab: Lab) -> Outcome:
     """Its traceback comes first and is the only one; the others' complaints about lost contact are in their own files."""
     ran = lab.launch("dp2", faults=[Fault("forward", "raise", 1, STEP, once=lab.marker())]).wait()
     outcome = Outcome()
-    outcome.mark_reported(ran, r"rank 1 of 2 failed with exit code 1 after step 5:", lab.when(), SECONDS)
+    outcome.expect_output(ran, r"rank 1 of 2 failed with exit code 1 after step 5:", lab.when(), SECONDS)
     outcome.ended(ran, 0, tracebacks=1)
     outcome.expect("RuntimeError: an error that was planted" in ran.text, "its error is not shown")
     outcome.expect(ran.find("lost contact") is None, "the others' complaints are shown as well")
@@ -91,7 +91,7 @@ def straggler(lab: Lab) -> Outcome:
         lab.launch("dp2", WATCHED, [slow]).wait(150),
         Outcome(remark="reported, goes on"),
     )
-    outcome.mark_reported(ran, r"straggler: rank 1 was busy for \d+ ms in step \d+, ranks like it for \d+ ms")
+    outcome.expect_output(ran, r"straggler: rank 1 was busy for \d+ ms in step \d+, ranks like it for \d+ ms")
     outcome.ended(ran, 0)
     outcome.expect(ran.find("restarting") is None, "it was started again")
     outcome.same_state(lab.all_equal("dp2"))

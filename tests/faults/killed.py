@@ -23,7 +23,7 @@ def judged(
     """`done`: the steps that were done when it happened; with a save in the background there may be one more."""
     outcome = Outcome()
     since, ranks = lab.when(), LAYOUTS[layout].ranks
-    outcome.mark_reported(ran, rf"rank {rank} of {ranks} was killed by {by}", since, SECONDS)
+    outcome.expect_output(ran, rf"rank {rank} of {ranks} was killed by {by}", since, SECONDS)
     outcome.expect(ran.find(r"restarting from step \d+ \(1 of 3\)") is not None, "no restart was announced")
     outcome.ended(ran, 0)
     done = max(done, happened(lab.folder / "happened")[1] - 1)
@@ -140,7 +140,7 @@ def launcher(lab: Lab) -> Outcome:
     outcome.expect(not ran.orphans, f"workers lived for {lived:.1f} s, and are left: {ran.orphans}")
     done = lab.last_step()
     again = lab.fork("dp2")
-    outcome.mark_reported(again, rf"^resuming at step {done} of {LAST}")
+    outcome.expect_output(again, rf"^resuming at step {done} of {LAST}")
     outcome.detected_after = lived
     outcome.expect(again.code == 0, again.text)
     outcome.lost(done - again.resumed_at[-1], 0)
@@ -158,7 +158,7 @@ def five_times(lab: Lab) -> Outcome:
     ]
     ran, outcome = lab.launch("dp2", "--max-restarts 5", faults).wait(300), Outcome()
     for number, (_, rank, _) in enumerate(points):
-        outcome.mark_reported(ran, rf"rank {rank} of 2 was killed by SIGKILL", lab.when(f"fault-{number}"))
+        outcome.expect_output(ran, rf"rank {rank} of 2 was killed by SIGKILL", lab.when(f"fault-{number}"))
     outcome.detected_after = None
     outcome.ended(ran, 0)
     lost = [happened(lab.folder / f"fault-{n}")[1] - 1 - at for n, at in enumerate(ran.resumed_at[1:])]

@@ -18,7 +18,7 @@ def stops(at: str, do: str, passing: bool, code: int, named: str) -> Callable[[L
     def run(lab: Lab) -> Outcome:
         fault = Fault(at, do, rank=1, step=STEP, once=lab.marker() if passing else None)
         ran, outcome = lab.fork(LAYOUT, faults=[fault]), Outcome()
-        outcome.mark_reported(
+        outcome.expect_output(
             ran, rf"step {STEP}: the loss is .*training stopped before the weights were touched.*{named}"
         )
         outcome.ended(ran, code)
@@ -52,7 +52,7 @@ def bad_weight(lab: Lab) -> Outcome:
     """Planted after the update of the step before."""
     fault = Fault("optimizer", "weight becomes nan", rank=1, step=STEP - 1, once=lab.marker())
     ran, outcome = lab.fork(LAYOUT, faults=[fault]), Outcome()
-    outcome.mark_reported(ran, rf"step {STEP}: .*begins with the weight \S+ on rank 1", lab.when())
+    outcome.expect_output(ran, rf"step {STEP}: .*begins with the weight \S+ on rank 1", lab.when())
     outcome.ended(ran, REPRODUCIBLE)
     return outcome
 
@@ -80,7 +80,7 @@ def spike(lab: Lab) -> Outcome:
         lab.fork("long", "--check-for-spiky-loss --check-for-large-grads", [fault]),
         Outcome(remark="told, goes on"),
     )
-    outcome.mark_reported(
+    outcome.expect_output(
         ran, r"warning: step 12: the loss \S+ is \S+ times the largest one before", lab.when()
     )
     outcome.ended(ran, 0)
@@ -92,7 +92,7 @@ def replicas(do: str, interval: int, step: int) -> Callable[[Lab], Outcome]:
         fault = Fault("optimizer", do, rank=1, step=step, once=lab.marker())
         words = f"--check-weight-hash-across-dp-replicas-interval {interval}"
         ran, outcome = lab.fork(LAYOUT, words, [fault]), Outcome()
-        outcome.mark_reported(
+        outcome.expect_output(
             ran, rf"after step {step} the weights of ranks 0 and 1 are not the same: \S+ differs", lab.when()
         )
         outcome.ended(ran, 2)

@@ -20,7 +20,7 @@ def two_jobs(lab: Lab) -> Outcome:
     first = lab.begin("alone", faults=[fault])
     first.wait_for("^step ")
     second, outcome = lab.fork("alone"), Outcome()
-    outcome.mark_reported(second, rf"another job is using {lab.run} \(process {first.pids[0]} on \S+ since ")
+    outcome.expect_output(second, rf"another job is using {lab.run} \(process {first.pids[0]} on \S+ since ")
     outcome.ended(second, 2)
     ran = first.wait()
     outcome.expect(ran.code == 0, ran.text)
@@ -36,7 +36,7 @@ def two_savers(lab: Lab) -> Outcome:
     first.wait_for("^step ")
     steps = lab.run / "checkpoints"
     second, outcome = lab.fork("alone", f"--save {steps}", run=lab.folder / "another"), Outcome()
-    outcome.mark_reported(second, rf"another job is using {steps} \(process {first.pids[0]} on \S+ since ")
+    outcome.expect_output(second, rf"another job is using {steps} \(process {first.pids[0]} on \S+ since ")
     outcome.ended(second, 2)
     ran = first.wait()
     outcome.expect(ran.code == 0, ran.text)
@@ -56,7 +56,7 @@ def deleted_lock(lab: Lab) -> Outcome:
     second, outcome = lab.fork("alone"), Outcome(remark="locked again, a second job is refused")
     outcome.expect(second.code == 2 and second.find("another job is using") is not None, second.text)
     ran = first.wait()
-    outcome.mark_reported(ran, rf"{lab.run}/\.lock was deleted during the run; it was made again", lab.when())
+    outcome.expect_output(ran, rf"{lab.run}/\.lock was deleted during the run; it was made again", lab.when())
     outcome.ended(ran, 0)
     outcome.same_state(lab.all_equal("alone"))
     return outcome
@@ -67,7 +67,7 @@ def moved_folder(lab: Lab) -> Outcome:
     """All ranks stop before anything is written under the old name; under the new one the run is whole."""
     fault = Fault("forward", "move", rank=0, step=7, file=str(lab.run), once=lab.marker())
     ran, outcome = lab.fork("dp2", faults=[fault]), Outcome(remark="stopped before the next write")
-    outcome.mark_reported(ran, rf"{lab.run} was moved or removed while this run wrote to it", lab.when())
+    outcome.expect_output(ran, rf"{lab.run} was moved or removed while this run wrote to it", lab.when())
     outcome.ended(ran, 2)
     outcome.expect(not lab.run.exists(), "the old folder was made again")
     moved = lab.run.with_name(f"{lab.run.name}-moved")
@@ -86,7 +86,7 @@ def deleted_log(lab: Lab) -> Outcome:
     ]
     ran, outcome = lab.fork("alone", faults=faults), Outcome(remark="told, made again")
     for name in ("train.log", "metrics.jsonl"):
-        outcome.mark_reported(
+        outcome.expect_output(
             ran,
             rf"{lab.run / name} was deleted or replaced during the run; it was created again",
             lab.when(name),
@@ -117,7 +117,7 @@ def flipped_metrics(lab: Lab) -> Outcome:
 def goes_on(lab: Lab, said: str) -> Outcome:
     """The checkpoint has all that is needed."""
     ran, outcome = lab.fork("alone"), Outcome(remark="told, goes on")
-    outcome.mark_reported(ran, said)
+    outcome.expect_output(ran, said)
     outcome.ended(ran, 0)
     outcome.expect(ran.resumed_at == [6], f"it went on from {ran.resumed_at}, not from step 6")
     outcome.lost(0, 0)
@@ -131,7 +131,7 @@ def stale_lock(lab: Lab) -> Outcome:
     killed = lab.fork("alone", faults=[fault])
     again, outcome = lab.fork("alone"), Outcome(remark="lock taken over")
     outcome.expect(killed.code == -signal.SIGKILL, f"it was not killed but ended with {killed.code}")
-    outcome.mark_reported(again, "^resuming at step 4 of 10")
+    outcome.expect_output(again, "^resuming at step 4 of 10")
     outcome.ended(again, 0)
     outcome.lost(5 - again.resumed_at[-1], 2)
     outcome.same_state(lab.is_equal("alone"))
@@ -174,7 +174,7 @@ def clock_forward(lab: Lab) -> Outcome:
 def another_model(lab: Lab) -> Outcome:
     lab.interrupted("alone")
     ran, outcome = lab.fork("alone", "--hidden-size 64 --num-layers 3"), Outcome()
-    outcome.mark_reported(
+    outcome.expect_output(
         ran, r"holds a model with --num-layers 2, but the command line gives --num-layers 3"
     )
     outcome.expect(
@@ -191,7 +191,7 @@ def other_settings(lab: Lab) -> Outcome:
     """What the numbers depend on is told, and gone on with."""
     lab.interrupted("alone")
     ran, outcome = lab.fork("alone", "--lr 1e-3 --seed 7"), Outcome(remark="told, goes on")
-    outcome.mark_reported(
+    outcome.expect_output(
         ran,
         r"settings that are not the checkpoint's: --seed 7 \(was 1234\), --lr 0\.001 \(was 0\.01\); --seed draws the order of samples",
     )
@@ -204,7 +204,7 @@ def logger(lab: Lab, words: str, pattern: str, place: Path, kib: int | None) -> 
     place.mkdir()
     ran = lab.fork("alone", words, mounts=[{"at": str(place), "kib": kib}])
     outcome = Outcome(remark="told, goes on")
-    outcome.mark_reported(ran, pattern)
+    outcome.expect_output(ran, pattern)
     outcome.ended(ran, 0)
     outcome.same_state(lab.is_equal("alone"))
     return outcome
@@ -236,7 +236,7 @@ def lost_wandb(lab: Lab) -> Outcome:
     }
     ran = lab.fork("alone", "--wandb-project faults", around=lambda rank: around)
     outcome = Outcome(remark="told, goes on")
-    outcome.mark_reported(ran, r"warning: Weights & Biases fails \(it did not start")
+    outcome.expect_output(ran, r"warning: Weights & Biases fails \(it did not start")
     outcome.ended(ran, 0)
     outcome.same_state(lab.is_equal("alone"))
     return outcome

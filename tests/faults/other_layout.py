@@ -21,7 +21,7 @@ def goes_on(before: str, after: str) -> Callable[[Lab], Outcome]:
     def run(lab: Lab) -> Outcome:
         lab.interrupted(before, AFTER)
         ran, outcome = lab.fork(after, faults=recorders(after, lab.folder)), Outcome()
-        outcome.mark_reported(
+        outcome.expect_output(
             ran, "note: (the checkpoint was made on .*; it resumes on |the layout is not the checkpoint's: )"
         )
         outcome.ended(ran, 0)

@@ -21,7 +21,7 @@ def judged(lab: Lab, ran: Ran, number: signal.Signals, asked_at: float, code: in
     """Stopped, saved, and gone on to the same end."""
     outcome, done = Outcome(), lab.last_step()
     name = "Ctrl-C" if number == signal.SIGINT else number.name
-    outcome.mark_reported(
+    outcome.expect_output(
         ran, f"stopped by {name} after step {done}; its checkpoint is saved", asked_at, SECONDS
     )
     outcome.ended(ran, 128 + number if code is None else code)
@@ -133,7 +133,7 @@ def impatient(lab: Lab) -> Outcome:
     at = time.time()
     running.signal(signal.SIGINT)
     ran, outcome = running.wait(), Outcome(remark="stopped at once")
-    outcome.mark_reported(ran, "stopped at once; checkpoints that were saved before are intact", at, 5)
+    outcome.expect_output(ran, "stopped at once; checkpoints that were saved before are intact", at, 5)
     outcome.ended(ran, 130)
     again = lab.fork(LAYOUT)
     outcome.expect(again.code == 0, again.text)
@@ -157,7 +157,7 @@ def too_slow(lab: Lab) -> Outcome:
         os.kill(pid, signal.SIGKILL)
     ran, again = running.wait(), lab.fork(LAYOUT)
     outcome = Outcome(exit_code=ran.code, remark="last valid step used")
-    outcome.mark_reported(again, rf"^resuming at step 4 of {LAST}")
+    outcome.expect_output(again, rf"^resuming at step 4 of {LAST}")
     outcome.expect(again.code == 0, again.text)
     outcome.lost(5 - again.resumed_at[-1], SAVE_INTERVAL)
     outcome.same_state(lab.is_equal(LAYOUT))

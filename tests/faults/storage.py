@@ -15,7 +15,7 @@ def full_output(lab: Lab) -> Outcome:
     """Nothing of the run lies there."""
     ran = lab.launch("dp2", output=os.open("/dev/full", os.O_WRONLY)).wait()
     outcome = Outcome(remark="told in train.log, goes on")
-    outcome.mark_reported(ran, r"standard output cannot be written any more \(No space left on device\)")
+    outcome.expect_output(ran, r"standard output cannot be written any more \(No space left on device\)")
     outcome.ended(ran, 0)
     outcome.same_state(lab.is_equal("dp2"))
     return outcome
@@ -23,7 +23,7 @@ def full_output(lab: Lab) -> Outcome:
 
 def refused(lab: Lab, pattern: str, layout: str = "alone", code: int = 2, **given: object) -> Outcome:
     ran, outcome = lab.fork(layout, **given), Outcome(remark="refused before step 1")  # type: ignore[arg-type]
-    outcome.mark_reported(ran, pattern)
+    outcome.expect_output(ran, pattern)
     outcome.ended(ran, code)
     outcome.expect(ran.find("^step ") is None, "it trained all the same")
     return outcome
@@ -56,7 +56,7 @@ def filled(lab: Lab, more: str = "") -> Outcome:
         r"(the last checkpoint is step [46]\. Training goes on|checkpoints that were saved before are intact)"
     )
     sentence = rf"{said}.*No space left on device.*{intact}"
-    outcome.mark_reported(ran, sentence, lab.when())
+    outcome.expect_output(ran, sentence, lab.when())
     outcome.ended(ran, 2)
     (rescued / "ballast").unlink(missing_ok=True)
     again = lab.fork("alone", run=rescued)
@@ -132,7 +132,7 @@ def taken_port(lab: Lab) -> Outcome:
             lab.launch("dp2", f"--master-port {port}").wait(),
             Outcome(remark="refused before step 1"),
         )
-    outcome.mark_reported(ran, f"port {port} cannot be used for the rendezvous", within=30)
+    outcome.expect_output(ran, f"port {port} cannot be used for the rendezvous", within=30)
     outcome.ended(ran, 2)
     return outcome
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import run_distributed
-from tests.hf.async_save_copy import save_on_a_rank
+from tests.hf.saving import save_on_a_rank
 from tests.hf.support import save, theirs
 from tests.hf.test_round_trip import convert, export, same, tensors
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from pentatron.checkpoint.find import find_step
 from pentatron.checkpoint.load import load_fragments, load_tensor
 from pentatron.checkpoint.store import Checkpoint
-from pentatron.compare.logits import _ours
+from pentatron.compare.logits import _checkpoint_model
 from pentatron.interchange.reading import read_megatron
 from pentatron.interchange.torch_dist import open_torch_dist
 from pentatron.models.router_load import loads_of, router_fragments
@@ -83,7 +83,7 @@ def require_equal(found: Checkpoint, theirs: dict[str, Any]) -> None:
 
 
 def our_logits(found: Checkpoint) -> Tensor:
-    model = _ours(found, None)
+    model = _checkpoint_model(found, None)
     load_fragments(
         found.folder,
         found.manifest,

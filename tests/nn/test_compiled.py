@@ -15,7 +15,7 @@ from pentatron.models.causal_lm import CausalLM, build_model
 from pentatron.models.layer_specs import spec_of
 from pentatron.nn import mlp
 from pentatron.nn.attention import SelfAttention
-from pentatron.nn.compiled import CompileOptions, compile_report
+from pentatron.nn.compiled import CompileOptions, compilation_report
 from pentatron.nn.dropout import dropout_keys
 from pentatron.nn.options import Fp8Options, ModelOptions
 from pentatron.nn.recompute import recompute_of
@@ -66,7 +66,7 @@ def build(
 
 
 def left_out(model: CausalLM) -> tuple[str, ...]:
-    return compile_report(model.layers.values()).left_out
+    return compilation_report(model.layers.values()).left_out
 
 
 def computed(

@@ -124,7 +124,7 @@ def unchanged(parts: Tensor) -> Tensor:
 
 # What is broken, in which exchange, and what must be seen to be wrong.
 MISTAKES: dict[str, tuple[str, Any, str, Callable[..., Any], tuple[str, ...]]] = {
-    "a hidden block is visible": ("p2p", attention_module, "visible_of", all_visible, NAMES),
+    "a hidden block is visible": ("p2p", attention_module, "ring_block", all_visible, NAMES),
     "parts merged without their scale": ("p2p", blocks_module, "merge_", unscaled, ("output", "dq", "dk")),
     "gradients of keys not summed": (
         "all_gather",
@@ -133,7 +133,7 @@ MISTAKES: dict[str, tuple[str, Any, str, Callable[..., Any], tuple[str, ...]]] =
         not_summed,
         ("dk", "dv"),
     ),
-    "chunks left in the order of ranks": ("a2a", attention_module, "in_order", unchanged, NAMES),
+    "chunks left in the order of ranks": ("a2a", attention_module, "gather_order", unchanged, NAMES),
 }
 
 

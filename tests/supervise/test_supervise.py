@@ -84,9 +84,9 @@ def test_who_stays_when_the_others_give_up_waiting_is_named(monkeypatch: pytest.
 def test_an_end_with_0_is_a_success_only_of_ranks_that_finished_their_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ended = run("begin_work(job, rank); end_work(job, rank)", 2, monkeypatch)
+    ended = run("mark_working(job, rank); mark_done(job, rank)", 2, monkeypatch)
     assert (ended.exit_code, ended.status, list(ended.failures)) == (0, 0, [])
-    ended = run("begin_work(job, rank)\nif rank == 0: end_work(job, rank)", 2, monkeypatch)
+    ended = run("mark_working(job, rank)\nif rank == 0: mark_done(job, rank)", 2, monkeypatch)
     assert (ended.exit_code, ended.status, ended.failures[0].rank, ended.is_crash) == (1, 1, 1, True)
     assert ended.story(2) == "rank 1 of 2 ended with exit code 0 and unfinished work"
 
@@ -342,4 +342,4 @@ def test_the_commands_that_start_ranks_tell_what_a_rank_wrote_down(monkeypatch: 
     with pytest.raises(
         UserError, match="rank 1 of 2 failed with exit code 1:\nTraceback\nLookupError: a bug"
     ):
-        verify._start(2, [], resolved().config)
+        verify._run_ranks(2, [], resolved().config)

@@ -38,7 +38,7 @@ class Rehearsed:
         self.optimizer, self.breaks = optimizer, breaks
         self.graphs = self.replays = self.held = 0
 
-    def lacks(self) -> str:
+    def memory_problem(self) -> str:
         return ""
 
     def record(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:

@@ -68,7 +68,7 @@ def test_own_layers_train_alike_in_every_layout(tmp_path: Path, monkeypatch: pyt
 
 def test_a_wrong_declaration_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The net shows it: a gradient that every rank has a part of, declared as if each had all of it."""
-    forgotten = example(tmp_path, "forgetful_layers", (", axes.tensor.partial_in_stream", ""))
+    forgotten = example(tmp_path, "forgetful_layers", (", axes.tensor.partial_axes", ""))
     words = f"{SHAPE} {LLAMA} {forgotten}"
     monkeypatch.chdir(tmp_path)
     spread = run_distributed(trial, 4, folder=tmp_path, words=f"{words} {LAYOUT}")
@@ -138,7 +138,7 @@ def test_a_checkpoint_does_not_choose_what_runs(
         "which are code; if you trust them, add --spec trusted_layers layer_spec" in capsys.readouterr().err
     )
     config = resolved(f"{LLAMA} {words}").config
-    with pytest.raises(UserError, match=r"closest is llama, but for spec \('trusted_layers', 'layer_spec'\)"):
+    with pytest.raises(UserError, match=r"closest is llama, except for spec \('trusted_layers', 'layer_spec'\)"):
         config_from_settings(config.model, config.moe)
 
 
