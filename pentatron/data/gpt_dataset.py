@@ -67,11 +67,8 @@ class GPTDataset:
         later: Sequence[int] = (),
         cache: IndexCache | None = None,
     ) -> None:
-        self.boundaries = boundaries
-        self.source = source
-        self.documents = documents
-        self.sequence_length = sequence_length
-        self.vocab_size = vocab_size
+        self.source, self.documents, self.boundaries = source, documents, boundaries
+        self.sequence_length, self.vocab_size = sequence_length, vocab_size
         cache = cache or IndexCache()
         self.parts = [self._build(num_samples, seed, cache)]
         self.ends = [len(self.parts[0])]
@@ -131,9 +128,7 @@ class GPTDataset:
         return tokens
 
     def _check_vocabulary(self, part: npt.NDArray[Any], document: int, offset: int) -> None:
-        if self.vocab_size is None or not len(part):
-            return
-        if part.min() < 0 or part.max() >= self.vocab_size:
+        if self.vocab_size is not None and len(part) and (part.min() < 0 or part.max() >= self.vocab_size):
             at = int(np.argmax((part < 0) | (part >= self.vocab_size)))
             raise UserError(
                 f"token {part[at]} at place {offset + at} of sequence {document} is outside the vocabulary of "
@@ -141,16 +136,20 @@ class GPTDataset:
             )
 
 
-def split_documents(source: IndexedDataset, split: str) -> tuple[range | None, ...]:
+def split_documents(source: "IndexedDataset | CountingSequences", split: str) -> tuple[range | None, ...]:
     """Returns the ranges of sequences for train, valid and test; None for a share of zero."""
     return split_ranges(parse_split(split), len(source))
 
 
-def require_documents(source: IndexedDataset, documents: range, split: str, name: str) -> None:
-    """Raises UserError if the share of a split has no document."""
+def require_share(source: IndexedDataset, split: str | None, name: str) -> range:
+    """Returns the sequences of a share, or all without a split; raises UserError if there are none."""
+    documents = range(len(source))
+    if split is not None:
+        documents = split_documents(source, split)[SPLIT_NAMES.index(name)] or range(0)
     if len(documents):
-        return
-    require_text(source)
+        return documents
+    if not len(source):
+        raise UserError(f"{source.prefix} holds no text; prepare it again, from files that hold some")
     if len(source) == 1:
         # A text file is one document unless it is prepared as several, and one document cannot be split.
         way_out = (
@@ -163,11 +162,6 @@ def require_documents(source: IndexedDataset, documents: range, split: str, name
         f"--split {split} leaves no document of {source.prefix} ({format_count(len(source), 'sequence')}) to the {name} "
         f"set; {way_out}"
     )
-
-
-def require_text(source: IndexedDataset) -> None:
-    if not len(source):
-        raise UserError(f"{source.prefix} holds no text; prepare it again, from files that hold some")
 
 
 ALPHABET = 64
@@ -197,10 +191,7 @@ class SyntheticDataset:
                 f"synthetic data needs positive sizes, found {size} samples, vocabulary {vocab_size}, "
                 f"sequence length {sequence_length}"
             )
-        self.size = size
-        self.sequence_length = sequence_length
-        self.seed = seed
-        self.first = first
+        self.size, self.sequence_length, self.seed, self.first = size, sequence_length, seed, first
         alphabet = min(ALPHABET, vocab_size)
         tokens = np.arange(alphabet, dtype=np.int64) * vocab_size // alphabet
         self._random = np.random.RandomState([_CYCLE_STREAM, seed])
@@ -264,15 +255,9 @@ def mock_sequences(
 
 def count_epoch_samples(prefixes: Sequence[str], split: str | None, seq_length: int) -> int:
     """Counts the samples of one epoch over the training share of files, reading only indices."""
-    total = 0
-    for prefix in prefixes:
-        # Without checksums: the run verifies the index when it opens the data.
-        source = IndexedDataset(prefix, with_sidecar=False)
-        if split is None:
-            require_text(source)
-            documents = range(len(source))
-        else:
-            documents = split_documents(source, split)[0] or range(0)
-            require_documents(source, documents, split, "train")
-        total += epoch_samples(source.sequence_lengths, documents, seq_length)
-    return total
+    # Without checksums: the run verifies the index when it opens the data.
+    sources = (IndexedDataset(prefix, with_sidecar=False) for prefix in prefixes)
+    return sum(
+        epoch_samples(source.sequence_lengths, require_share(source, split, "train"), seq_length)
+        for source in sources
+    )

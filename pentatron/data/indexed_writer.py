@@ -1,8 +1,10 @@
 """Writes and merges `.bin/.idx` pairs in temporary files, renamed when complete."""
 
 import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
@@ -36,6 +38,18 @@ PARTS = ("bin", "lengths", "ends", "sums")
 ALL_PARTS = (*PARTS, "idx", "meta")
 
 
+@dataclass
+class PairState:
+    """The sizes of an incomplete pair, and the running checksum of its last block of tokens."""
+
+    bin: int = 0
+    sequences: int = 0
+    documents: int = 0
+    largest: int = -1
+    running: int = 0
+    filled: int = 0
+
+
 class PairInProgress:
     """An incomplete pair in append-only files, so that memory use does not depend on its size.
 
@@ -48,53 +62,36 @@ class PairInProgress:
     ) -> None:
         self.dtype, self._type_code = _stored_dtype(dtype)
         self._stem, self._suffix = stem, suffix
-        initial = state or {
-            "bin": 0,
-            "sequences": 0,
-            "documents": 0,
-            "largest": -1,
-            "running": 0,
-            "filled": 0,
-        }
-        self.bytes, self.sequences, self.documents = (
-            initial["bin"],
-            initial["sequences"],
-            initial["documents"],
-        )
-        self.largest = initial["largest"]
-        self._sums = BlockChecksums(BLOCK_BYTES, initial["running"], initial["filled"])
+        self.state = PairState(**(state or {}))
+        self._sums = BlockChecksums(BLOCK_BYTES, self.state.running, self.state.filled)
         self._files: dict[str, BinaryIO] = {}
         # Descriptors of the locked temporary files, closed by `discard`.
         self._locks: list[int] = []
-        sizes = {
-            "bin": self.bytes,
-            "lengths": 4 * self.sequences,
-            "ends": 8 * self.documents,
-            "sums": SUM.itemsize * ((self.bytes - initial["filled"]) // BLOCK_BYTES),
-        }
         try:
-            self._open_files(sizes, state is not None)
+            self._open_files(resumes=state is not None)
         except BaseException:
             if state is None:
                 self.discard()
             raise
 
-    def _open_files(self, sizes: Mapping[str, int], resumes: bool) -> None:
-        for part in PARTS:
+    def _open_files(self, resumes: bool) -> None:
+        state = self.state
+        sums = SUM.itemsize * ((state.bin - state.filled) // BLOCK_BYTES)
+        for part, size in zip(PARTS, (state.bin, 4 * state.sequences, 8 * state.documents, sums)):
             path = self.path(part)
-            if resumes and (not path.is_file() or path.stat().st_size < sizes[part]):
+            if resumes and (not path.is_file() or path.stat().st_size < size):
                 raise UserError(
                     f"{path} is shorter than recorded by the interrupted run; delete {path.parent} to start over"
                 )
             file = path.open("r+b" if resumes else "wb", buffering=BUFFER)
             self._files[part] = file
             self._lock(part)
-            file.truncate(sizes[part])
-            file.seek(sizes[part])
+            file.truncate(size)
+            file.seek(size)
 
     @property
     def tokens(self) -> int:
-        return self.bytes // self.dtype.itemsize
+        return self.state.bin // self.dtype.itemsize
 
     def path(self, part: str) -> Path:
         return Path(f"{self._stem}.{part}{self._suffix}")
@@ -115,24 +112,19 @@ class PairInProgress:
         self._sums.update(tokens)
         self._files["sums"].write(stored_sums(self._sums.take_finished()))
         self._files["lengths"].write(lengths.astype("<i4").tobytes())
-        self._files["ends"].write((self.sequences + np.cumsum(counts, dtype="<i8")).tobytes())
-        self.bytes += memoryview(tokens).nbytes
-        self.sequences += len(lengths)
-        self.documents += len(counts)
-        self.largest = max(self.largest, largest)
+        state = self.state
+        self._files["ends"].write((state.sequences + np.cumsum(counts, dtype="<i8")).tobytes())
+        state.bin += memoryview(tokens).nbytes
+        state.sequences += len(lengths)
+        state.documents += len(counts)
+        state.largest = max(state.largest, largest)
+        state.running, state.filled = self._sums.running, self._sums.filled
 
     def sync(self) -> dict[str, int]:
         """Flushes everything appended so far to disk and returns the state to resume from."""
         for file in self._files.values():
             fsync(file)
-        return {
-            "bin": self.bytes,
-            "sequences": self.sequences,
-            "documents": self.documents,
-            "largest": self.largest,
-            "running": self._sums.running,
-            "filled": self._sums.filled,
-        }
+        return asdict(self.state)
 
     def complete(self, tokenizer: TokenizerIdentity | None = None, job: str | None = None) -> PairMetadata:
         """Writes the index and the sidecar, still under temporary names."""
@@ -143,16 +135,9 @@ class PairInProgress:
             index_sums = BlockChecksums(BLOCK_BYTES)
             index = ChecksummedFile(file, index_sums)
             self._write_index(index)
+        state, counts = self.state, (self.state.sequences, self.state.documents, self.tokens)
         facts = PairMetadata(
-            str(self.dtype),
-            self.sequences,
-            self.documents,
-            self.tokens,
-            self.largest,
-            self.bytes,
-            index.bytes,
-            tokenizer,
-            job,
+            str(self.dtype), *counts, state.largest, state.bin, index.bytes, tokenizer=tokenizer, job=job
         )
         with self.path("meta").open("wb") as file, self.path("sums").open("rb") as sums:
             self._lock("meta")
@@ -181,10 +166,10 @@ class PairInProgress:
             os.close(self._locks.pop())
 
     def _write_index(self, file: ChecksummedFile) -> None:
-        file.write(HEADER.pack(MAGIC, VERSION, self._type_code, self.sequences, self.documents + 1))
+        counts = self.state.sequences, self.state.documents + 1
+        file.write(HEADER.pack(MAGIC, VERSION, self._type_code, *counts))
         with self.path("lengths").open("rb") as lengths:
-            while data := lengths.read(4 * CHECK_BLOCK):
-                file.write(data)
+            shutil.copyfileobj(lengths, file)
             lengths.seek(0)
             end = 0
             while data := lengths.read(4 * CHECK_BLOCK):
@@ -194,8 +179,7 @@ class PairInProgress:
                 end = int(ends[-1])
         file.write(bytes(8))
         with self.path("ends").open("rb") as boundaries:
-            while data := boundaries.read(8 * CHECK_BLOCK):
-                file.write(data)
+            shutil.copyfileobj(boundaries, file)
 
 
 def remove_leftovers_of_pair(stem: Path) -> None:
@@ -214,8 +198,7 @@ def publish(stem: Path, suffix: str, prefix: Path | str) -> None:
     if not Path(f"{stem}.idx{suffix}").exists():
         return
     index.unlink(missing_ok=True)
-    targets = {"bin": binary, "meta": sidecar_path(prefix), "idx": index}
-    for part, target in targets.items():
+    for part, target in (("bin", binary), ("meta", sidecar_path(prefix)), ("idx", index)):
         temporary = Path(f"{stem}.{part}{suffix}")
         if temporary.exists():
             commit(temporary, target)
@@ -249,7 +232,7 @@ class IndexedDatasetWriter:
             lengths = [len(ids)] if len(ids) else []
         assert sum(lengths) == len(ids), "the lengths of the sequences do not add up to the document"
         limits = np.iinfo(self.dtype)
-        smallest, largest = (int(ids.min()), int(ids.max())) if len(ids) else (0, -1)
+        smallest, largest = int(ids.min(initial=0)), int(ids.max(initial=-1))
         if smallest < limits.min or largest > limits.max:
             wrong = smallest if smallest < limits.min else largest
             raise UserError(

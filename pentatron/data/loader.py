@@ -56,8 +56,7 @@ class Batch:
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
         """Returns a batch with `function` applied to every tensor."""
-        tensors: dict[str, Any] = {name: function(getattr(self, name)) for name in TENSORS}
-        return replace(self, **tensors)
+        return replace(self, **{name: function(getattr(self, name)) for name in TENSORS})  # type: ignore[arg-type]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
         return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
@@ -128,10 +127,9 @@ class BatchLoader(DataLoader[Batch]):
             raise UserError(str(error).strip().splitlines()[-1].removeprefix(_REMOTE_ERROR)) from None
         except (RuntimeError, OSError, EOFError):
             # Raised by torch for a dead worker, or by a connection that broke while a batch was received.
-            death = _worker_death(getattr(batches, "_workers", ()))
-            if death is None:
-                raise
-            raise death from None
+            if death := _worker_death(getattr(batches, "_workers", ())):
+                raise death from None
+            raise
         raise self.batch_sampler.exhausted()
 
 
@@ -160,10 +158,9 @@ def _worker_death(workers: Sequence[BaseProcess]) -> UserError | None:
     if not codes:
         return None
     how = f"killed by {signal.Signals(-codes[0]).name}" if codes[0] < 0 else f"with exit code {codes[0]}"
+    cause = "not enough memory is the usual cause"
     if -signal.SIGBUS in codes:
         cause = "the shared memory (/dev/shm) is too small, or a data file became shorter while it was read"
-    else:
-        cause = "not enough memory is the usual cause"
     return UserError(
         f"a process that reads data has died ({how}): {cause}; checkpoints are intact, and training can resume from the "
         "newest one, perhaps with fewer --num-workers"

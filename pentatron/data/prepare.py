@@ -197,7 +197,7 @@ class _Preparation:
         for pair, documents in zip(self.pairs, encoded.keys, strict=True):
             pair.append(documents.tokens, documents.lengths, documents.counts, documents.largest)
         self.place = chunk.after
-        self.counts.documents = self.pairs[0].documents
+        self.counts.documents = self.pairs[0].state.documents
         self.counts.tokens = sum(pair.tokens for pair in self.pairs)
         self.counts.blank_lines += encoded.blank_lines
         self.counts.bad_lines += encoded.bad_lines

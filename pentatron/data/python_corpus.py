@@ -75,10 +75,7 @@ def python_stdlib_files() -> list[Path]:
 
 
 def prepare_python_corpus(
-    folder: Path | str,
-    vocab_size: int = 2048,
-    max_bytes: int = 8_000_000,
-    progress: Progress | None = None,
+    folder: Path | str, vocab_size: int = 2048, max_bytes: int = 8_000_000, progress: Progress | None = None
 ) -> PreparedCorpus:
     """Trains a tokenizer and tokenizes the standard library, or reuses an earlier result.
 
