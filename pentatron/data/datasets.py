@@ -96,6 +96,9 @@ class SplitDatasets(NamedTuple):
 
 
 Order = Callable[["OrderSizes", IndexCache], SplitDatasets]
+# The files and their weights to train, validate and test with.
+Blends = tuple[Blend, Blend | None, Blend | None]
+Weights = Sequence[Sequence[float] | None]
 # The documents of each file to train, validate and test with.
 Members = tuple[list[BlendMember], list[BlendMember] | None, list[BlendMember] | None]
 
@@ -144,10 +147,8 @@ def open_data(config: RunConfig, world: World, data_folder: Path, display: Displ
     if data.data_path or data.train_data_path:
         configured = configured_tokenizer(data, config.model.vocab_size)
         train = Blend.parse(data.data_path or data.train_data_path)
-        valid, test = (
-            Blend.parse(entries) if entries else None
-            for entries in (data.valid_data_path, data.test_data_path)
-        )
+        others = (data.valid_data_path, data.test_data_path)
+        valid, test = (Blend.parse(entries) if entries else None for entries in others)
         blends = (train, train, train) if data.data_path else (train, valid, test)
         # The test set does not affect training, so it is not part of the identity.
         identity = DataIdentity.of_blends(*blends[:2])
@@ -199,11 +200,7 @@ def build_datasets(
 
 
 def _open_files(
-    config: RunConfig,
-    blends: tuple[Blend, Blend | None, Blend | None],
-    tokenizer: Tokenizer | None,
-    identity: DataIdentity,
-    split: str | None,
+    config: RunConfig, blends: Blends, tokenizer: Tokenizer | None, identity: DataIdentity, split: str | None
 ) -> OpenedData:
     """Opens prepared files. With a `split`, all blends read their share of the same files."""
     sources: dict[str, IndexedDataset] = {}
@@ -232,12 +229,8 @@ def _open_files(
             if untested:
                 members.append(None)
                 continue
-        members.append(
-            [
-                BlendMember(sources[p], require_share(sources[p], split, name), boundaries[p])
-                for p in blend.prefixes
-            ]
-        )
+        shares = {prefix: require_share(sources[prefix], split, name) for prefix in blend.prefixes}
+        members.append([BlendMember(sources[p], shares[p], boundaries[p]) for p in blend.prefixes])
     train, valid, test = members
     assert train is not None, "the rules refuse a split without a training share"
     # Separate files per split: a single file needs no weight.
@@ -260,11 +253,7 @@ def _too_small(source: IndexedDataset, split: str, least: int) -> str:
 
 
 def _build_parts(
-    config: RunConfig,
-    members: Members,
-    weights: Sequence[Sequence[float] | None],
-    numbers: OrderSizes,
-    cache: IndexCache,
+    config: RunConfig, members: Members, weights: Weights, numbers: OrderSizes, cache: IndexCache
 ) -> SplitDatasets:
     data, wanted = config.data, required_samples(config)
     model = config.model
@@ -289,11 +278,8 @@ def _build_parts(
 
 
 def _open_conversations(config: RunConfig, world: World, folder: Path, display: Display) -> OpenedData:
-    tokenizer = load_conversation_tokenizer(config, world)
-    wanted = required_samples(config)
-    parts, fingerprint, untested = build_conversations(
-        config, tokenizer, world, folder, display, wanted.valid > 0, wanted.test > 0
-    )
+    tokenizer, wanted = load_conversation_tokenizer(config, world), required_samples(config)
+    parts, fingerprint, untested = build_conversations(config, tokenizer, world, folder, display, wanted)
     datasets, names = SplitDatasets(*parts), config.data.data_path
     return OpenedData(lambda *sizes: datasets, tokenizer, names, fingerprint, False, untested)
 

@@ -8,19 +8,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from pentatron.data import sampling
 from pentatron.data.indexed import IndexedDataset
-from pentatron.data.sampling import (
-    SPLIT_NAMES,
-    Boundaries,
-    IndexCache,
-    Sample,
-    SampleIndex,
-    array_digest,
-    build_sample_index,
-    epoch_samples,
-    parse_split,
-    split_ranges,
-)
+from pentatron.data.sampling import Boundaries, IndexCache, Sample, SampleIndex
 from pentatron.errors import UserError
 from pentatron.text import format_count
 
@@ -82,12 +72,12 @@ class GPTDataset:
         lengths, documents = self.source.sequence_lengths, self.documents
 
         def build() -> SampleIndex:
-            return build_sample_index(lengths, documents, num_samples, self.sequence_length, seed)
+            return sampling.build_sample_index(lengths, documents, num_samples, self.sequence_length, seed)
 
         if cache.folder is None:
             return build()
         key = {
-            "lengths": array_digest(lengths[documents.start : documents.stop]),
+            "lengths": sampling.array_digest(lengths[documents.start : documents.stop]),
             "documents": [documents.start, documents.stop],
             "samples": num_samples,
             "sequence_length": self.sequence_length,
@@ -138,14 +128,14 @@ class GPTDataset:
 
 def split_documents(source: "IndexedDataset | CountingSequences", split: str) -> tuple[range | None, ...]:
     """Returns the ranges of sequences for train, valid and test; None for a share of zero."""
-    return split_ranges(parse_split(split), len(source))
+    return sampling.split_ranges(sampling.parse_split(split), len(source))
 
 
 def require_share(source: IndexedDataset, split: str | None, name: str) -> range:
     """Returns the sequences of a share, or all without a split; raises UserError if there are none."""
     documents = range(len(source))
     if split is not None:
-        documents = split_documents(source, split)[SPLIT_NAMES.index(name)] or range(0)
+        documents = split_documents(source, split)[sampling.SPLIT_NAMES.index(name)] or range(0)
     if len(documents):
         return documents
     if not len(source):
@@ -157,7 +147,9 @@ def require_share(source: IndexedDataset, split: str | None, name: str) -> range
             "--text-documents blank-line or line)"
         )
     else:
-        way_out = "give it a larger share" + ("" if name == SPLIT_NAMES[0] else ", or 0 to do without")
+        way_out = "give it a larger share" + (
+            "" if name == sampling.SPLIT_NAMES[0] else ", or 0 to do without"
+        )
     raise UserError(
         f"--split {split} leaves no document of {source.prefix} ({format_count(len(source), 'sequence')}) to the {name} "
         f"set; {way_out}"
@@ -181,7 +173,7 @@ class SyntheticDataset:
     embedding has some of it, and permuted into a cycle by the seed. A walk moves to the next token of the
     cycle, or, with probability NOISE, jumps to any token of the alphabet. The loss starts near
     log(vocab_size), falls fast to log(alphabet) once the model has learned the unused ids, then towards
-    `best_loss` once it has learned the successors.
+    the entropy of the next token given the last once it has learned the successors.
     """
 
     def __init__(self, size: int, vocab_size: int, sequence_length: int, seed: int, first: int = 0) -> None:
@@ -196,14 +188,6 @@ class SyntheticDataset:
         tokens = np.arange(alphabet, dtype=np.int64) * vocab_size // alphabet
         self._random = np.random.RandomState([_CYCLE_STREAM, seed])
         self.cycle = self._random.permutation(tokens)
-
-    @property
-    def best_loss(self) -> float:
-        """The entropy of the next token given the last, the lowest possible expected loss."""
-        jump = NOISE / len(self.cycle)
-        follow = 1 - NOISE + jump
-        others = (len(self.cycle) - 1) * jump
-        return float(-follow * np.log(follow) - others * np.log(jump))
 
     def __len__(self) -> int:
         return self.size
@@ -258,6 +242,6 @@ def count_epoch_samples(prefixes: Sequence[str], split: str | None, seq_length: 
     # Without checksums: the run verifies the index when it opens the data.
     sources = (IndexedDataset(prefix, with_sidecar=False) for prefix in prefixes)
     return sum(
-        epoch_samples(source.sequence_lengths, require_share(source, split, "train"), seq_length)
+        sampling.epoch_samples(source.sequence_lengths, require_share(source, split, "train"), seq_length)
         for source in sources
     )

@@ -264,8 +264,12 @@ class IndexedDataset:
         self._verified = bytearray(block_count(len(self._bytes)))
         if self.sidecar is not None:
             self._check_sidecar(self.sidecar, index)
-        if vocab_size is not None:
-            self.check_vocabulary(vocab_size)
+        # Without a sidecar, `GPTDataset` checks the tokens when they are read.
+        if vocab_size is not None and self.facts is not None and self.facts.largest_token >= vocab_size:
+            raise UserError(
+                f"{self.bin_path} holds token {self.facts.largest_token}, outside the vocabulary of {vocab_size}: it was "
+                "prepared with another tokenizer; give that one, or prepare the data again"
+            )
 
     def __len__(self) -> int:
         return len(self.sequence_lengths)
@@ -302,17 +306,6 @@ class IndexedDataset:
                 self._verify_block(self.sidecar, block)
             report(min(step * BLOCK_BYTES, len(self._bytes) - first * BLOCK_BYTES))
         return blocks
-
-    def check_vocabulary(self, vocab_size: int) -> None:
-        """Raises UserError if the largest token of the sidecar is outside the vocabulary.
-
-        Without a sidecar, `GPTDataset` checks the tokens when they are read.
-        """
-        if self.facts is not None and self.facts.largest_token >= vocab_size:
-            raise UserError(
-                f"{self.bin_path} holds token {self.facts.largest_token}, outside the vocabulary of {vocab_size}: it was "
-                "prepared with another tokenizer; give that one, or prepare the data again"
-            )
 
     def _check_unchanged(self) -> None:
         """Raises UserError if a file of the pair has changed since it was opened.

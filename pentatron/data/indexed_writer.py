@@ -12,22 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pentatron.checksums import BlockChecksums, ChecksummedFile
-from pentatron.data.indexed import (
-    BLOCK_BYTES,
-    CHECK_BLOCK,
-    DTYPES,
-    HEADER,
-    MAGIC,
-    SUM,
-    VERSION,
-    IndexedDataset,
-    PairMetadata,
-    TokenizerIdentity,
-    pair_paths,
-    sidecar_path,
-    stored_sums,
-    write_sidecar,
-)
+from pentatron.data import indexed
+from pentatron.data.indexed import IndexedDataset, PairMetadata, TokenizerIdentity, pair_paths
 from pentatron.errors import UserError
 from pentatron.files import commit, fsync, lock, remove_leftovers, temporary_suffix
 
@@ -36,6 +22,16 @@ BUFFER = 1 << 20
 STEP = 1 << 14
 PARTS = ("bin", "lengths", "ends", "sums")
 ALL_PARTS = (*PARTS, "idx", "meta")
+
+
+@dataclass(frozen=True)
+class EncodedDocuments:
+    """Tokens of whole documents, the lengths of their sequences, sequences per document and largest token."""
+
+    tokens: bytes | memoryview
+    lengths: npt.NDArray[np.int32]
+    counts: npt.NDArray[np.integer]
+    largest: int
 
 
 @dataclass
@@ -63,7 +59,7 @@ class PairInProgress:
         self.dtype, self._type_code = _stored_dtype(dtype)
         self._stem, self._suffix = stem, suffix
         self.state = PairState(**(state or {}))
-        self._sums = BlockChecksums(BLOCK_BYTES, self.state.running, self.state.filled)
+        self._sums = BlockChecksums(indexed.BLOCK_BYTES, self.state.running, self.state.filled)
         self._files: dict[str, BinaryIO] = {}
         # Descriptors of the locked temporary files, closed by `discard`.
         self._locks: list[int] = []
@@ -76,7 +72,7 @@ class PairInProgress:
 
     def _open_files(self, resumes: bool) -> None:
         state = self.state
-        sums = SUM.itemsize * ((state.bin - state.filled) // BLOCK_BYTES)
+        sums = indexed.SUM.itemsize * ((state.bin - state.filled) // indexed.BLOCK_BYTES)
         for part, size in zip(PARTS, (state.bin, 4 * state.sequences, 8 * state.documents, sums)):
             path = self.path(part)
             if resumes and (not path.is_file() or path.stat().st_size < size):
@@ -96,28 +92,17 @@ class PairInProgress:
     def path(self, part: str) -> Path:
         return Path(f"{self._stem}.{part}{self._suffix}")
 
-    def append(
-        self,
-        tokens: bytes | memoryview,
-        lengths: npt.NDArray[np.int32],
-        counts: npt.NDArray[Any],
-        largest: int,
-    ) -> None:
-        """Appends whole documents.
-
-        Takes their tokens, the length of each sequence, the number of sequences of each document and the
-        largest token.
-        """
-        self._files["bin"].write(tokens)
-        self._sums.update(tokens)
-        self._files["sums"].write(stored_sums(self._sums.take_finished()))
-        self._files["lengths"].write(lengths.astype("<i4").tobytes())
+    def append(self, documents: EncodedDocuments) -> None:
+        self._files["bin"].write(documents.tokens)
+        self._sums.update(documents.tokens)
+        self._files["sums"].write(indexed.stored_sums(self._sums.take_finished()))
+        self._files["lengths"].write(documents.lengths.astype("<i4").tobytes())
         state = self.state
-        self._files["ends"].write((state.sequences + np.cumsum(counts, dtype="<i8")).tobytes())
-        state.bin += memoryview(tokens).nbytes
-        state.sequences += len(lengths)
-        state.documents += len(counts)
-        state.largest = max(state.largest, largest)
+        self._files["ends"].write((state.sequences + np.cumsum(documents.counts, dtype="<i8")).tobytes())
+        state.bin += memoryview(documents.tokens).nbytes
+        state.sequences += len(documents.lengths)
+        state.documents += len(documents.counts)
+        state.largest = max(state.largest, documents.largest)
         state.running, state.filled = self._sums.running, self._sums.filled
 
     def sync(self) -> dict[str, int]:
@@ -128,11 +113,11 @@ class PairInProgress:
 
     def complete(self, tokenizer: TokenizerIdentity | None = None, job: str | None = None) -> PairMetadata:
         """Writes the index and the sidecar, still under temporary names."""
-        self._files["sums"].write(stored_sums(self._sums.take_last()))
+        self._files["sums"].write(indexed.stored_sums(self._sums.take_last()))
         self.close()
         with self.path("idx").open("wb", buffering=BUFFER) as file:
             self._lock("idx")
-            index_sums = BlockChecksums(BLOCK_BYTES)
+            index_sums = BlockChecksums(indexed.BLOCK_BYTES)
             index = ChecksummedFile(file, index_sums)
             self._write_index(index)
         state, counts = self.state, (self.state.sequences, self.state.documents, self.tokens)
@@ -141,7 +126,7 @@ class PairInProgress:
         )
         with self.path("meta").open("wb") as file, self.path("sums").open("rb") as sums:
             self._lock("meta")
-            write_sidecar(file, facts, sums, stored_sums(index_sums.take_last()))
+            indexed.write_sidecar(file, facts, sums, indexed.stored_sums(index_sums.take_last()))
         return facts
 
     def close(self) -> None:
@@ -167,12 +152,12 @@ class PairInProgress:
 
     def _write_index(self, file: ChecksummedFile) -> None:
         counts = self.state.sequences, self.state.documents + 1
-        file.write(HEADER.pack(MAGIC, VERSION, self._type_code, *counts))
+        file.write(indexed.HEADER.pack(indexed.MAGIC, indexed.VERSION, self._type_code, *counts))
         with self.path("lengths").open("rb") as lengths:
             shutil.copyfileobj(lengths, file)
             lengths.seek(0)
             end = 0
-            while data := lengths.read(4 * CHECK_BLOCK):
+            while data := lengths.read(4 * indexed.CHECK_BLOCK):
                 sizes = np.frombuffer(data, "<i4").astype(np.int64) * self.dtype.itemsize
                 ends = end + np.cumsum(sizes)
                 file.write((ends - sizes).astype("<i8").tobytes())
@@ -198,7 +183,7 @@ def publish(stem: Path, suffix: str, prefix: Path | str) -> None:
     if not Path(f"{stem}.idx{suffix}").exists():
         return
     index.unlink(missing_ok=True)
-    for part, target in (("bin", binary), ("meta", sidecar_path(prefix)), ("idx", index)):
+    for part, target in (("bin", binary), ("meta", indexed.sidecar_path(prefix)), ("idx", index)):
         temporary = Path(f"{stem}.{part}{suffix}")
         if temporary.exists():
             commit(temporary, target)
@@ -210,11 +195,9 @@ class IndexedDatasetWriter:
     def __init__(
         self, prefix: Path | str, dtype: npt.DTypeLike, tokenizer: TokenizerIdentity | None = None
     ) -> None:
-        self.prefix = Path(prefix)
+        self.prefix, self.tokenizer = Path(prefix), tokenizer
         self.dtype, _ = _stored_dtype(dtype)
-        self.tokenizer = tokenizer
         self._suffix = temporary_suffix()
-        self._pair: PairInProgress | None = None
 
     def __enter__(self) -> Self:
         self.prefix.parent.mkdir(parents=True, exist_ok=True)
@@ -226,7 +209,7 @@ class IndexedDatasetWriter:
         self, tokens: Sequence[int] | npt.NDArray[Any], lengths: Sequence[int] | None = None
     ) -> None:
         """Appends a document of one sequence, or of several with given lengths."""
-        assert self._pair is not None, "add_document outside the with block"
+
         ids = np.asarray(tokens, dtype=np.int64)
         if lengths is None:
             lengths = [len(ids)] if len(ids) else []
@@ -238,11 +221,10 @@ class IndexedDatasetWriter:
             raise UserError(
                 f"token {wrong} does not fit {self.dtype}; choose the type with token_dtype(vocab_size)"
             )
-        data = ids.astype(self.dtype).tobytes()
-        self._pair.append(data, np.asarray(lengths, np.int32), np.array([len(lengths)]), largest)
+        data, sizes = ids.astype(self.dtype).tobytes(), np.asarray(lengths, np.int32)
+        self._pair.append(EncodedDocuments(data, sizes, np.array([len(lengths)]), largest))
 
     def __exit__(self, error_type: type[BaseException] | None, *error: object) -> None:
-        assert self._pair is not None
         try:
             if error_type is None:
                 self._pair.complete(self.tokenizer)
@@ -254,11 +236,11 @@ class IndexedDatasetWriter:
 def _stored_dtype(dtype: npt.DTypeLike) -> tuple[np.dtype[Any], int]:
     """Returns the little-endian type of tokens in a file, and its code in the index."""
     stored = np.dtype(dtype).newbyteorder("<")
-    for code, supported in DTYPES.items():
+    for code, supported in indexed.DTYPES.items():
         if supported == stored:
             return stored, code
     raise UserError(
-        f"tokens cannot be stored as {stored}; choose one of {', '.join(map(str, DTYPES.values()))}"
+        f"tokens cannot be stored as {stored}; choose one of {', '.join(map(str, indexed.DTYPES.values()))}"
     )
 
 
@@ -296,7 +278,7 @@ def _append_documents(pair: PairInProgress, source: IndexedDataset, report: Call
         begin = int(source.pointers[sequences.start]) // item if len(sequences) else 0
         tokens = source.read(begin, begin + int(lengths.sum(dtype=np.int64)))
         largest = int(tokens.max()) if len(tokens) else -1
-        pair.append(tokens.view(np.uint8).data, lengths, np.diff(at), largest)
+        pair.append(EncodedDocuments(tokens.view(np.uint8).data, lengths, np.diff(at), largest))
         report(tokens.nbytes)
 
 

@@ -10,16 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pentatron.checksums import block_sums_of_file
-from pentatron.data.indexed import (
-    BLOCK_BYTES,
-    CHECK_BLOCK,
-    IndexedDataset,
-    PairMetadata,
-    TokenizerIdentity,
-    sidecar_path,
-    stored_sums,
-    write_sidecar,
-)
+from pentatron.data import indexed
+from pentatron.data.indexed import IndexedDataset, PairMetadata, TokenizerIdentity, sidecar_path
 from pentatron.data.tokenizer import Tokenizer, identify_tokenizer
 from pentatron.errors import UserError
 from pentatron.files import atomic_write
@@ -59,8 +51,8 @@ def document_lengths(dataset: IndexedDataset) -> LengthHistogram:
     end = len(dataset.tokens)
     powers = np.zeros(65, np.int64)
     shortest, longest = 0, 0
-    for first in range(0, len(bounds) - 1, CHECK_BLOCK):
-        at = bounds[first : first + CHECK_BLOCK + 1]
+    for first in range(0, len(bounds) - 1, indexed.CHECK_BLOCK):
+        at = bounds[first : first + indexed.CHECK_BLOCK + 1]
         starts = np.full(len(at), end, np.int64)
         inside = at < len(dataset)
         starts[inside] = dataset.pointers[at[inside]] // item
@@ -96,10 +88,10 @@ def seal(prefix: Path | str, report: Report = lambda done: None) -> PairMetadata
     counts = len(dataset), len(dataset.document_indices) - 1, len(dataset.tokens)
     sizes = dataset.bin_path.stat().st_size, dataset.idx_path.stat().st_size
     facts = PairMetadata(str(dataset.dtype), *counts, largest, *sizes)
-    sums = stored_sums(block_sums_of_file(dataset.bin_path, BLOCK_BYTES, tell=report))
-    index_sums = stored_sums(block_sums_of_file(dataset.idx_path, BLOCK_BYTES))
+    sums = indexed.stored_sums(block_sums_of_file(dataset.bin_path, indexed.BLOCK_BYTES, tell=report))
+    index_sums = indexed.stored_sums(block_sums_of_file(dataset.idx_path, indexed.BLOCK_BYTES))
     with atomic_write(sidecar_path(prefix)) as file:
-        write_sidecar(file, facts, io.BytesIO(sums), index_sums)
+        indexed.write_sidecar(file, facts, io.BytesIO(sums), index_sums)
     return facts
 
 
@@ -174,5 +166,5 @@ def _check_tokens(dataset: IndexedDataset, vocab_size: int) -> None:
 
 def _token_chunks(dataset: IndexedDataset) -> Iterator[npt.NDArray[Any]]:
     """Yields all tokens, a few megabytes at a time."""
-    step = 64 * BLOCK_BYTES
+    step = 64 * indexed.BLOCK_BYTES
     return (dataset.tokens[at : at + step] for at in range(0, len(dataset.tokens), step))

@@ -88,17 +88,8 @@ def prepare_python_corpus(
         sources = _read_sources(max_bytes, report)
         recipe = {"recipe": RECIPE, "vocab_size": vocab_size, "max_bytes": max_bytes}
         identity = {**recipe, "sources_sha256": sources.fingerprint}
-        counts = _finished_counts(folder, identity)
-        if counts is None:
-            counts = _build(folder, vocab_size, sources, identity, report)
-    return PreparedCorpus(
-        prefix=_prefix(folder),
-        tokenizer_path=_tokenizer_path(folder),
-        documents=counts["documents"],
-        tokens=counts["tokens"],
-        bytes=counts["bytes"],
-        fingerprint=sources.fingerprint,
-    )
+        counts = _finished_counts(folder, identity) or _build(folder, vocab_size, sources, identity, report)
+    return PreparedCorpus(_prefix(folder), _tokenizer_path(folder), **counts, fingerprint=sources.fingerprint)
 
 
 def _build(
@@ -160,8 +151,7 @@ def _read_sources(max_bytes: int, report: Progress) -> _Sources:
         if not text.strip():
             continue
         # The lengths make the hash of (name, content) pairs unambiguous.
-        digest.update(f"{len(name)} {name} {len(content)} ".encode())
-        digest.update(content)
+        digest.update(f"{len(name)} {name} {len(content)} ".encode() + content)
         texts.append(text)
         total += len(content)
         report(STAGES[0], total, max_bytes)

@@ -42,6 +42,7 @@ _HEADER = struct.Struct("<II")
 _ALIGNMENT = 64
 
 IntArray = npt.NDArray[np.integer]
+Seed = int | Sequence[int]
 
 SPLIT_NAMES = ("train", "valid", "test")
 # A last epoch of which less than this share is needed is shuffled separately, so that its documents do
@@ -238,23 +239,19 @@ class SampleIndex:
     def __len__(self) -> int:
         return len(self.shuffle)
 
-    def arrays(self) -> dict[str, npt.NDArray[np.integer]]:
+    def arrays(self) -> dict[str, IntArray]:
         """Returns the index as arrays for the index cache."""
         scalars = np.array([self.epochs, self.separate_final_epoch], dtype=np.int64)
         return {"facts": scalars, "documents": self.documents, "starts": self.starts, "shuffle": self.shuffle}
 
     @classmethod
-    def from_arrays(cls, arrays: Mapping[str, npt.NDArray[np.integer]]) -> "SampleIndex":
+    def from_arrays(cls, arrays: Mapping[str, IntArray]) -> "SampleIndex":
         epochs, separate = arrays["facts"].tolist()
         return cls(epochs, bool(separate), arrays["documents"], arrays["starts"], arrays["shuffle"])
 
 
 def build_sample_index(
-    lengths: npt.NDArray[np.integer],
-    documents: range,
-    num_samples: int | None,
-    sequence_length: int,
-    seed: int | Sequence[int],
+    lengths: IntArray, documents: range, num_samples: int | None, sequence_length: int, seed: Seed
 ) -> SampleIndex:
     """Cuts `documents` into at least `num_samples` samples, or one epoch if it is None."""
     if sequence_length < 1 or (num_samples is not None and num_samples < 1):
@@ -296,12 +293,12 @@ def machine_memory() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def epoch_samples(lengths: npt.NDArray[np.integer], documents: range, sequence_length: int) -> int:
+def epoch_samples(lengths: IntArray, documents: range, sequence_length: int) -> int:
     """Returns the number of samples of one epoch of the documents."""
     return (_count_tokens(lengths, documents, sequence_length + 1) - 1) // sequence_length
 
 
-def _count_tokens(lengths: npt.NDArray[np.integer], documents: range, least: int) -> int:
+def _count_tokens(lengths: IntArray, documents: range, least: int) -> int:
     """Returns the number of tokens of the documents; raises UserError if there are fewer than `least`."""
     tokens = int(lengths[documents.start : documents.stop].sum(dtype=np.int64))
     if tokens < least:
@@ -320,7 +317,7 @@ def _document_order(documents: range, epochs: int, separate: bool, random: np.ra
     return np.concatenate(parts)
 
 
-def _sample_starts(lengths: npt.NDArray[np.integer], samples: int, sequence_length: int) -> IntArray:
+def _sample_starts(lengths: IntArray, samples: int, sequence_length: int) -> IntArray:
     """Returns rows (position, offset) of the tokens 0, L, 2L … of the concatenated documents."""
     begins = np.cumsum(lengths, dtype=np.int64)
     # Number of samples that start before the end of each document. The position of sample k is the number

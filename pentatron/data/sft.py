@@ -50,10 +50,7 @@ IDENTITY = "identity"
 
 
 def write_conversations(
-    path: Path,
-    prefix: Path,
-    writer: ConversationEncoder,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    path: Path, prefix: Path, writer: ConversationEncoder, progress: Callable[[int, int], None]
 ) -> None:
     """Tokenizes a file of conversations into a pair; `progress` gets bytes read and file size."""
     size = path.stat().st_size if path.is_file() else 0
@@ -194,10 +191,11 @@ def build_conversations(
     world: World,
     folder: Path,
     display: Display,
-    validates: bool,
-    tests: bool,
+    sizes: Sequence[int],
 ) -> tuple[tuple[EpochShuffle, EpochShuffle | None, EpochShuffle | None], str, str]:
     """Builds the infinite datasets of a run with `--sft`; --split divides each file.
+
+    `sizes` are the numbers of samples to train, validate and test with.
 
     Returns those to train, validate and test with, their fingerprint, and the reason if there is no test set.
     """
@@ -221,10 +219,10 @@ def build_conversations(
     assert train is not None
     conversations = sum(len(source.document_indices) - 1 for source in sources)
     missing = f"--split {data.split} leaves none of {format_count(conversations, 'conversation')} to"
-    valid = read(1, "validation") if validates else None
-    if validates and valid is None:
+    valid = read(1, "validation") if sizes[1] else None
+    if sizes[1] and valid is None:
         display.say(f"note: {missing} validate with")
-    tests = tests and parse_split(data.split)[2] > 0
+    tests = sizes[2] and parse_split(data.split)[2] > 0
     test = read(2, "test") if tests else None
     untested = f"{missing} test with" if tests and test is None else ""
     content = contents[0] if len(contents) == 1 else hashlib.sha256(" ".join(contents).encode()).hexdigest()
