@@ -8,6 +8,7 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ GENERATED_PREFIXES = ("_sysconfigdata", "config-")
 RECIPE = 1
 STAGES = ("read", "train tokenizer", "tokenize")
 MANIFEST = "corpus.json"
-BATCH_BYTES = 1 << 19
+# Texts tokenized at a time by the tokenizer's threads.
+BATCH_TEXTS = 32
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,8 @@ def _build(
     with IndexedDatasetWriter(
         _prefix(folder), token_dtype(tokenizer.vocab_size), identify_tokenizer(tokenizer)
     ) as writer:
-        for batch in _batches(_reported(sources, tokenizing, report)):
+        texts = _reported(sources, tokenizing, report)
+        while batch := list(islice(texts, BATCH_TEXTS)):
             for ids in tokenizer.encode_batch(batch):
                 writer.add_document([*ids, tokenizer.eod])
                 tokens += len(ids) + 1
@@ -170,20 +173,6 @@ def _reported(sources: _Sources, stage: str, report: Progress) -> Iterator[str]:
         yield text
         done += len(text.encode())
         report(stage, done, sources.bytes)
-
-
-def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
-    """Groups texts into batches of about BATCH_BYTES, for the tokenizer's threads."""
-    batch: list[str] = []
-    size = 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
-        if size >= BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 @contextmanager

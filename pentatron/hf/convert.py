@@ -135,13 +135,10 @@ def _imported_outlines(
 
 
 @dataclass(frozen=True)
-class ExportOptions:
+class ExportOptions(ImportOptions):
     """Options of an export. `tokenizer` are files to copy instead of the checkpoint's."""
 
-    dtype: torch.dtype | None = None
-    allow_narrowing: bool = False
-    tokenizer: Sequence[Path] = ()
-    shard_bytes: int = 5 * 10**9
+    file_bytes: int = 5 * 10**9
     check: bool = True
 
 
@@ -172,7 +169,7 @@ def export_step(
                 return step.read(f"{WEIGHTS}{name}", start, size)
 
             read = progress.counting(reads_theirs(links, read_weight, outlines))
-            _write_shards(new, outlines, read, options.shard_bytes)
+            _write_shards(new, outlines, read, options.file_bytes)
         write_new_synced(new / CONFIG, _json(config))
         copy_files((path for path in small_files(model_files, options.tokenizer) if path.name != CONFIG), new)
         seconds = progress.seconds
