@@ -49,17 +49,8 @@ class SampleRecipe:
     cache: IndexCache | None = None
 
     def build(self, member: BlendMember, number: int | None, later: Sequence[int] = ()) -> GPTDataset:
-        return GPTDataset(
-            member.source,
-            member.documents,
-            number,
-            self.sequence_length,
-            self.seed,
-            self.vocab_size,
-            member.boundaries,
-            later,
-            self.cache,
-        )
+        settings = self.sequence_length, self.seed, self.vocab_size, member.boundaries
+        return GPTDataset(member.source, member.documents, number, *settings, later, self.cache)
 
 
 class BlendedDataset:
@@ -106,8 +97,7 @@ def build_blend(
 
 def normalize_weights(weights: Sequence[float]) -> list[float]:
     array = np.array(weights, dtype=np.float64)
-    shares: list[float] = (array / np.sum(array)).tolist()
-    return shares
+    return (array / np.sum(array)).tolist()
 
 
 def samples_per_dataset(number: int, weights: Sequence[float], surplus: float = 0.0) -> list[int]:
@@ -148,8 +138,7 @@ def _by_size(
 
 
 def _count_draws(order: Arrays, size: int, datasets: int) -> list[int]:
-    counts: list[int] = np.bincount(order["order"][:size], minlength=datasets).tolist()
-    return counts
+    return np.bincount(order["order"][:size], minlength=datasets).tolist()
 
 
 def _cached_order(weights: list[float], size: int, cache: IndexCache | None) -> Arrays:
@@ -183,17 +172,15 @@ def greedy_order(weights: Sequence[float], size: int) -> Ids:
     length = max(_WARM_UP_DRAWS, int((size - first) ** 0.5))
     starts = first + np.arange(-(-(size - first) // length)) * length
     begin_counts = _estimate_counts(shares, starts - _WARM_UP_DRAWS, errors)
-    _draw_in_parallel(
-        shares, begin_counts, starts - _WARM_UP_DRAWS, np.empty((len(starts), _WARM_UP_DRAWS), dtype=np.int16)
-    )
+    _draw_in_parallel(shares, begin_counts, starts - _WARM_UP_DRAWS, _WARM_UP_DRAWS)
     begin_counts[0] = counts
     draws = np.empty((len(starts), length), dtype=np.int16)
     end_counts = np.empty_like(begin_counts)
     pending = np.arange(len(starts))
     while len(pending):
-        chunk_draws, chunk_counts = np.empty((len(pending), length), dtype=np.int16), begin_counts[pending]
-        _draw_in_parallel(shares, chunk_counts, starts[pending], chunk_draws)
-        draws[pending], end_counts[pending] = chunk_draws, chunk_counts
+        chunk_counts = begin_counts[pending]
+        draws[pending] = _draw_in_parallel(shares, chunk_counts, starts[pending], length)
+        end_counts[pending] = chunk_counts
         pending = np.flatnonzero((end_counts[:-1] != begin_counts[1:]).any(axis=1)) + 1
         begin_counts[pending] = end_counts[pending - 1]
     order[first:] = draws.reshape(-1)[: size - first]
@@ -257,13 +244,15 @@ def _estimate_counts(shares: Floats, starts: npt.NDArray[np.integer], errors: Fl
     return counts
 
 
-def _draw_in_parallel(shares: Floats, counts: Floats, starts: npt.NDArray[np.integer], draws: Ids) -> None:
-    """Fills every row of `draws` and advances the same row of `counts`, from the draw given in `starts`."""
+def _draw_in_parallel(shares: Floats, counts: Floats, starts: npt.NDArray[np.integer], number: int) -> Ids:
+    """Returns a row of `number` draws for each draw of `starts`, and advances the same row of `counts`."""
+    draws = np.empty((len(starts), number), dtype=np.int16)
     rows, draw = np.arange(len(starts)), starts.astype(np.float64)
-    for step in range(draws.shape[1]):
+    for step in range(number):
         error = np.maximum(draw, 1.0)[:, None] * shares
         error -= counts
         chosen = error.argmax(axis=1)
         counts[rows, chosen] += 1
         draws[:, step] = chosen
         draw += 1
+    return draws

@@ -14,6 +14,7 @@ limits of the kernel cover all of these.
 import contextlib
 import datetime
 import json
+import resource
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -108,10 +109,8 @@ class Template:
     def has_marks(self) -> bool:
         """Whether the template has {% generation %} blocks."""
         calls = [block.call.node for block in self._environment.parse(self.source).find_all(nodes.CallBlock)]
-        return any(
-            isinstance(call, nodes.ExtensionAttribute) and call.identifier == _Generation.identifier
-            for call in calls
-        )
+        extensions = [call.identifier for call in calls if isinstance(call, nodes.ExtensionAttribute)]
+        return _Generation.identifier in extensions
 
     @cached_property
     def _environment(self) -> "_Sandbox":
@@ -120,10 +119,9 @@ class Template:
         # Randomness would make the tokens of a conversation differ between runs.
         environment.globals.pop("lipsum")
         environment.filters.pop("random")
-        day = self.day
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["range"] = self._range
-        environment.globals["strftime_now"] = lambda form: day.strftime(form)
+        environment.globals["strftime_now"] = self.day.strftime
         return environment
 
     def _range(self, *numbers: int) -> range:
@@ -235,9 +233,7 @@ def _short(error: Exception) -> str:
 
 def _limit(memory_bytes: int, cpu_seconds: float) -> None:
     """Limits the memory of this process, and the CPU time of the next request."""
-    with contextlib.suppress(ImportError, ValueError, OSError):
-        import resource
-
+    with contextlib.suppress(ValueError, OSError):
         usage = resource.getrusage(resource.RUSAGE_SELF)
         until = int(usage.ru_utime + usage.ru_stime + cpu_seconds) + 1
         # Only soft limits, so that the next request can raise them; code inside the sandbox cannot call
@@ -248,12 +244,9 @@ def _limit(memory_bytes: int, cpu_seconds: float) -> None:
 
 def _restrict_process() -> None:
     """Forbids writing files and core dumps, and ignores signals sent to the process group."""
-    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
-    with contextlib.suppress(ImportError, ValueError, OSError):
-        import resource
-
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    with contextlib.suppress(ValueError, OSError):
         for kind in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
             resource.setrlimit(kind, (0, 0))
 

@@ -75,12 +75,6 @@ class ChatTemplate:
     origin: str = "the chat template"
     limits: Limits = Limits()
 
-    def render(
-        self, messages: Sequence[Message], tools: Any = None, answer_follows: bool = False
-    ) -> Rendered:
-        """Renders a conversation. `answer_follows` adds the generation prompt."""
-        return self.render_cuts(messages, tools, [(len(messages), answer_follows)])[0]
-
     def render_cuts(self, messages: Sequence[Message], tools: Any, cuts: Sequence[Cut]) -> Sequence[Rendered]:
         """Renders cuts of one conversation; only the first if the template has generation marks.
 
@@ -119,19 +113,17 @@ class ChatTemplate:
         return answer
 
 
-class _PartialTexts(Sequence[Rendered]):
+class _PartialTexts(list[Rendered]):
     """The texts before the first refused cut; later ones raise TemplateRefusal on access."""
 
     def __init__(self, texts: list[Rendered], refusal: str) -> None:
-        self.texts, self.refusal = texts, refusal
-
-    def __len__(self) -> int:
-        return len(self.texts)
+        super().__init__(texts)
+        self.refusal = refusal
 
     def __getitem__(self, index: Any) -> Any:
-        if index >= len(self.texts):
+        if index >= len(self):
             raise TemplateRefusal(self.refusal)
-        return self.texts[index]
+        return super().__getitem__(index)
 
 
 class _SandboxStopped(Exception):
@@ -153,8 +145,7 @@ class _Sandbox:
             known = self._process is not None and self._process.poll() is None and self._template == template
             message = {**request, "memory_bytes": limits.memory_bytes, "cpu_seconds": limits.cpu_seconds}
             if not known:
-                day = template.day.isoformat()
-                tokens = dict(template.special_tokens)
+                tokens, day = dict(template.special_tokens), template.day.isoformat()
                 message["template"] = {"source": template.source, "special_tokens": tokens, "day": day}
             line = json.dumps(message).encode() + b"\n"
             try:
@@ -179,9 +170,9 @@ class _Sandbox:
         self._lock = threading.Lock()
         process, self._process, self._template = self._process, None, None
         if process is not None:
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    pipe.close()
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.close()
+            process.stdout.close()
             # The sandbox is not a child of this process: setting the return code keeps Popen from waiting
             # for it.
             process.returncode = 0
@@ -218,8 +209,7 @@ class _Sandbox:
                         raise BrokenPipeError
         except BrokenPipeError:
             raise _SandboxStopped(_reason(process.wait(), limits)) from None
-        answer: dict[str, Any] = json.loads(received)
-        return answer
+        return json.loads(received)
 
     def _stop(self) -> None:
         process, self._process, self._template = self._process, None, None
@@ -237,13 +227,9 @@ def _start() -> "subprocess.Popen[bytes]":
     if len(origins) < len(_PACKAGES):
         raise UserError("chat templates need the package jinja2; run: pip install jinja2")
     folders = dict.fromkeys(str(Path(origin).parent.parent) for origin in origins)
-    process = subprocess.Popen(
-        [sys.executable, "-I", "-S", str(_PROGRAM), *folders],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        bufsize=0,
-    )
+    command = [sys.executable, "-I", "-S", str(_PROGRAM), *folders]
+    pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere, bufsize=0)
     assert process.stdin is not None
     os.set_blocking(process.stdin.fileno(), False)
     return process
@@ -266,9 +252,8 @@ atexit.register(_SANDBOX.close)
 os.register_at_fork(after_in_child=_SANDBOX.forget)
 
 
-def stop_sandbox() -> None:
-    """Stops the sandbox process, if one was started; it exits with this process at the latest."""
-    _SANDBOX.close()
+# Stops the sandbox process, if one was started; it exits with this process at the latest.
+stop_sandbox = _SANDBOX.close
 
 
 def find_chat_template(folder: Path) -> tuple[str, Path] | None:
@@ -293,14 +278,11 @@ def find_chat_template(folder: Path) -> tuple[str, Path] | None:
 def special_tokens(folder: Path) -> dict[str, str]:
     """Returns the texts of `bos_token` and the other special tokens of a tokenizer folder."""
     tokens = {}
-    entries = [
-        *_read_object(folder / SPECIAL_TOKENS_FILE).items(),
-        *_read_object(folder / CONFIG_FILE).items(),
-    ]
-    for name, value in entries:
-        text = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(text, str):
-            tokens[name] = text
+    for file in (SPECIAL_TOKENS_FILE, CONFIG_FILE):
+        for name, value in _read_object(folder / file).items():
+            text = value.get("content") if isinstance(value, dict) else value
+            if name.endswith("_token") and isinstance(text, str):
+                tokens[name] = text
     return tokens
 
 
@@ -308,9 +290,8 @@ def read_template(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"--chat-template {path} cannot be read ({error}); it takes a file with a Jinja template"
-        ) from None
+        problem = f"--chat-template {path} cannot be read ({error})"
+        raise UserError(f"{problem}; it takes a file with a Jinja template") from None
 
 
 def _read_object(path: Path) -> dict[str, Any]:

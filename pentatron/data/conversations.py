@@ -81,9 +81,8 @@ class ConversationEncoder:
             try:
                 marked.text.encode()
             except UnicodeEncodeError as error:
-                raise UserError(
-                    f"holds half a surrogate pair, which is no character ({error.reason})"
-                ) from None
+                reason = f"which is no character ({error.reason})"
+                raise UserError(f"holds half a surrogate pair, {reason}") from None
         return texts
 
     def tokens(self, texts: Sequence[MarkedText]) -> list[Tokens]:
@@ -237,11 +236,8 @@ def _chat(messages: Any, tools: Any, before: int = 0) -> Conversation:
         calls = content is None and "tool_calls" in message
         if not (isinstance(content, str | list) or calls):
             raise UserError(f"has no content in message {place} ({message['role']})")
-    learned = [
-        place
-        for place in assistant_indices(messages)
-        if place >= before and _weight(messages[place], place) != 0
-    ]
+    answers = [place for place in assistant_indices(messages) if place >= before]
+    learned = [place for place in answers if _weight(messages[place], place) != 0]
     if not learned:
         raise UserError(f"has no answer to learn from: no message has the role {ASSISTANT}")
     return Conversation(tuple(messages), tuple(learned), tools)

@@ -16,8 +16,7 @@ from pentatron.data.gpt_dataset import (
     SyntheticDataset,
     count_epoch_samples,
     mock_sequences,
-    require_documents,
-    require_text,
+    require_share,
     split_documents,
 )
 from pentatron.data.identity import DataIdentity, FileIdentity, require_same_data
@@ -25,28 +24,15 @@ from pentatron.data.indexed import IndexedDataset
 from pentatron.data.inspect import require_same_tokenizer
 from pentatron.data.loader import EpochShuffle, SampleSource
 from pentatron.data.python_corpus import PreparedCorpus, prepare_python_corpus
-from pentatron.data.sampling import (
-    SPLIT_NAMES,
-    Boundaries,
-    IndexCache,
-    Sample,
-    boundaries_of,
-    parse_split,
-    split_ranges,
-)
+from pentatron.data.sampling import SPLIT_NAMES, Boundaries, IndexCache, Sample, boundaries_of, parse_split
 from pentatron.data.sft import build_conversations, count_sequences
 from pentatron.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
 from pentatron.errors import AgreedError, UserError
 from pentatron.monitor.display import Display
 from pentatron.parallel.collectives import broadcast_object, run_on_some_ranks
 from pentatron.parallel.world import World
-from pentatron.settings.data_paths import (
-    Blend,
-    is_counted_in_run,
-    training_files,
-    training_files_flag,
-    why_no_epochs,
-)
+from pentatron.settings import data_paths
+from pentatron.settings.data_paths import Blend
 from pentatron.settings.resolve import Resolved
 from pentatron.settings.run_config import RunConfig
 from pentatron.settings.settings import is_unset
@@ -94,9 +80,9 @@ class Datasets:
         for begin in range(first, stop, _COUNT_CHUNK):
             samples = np.arange(begin, min(stop, begin + _COUNT_CHUNK))
             counts += np.bincount(self.train.origins(samples), minlength=len(self.names))
+        # A corpus can be named twice in a blend.
         by_name: Counter[str] = Counter()
         for name, count in zip(self.names, counts.tolist(), strict=True):
-            # A corpus can be named twice in a blend.
             by_name[name] += count
         return by_name
 
@@ -110,6 +96,9 @@ class SplitDatasets(NamedTuple):
 
 
 Order = Callable[["OrderSizes", IndexCache], SplitDatasets]
+# The files and their weights to train, validate and test with.
+Blends = tuple[Blend, Blend | None, Blend | None]
+Weights = Sequence[Sequence[float] | None]
 # The documents of each file to train, validate and test with.
 Members = tuple[list[BlendMember], list[BlendMember] | None, list[BlendMember] | None]
 
@@ -158,10 +147,8 @@ def open_data(config: RunConfig, world: World, data_folder: Path, display: Displ
     if data.data_path or data.train_data_path:
         configured = configured_tokenizer(data, config.model.vocab_size)
         train = Blend.parse(data.data_path or data.train_data_path)
-        valid, test = (
-            Blend.parse(entries) if entries else None
-            for entries in (data.valid_data_path, data.test_data_path)
-        )
+        others = (data.valid_data_path, data.test_data_path)
+        valid, test = (Blend.parse(entries) if entries else None for entries in others)
         blends = (train, train, train) if data.data_path else (train, valid, test)
         # The test set does not affect training, so it is not part of the identity.
         identity = DataIdentity.of_blends(*blends[:2])
@@ -213,11 +200,7 @@ def build_datasets(
 
 
 def _open_files(
-    config: RunConfig,
-    blends: tuple[Blend, Blend | None, Blend | None],
-    tokenizer: Tokenizer | None,
-    identity: DataIdentity,
-    split: str | None,
+    config: RunConfig, blends: Blends, tokenizer: Tokenizer | None, identity: DataIdentity, split: str | None
 ) -> OpenedData:
     """Opens prepared files. With a `split`, all blends read their share of the same files."""
     sources: dict[str, IndexedDataset] = {}
@@ -246,7 +229,8 @@ def _open_files(
             if untested:
                 members.append(None)
                 continue
-        members.append([_member(sources[p], split, name, boundaries[p]) for p in blend.prefixes])
+        shares = {prefix: require_share(sources[prefix], split, name) for prefix in blend.prefixes}
+        members.append([BlendMember(sources[p], shares[p], boundaries[p]) for p in blend.prefixes])
     train, valid, test = members
     assert train is not None, "the rules refuse a split without a training share"
     # Separate files per split: a single file needs no weight.
@@ -254,14 +238,8 @@ def _open_files(
         None if blend is None or (split is None and len(blend.prefixes) == 1) else blend.weights
         for blend in blends
     ]
-    return OpenedData(
-        partial(_build_parts, config, (train, valid, test), weights),
-        tokenizer,
-        blends[0].prefixes,
-        identity.fingerprint,
-        untested=untested,
-        files=identity.files,
-    )
+    order, names = partial(_build_parts, config, (train, valid, test), weights), blends[0].prefixes
+    return OpenedData(order, tokenizer, names, identity.fingerprint, untested=untested, files=identity.files)
 
 
 def _too_small(source: IndexedDataset, split: str, least: int) -> str:
@@ -274,32 +252,13 @@ def _too_small(source: IndexedDataset, split: str, least: int) -> str:
     return f"--split {split} leaves {tokens} tokens of {source.prefix} to test with, and {least} are needed"
 
 
-def _member(
-    source: IndexedDataset, split: str | None, name: str, boundaries: Boundaries | None
-) -> BlendMember:
-    if split is None:
-        require_text(source)
-        return BlendMember(source, range(len(source)), boundaries)
-    documents = split_documents(source, split)[SPLIT_NAMES.index(name)]
-    assert documents is not None
-    require_documents(source, documents, split, name)
-    return BlendMember(source, documents, boundaries)
-
-
 def _build_parts(
-    config: RunConfig,
-    members: Members,
-    weights: Sequence[Sequence[float] | None],
-    numbers: OrderSizes,
-    cache: IndexCache,
+    config: RunConfig, members: Members, weights: Weights, numbers: OrderSizes, cache: IndexCache
 ) -> SplitDatasets:
     data, wanted = config.data, required_samples(config)
+    model = config.model
     recipe = SampleRecipe(
-        config.model.seq_length,
-        config.run.seed,
-        config.model.vocab_size,
-        data.mid_level_dataset_surplus,
-        cache,
+        model.seq_length, config.run.seed, model.vocab_size, data.mid_level_dataset_surplus, cache
     )
     train: TrainingSamples
     if data.dataloader_type == "cyclic":
@@ -319,17 +278,10 @@ def _build_parts(
 
 
 def _open_conversations(config: RunConfig, world: World, folder: Path, display: Display) -> OpenedData:
-    tokenizer = load_conversation_tokenizer(config, world)
-    wanted = required_samples(config)
-    built = build_conversations(config, tokenizer, world, folder, display, wanted.valid > 0, wanted.test > 0)
-    return OpenedData(
-        lambda numbers, cache: SplitDatasets(built.train, built.valid, built.test),
-        tokenizer,
-        config.data.data_path,
-        built.fingerprint,
-        depends_on_length=False,
-        untested=built.untested,
-    )
+    tokenizer, wanted = load_conversation_tokenizer(config, world), required_samples(config)
+    parts, fingerprint, untested = build_conversations(config, tokenizer, world, folder, display, wanted)
+    datasets, names = SplitDatasets(*parts), config.data.data_path
+    return OpenedData(lambda *sizes: datasets, tokenizer, names, fingerprint, False, untested)
 
 
 def _open_mock(config: RunConfig) -> OpenedData:
@@ -338,17 +290,11 @@ def _open_mock(config: RunConfig) -> OpenedData:
     ends = boundaries_of(config.data, lambda: source.eod)
     train, valid, test = (
         [BlendMember(source, part or range(0), ends)] if size else None
-        for part, size in zip(
-            split_ranges(parse_split(_MOCK_SPLIT), len(source)), required_samples(config), strict=True
-        )
+        for part, size in zip(split_documents(source, _MOCK_SPLIT), required_samples(config), strict=True)
     )
     assert train is not None
-    return OpenedData(
-        partial(_build_parts, config, (train, valid, test), (None, None, None)),
-        None,
-        ("mock",),
-        f"mock {vocabulary}",
-    )
+    order = partial(_build_parts, config, (train, valid, test), (None, None, None))
+    return OpenedData(order, None, ("mock",), f"mock {vocabulary}")
 
 
 def _open_synthetic(config: RunConfig, size: int) -> OpenedData:
@@ -360,13 +306,9 @@ def _open_synthetic(config: RunConfig, size: int) -> OpenedData:
         SyntheticDataset(count, vocabulary, length, seed, first) if count else None
         for count, first in ((wanted.valid, size), (wanted.test, _FIRST_TEST_SAMPLE))
     )
-    return OpenedData(
-        lambda numbers, cache: SplitDatasets(EpochShuffle(synthetic, seed), valid, test),
-        None,
-        ("synthetic",),
-        f"synthetic {size} {vocabulary}",
-        depends_on_length=False,
-    )
+    datasets = SplitDatasets(EpochShuffle(synthetic, seed), valid, test)
+    fingerprint = f"synthetic {size} {vocabulary}"
+    return OpenedData(lambda *sizes: datasets, None, ("synthetic",), fingerprint, depends_on_length=False)
 
 
 class SampleCounts(NamedTuple):
@@ -386,11 +328,7 @@ def required_samples(config: RunConfig) -> SampleCounts:
     times = train.train_iters // train.eval_interval + 1 if train.eval_interval else 1
     # Without an evaluation interval, only an explicitly named test set is used.
     tests = validates or config.data.test_data_path
-    return SampleCounts(
-        config.spans.total,
-        times * evaluated if validates else 0,
-        evaluated if tests else 0,
-    )
+    return SampleCounts(config.spans.total, times * evaluated if validates else 0, evaluated if tests else 0)
 
 
 def _end_of_document(source: IndexedDataset, tokenizer: Tokenizer | None) -> int:
@@ -442,7 +380,9 @@ def resolve_epochs(
             )
         return resolved
     data = config.data
-    if not is_counted_in_run(data) and (not training_files_flag(data) or why_no_epochs(data)):
+    if not data_paths.is_counted_in_run(data) and (
+        not data_paths.training_files_flag(data) or data_paths.why_no_epochs(data)
+    ):
         return resolved
     world.whereabouts.phase = "opening the data"
     counted = run_on_some_ranks(True, lambda: _count(config, world, folder, display), world.everyone)
@@ -461,7 +401,7 @@ def _count(config: RunConfig, world: World, folder: Path, display: Display) -> i
     prefixes, split = (
         ((str(prepare_corpus(config, world, folder, display).prefix),), config.data.split)
         if config.data.corpus
-        else training_files(config.data)
+        else data_paths.training_files(config.data)
     )
     return count_epoch_samples(prefixes, split, config.model.seq_length)
 

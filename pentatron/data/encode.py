@@ -12,9 +12,9 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from pentatron.data.indexed import token_dtype
+from pentatron.data.indexed_writer import EncodedDocuments
 from pentatron.data.text_files import JSON_LINES, Chunk
 from pentatron.data.tokenizer import EncodingError, Tokenizer, TokenizerSettings
 from pentatron.errors import UserError
@@ -34,16 +34,6 @@ class EncodingSettings:
     append_eod: bool
     # Whether each text is a list of sentences, stored as one sequence each.
     sentences: bool
-
-
-@dataclass(frozen=True)
-class EncodedDocuments:
-    """Tokens, sequence lengths, sequences per document and largest token of one JSON key."""
-
-    tokens: bytes
-    lengths: npt.NDArray[np.int32]
-    counts: npt.NDArray[np.int32]
-    largest: int
 
 
 @dataclass
@@ -68,23 +58,13 @@ class Encoder:
 
     def encode(self, chunk: Chunk) -> EncodedChunk:
         result = EncodedChunk([])
-        lines: list[int] = []
-        # For each document and key, its sentences.
-        documents: list[list[list[str]]] = []
-        texts = (
-            self._json_documents(chunk, result)
-            if chunk.cut == JSON_LINES
-            else self._plain_texts(chunk, result)
-        )
-        for line, document in texts:
-            lines.append(line)
-            documents.append(document)
+        documents = list(self._documents(chunk, result))
         try:
-            result.keys = self._encode_keys(documents)
+            result.keys = self._encode_keys([document for _, document in documents])
         except Exception:
             # Some text of the batch cannot be encoded: try the documents one by one to find it.
             encodable = []
-            for line, document in zip(lines, documents):
+            for line, document in documents:
                 reason = self._encoding_problem(document)
                 if reason is None:
                     encodable.append(document)
@@ -111,14 +91,10 @@ class Encoder:
                 lengths += map(len, ids)
                 lengths[-1] += len(self.end)
                 sequences += [*ids, self.end]
-        total = sum(lengths)
-        tokens = np.fromiter(chain.from_iterable(sequences), dtype=self.dtype, count=total)
-        return EncodedDocuments(
-            tokens.tobytes(),
-            np.array(lengths, np.int32),
-            np.array(counts, np.int32),
-            int(tokens.max()) if total else -1,
-        )
+        tokens = np.fromiter(chain.from_iterable(sequences), dtype=self.dtype, count=sum(lengths))
+        largest = int(tokens.max()) if len(tokens) else -1
+        sizes, numbers = np.array(lengths, np.int32), np.array(counts, np.int32)
+        return EncodedDocuments(tokens.tobytes(), sizes, numbers, largest)
 
     def _encoding_problem(self, document: Sequence[Sequence[str]]) -> str | None:
         """Returns why a document cannot be encoded, or None."""
@@ -139,23 +115,26 @@ class Encoder:
                 return f"cannot be encoded by the tokenizer ({' '.join(str(error).split()).rstrip('.')})"
         return None
 
-    def _json_documents(self, chunk: Chunk, result: EncodedChunk) -> Iterator[tuple[int, list[list[str]]]]:
-        lines = chunk.data.split(b"\n")
-        # The text after the last line break is not a line.
-        if not lines[-1]:
-            lines.pop()
-        for number, line in enumerate(lines, chunk.first_line):
-            if not line.strip():
+    def _documents(self, chunk: Chunk, result: EncodedChunk) -> Iterator[tuple[int, list[list[str]]]]:
+        """Yields the first line of each document, and its sentences for each key."""
+        is_json = chunk.cut == JSON_LINES
+        for number, raw in raw_documents(chunk):
+            if not raw.strip():
                 result.blank_lines += 1
                 continue
             try:
-                yield number, self._texts(json.loads(str(line, "utf-8-sig")))
+                if is_json:
+                    yield number, self._texts(json.loads(str(raw, "utf-8-sig")))
+                else:
+                    # Some editors write a byte order mark at the start of a file.
+                    yield number, [[raw.decode("utf-8-sig" if number == 1 else "utf-8")]]
             except UserError as error:
                 _add_bad_line(result, number, str(error))
             except RecursionError:
                 _add_bad_line(result, number, "is nested too deeply")
             except ValueError as error:
-                _add_bad_line(result, number, f"is no JSON object ({error})")
+                what = "is no JSON object" if is_json else "is not UTF-8 text"
+                _add_bad_line(result, number, f"{what} ({error})")
 
     def _texts(self, row: Any) -> list[list[str]]:
         """Returns the sentences of each key; a string is one sentence."""
@@ -179,25 +158,17 @@ class Encoder:
                 raise UserError(f"has {_kind(value)} under '{key}' instead of a text or a list of texts")
         return texts
 
-    def _plain_texts(self, chunk: Chunk, result: EncodedChunk) -> Iterator[tuple[int, list[list[str]]]]:
-        for number, raw in plain_documents(chunk):
-            if not raw.strip():
-                result.blank_lines += 1
-                continue
-            try:
-                # Some editors write a byte order mark at the start of a file.
-                yield number, [[raw.decode("utf-8-sig" if number == 1 else "utf-8")]]
-            except UnicodeDecodeError as error:
-                _add_bad_line(result, number, f"is not UTF-8 text ({error})")
 
-
-def plain_documents(chunk: Chunk) -> Iterable[tuple[int, bytes]]:
-    """Returns the documents of a plain-text chunk with their first line numbers."""
+def raw_documents(chunk: Chunk) -> Iterable[tuple[int, bytes]]:
+    """Returns the documents of a chunk with their first line numbers."""
     if chunk.cut == "file":
         return [(chunk.first_line, chunk.data)]
     lines = chunk.data.split(b"\n")
+    # The text after the last line break is not a line.
     if not lines[-1]:
         lines.pop()
+    if chunk.cut == JSON_LINES:
+        return enumerate(lines, chunk.first_line)
     numbered = enumerate((line.removesuffix(b"\r") for line in lines), chunk.first_line)
     return numbered if chunk.cut == "line" else _paragraphs(numbered)
 

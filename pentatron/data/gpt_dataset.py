@@ -8,19 +8,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from pentatron.data import sampling
 from pentatron.data.indexed import IndexedDataset
-from pentatron.data.sampling import (
-    SPLIT_NAMES,
-    Boundaries,
-    IndexCache,
-    Sample,
-    SampleIndex,
-    array_digest,
-    build_sample_index,
-    epoch_samples,
-    parse_split,
-    split_ranges,
-)
+from pentatron.data.sampling import Boundaries, IndexCache, Sample, SampleIndex
 from pentatron.errors import UserError
 from pentatron.text import format_count
 
@@ -67,11 +57,8 @@ class GPTDataset:
         later: Sequence[int] = (),
         cache: IndexCache | None = None,
     ) -> None:
-        self.boundaries = boundaries
-        self.source = source
-        self.documents = documents
-        self.sequence_length = sequence_length
-        self.vocab_size = vocab_size
+        self.source, self.documents, self.boundaries = source, documents, boundaries
+        self.sequence_length, self.vocab_size = sequence_length, vocab_size
         cache = cache or IndexCache()
         self.parts = [self._build(num_samples, seed, cache)]
         self.ends = [len(self.parts[0])]
@@ -85,12 +72,12 @@ class GPTDataset:
         lengths, documents = self.source.sequence_lengths, self.documents
 
         def build() -> SampleIndex:
-            return build_sample_index(lengths, documents, num_samples, self.sequence_length, seed)
+            return sampling.build_sample_index(lengths, documents, num_samples, self.sequence_length, seed)
 
         if cache.folder is None:
             return build()
         key = {
-            "lengths": array_digest(lengths[documents.start : documents.stop]),
+            "lengths": sampling.array_digest(lengths[documents.start : documents.stop]),
             "documents": [documents.start, documents.stop],
             "samples": num_samples,
             "sequence_length": self.sequence_length,
@@ -131,9 +118,7 @@ class GPTDataset:
         return tokens
 
     def _check_vocabulary(self, part: npt.NDArray[Any], document: int, offset: int) -> None:
-        if self.vocab_size is None or not len(part):
-            return
-        if part.min() < 0 or part.max() >= self.vocab_size:
+        if self.vocab_size is not None and len(part) and (part.min() < 0 or part.max() >= self.vocab_size):
             at = int(np.argmax((part < 0) | (part >= self.vocab_size)))
             raise UserError(
                 f"token {part[at]} at place {offset + at} of sequence {document} is outside the vocabulary of "
@@ -141,16 +126,20 @@ class GPTDataset:
             )
 
 
-def split_documents(source: IndexedDataset, split: str) -> tuple[range | None, ...]:
+def split_documents(source: "IndexedDataset | CountingSequences", split: str) -> tuple[range | None, ...]:
     """Returns the ranges of sequences for train, valid and test; None for a share of zero."""
-    return split_ranges(parse_split(split), len(source))
+    return sampling.split_ranges(sampling.parse_split(split), len(source))
 
 
-def require_documents(source: IndexedDataset, documents: range, split: str, name: str) -> None:
-    """Raises UserError if the share of a split has no document."""
+def require_share(source: IndexedDataset, split: str | None, name: str) -> range:
+    """Returns the sequences of a share, or all without a split; raises UserError if there are none."""
+    documents = range(len(source))
+    if split is not None:
+        documents = split_documents(source, split)[sampling.SPLIT_NAMES.index(name)] or range(0)
     if len(documents):
-        return
-    require_text(source)
+        return documents
+    if not len(source):
+        raise UserError(f"{source.prefix} holds no text; prepare it again, from files that hold some")
     if len(source) == 1:
         # A text file is one document unless it is prepared as several, and one document cannot be split.
         way_out = (
@@ -158,16 +147,13 @@ def require_documents(source: IndexedDataset, documents: range, split: str, name
             "--text-documents blank-line or line)"
         )
     else:
-        way_out = "give it a larger share" + ("" if name == SPLIT_NAMES[0] else ", or 0 to do without")
+        way_out = "give it a larger share" + (
+            "" if name == sampling.SPLIT_NAMES[0] else ", or 0 to do without"
+        )
     raise UserError(
         f"--split {split} leaves no document of {source.prefix} ({format_count(len(source), 'sequence')}) to the {name} "
         f"set; {way_out}"
     )
-
-
-def require_text(source: IndexedDataset) -> None:
-    if not len(source):
-        raise UserError(f"{source.prefix} holds no text; prepare it again, from files that hold some")
 
 
 ALPHABET = 64
@@ -187,7 +173,7 @@ class SyntheticDataset:
     embedding has some of it, and permuted into a cycle by the seed. A walk moves to the next token of the
     cycle, or, with probability NOISE, jumps to any token of the alphabet. The loss starts near
     log(vocab_size), falls fast to log(alphabet) once the model has learned the unused ids, then towards
-    `best_loss` once it has learned the successors.
+    the entropy of the next token given the last once it has learned the successors.
     """
 
     def __init__(self, size: int, vocab_size: int, sequence_length: int, seed: int, first: int = 0) -> None:
@@ -197,22 +183,11 @@ class SyntheticDataset:
                 f"synthetic data needs positive sizes, found {size} samples, vocabulary {vocab_size}, "
                 f"sequence length {sequence_length}"
             )
-        self.size = size
-        self.sequence_length = sequence_length
-        self.seed = seed
-        self.first = first
+        self.size, self.sequence_length, self.seed, self.first = size, sequence_length, seed, first
         alphabet = min(ALPHABET, vocab_size)
         tokens = np.arange(alphabet, dtype=np.int64) * vocab_size // alphabet
         self._random = np.random.RandomState([_CYCLE_STREAM, seed])
         self.cycle = self._random.permutation(tokens)
-
-    @property
-    def best_loss(self) -> float:
-        """The entropy of the next token given the last, the lowest possible expected loss."""
-        jump = NOISE / len(self.cycle)
-        follow = 1 - NOISE + jump
-        others = (len(self.cycle) - 1) * jump
-        return float(-follow * np.log(follow) - others * np.log(jump))
 
     def __len__(self) -> int:
         return self.size
@@ -264,15 +239,9 @@ def mock_sequences(
 
 def count_epoch_samples(prefixes: Sequence[str], split: str | None, seq_length: int) -> int:
     """Counts the samples of one epoch over the training share of files, reading only indices."""
-    total = 0
-    for prefix in prefixes:
-        # Without checksums: the run verifies the index when it opens the data.
-        source = IndexedDataset(prefix, with_sidecar=False)
-        if split is None:
-            require_text(source)
-            documents = range(len(source))
-        else:
-            documents = split_documents(source, split)[0] or range(0)
-            require_documents(source, documents, split, "train")
-        total += epoch_samples(source.sequence_lengths, documents, seq_length)
-    return total
+    # Without checksums: the run verifies the index when it opens the data.
+    sources = (IndexedDataset(prefix, with_sidecar=False) for prefix in prefixes)
+    return sum(
+        sampling.epoch_samples(source.sequence_lengths, require_share(source, split, "train"), seq_length)
+        for source in sources
+    )

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from pentatron.checksums import digest_of_file
 from pentatron.data.indexed import pair_paths, read_sidecar
 from pentatron.errors import UserError
 from pentatron.parallel.collectives import gather_objects
@@ -33,11 +34,9 @@ class FileIdentity:
         binary, index = pair_paths(prefix)
         if not (binary.exists() and index.exists()):
             return cls(prefix, "", 0)
-        with index.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
         sidecar = read_sidecar(prefix)
         tokens = None if sidecar is None else f"{sidecar.sums_crc32:08x}"
-        return cls(prefix, digest, binary.stat().st_size, tokens)
+        return cls(prefix, digest_of_file(index, 0), binary.stat().st_size, tokens)
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> "FileIdentity":
@@ -117,10 +116,10 @@ class DataIdentity:
         """Returns this identity with missing checksums filled in from an earlier one."""
         if self.fingerprint != before.fingerprint or len(self.files) != len(before.files):
             return self
-        pairs = zip(self.files, before.files)
-        return replace(
-            self, files=tuple(replace(now, tokens=now.tokens or then.tokens) for now, then in pairs)
-        )
+        files = [
+            replace(now, tokens=now.tokens or then.tokens) for now, then in zip(self.files, before.files)
+        ]
+        return replace(self, files=tuple(files))
 
 
 def require_same_data(identity: DataIdentity, world: World) -> None:

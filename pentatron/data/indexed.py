@@ -14,11 +14,12 @@ The format has no checksums, so the reader checks at open that both files are co
     CRC-32 of each block of .bin, then of each block of .idx (uint32)
 
 The index is compared with the sidecar at open, and every block of tokens when it is first read. A file
-that is rewritten or truncated while it is mapped raises an error at the next read (`_FileStamp`).
+that is rewritten or truncated while it is mapped raises an error at the next read (`_check_unchanged`).
 """
 
 import glob
 import json
+import shutil
 import struct
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -64,7 +65,7 @@ def missing_pairs_message(prefixes: Sequence[Path | str]) -> str:
     missing = {prefix: path for prefix in prefixes if (path := _missing(prefix)) is not None}
     if not missing:
         return ""
-    files = ", ".join(str(path) for path in missing.values())
+    files = ", ".join(map(str, missing.values()))
     return f"no {plural(len(missing), 'data file')} {files}; {_suggestion(Path(next(iter(missing))))}"
 
 
@@ -76,16 +77,14 @@ def _missing(prefix: Path | str) -> Path | None:
 
 def _suggestion(prefix: Path) -> str:
     """Suggests the prefix that was probably meant."""
-    stem = prefix.with_suffix("") if prefix.suffix in (".bin", ".idx") else None
-    if stem is not None and _missing(stem) is None:
+    stem = prefix.with_suffix("")
+    if prefix.suffix in (".bin", ".idx") and _missing(stem) is None:
         return f"give {stem}, without the ending"
     # The output prefix of `pentatron data prepare` is the beginning of the names of its files.
-    longer = prefix.parent.glob(f"{glob.escape(prefix.name)}*.idx") if prefix.name else iter(())
-    inside = prefix.glob("*.idx") if prefix.is_dir() else iter(())
-    pairs = [path.with_suffix("") for paths in (inside, longer) for path in sorted(paths)]
-    complete = next((pair for pair in pairs if _missing(pair) is None), None)
-    if complete is not None:
-        return f"did you mean {complete}?"
+    longer = prefix.parent.glob(f"{glob.escape(prefix.name)}*.idx") if prefix.name else ()
+    for path in (*sorted(prefix.glob("*.idx")), *sorted(longer)):
+        if _missing(path.with_suffix("")) is None:
+            return f"did you mean {path.with_suffix('')}?"
     return "give the prefix of a prepared .bin/.idx pair without its ending"
 
 
@@ -130,10 +129,9 @@ class Sidecar:
         """Returns an error if the checksums themselves are damaged; called only after a mismatch."""
         if crc32(self.idx_sums.data, crc32(self.bin_sums.data)) == self.sums_crc32:
             return None
-        begin = self.path.stat().st_size - SUM.itemsize * (len(self.bin_sums) + len(self.idx_sums))
-        return _damaged_sidecar(
-            self.path, begin, "the checksums from there on are not those that were written"
-        )
+        begin = self.path.stat().st_size - self.bin_sums.nbytes - self.idx_sums.nbytes
+        reason = "the checksums from there on are not those that were written"
+        return _damaged_sidecar(self.path, begin, reason)
 
 
 def sidecar_path(prefix: Path | str) -> Path:
@@ -153,17 +151,10 @@ def write_sidecar(file: BinaryIO, facts: PairMetadata, bin_sums: BinaryIO, idx_s
     """Writes a sidecar. `bin_sums` is a file read twice, so that the checksums are not held in memory."""
     sums_crc32 = crc32(idx_sums, crc32_of_stream(bin_sums))
     bin_sums.seek(0)
-    header = {
-        "format": FORMAT,
-        "checksum": "crc32",
-        "block_bytes": BLOCK_BYTES,
-        "sums_crc32": sums_crc32,
-        **asdict(facts),
-    }
-    line = json.dumps(header, sort_keys=True).encode()
+    header = {"format": FORMAT, "checksum": "crc32", "block_bytes": BLOCK_BYTES, "sums_crc32": sums_crc32}
+    line = json.dumps({**header, **asdict(facts)}, sort_keys=True).encode()
     file.write(b"%s\n%08x\n" % (line, crc32(line)))
-    while data := bin_sums.read(BLOCK_BYTES):
-        file.write(data)
+    shutil.copyfileobj(bin_sums, file)
     file.write(idx_sums)
 
 
@@ -181,12 +172,11 @@ def read_sidecar(prefix: Path | str) -> Sidecar | None:
         raise _damaged_sidecar(path, 0, "its first line does not have the checksum of its second")
     try:
         facts, sums_crc32 = _parse_header(path, line)
+    except UserError:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise _damaged_sidecar(
-            path, 0, f"its first line is not a valid header ({type(error).__name__}: {error})"
-        ) from None
+        reason = f"its first line is not a valid header ({type(error).__name__}: {error})"
+        raise _damaged_sidecar(path, 0, reason) from None
     blocks, index_blocks = block_count(facts.bin_bytes), block_count(facts.idx_bytes)
     expected = begin + SUM.itemsize * (blocks + index_blocks)
     if size != expected:
@@ -220,41 +210,14 @@ def _damaged_sidecar(path: Path, offset: int, what: str) -> UserError:
     )
 
 
-@dataclass(frozen=True)
-class _FileStamp:
-    """Metadata of a mapped file, whose content is assumed unchanged while size and modification time are."""
-
-    path: Path
-    inode: int
-    size: int
-    modified_ns: int
-
-    @classmethod
-    def of(cls, path: Path) -> Self:
-        stat = path.stat()
-        return cls(path, stat.st_ino, stat.st_size, stat.st_mtime_ns)
-
-    def now(self) -> "_FileStamp":
-        """Returns the current metadata, or this if the file was unlinked: the mapping stays valid."""
-        try:
-            return self.of(self.path)
-        except OSError:
-            return self
-
-    def differs(self, now: "_FileStamp") -> bool:
-        # The inode is not compared: a copy that preserves the time (rsync -a) has the same content.
-        return (self.size, self.modified_ns) != (now.size, now.modified_ns)
-
-    def error(self, now: "_FileStamp") -> UserError:
-        what = (
-            f"it had {self.size} bytes and has {now.size}"
-            if self.size != now.size
-            else "its modification time is not that of the file that was opened"
-        )
-        return UserError(
-            f"{self.path} changed while it was read ({what}); restore the file and run the same command, which resumes from the newest "
-            f"checkpoint, or start another run on the new data"
-        )
+def _changed(path: Path, before: int, now: int) -> UserError:
+    what = "its modification time is not that of the file that was opened"
+    if before != now:
+        what = f"it had {before} bytes and has {now}"
+    return UserError(
+        f"{path} changed while it was read ({what}); restore the file and run the same command, which resumes from the newest "
+        f"checkpoint, or start another run on the new data"
+    )
 
 
 def token_dtype(vocab_size: int | None) -> np.dtype[Any]:
@@ -274,31 +237,24 @@ class IndexedDataset:
         self.bin_path, self.idx_path = pair_paths(prefix)
         if missing := missing_pairs_message([prefix]):
             raise UserError(missing)
-        self._stamps = [_FileStamp.of(self.bin_path), _FileStamp.of(self.idx_path)]
+        self._opened = {path: path.stat() for path in (self.bin_path, self.idx_path)}
         self._stamped_at = time.monotonic()
-        code, sequences, boundaries = _read_header(self.idx_path)
-        self.dtype = DTYPES[code]
+        self.dtype, sequences = _read_header(self.idx_path)
         index = np.memmap(self.idx_path, dtype=np.uint8, mode="r").view(np.ndarray)
         self._lengths_at = HEADER.size
         self._pointers_at = self._lengths_at + 4 * sequences
         self._boundaries_at = self._pointers_at + 8 * sequences
         self.sequence_lengths: npt.NDArray[np.int32] = np.frombuffer(
-            index, dtype="<i4", count=sequences, offset=self._lengths_at
+            index, "<i4", sequences, self._lengths_at
         )
-        self.pointers: npt.NDArray[np.int64] = np.frombuffer(
-            index, dtype="<i8", count=sequences, offset=self._pointers_at
-        )
-        self.document_indices: npt.NDArray[np.int64] = np.frombuffer(
-            index, dtype="<i8", count=boundaries, offset=self._boundaries_at
-        )
+        self.pointers: npt.NDArray[np.int64] = np.frombuffer(index, "<i8", sequences, self._pointers_at)
+        self.document_indices: npt.NDArray[np.int64] = np.frombuffer(index, "<i8", offset=self._boundaries_at)
         self._check_boundaries()
         self._check_pointers()
+        self._bytes = np.empty(0, np.uint8)
         # An empty file cannot be mapped.
-        self._bytes: npt.NDArray[np.uint8] = (
-            np.memmap(self.bin_path, dtype=np.uint8, mode="r").view(np.ndarray)
-            if self.bin_path.stat().st_size
-            else np.empty(0, np.uint8)
-        )
+        if self.bin_path.stat().st_size:
+            self._bytes = np.memmap(self.bin_path, dtype=np.uint8, mode="r").view(np.ndarray)
         # All tokens; not verified, unlike those that `read` returns.
         self.tokens: npt.NDArray[Any] = self._bytes.view(self.dtype)
         self.sidecar = read_sidecar(prefix) if with_sidecar else None
@@ -308,8 +264,12 @@ class IndexedDataset:
         self._verified = bytearray(block_count(len(self._bytes)))
         if self.sidecar is not None:
             self._check_sidecar(self.sidecar, index)
-        if vocab_size is not None:
-            self.check_vocabulary(vocab_size)
+        # Without a sidecar, `GPTDataset` checks the tokens when they are read.
+        if vocab_size is not None and self.facts is not None and self.facts.largest_token >= vocab_size:
+            raise UserError(
+                f"{self.bin_path} holds token {self.facts.largest_token}, outside the vocabulary of {vocab_size}: it was "
+                "prepared with another tokenizer; give that one, or prepare the data again"
+            )
 
     def __len__(self) -> int:
         return len(self.sequence_lengths)
@@ -331,7 +291,9 @@ class IndexedDataset:
             item = self.dtype.itemsize
             first, last = start * item // BLOCK_BYTES, (stop * item - 1) // BLOCK_BYTES
             if self._verified.find(0, first, last + 1) >= 0:
-                self._verify_blocks(self.sidecar, range(first, last + 1))
+                for block in range(first, last + 1):
+                    if not self._verified[block]:
+                        self._verify_block(self.sidecar, block)
         return self.tokens[start:stop]
 
     def verify_checksums(self, report: Callable[[int], None] = lambda done: None) -> int:
@@ -340,35 +302,30 @@ class IndexedDataset:
             return 0
         blocks, step = len(self._verified), 64
         for first in range(0, blocks, step):
-            self._verify_blocks(self.sidecar, range(first, min(first + step, blocks)), again=True)
+            for block in range(first, min(first + step, blocks)):
+                self._verify_block(self.sidecar, block)
             report(min(step * BLOCK_BYTES, len(self._bytes) - first * BLOCK_BYTES))
         return blocks
-
-    def check_vocabulary(self, vocab_size: int) -> None:
-        """Raises UserError if the largest token of the sidecar is outside the vocabulary.
-
-        Without a sidecar, `GPTDataset` checks the tokens when they are read.
-        """
-        if self.facts is not None and self.facts.largest_token >= vocab_size:
-            raise UserError(
-                f"{self.bin_path} holds token {self.facts.largest_token}, outside the vocabulary of {vocab_size}: it was "
-                "prepared with another tokenizer; give that one, or prepare the data again"
-            )
 
     def _check_unchanged(self) -> None:
         """Raises UserError if a file of the pair has changed since it was opened.
 
         With checksums, a `.bin` file of the same inode and size is verified again instead, as after `touch`.
         """
-        binary, index = self._stamps
-        now = binary.now()
-        if binary.differs(now):
-            if self.sidecar is None or (binary.inode, binary.size) != (now.inode, now.size):
-                raise binary.error(now)
+        for path, before in self._opened.items():
+            try:
+                now = path.stat()
+            except OSError:
+                # The mapping of an unlinked file stays valid.
+                continue
+            # The inode is not compared: a copy that preserves the time (rsync -a) has the same content.
+            if (before.st_size, before.st_mtime_ns) == (now.st_size, now.st_mtime_ns):
+                continue
+            same_file = (before.st_ino, before.st_size) == (now.st_ino, now.st_size)
+            if path == self.idx_path or self.sidecar is None or not same_file:
+                raise _changed(path, before.st_size, now.st_size)
             self._verified = bytearray(len(self._verified))
-            self._stamps[0] = now
-        if index.differs(now := index.now()):
-            raise index.error(now)
+            self._opened[path] = now
         self._stamped_at = time.monotonic()
 
     def _check_sidecar(self, sidecar: Sidecar, index: npt.NDArray[np.uint8]) -> None:
@@ -381,32 +338,24 @@ class IndexedDataset:
                     f"{path} has {size} bytes where {sidecar.path.name} expects {expected}: it is cut short or of another "
                     f"pair; copy all three files again{self._seal_hint()}"
                 )
-        for block in range(len(sidecar.idx_sums)):
-            self._require_block(sidecar, self.idx_path, index, sidecar.idx_sums, block)
+        for block, expected in enumerate(sidecar.idx_sums):
+            self._require_block(sidecar, self.idx_path, index, block, expected)
 
-    def _verify_blocks(self, sidecar: Sidecar, blocks: range, again: bool = False) -> None:
-        for block in blocks:
-            if again or not self._verified[block]:
-                self._require_block(sidecar, self.bin_path, self._bytes, sidecar.bin_sums, block)
-                self._verified[block] = 1
+    def _verify_block(self, sidecar: Sidecar, block: int) -> None:
+        self._require_block(sidecar, self.bin_path, self._bytes, block, sidecar.bin_sums[block])
+        self._verified[block] = 1
 
     def _require_block(
-        self,
-        sidecar: Sidecar,
-        path: Path,
-        data: npt.NDArray[np.uint8],
-        sums: npt.NDArray[np.uint32],
-        block: int,
+        self, sidecar: Sidecar, path: Path, data: npt.NDArray[np.uint8], block: int, expected: np.uint32
     ) -> None:
         """Raises UserError if the checksum of a block differs from the one in the sidecar."""
         begin, end = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, len(data))
         found = crc32(data[begin:end].data)
-        if found == sums[block]:
-            return
-        raise sidecar.checksum_error() or UserError(
-            f"{path} is damaged between bytes {begin} and {end}: their checksum should be {sums[block]:08x}, found "
-            f"{found:08x}; copy the files again or prepare the data again{self._seal_hint()}"
-        )
+        if found != expected:
+            raise sidecar.checksum_error() or UserError(
+                f"{path} is damaged between bytes {begin} and {end}: their checksum should be {expected:08x}, found "
+                f"{found:08x}; copy the files again or prepare the data again{self._seal_hint()}"
+            )
 
     def _seal_hint(self) -> str:
         return f" (after another program rewrote the pair on purpose: pentatron data seal {self.prefix})"
@@ -421,7 +370,7 @@ class IndexedDataset:
         if bounds[0] != 0:
             raise _damaged(self.idx_path, self._boundaries_at, "the first document boundary", 0, bounds[0])
         if bounds[-1] != len(self):
-            at = self._boundaries_at + 8 * (len(bounds) - 1)
+            at = self._boundaries_at + bounds.nbytes - 8
             raise _damaged(self.idx_path, at, "the last document boundary", len(self), bounds[-1])
         backward = np.flatnonzero(bounds[1:] < bounds[:-1])
         if len(backward):
@@ -454,8 +403,8 @@ class IndexedDataset:
             )
 
 
-def _read_header(path: Path) -> tuple[int, int, int]:
-    """Returns type code, number of sequences and number of boundaries, checked against the file size."""
+def _read_header(path: Path) -> tuple[np.dtype[Any], int]:
+    """Returns type and number of sequences; checks both and the number of boundaries against the file size."""
     size = path.stat().st_size
     with path.open("rb") as file:
         header = file.read(HEADER.size)
@@ -474,7 +423,7 @@ def _read_header(path: Path) -> tuple[int, int, int]:
     if size != expected:
         counts = f"the end of {sequences} sequences and {boundaries} document boundaries"
         raise _damaged(path, min(size, expected), counts, f"byte {expected}", f"byte {size}")
-    return code, sequences, boundaries
+    return DTYPES[code], sequences
 
 
 def _damaged(path: Path, offset: int, what: str, expected: object, found: object) -> UserError:

@@ -1,8 +1,10 @@
 """Writes and merges `.bin/.idx` pairs in temporary files, renamed when complete."""
 
 import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
@@ -10,22 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pentatron.checksums import BlockChecksums, ChecksummedFile
-from pentatron.data.indexed import (
-    BLOCK_BYTES,
-    CHECK_BLOCK,
-    DTYPES,
-    HEADER,
-    MAGIC,
-    SUM,
-    VERSION,
-    IndexedDataset,
-    PairMetadata,
-    TokenizerIdentity,
-    pair_paths,
-    sidecar_path,
-    stored_sums,
-    write_sidecar,
-)
+from pentatron.data import indexed
+from pentatron.data.indexed import IndexedDataset, PairMetadata, TokenizerIdentity, pair_paths
 from pentatron.errors import UserError
 from pentatron.files import commit, fsync, lock, remove_leftovers, temporary_suffix
 
@@ -34,6 +22,28 @@ BUFFER = 1 << 20
 STEP = 1 << 14
 PARTS = ("bin", "lengths", "ends", "sums")
 ALL_PARTS = (*PARTS, "idx", "meta")
+
+
+@dataclass(frozen=True)
+class EncodedDocuments:
+    """Tokens of whole documents, the lengths of their sequences, sequences per document and largest token."""
+
+    tokens: bytes | memoryview
+    lengths: npt.NDArray[np.int32]
+    counts: npt.NDArray[np.integer]
+    largest: int
+
+
+@dataclass
+class PairState:
+    """The sizes of an incomplete pair, and the running checksum of its last block of tokens."""
+
+    bin: int = 0
+    sequences: int = 0
+    documents: int = 0
+    largest: int = -1
+    running: int = 0
+    filled: int = 0
 
 
 class PairInProgress:
@@ -48,115 +58,75 @@ class PairInProgress:
     ) -> None:
         self.dtype, self._type_code = _stored_dtype(dtype)
         self._stem, self._suffix = stem, suffix
-        initial = state or {
-            "bin": 0,
-            "sequences": 0,
-            "documents": 0,
-            "largest": -1,
-            "running": 0,
-            "filled": 0,
-        }
-        self.bytes, self.sequences, self.documents = (
-            initial["bin"],
-            initial["sequences"],
-            initial["documents"],
-        )
-        self.largest = initial["largest"]
-        self._sums = BlockChecksums(BLOCK_BYTES, initial["running"], initial["filled"])
+        self.state = PairState(**(state or {}))
+        self._sums = BlockChecksums(indexed.BLOCK_BYTES, self.state.running, self.state.filled)
         self._files: dict[str, BinaryIO] = {}
         # Descriptors of the locked temporary files, closed by `discard`.
         self._locks: list[int] = []
-        sizes = {
-            "bin": self.bytes,
-            "lengths": 4 * self.sequences,
-            "ends": 8 * self.documents,
-            "sums": SUM.itemsize * ((self.bytes - initial["filled"]) // BLOCK_BYTES),
-        }
         try:
-            self._open_files(sizes, state is not None)
+            self._open_files(resumes=state is not None)
         except BaseException:
             if state is None:
                 self.discard()
             raise
 
-    def _open_files(self, sizes: Mapping[str, int], resumes: bool) -> None:
-        for part in PARTS:
+    def _open_files(self, resumes: bool) -> None:
+        state = self.state
+        sums = indexed.SUM.itemsize * ((state.bin - state.filled) // indexed.BLOCK_BYTES)
+        for part, size in zip(PARTS, (state.bin, 4 * state.sequences, 8 * state.documents, sums)):
             path = self.path(part)
-            if resumes and (not path.is_file() or path.stat().st_size < sizes[part]):
+            if resumes and (not path.is_file() or path.stat().st_size < size):
                 raise UserError(
                     f"{path} is shorter than recorded by the interrupted run; delete {path.parent} to start over"
                 )
             file = path.open("r+b" if resumes else "wb", buffering=BUFFER)
             self._files[part] = file
             self._lock(part)
-            file.truncate(sizes[part])
-            file.seek(sizes[part])
+            file.truncate(size)
+            file.seek(size)
 
     @property
     def tokens(self) -> int:
-        return self.bytes // self.dtype.itemsize
+        return self.state.bin // self.dtype.itemsize
 
     def path(self, part: str) -> Path:
         return Path(f"{self._stem}.{part}{self._suffix}")
 
-    def append(
-        self,
-        tokens: bytes | memoryview,
-        lengths: npt.NDArray[np.int32],
-        counts: npt.NDArray[Any],
-        largest: int,
-    ) -> None:
-        """Appends whole documents.
-
-        Takes their tokens, the length of each sequence, the number of sequences of each document and the
-        largest token.
-        """
-        self._files["bin"].write(tokens)
-        self._sums.update(tokens)
-        self._files["sums"].write(stored_sums(self._sums.take_finished()))
-        self._files["lengths"].write(lengths.astype("<i4").tobytes())
-        self._files["ends"].write((self.sequences + np.cumsum(counts, dtype="<i8")).tobytes())
-        self.bytes += memoryview(tokens).nbytes
-        self.sequences += len(lengths)
-        self.documents += len(counts)
-        self.largest = max(self.largest, largest)
+    def append(self, documents: EncodedDocuments) -> None:
+        self._files["bin"].write(documents.tokens)
+        self._sums.update(documents.tokens)
+        self._files["sums"].write(indexed.stored_sums(self._sums.take_finished()))
+        self._files["lengths"].write(documents.lengths.astype("<i4").tobytes())
+        state = self.state
+        self._files["ends"].write((state.sequences + np.cumsum(documents.counts, dtype="<i8")).tobytes())
+        state.bin += memoryview(documents.tokens).nbytes
+        state.sequences += len(documents.lengths)
+        state.documents += len(documents.counts)
+        state.largest = max(state.largest, documents.largest)
+        state.running, state.filled = self._sums.running, self._sums.filled
 
     def sync(self) -> dict[str, int]:
         """Flushes everything appended so far to disk and returns the state to resume from."""
         for file in self._files.values():
             fsync(file)
-        return {
-            "bin": self.bytes,
-            "sequences": self.sequences,
-            "documents": self.documents,
-            "largest": self.largest,
-            "running": self._sums.running,
-            "filled": self._sums.filled,
-        }
+        return asdict(self.state)
 
     def complete(self, tokenizer: TokenizerIdentity | None = None, job: str | None = None) -> PairMetadata:
         """Writes the index and the sidecar, still under temporary names."""
-        self._files["sums"].write(stored_sums(self._sums.take_last()))
+        self._files["sums"].write(indexed.stored_sums(self._sums.take_last()))
         self.close()
         with self.path("idx").open("wb", buffering=BUFFER) as file:
             self._lock("idx")
-            index_sums = BlockChecksums(BLOCK_BYTES)
+            index_sums = BlockChecksums(indexed.BLOCK_BYTES)
             index = ChecksummedFile(file, index_sums)
             self._write_index(index)
+        state, counts = self.state, (self.state.sequences, self.state.documents, self.tokens)
         facts = PairMetadata(
-            str(self.dtype),
-            self.sequences,
-            self.documents,
-            self.tokens,
-            self.largest,
-            self.bytes,
-            index.bytes,
-            tokenizer,
-            job,
+            str(self.dtype), *counts, state.largest, state.bin, index.bytes, tokenizer=tokenizer, job=job
         )
         with self.path("meta").open("wb") as file, self.path("sums").open("rb") as sums:
             self._lock("meta")
-            write_sidecar(file, facts, sums, stored_sums(index_sums.take_last()))
+            indexed.write_sidecar(file, facts, sums, indexed.stored_sums(index_sums.take_last()))
         return facts
 
     def close(self) -> None:
@@ -181,21 +151,20 @@ class PairInProgress:
             os.close(self._locks.pop())
 
     def _write_index(self, file: ChecksummedFile) -> None:
-        file.write(HEADER.pack(MAGIC, VERSION, self._type_code, self.sequences, self.documents + 1))
+        counts = self.state.sequences, self.state.documents + 1
+        file.write(indexed.HEADER.pack(indexed.MAGIC, indexed.VERSION, self._type_code, *counts))
         with self.path("lengths").open("rb") as lengths:
-            while data := lengths.read(4 * CHECK_BLOCK):
-                file.write(data)
+            shutil.copyfileobj(lengths, file)
             lengths.seek(0)
             end = 0
-            while data := lengths.read(4 * CHECK_BLOCK):
+            while data := lengths.read(4 * indexed.CHECK_BLOCK):
                 sizes = np.frombuffer(data, "<i4").astype(np.int64) * self.dtype.itemsize
                 ends = end + np.cumsum(sizes)
                 file.write((ends - sizes).astype("<i8").tobytes())
                 end = int(ends[-1])
         file.write(bytes(8))
         with self.path("ends").open("rb") as boundaries:
-            while data := boundaries.read(8 * CHECK_BLOCK):
-                file.write(data)
+            shutil.copyfileobj(boundaries, file)
 
 
 def remove_leftovers_of_pair(stem: Path) -> None:
@@ -214,8 +183,7 @@ def publish(stem: Path, suffix: str, prefix: Path | str) -> None:
     if not Path(f"{stem}.idx{suffix}").exists():
         return
     index.unlink(missing_ok=True)
-    targets = {"bin": binary, "meta": sidecar_path(prefix), "idx": index}
-    for part, target in targets.items():
+    for part, target in (("bin", binary), ("meta", indexed.sidecar_path(prefix)), ("idx", index)):
         temporary = Path(f"{stem}.{part}{suffix}")
         if temporary.exists():
             commit(temporary, target)
@@ -227,11 +195,9 @@ class IndexedDatasetWriter:
     def __init__(
         self, prefix: Path | str, dtype: npt.DTypeLike, tokenizer: TokenizerIdentity | None = None
     ) -> None:
-        self.prefix = Path(prefix)
+        self.prefix, self.tokenizer = Path(prefix), tokenizer
         self.dtype, _ = _stored_dtype(dtype)
-        self.tokenizer = tokenizer
         self._suffix = temporary_suffix()
-        self._pair: PairInProgress | None = None
 
     def __enter__(self) -> Self:
         self.prefix.parent.mkdir(parents=True, exist_ok=True)
@@ -243,23 +209,22 @@ class IndexedDatasetWriter:
         self, tokens: Sequence[int] | npt.NDArray[Any], lengths: Sequence[int] | None = None
     ) -> None:
         """Appends a document of one sequence, or of several with given lengths."""
-        assert self._pair is not None, "add_document outside the with block"
+
         ids = np.asarray(tokens, dtype=np.int64)
         if lengths is None:
             lengths = [len(ids)] if len(ids) else []
         assert sum(lengths) == len(ids), "the lengths of the sequences do not add up to the document"
         limits = np.iinfo(self.dtype)
-        smallest, largest = (int(ids.min()), int(ids.max())) if len(ids) else (0, -1)
+        smallest, largest = int(ids.min(initial=0)), int(ids.max(initial=-1))
         if smallest < limits.min or largest > limits.max:
             wrong = smallest if smallest < limits.min else largest
             raise UserError(
                 f"token {wrong} does not fit {self.dtype}; choose the type with token_dtype(vocab_size)"
             )
-        data = ids.astype(self.dtype).tobytes()
-        self._pair.append(data, np.asarray(lengths, np.int32), np.array([len(lengths)]), largest)
+        data, sizes = ids.astype(self.dtype).tobytes(), np.asarray(lengths, np.int32)
+        self._pair.append(EncodedDocuments(data, sizes, np.array([len(lengths)]), largest))
 
     def __exit__(self, error_type: type[BaseException] | None, *error: object) -> None:
-        assert self._pair is not None
         try:
             if error_type is None:
                 self._pair.complete(self.tokenizer)
@@ -271,11 +236,11 @@ class IndexedDatasetWriter:
 def _stored_dtype(dtype: npt.DTypeLike) -> tuple[np.dtype[Any], int]:
     """Returns the little-endian type of tokens in a file, and its code in the index."""
     stored = np.dtype(dtype).newbyteorder("<")
-    for code, supported in DTYPES.items():
+    for code, supported in indexed.DTYPES.items():
         if supported == stored:
             return stored, code
     raise UserError(
-        f"tokens cannot be stored as {stored}; choose one of {', '.join(map(str, DTYPES.values()))}"
+        f"tokens cannot be stored as {stored}; choose one of {', '.join(map(str, indexed.DTYPES.values()))}"
     )
 
 
@@ -313,7 +278,7 @@ def _append_documents(pair: PairInProgress, source: IndexedDataset, report: Call
         begin = int(source.pointers[sequences.start]) // item if len(sequences) else 0
         tokens = source.read(begin, begin + int(lengths.sum(dtype=np.int64)))
         largest = int(tokens.max()) if len(tokens) else -1
-        pair.append(tokens.view(np.uint8).data, lengths, np.diff(at), largest)
+        pair.append(EncodedDocuments(tokens.view(np.uint8).data, lengths, np.diff(at), largest))
         report(tokens.nbytes)
 
 

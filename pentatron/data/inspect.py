@@ -1,7 +1,7 @@
 """Describes and verifies existing `.bin/.idx` pairs, and writes sidecars for them."""
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,16 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pentatron.checksums import block_sums_of_file
-from pentatron.data.indexed import (
-    BLOCK_BYTES,
-    CHECK_BLOCK,
-    IndexedDataset,
-    PairMetadata,
-    TokenizerIdentity,
-    sidecar_path,
-    stored_sums,
-    write_sidecar,
-)
+from pentatron.data import indexed
+from pentatron.data.indexed import IndexedDataset, PairMetadata, TokenizerIdentity, sidecar_path
 from pentatron.data.tokenizer import Tokenizer, identify_tokenizer
 from pentatron.errors import UserError
 from pentatron.files import atomic_write
@@ -40,17 +32,18 @@ class LengthHistogram:
 
     def lines(self) -> list[str]:
         """Draws the histogram as text."""
-        most = max(self.powers, default=0)
-        rows = []
-        for power, count in enumerate(self.powers):
-            low, high = (0, 0) if power == 0 else (2 ** (power - 1), 2**power - 1)
-            span = f"{low:,}" if low == high else f"{low:,} to {high:,}"
-            bar = "█" * max(1, round(BAR * count / most)) if count else ""
-            rows.append((span, count, bar))
-        while rows and not rows[0][1]:
-            rows.pop(0)
-        width = max((len(span) for span, _, _ in rows), default=0)
-        return [f"  {span:>{width}} tokens {count:>13,}  {bar}".rstrip() for span, count, bar in rows]
+        return _bars(self.powers)
+
+
+def _bars(powers: Sequence[int]) -> list[str]:
+    spans = ["0", "1", *(f"{2 ** (power - 1):,} to {2**power - 1:,}" for power in range(2, len(powers)))]
+    first = next((power for power, count in enumerate(powers) if count), len(powers))
+    rows = list(zip(spans, powers))[first:]
+    width = max((len(span) for span, _ in rows), default=0)
+    bars = ["█" * max(1, round(BAR * count / max(powers))) if count else "" for _, count in rows]
+    return [
+        f"  {span:>{width}} tokens {count:>13,}  {bar}".rstrip() for (span, count), bar in zip(rows, bars)
+    ]
 
 
 def document_lengths(dataset: IndexedDataset) -> LengthHistogram:
@@ -58,8 +51,8 @@ def document_lengths(dataset: IndexedDataset) -> LengthHistogram:
     end = len(dataset.tokens)
     powers = np.zeros(65, np.int64)
     shortest, longest = 0, 0
-    for first in range(0, len(bounds) - 1, CHECK_BLOCK):
-        at = bounds[first : first + CHECK_BLOCK + 1]
+    for first in range(0, len(bounds) - 1, indexed.CHECK_BLOCK):
+        at = bounds[first : first + indexed.CHECK_BLOCK + 1]
         starts = np.full(len(at), end, np.int64)
         inside = at < len(dataset)
         starts[inside] = dataset.pointers[at[inside]] // item
@@ -69,7 +62,7 @@ def document_lengths(dataset: IndexedDataset) -> LengthHistogram:
         shortest = int(lengths.min()) if first == 0 else min(shortest, int(lengths.min()))
         longest = max(longest, int(lengths.max()))
     used = np.flatnonzero(powers)
-    kept = tuple(int(count) for count in powers[: used[-1] + 1]) if len(used) else ()
+    kept = tuple(powers[: used[-1] + 1].tolist()) if len(used) else ()
     return LengthHistogram(len(bounds) - 1, end, shortest, longest, kept)
 
 
@@ -77,12 +70,12 @@ def verify(prefix: Path | str, vocab_size: int | None = None, report: Report = l
     """Checks structure, checksums and token ids of a pair; returns a summary or raises UserError."""
     dataset = IndexedDataset(prefix)
     blocks = dataset.verify_checksums(report)
-    limit = vocab_size
+    limit, ids = vocab_size, ""
     if limit is None and dataset.tokenizer is not None:
         limit = dataset.tokenizer.vocab_size
     if limit is not None:
         _check_tokens(dataset, limit)
-    ids = f", {len(dataset.tokens):,} tokens below {limit:,}" if limit is not None else ""
+        ids = f", {len(dataset.tokens):,} tokens below {limit:,}"
     if dataset.sidecar is None:
         return f"structure good{ids}; no checksums to compare (pentatron data seal {prefix} makes them)"
     return f"structure good, {blocks + len(dataset.sidecar.idx_sums):,} checksums good{ids}"
@@ -92,20 +85,13 @@ def seal(prefix: Path | str, report: Report = lambda done: None) -> PairMetadata
     """Writes a sidecar for an existing pair, for example one of another program."""
     dataset = IndexedDataset(prefix, with_sidecar=False)
     largest = max((int(part.max()) for part in _token_chunks(dataset)), default=-1)
-    facts = PairMetadata(
-        str(dataset.dtype),
-        len(dataset),
-        len(dataset.document_indices) - 1,
-        len(dataset.tokens),
-        largest,
-        dataset.bin_path.stat().st_size,
-        dataset.idx_path.stat().st_size,
-    )
-    sums = stored_sums(block_sums_of_file(dataset.bin_path, BLOCK_BYTES, tell=report))
-    index_sums = stored_sums(block_sums_of_file(dataset.idx_path, BLOCK_BYTES))
-    target = sidecar_path(prefix)
-    with atomic_write(target) as file:
-        write_sidecar(file, facts, io.BytesIO(sums), index_sums)
+    counts = len(dataset), len(dataset.document_indices) - 1, len(dataset.tokens)
+    sizes = dataset.bin_path.stat().st_size, dataset.idx_path.stat().st_size
+    facts = PairMetadata(str(dataset.dtype), *counts, largest, *sizes)
+    sums = indexed.stored_sums(block_sums_of_file(dataset.bin_path, indexed.BLOCK_BYTES, tell=report))
+    index_sums = indexed.stored_sums(block_sums_of_file(dataset.idx_path, indexed.BLOCK_BYTES))
+    with atomic_write(sidecar_path(prefix)) as file:
+        indexed.write_sidecar(file, facts, io.BytesIO(sums), index_sums)
     return facts
 
 
@@ -147,23 +133,13 @@ def format_description(facts: dict[str, Any]) -> str:
         else "structure good; no checksums (`pentatron data seal` makes them)",
     }
     lines = [facts["prefix"], *(f"  {name:<10} {text}" for name, text in rows.items()), ""]
-    lengths = LengthHistogram(
-        facts["documents"],
-        facts["tokens"],
-        facts["shortest_document"],
-        facts["longest_document"],
-        tuple(facts["lengths_by_power_of_two"]),
-    )
-    return "\n".join([*lines, *lengths.lines()])
+    return "\n".join([*lines, *_bars(facts["lengths_by_power_of_two"])])
 
 
 def require_same_tokenizer(dataset: IndexedDataset, tokenizer: Tokenizer) -> None:
     """Raises UserError if the sidecar records another tokenizer than the given one."""
     recorded = dataset.tokenizer
-    if recorded is None:
-        return
-    given = identify_tokenizer(tokenizer)
-    if recorded.fingerprint != given.fingerprint:
+    if recorded is not None and recorded.fingerprint != (given := identify_tokenizer(tokenizer)).fingerprint:
         raise UserError(
             f"{dataset.bin_path} was prepared with another tokenizer ({_described_tokenizer(recorded)}) than the one named now "
             f"({_described_tokenizer(given)}); name the one it was prepared with, prepare the data again, or, if both give the same ids, "
@@ -190,5 +166,5 @@ def _check_tokens(dataset: IndexedDataset, vocab_size: int) -> None:
 
 def _token_chunks(dataset: IndexedDataset) -> Iterator[npt.NDArray[Any]]:
     """Yields all tokens, a few megabytes at a time."""
-    step = 64 * BLOCK_BYTES
+    step = 64 * indexed.BLOCK_BYTES
     return (dataset.tokens[at : at + step] for at in range(0, len(dataset.tokens), step))

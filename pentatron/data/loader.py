@@ -56,8 +56,7 @@ class Batch:
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
         """Returns a batch with `function` applied to every tensor."""
-        tensors: dict[str, Any] = {name: function(getattr(self, name)) for name in TENSORS}
-        return replace(self, **tensors)
+        return replace(self, **{name: function(getattr(self, name)) for name in TENSORS})  # type: ignore[arg-type]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
         return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
@@ -74,30 +73,22 @@ class MicroBatchSampler:
     """
 
     def __init__(
-        self,
-        consumed_samples: int,
-        micro_batch_size: int,
-        dp_rank: int,
-        dp_size: int,
-        total: int | None = None,
+        self, consumed_samples: int, micro_batch_size: int, rank: int, ranks: int, total: int | None = None
     ) -> None:
-        if consumed_samples < 0 or micro_batch_size < 1 or not 0 <= dp_rank < dp_size:
+        if consumed_samples < 0 or micro_batch_size < 1 or not 0 <= rank < ranks:
             raise UserError(
-                f"cannot read micro-batches of {micro_batch_size} samples as data-parallel rank {dp_rank} of {dp_size} "
+                f"cannot read micro-batches of {micro_batch_size} samples as data-parallel rank {rank} of {ranks} "
                 f"after {consumed_samples} samples; sizes must be positive and ranks below their number"
             )
-        self.consumed_samples = consumed_samples
-        self.micro_batch_size = micro_batch_size
-        self.dp_rank = dp_rank
-        self.step = micro_batch_size * dp_size
-        self.total = total
+        self.consumed_samples, self.micro_batch_size, self.rank = consumed_samples, micro_batch_size, rank
+        self.step, self.total = micro_batch_size * ranks, total
         if total is not None and consumed_samples + self.step > total:
             raise self.exhausted()
 
     def __iter__(self) -> Iterator[list[int]]:
         start = self.consumed_samples
         while self.total is None or start + self.step <= self.total:
-            first = start + self.dp_rank * self.micro_batch_size
+            first = start + self.rank * self.micro_batch_size
             yield list(range(first, first + self.micro_batch_size))
             start += self.step
 
@@ -128,10 +119,9 @@ class BatchLoader(DataLoader[Batch]):
             raise UserError(str(error).strip().splitlines()[-1].removeprefix(_REMOTE_ERROR)) from None
         except (RuntimeError, OSError, EOFError):
             # Raised by torch for a dead worker, or by a connection that broke while a batch was received.
-            death = _worker_death(getattr(batches, "_workers", ()))
-            if death is None:
-                raise
-            raise death from None
+            if death := _worker_death(getattr(batches, "_workers", ())):
+                raise death from None
+            raise
         raise self.batch_sampler.exhausted()
 
 
@@ -160,35 +150,28 @@ def _worker_death(workers: Sequence[BaseProcess]) -> UserError | None:
     if not codes:
         return None
     how = f"killed by {signal.Signals(-codes[0]).name}" if codes[0] < 0 else f"with exit code {codes[0]}"
+    cause = "not enough memory is the usual cause"
     if -signal.SIGBUS in codes:
         cause = "the shared memory (/dev/shm) is too small, or a data file became shorter while it was read"
-    else:
-        cause = "not enough memory is the usual cause"
     return UserError(
         f"a process that reads data has died ({how}): {cause}; checkpoints are intact, and training can resume from the "
         "newest one, perhaps with fewer --num-workers"
     )
 
 
-class _IgnoreSignals:
-    """Worker initialiser that ignores signals, which terminals and schedulers send to all processes.
+def _ignore_signals(worker: int) -> None:
+    """Ignores signals in a worker, which terminals and schedulers send to all processes.
 
     A worker that exited at once would stop the rank before it can save a checkpoint. The rank terminates
     its workers with SIGTERM, at shutdown and again at exit: the second one is obeyed.
     """
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)
 
-    def __init__(self) -> None:
-        self._terminating = False
+    def obey(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(0)
 
-    def __call__(self, worker: int) -> None:
-        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
-            signal.signal(number, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, self._terminated)
-
-    def _terminated(self, number: int, frame: FrameType | None) -> None:
-        if self._terminating:
-            raise SystemExit(0)
-        self._terminating = True
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(signal.SIGTERM, obey))
 
 
 def collate(samples: Sequence[Sample]) -> Batch:
@@ -222,7 +205,7 @@ def build_loader(
         pin_memory=pin_memory,
         prefetch_factor=prefetch_factor if num_workers else None,
         persistent_workers=num_workers > 0,
-        worker_init_fn=_IgnoreSignals() if num_workers else None,
+        worker_init_fn=_ignore_signals if num_workers else None,
         # Iterators draw the base seed of their workers from it, which must not advance the default generator.
         generator=torch.Generator(),
     )
@@ -250,8 +233,7 @@ class EpochShuffle:
     def __init__(self, dataset: FiniteDataset, seed: int) -> None:
         if len(dataset) == 0:
             raise UserError("a dataset without samples cannot be repeated; use more data")
-        self.dataset = dataset
-        self.seed = seed
+        self.dataset, self.seed = dataset, seed
         # Reading is sequential, so only the order of the current epoch is kept.
         self._epoch = -1
         self._order = np.empty(0, dtype=np.int64)
@@ -309,8 +291,7 @@ class PaddedDataset:
     """Pads a dataset to `total` samples with a zero loss mask, so that its last batch is whole."""
 
     def __init__(self, dataset: FiniteDataset, total: int) -> None:
-        self.dataset = dataset
-        self.total = total
+        self.dataset, self.total = dataset, total
 
     def __len__(self) -> int:
         return self.total

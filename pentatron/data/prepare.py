@@ -10,7 +10,7 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -47,9 +47,8 @@ class PrepareJob:
     chunk_bytes: int = 1 << 19
 
     def output(self, key: str) -> Path:
-        return self.prefix.with_name(
-            f"{self.prefix.name}_{key}_{'sentence' if self.recipe.sentences else 'document'}"
-        )
+        unit = "sentence" if self.recipe.sentences else "document"
+        return self.prefix.with_name(f"{self.prefix.name}_{key}_{unit}")
 
     @property
     def outputs(self) -> list[Path]:
@@ -120,27 +119,24 @@ class _Preparation:
 
     def __init__(self, job: PrepareJob, identity: TokenizerIdentity, fingerprint: str, say: Say) -> None:
         self.job, self.identity, self.fingerprint = job, identity, fingerprint
-        self.counts, self.place = Counts(), Position()
-        self.bad: list[str] = []
+        self._progress_file = job.folder / _PROGRESS
         # Whether the files, the position and the counts describe the same chunks.
         self.is_consistent = True
-        progress = self._read_progress(say)
-        self.resumed = progress is not None
-        states: Mapping[str, Any] = {}
-        if progress is not None:
-            self.counts, self.place = Counts(**progress["counts"]), Position(**progress["place"])
-            self.bad, states = list(progress["bad"]), progress["pairs"]
-        self.encoded = progress is not None and bool(progress["encoded"])
+        recorded = self._read_progress(say)
+        self.resumed = recorded is not None
+        if recorded is None:
+            self._progress_file.unlink(missing_ok=True)
+            for path in job.folder.iterdir():
+                if path.name != _LOCK:
+                    path.unlink()
+        progress = recorded or {"counts": {}, "place": {}, "bad": [], "pairs": {}, "encoded": False}
+        self.counts, self.place = Counts(**progress["counts"]), Position(**progress["place"])
+        self.bad, self.encoded = list(progress["bad"]), bool(progress["encoded"])
         self.pairs: list[PairInProgress] = []
         if not self.encoded:
-            if progress is None:
-                self._progress_file.unlink(missing_ok=True)
-                for path in job.folder.iterdir():
-                    if path.name != _LOCK:
-                        path.unlink()
             dtype = token_dtype(identity.vocab_size)
             for number, key in enumerate(job.recipe.keys):
-                self.pairs.append(PairInProgress(self._stem(number), dtype, state=states.get(key)))
+                self.pairs.append(PairInProgress(self._stem(number), dtype, state=progress["pairs"].get(key)))
 
     def run(self, report: Report) -> Outcome:
         job, started, before = self.job, time.perf_counter(), self.counts.tokens
@@ -153,7 +149,7 @@ class _Preparation:
                 for pair in self.pairs:
                     pair.close()
             # From here on files are only renamed; `publish` can be repeated after a crash.
-            self._write_progress(encoded=True, states={})
+            self._write_progress(encoded=True)
         for number, key in enumerate(job.recipe.keys):
             publish(self._stem(number), "", job.output(key))
         shutil.rmtree(job.folder)
@@ -195,9 +191,9 @@ class _Preparation:
     def _append(self, chunk: Chunk, encoded: EncodedChunk) -> None:
         self.is_consistent = False
         for pair, documents in zip(self.pairs, encoded.keys, strict=True):
-            pair.append(documents.tokens, documents.lengths, documents.counts, documents.largest)
+            pair.append(documents)
         self.place = chunk.after
-        self.counts.documents = self.pairs[0].documents
+        self.counts.documents = self.pairs[0].state.documents
         self.counts.tokens = sum(pair.tokens for pair in self.pairs)
         self.counts.blank_lines += encoded.blank_lines
         self.counts.bad_lines += encoded.bad_lines
@@ -209,18 +205,11 @@ class _Preparation:
     def _bad_line(self, chunk: Chunk, line: int, reason: str) -> str:
         return f"{self.job.inputs[chunk.file]} line {line} {reason}"
 
-    def _write_progress(self, encoded: bool = False, states: dict[str, Any] | None = None) -> None:
+    def _write_progress(self, encoded: bool = False) -> None:
         """Records how far the files are valid; a killed run resumes from here."""
-        if states is None:
-            states = {key: pair.sync() for key, pair in zip(self.job.recipe.keys, self.pairs)}
-        progress = {
-            "fingerprint": self.fingerprint,
-            "encoded": encoded,
-            "counts": asdict(self.counts),
-            "place": asdict(self.place),
-            "pairs": states,
-            "bad": self.bad,
-        }
+        pairs = {} if encoded else {key: pair.sync() for key, pair in zip(self.job.recipe.keys, self.pairs)}
+        progress = {"fingerprint": self.fingerprint, "encoded": encoded, "counts": asdict(self.counts)}
+        progress |= {"place": asdict(self.place), "pairs": pairs, "bad": self.bad}
         text = json.dumps(progress, indent=1)
         digest = hashlib.sha256(text.encode()).hexdigest()
         write_file(self._progress_file, f"{digest}\n{text}\n".encode())
@@ -243,10 +232,6 @@ class _Preparation:
             say(f"{self.job.folder} was started with --skip-bad-lines; starting over")
             return None
         return progress
-
-    @property
-    def _progress_file(self) -> Path:
-        return self.job.folder / _PROGRESS
 
     def _stem(self, number: int) -> Path:
         # Keys may contain any character, so files are named by their index.
@@ -308,10 +293,9 @@ def _interrupted_job(job: PrepareJob) -> str | None:
     """Returns the fingerprint of the job that an interrupted run recorded."""
     try:
         _, _, text = (job.folder / _PROGRESS).read_text(encoding="utf-8").partition("\n")
-        fingerprint: str = parse_json(text)["fingerprint"]
+        return parse_json(text)["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return fingerprint
 
 
 @contextmanager

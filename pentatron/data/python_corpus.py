@@ -8,6 +8,7 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ GENERATED_PREFIXES = ("_sysconfigdata", "config-")
 RECIPE = 1
 STAGES = ("read", "train tokenizer", "tokenize")
 MANIFEST = "corpus.json"
-BATCH_BYTES = 1 << 19
+# Texts tokenized at a time by the tokenizer's threads.
+BATCH_TEXTS = 32
 
 
 @dataclass(frozen=True)
@@ -75,10 +77,7 @@ def python_stdlib_files() -> list[Path]:
 
 
 def prepare_python_corpus(
-    folder: Path | str,
-    vocab_size: int = 2048,
-    max_bytes: int = 8_000_000,
-    progress: Progress | None = None,
+    folder: Path | str, vocab_size: int = 2048, max_bytes: int = 8_000_000, progress: Progress | None = None
 ) -> PreparedCorpus:
     """Trains a tokenizer and tokenizes the standard library, or reuses an earlier result.
 
@@ -91,17 +90,8 @@ def prepare_python_corpus(
         sources = _read_sources(max_bytes, report)
         recipe = {"recipe": RECIPE, "vocab_size": vocab_size, "max_bytes": max_bytes}
         identity = {**recipe, "sources_sha256": sources.fingerprint}
-        counts = _finished_counts(folder, identity)
-        if counts is None:
-            counts = _build(folder, vocab_size, sources, identity, report)
-    return PreparedCorpus(
-        prefix=_prefix(folder),
-        tokenizer_path=_tokenizer_path(folder),
-        documents=counts["documents"],
-        tokens=counts["tokens"],
-        bytes=counts["bytes"],
-        fingerprint=sources.fingerprint,
-    )
+        counts = _finished_counts(folder, identity) or _build(folder, vocab_size, sources, identity, report)
+    return PreparedCorpus(_prefix(folder), _tokenizer_path(folder), **counts, fingerprint=sources.fingerprint)
 
 
 def _build(
@@ -120,7 +110,8 @@ def _build(
     with IndexedDatasetWriter(
         _prefix(folder), token_dtype(tokenizer.vocab_size), identify_tokenizer(tokenizer)
     ) as writer:
-        for batch in _batches(_reported(sources, tokenizing, report)):
+        texts = _reported(sources, tokenizing, report)
+        while batch := list(islice(texts, BATCH_TEXTS)):
             for ids in tokenizer.encode_batch(batch):
                 writer.add_document([*ids, tokenizer.eod])
                 tokens += len(ids) + 1
@@ -163,8 +154,7 @@ def _read_sources(max_bytes: int, report: Progress) -> _Sources:
         if not text.strip():
             continue
         # The lengths make the hash of (name, content) pairs unambiguous.
-        digest.update(f"{len(name)} {name} {len(content)} ".encode())
-        digest.update(content)
+        digest.update(f"{len(name)} {name} {len(content)} ".encode() + content)
         texts.append(text)
         total += len(content)
         report(STAGES[0], total, max_bytes)
@@ -183,20 +173,6 @@ def _reported(sources: _Sources, stage: str, report: Progress) -> Iterator[str]:
         yield text
         done += len(text.encode())
         report(stage, done, sources.bytes)
-
-
-def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
-    """Groups texts into batches of about BATCH_BYTES, for the tokenizer's threads."""
-    batch: list[str] = []
-    size = 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
-        if size >= BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 @contextmanager

@@ -42,6 +42,7 @@ _HEADER = struct.Struct("<II")
 _ALIGNMENT = 64
 
 IntArray = npt.NDArray[np.integer]
+Seed = int | Sequence[int]
 
 SPLIT_NAMES = ("train", "valid", "test")
 # A last epoch of which less than this share is needed is shuffled separately, so that its documents do
@@ -65,8 +66,7 @@ class Boundaries:
         """Applies the settings at the end-of-document tokens among the inputs."""
         length = len(sample["tokens"])
         ends = np.flatnonzero(sample["tokens"] == self.eod)
-        begins = np.zeros(len(ends) + 1, np.int64)
-        begins[1:] = ends + 1
+        begins = np.append(0, ends + 1)
         begins = begins[begins < length]
         marked = dict(sample)
         if self.mask_loss:
@@ -117,7 +117,8 @@ class IndexCache:
         """Returns the arrays determined by `key`, from the cache file or from `build`."""
         if self.folder is None or entries < self.least_entries:
             return build()
-        path = self.folder / f"{cache_file_name(key)}{ENDING}"
+        text = json.dumps({"version": MAGIC.decode(), **key}, sort_keys=True)
+        path = self.folder / f"{hashlib.sha256(text.encode()).hexdigest()[:40]}{ENDING}"
         try:
             return read_arrays(path, verify=self.builds)
         except FileNotFoundError:
@@ -134,12 +135,6 @@ class IndexCache:
         return arrays
 
 
-def cache_file_name(key: Mapping[str, Any]) -> str:
-    """Returns the name of the cache file for a key."""
-    text = json.dumps({"version": MAGIC.decode(), **key}, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:40]
-
-
 def array_digest(array: npt.NDArray[Any]) -> str:
     return hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()
 
@@ -147,24 +142,21 @@ def array_digest(array: npt.NDArray[Any]) -> str:
 def write_arrays(path: Path, arrays: Arrays) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     offset, checksum, described = 0, 0, {}
+    pieces: list[bytes | memoryview] = []
     for name, array in arrays.items():
-        padding = -offset % _ALIGNMENT
-        offset += padding
-        checksum = crc32(np.ascontiguousarray(array).data, crc32(bytes(padding), checksum))
-        described[name] = {"type": array.dtype.str, "shape": array.shape, "at": offset}
-        offset += array.nbytes
+        padding, content = bytes(-offset % _ALIGNMENT), np.ascontiguousarray(array).data
+        pieces += [padding, content]
+        checksum = crc32(content, crc32(padding, checksum))
+        described[name] = {"type": array.dtype.str, "shape": array.shape, "at": offset + len(padding)}
+        offset += len(padding) + array.nbytes
     header = json.dumps({"arrays": described, "bytes": offset, "crc32": checksum}).encode()
     header += b" " * (-(len(MAGIC) + _HEADER.size + len(header)) % _ALIGNMENT)
     # Nodes that share the folder may write the same file at the same time, so the temporary name must be
     # unique.
     with atomic_write(path, shared_suffix()) as file:
         file.write(MAGIC + _HEADER.pack(len(header), crc32(header)) + header)
-        written = 0
-        for array in arrays.values():
-            padding = -written % _ALIGNMENT
-            file.write(bytes(padding))
-            file.write(np.ascontiguousarray(array).data)
-            written += padding + array.nbytes
+        for piece in pieces:
+            file.write(piece)
 
 
 def read_arrays(path: Path, verify: bool) -> Arrays:
@@ -247,33 +239,26 @@ class SampleIndex:
     def __len__(self) -> int:
         return len(self.shuffle)
 
-    def arrays(self) -> dict[str, npt.NDArray[np.integer]]:
+    def arrays(self) -> dict[str, IntArray]:
         """Returns the index as arrays for the index cache."""
         scalars = np.array([self.epochs, self.separate_final_epoch], dtype=np.int64)
         return {"facts": scalars, "documents": self.documents, "starts": self.starts, "shuffle": self.shuffle}
 
     @classmethod
-    def from_arrays(cls, arrays: Mapping[str, npt.NDArray[np.integer]]) -> "SampleIndex":
+    def from_arrays(cls, arrays: Mapping[str, IntArray]) -> "SampleIndex":
         epochs, separate = arrays["facts"].tolist()
         return cls(epochs, bool(separate), arrays["documents"], arrays["starts"], arrays["shuffle"])
 
 
 def build_sample_index(
-    lengths: npt.NDArray[np.integer],
-    documents: range,
-    num_samples: int | None,
-    sequence_length: int,
-    seed: int | Sequence[int],
+    lengths: IntArray, documents: range, num_samples: int | None, sequence_length: int, seed: Seed
 ) -> SampleIndex:
     """Cuts `documents` into at least `num_samples` samples, or one epoch if it is None."""
     if sequence_length < 1 or (num_samples is not None and num_samples < 1):
         raise UserError(
             f"samples need a positive length and number, found length {sequence_length}, number {num_samples}"
         )
-    tokens = int(lengths[documents.start : documents.stop].sum(dtype=np.int64))
-    least = 1 if num_samples is not None else sequence_length + 1
-    if tokens < least:
-        raise _too_short(documents, tokens, least)
+    tokens = _count_tokens(lengths, documents, 1 if num_samples is not None else sequence_length + 1)
     wanted = 0 if num_samples is None else num_samples * sequence_length + 1
     epochs = max(1, -(-wanted // tokens))
     # The last sample needs one token more, its last label.
@@ -290,13 +275,9 @@ def build_sample_index(
     # in Megatron-LM.
     random = np.random.RandomState(seed)
     order = _document_order(documents, epochs, separate, random)
-    return SampleIndex(
-        epochs=epochs,
-        separate_final_epoch=separate,
-        documents=order,
-        starts=_sample_starts(lengths[order], total, sequence_length),
-        shuffle=_sample_order(total, before_final if separate else total, random),
-    )
+    starts = _sample_starts(lengths[order], total, sequence_length)
+    shuffle = _sample_order(total, before_final if separate else total, random)
+    return SampleIndex(epochs, separate, order, starts, shuffle)
 
 
 def require_memory(samples: int, needed: int) -> None:
@@ -312,19 +293,20 @@ def machine_memory() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def epoch_samples(lengths: npt.NDArray[np.integer], documents: range, sequence_length: int) -> int:
+def epoch_samples(lengths: IntArray, documents: range, sequence_length: int) -> int:
     """Returns the number of samples of one epoch of the documents."""
+    return (_count_tokens(lengths, documents, sequence_length + 1) - 1) // sequence_length
+
+
+def _count_tokens(lengths: IntArray, documents: range, least: int) -> int:
+    """Returns the number of tokens of the documents; raises UserError if there are fewer than `least`."""
     tokens = int(lengths[documents.start : documents.stop].sum(dtype=np.int64))
-    if tokens <= sequence_length:
-        raise _too_short(documents, tokens, sequence_length + 1)
-    return (tokens - 1) // sequence_length
-
-
-def _too_short(documents: range, tokens: int, least: int) -> UserError:
-    return UserError(
-        f"sequences {documents.start} to {documents.stop} hold {tokens} tokens where {least} are needed; "
-        "use more data or another --split"
-    )
+    if tokens < least:
+        raise UserError(
+            f"sequences {documents.start} to {documents.stop} hold {tokens} tokens where {least} are needed; "
+            "use more data or another --split"
+        )
+    return tokens
 
 
 def _document_order(documents: range, epochs: int, separate: bool, random: np.random.RandomState) -> IntArray:
@@ -335,7 +317,7 @@ def _document_order(documents: range, epochs: int, separate: bool, random: np.ra
     return np.concatenate(parts)
 
 
-def _sample_starts(lengths: npt.NDArray[np.integer], samples: int, sequence_length: int) -> IntArray:
+def _sample_starts(lengths: IntArray, samples: int, sequence_length: int) -> IntArray:
     """Returns rows (position, offset) of the tokens 0, L, 2L … of the concatenated documents."""
     begins = np.cumsum(lengths, dtype=np.int64)
     # Number of samples that start before the end of each document. The position of sample k is the number
@@ -353,8 +335,7 @@ def _sample_starts(lengths: npt.NDArray[np.integer], samples: int, sequence_leng
 
 
 def _sample_order(total: int, first_part: int, random: np.random.RandomState) -> IntArray:
-    small = total < 2**32
-    order: IntArray = np.arange(total, dtype=np.uint32) if small else np.arange(total, dtype=np.int64)
+    order: IntArray = np.arange(total, dtype=np.uint32 if total < 2**32 else np.int64)
     # Slices are views, so each part is shuffled in place.
     random.shuffle(order[:first_part])
     random.shuffle(order[first_part:])

@@ -8,10 +8,11 @@ import datetime
 import hashlib
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Dataset
 
+from pentatron.checksums import digest_of_file
 from pentatron.data.conversations import ConversationEncoder, MarkedText, Tokens, at_line, read_conversations
 from pentatron.data.indexed import IndexedDataset, pair_paths, token_dtype
 from pentatron.data.indexed_writer import IndexedDatasetWriter
@@ -48,10 +50,7 @@ IDENTITY = "identity"
 
 
 def write_conversations(
-    path: Path,
-    prefix: Path,
-    writer: ConversationEncoder,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    path: Path, prefix: Path, writer: ConversationEncoder, progress: Callable[[int, int], None]
 ) -> None:
     """Tokenizes a file of conversations into a pair; `progress` gets bytes read and file size."""
     size = path.stat().st_size if path.is_file() else 0
@@ -61,15 +60,11 @@ def write_conversations(
     ) as pair:
         conversations = read_conversations(path)
         while lines := list(islice(conversations, TOKENIZE_BATCH)):
-            texts: list[MarkedText] = []
-            numbers: list[int] = []
+            texts: list[tuple[int, MarkedText]] = []
             for number, conversation, _ in lines:
                 with at_line(path, number):
-                    rendered = writer.texts(conversation)
-                texts += rendered
-                numbers += [number] * len(rendered)
-            numbered = zip(numbers, _tokenize(path, writer, numbers, texts))
-            for _, samples in groupby(numbered, lambda entry: entry[0]):
+                    texts += [(number, text) for text in writer.texts(conversation)]
+            for _, samples in groupby(_tokenize(path, writer, texts), itemgetter(0)):
                 sequences = [sequence for _, sample in samples for sequence in (sample.ids, sample.learned)]
                 tokens = np.concatenate([np.asarray(sequence, np.int64) for sequence in sequences])
                 pair.add_document(tokens, [len(sequence) for sequence in sequences])
@@ -80,34 +75,25 @@ def write_conversations(
 
 
 def _tokenize(
-    path: Path, writer: ConversationEncoder, lines: Sequence[int], texts: Sequence[MarkedText]
-) -> list[Tokens]:
+    path: Path, writer: ConversationEncoder, texts: Sequence[tuple[int, MarkedText]]
+) -> Iterator[tuple[int, Tokens]]:
+    """Yields the tokens of numbered texts."""
     try:
-        samples = writer.tokens(texts)
+        samples = writer.tokens([text for _, text in texts])
     except UserError:
         # Some text cannot be tokenized: try them one by one to find it.
         samples = []
-        for number, text in zip(lines, texts):
+        for number, text in texts:
             with at_line(path, number):
                 try:
                     samples += writer.tokens([text])
                 except UserError as error:
                     raise UserError(f"cannot be tokenized: {error}") from None
-    for number, sample in zip(lines, samples):
-        if not sample.learned[1:].any():
-            with at_line(path, number):
+    for (number, _), sample in zip(texts, samples):
+        with at_line(path, number):
+            if not sample.learned[1:].any():
                 raise UserError("has no answer to learn from")
-    return samples
-
-
-@dataclass(frozen=True)
-class TruncationStats:
-    """Statistics of truncated samples."""
-
-    samples: int
-    # Those whose answers were cut off completely, which are dropped.
-    without_answer: int
-    longest: int
+        yield number, sample
 
 
 class SFTDataset(Dataset[Sample]):
@@ -126,20 +112,20 @@ class SFTDataset(Dataset[Sample]):
         lengths = source.sequence_lengths[samples].astype(np.int64) - 1
         too_long = lengths > sequence_length
         lost = np.array([not self._learned(int(sample)).any() for sample in samples[too_long]], bool)
-        self.shortened = TruncationStats(
-            int(too_long.sum()), int(lost.sum()), int(lengths.max(initial=-1)) + 1
-        )
-        kept = np.ones(len(samples), bool)
-        kept[np.flatnonzero(too_long)[lost]] = False
+        # Those whose answers were cut off completely are dropped.
+        self.cut, self.without_answer = int(too_long.sum()), int(lost.sum())
+        self.longest = int(lengths.max(initial=-1)) + 1
+        kept = ~too_long
+        kept[too_long] = ~lost
         self.samples, fitting = samples[kept], np.minimum(lengths[kept], sequence_length)
         self.filled = int(fitting.sum())
         if packed:
-            self.rows = pack(fitting, sequence_length)
+            self.members, self.bounds = pack(fitting, sequence_length)
         else:
-            self.rows = Rows(np.arange(len(fitting)), np.arange(len(fitting) + 1))
+            self.members, self.bounds = np.arange(len(fitting)), np.arange(len(fitting) + 1)
 
     def __len__(self) -> int:
-        return len(self.rows.bounds) - 1
+        return len(self.bounds) - 1
 
     def __getitem__(self, i: int) -> Sample:
         if not 0 <= i < len(self):
@@ -147,7 +133,7 @@ class SFTDataset(Dataset[Sample]):
         tokens = np.full(self.sequence_length, PADDING, np.int64)
         labels, loss_mask = tokens.copy(), np.zeros(self.sequence_length, np.float32)
         begins, at = [], 0
-        for member in self.rows.members[self.rows.bounds[i] : self.rows.bounds[i + 1]]:
+        for member in self.members[self.bounds[i] : self.bounds[i + 1]]:
             sample = int(self.samples[member])
             ids = self.source.get(sample)[: self.sequence_length + 1]
             end = at + len(ids) - 1
@@ -168,16 +154,11 @@ class SFTDataset(Dataset[Sample]):
         return self.source.get(sample + 1)[1 : self.sequence_length + 1]
 
 
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """The samples of each row: row i holds `members[bounds[i] : bounds[i + 1]]`."""
+def pack(lengths: Sequence[int] | IntArray, capacity: int) -> tuple[IntArray, IntArray]:
+    """Packs samples into rows by best-fit decreasing; rows and members are sorted by file order.
 
-    members: IntArray
-    bounds: IntArray
-
-
-def pack(lengths: Sequence[int] | IntArray, capacity: int) -> Rows:
-    """Packs samples into rows by best-fit decreasing; rows and members are sorted by file order."""
+    Returns members and bounds: row i holds `members[bounds[i] : bounds[i + 1]]`.
+    """
     rows: list[list[int]] = []
     # Rows by their free space, and the sorted free spaces that occur.
     rows_by_space: dict[int, list[int]] = defaultdict(list)
@@ -201,18 +182,7 @@ def pack(lengths: Sequence[int] | IntArray, capacity: int) -> Rows:
             rows_by_space[left].append(row)
     ordered = sorted(sorted(row) for row in rows)
     bounds = np.cumsum([0, *map(len, ordered)], dtype=np.int64)
-    return Rows(np.array([member for row in ordered for member in row], np.int64), bounds)
-
-
-@dataclass(frozen=True)
-class Conversations:
-    """Infinite datasets of conversations. `untested` is the reason if there is no test set."""
-
-    train: EpochShuffle
-    valid: EpochShuffle | None
-    test: EpochShuffle | None
-    fingerprint: str
-    untested: str
+    return np.array(list(chain.from_iterable(ordered)), np.int64), bounds
 
 
 def build_conversations(
@@ -221,10 +191,14 @@ def build_conversations(
     world: World,
     folder: Path,
     display: Display,
-    validates: bool,
-    tests: bool,
-) -> Conversations:
-    """Builds the datasets of a run with `--sft`; --split divides each file."""
+    sizes: Sequence[int],
+) -> tuple[tuple[EpochShuffle, EpochShuffle | None, EpochShuffle | None], str, str]:
+    """Builds the infinite datasets of a run with `--sft`; --split divides each file.
+
+    `sizes` are the numbers of samples to train, validate and test with.
+
+    Returns those to train, validate and test with, their fingerprint, and the reason if there is no test set.
+    """
     data = config.data
     paths = [Path(name) for name in data.data_path]
     sources, contents = _tokenized(config, tokenizer, world, folder, display)
@@ -245,16 +219,14 @@ def build_conversations(
     assert train is not None
     conversations = sum(len(source.document_indices) - 1 for source in sources)
     missing = f"--split {data.split} leaves none of {format_count(conversations, 'conversation')} to"
-    valid = read(1, "validation") if validates else None
-    if validates and valid is None:
+    valid = read(1, "validation") if sizes[1] else None
+    if sizes[1] and valid is None:
         display.say(f"note: {missing} validate with")
-    tests = tests and parse_split(data.split)[2] > 0
+    tests = sizes[2] and parse_split(data.split)[2] > 0
     test = read(2, "test") if tests else None
     untested = f"{missing} test with" if tests and test is None else ""
     content = contents[0] if len(contents) == 1 else hashlib.sha256(" ".join(contents).encode()).hexdigest()
-    return Conversations(
-        train, valid, test, f"sft {content} {'packed' if data.sft_packing else 'padded'}", untested
-    )
+    return (train, valid, test), f"sft {content} {'packed' if data.sft_packing else 'padded'}", untested
 
 
 def count_sequences(
@@ -279,7 +251,7 @@ def _open_part(config: RunConfig, path: Path, source: IndexedDataset, part: int)
     if part == 0 and not len(rows):
         raise UserError(
             f"no conversation of {path} has an answer within {rows.sequence_length} tokens; raise --seq-length "
-            f"(the longest has {rows.shortened.longest} tokens)"
+            f"(the longest has {rows.longest} tokens)"
         )
     return rows
 
@@ -326,14 +298,8 @@ def _identified(
     recipe = [RECIPE, asdict(identify_tokenizer(tokenizer)), None]
     if template is not None:
         recipe[2] = [template.source, sorted(template.special_tokens.items()), str(template.day)]
-    hashes = []
-    for path in paths:
-        content = ""
-        if path.is_file():
-            with path.open("rb") as file:
-                content = hashlib.file_digest(file, "sha256").hexdigest()
-        hashes.append(hashlib.sha256((repr(recipe) + content).encode()).hexdigest())
-    return template, hashes
+    contents = [digest_of_file(path, 0) if path.is_file() else "" for path in paths]
+    return template, [hashlib.sha256((repr(recipe) + content).encode()).hexdigest() for content in contents]
 
 
 def _is_tokenized(prefix: Path, display: Display) -> bool:
@@ -373,22 +339,15 @@ def find_template(data: DataConfig, tokenizer: Tokenizer) -> "ChatTemplate | Non
 
 
 def _report(name: str, rows: SFTDataset) -> str:
-    cut, length, conversations = rows.shortened, rows.sequence_length, rows.conversations
-    samples = len(rows.samples) + cut.without_answer
-    several = (
-        f" (as {samples} samples, one for each answer, where the template changes earlier ones)"
-        if samples > conversations
-        else ""
-    )
-    text = (
-        f"{name}: {format_count(conversations, 'conversation')}{several} {'packed into' if rows.packed else 'padded to'} "
-        f"{format_count(len(rows), 'sequence')} of {length} tokens, {rows.filled / (len(rows) * length):.0%} filled"
-    )
-    if not cut.samples:
-        return text
-    without = (
-        f", {cut.without_answer} of them left out because no answer was left" if cut.without_answer else ""
-    )
-    return (
-        f"{text}; {cut.samples} too long and cut at the end (the longest has {cut.longest} tokens){without}"
-    )
+    length, conversations = rows.sequence_length, rows.conversations
+    samples = len(rows.samples) + rows.without_answer
+    text = f"{name}: {format_count(conversations, 'conversation')}"
+    if samples > conversations:
+        text += f" (as {samples} samples, one for each answer, where the template changes earlier ones)"
+    text += f" {'packed into' if rows.packed else 'padded to'} {format_count(len(rows), 'sequence')}"
+    text += f" of {length} tokens, {rows.filled / (len(rows) * length):.0%} filled"
+    if rows.cut:
+        text += f"; {rows.cut} too long and cut at the end (the longest has {rows.longest} tokens)"
+    if rows.without_answer:
+        text += f", {rows.without_answer} of them left out because no answer was left"
+    return text

@@ -5,6 +5,7 @@ Chunks end at document boundaries, so that the documents do not depend on the ch
 
 import glob
 import gzip
+import io
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -61,11 +62,8 @@ def expand_inputs(patterns: Sequence[str]) -> tuple[Path, ...]:
         path = Path(pattern)
         if path.is_dir():
             raise UserError(f"--input {pattern} is a folder; name its files, for example '{pattern}/*.jsonl'")
-        if path.is_file():
-            files.append(path)
-            continue
         # Path.glob does not accept absolute patterns.
-        names = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207
+        names = [pattern] if path.is_file() else sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207
         matches = [Path(name) for name in names if Path(name).is_file()]
         if not matches:
             raise UserError(
@@ -103,8 +101,7 @@ def read_chunks(
     """Yields the chunks of the inputs in order, from position `start`."""
     place = start or Position()
     before = sum(path.stat().st_size for path in inputs[: place.file])
-    for number in range(place.file, len(inputs)):
-        path = inputs[number]
+    for number, path in enumerate(inputs[place.file :], place.file):
         cut = JSON_LINES if is_json_lines(path) else text_documents
         begin = place if place.file == number else Position(number)
         with path.open("rb") as raw:
@@ -204,11 +201,10 @@ class _ZstandardStream:
         self._library: Any = zstandard
         self._frame: Any = None
         # Compressed bytes after the end of a frame, and decompressed bytes not yet returned.
-        self._rest = b""
-        self._ready, self._taken = b"", 0
+        self._rest, self._ready = b"", io.BytesIO()
 
     def read(self, size: int, /) -> bytes:
-        while self._taken == len(self._ready):
+        while not (data := self._ready.read(size)):
             packed = self._rest or self._raw.read(READ_BYTES)
             self._rest = b""
             if not packed:
@@ -218,11 +214,9 @@ class _ZstandardStream:
             if self._frame is None:
                 self._frame = self._library.ZstdDecompressor().decompressobj()
             try:
-                self._ready, self._taken = self._frame.decompress(packed), 0
+                self._ready = io.BytesIO(self._frame.decompress(packed))
             except self._library.ZstdError as error:
                 raise EOFError(str(error)) from error
             if self._frame.eof:
                 self._rest, self._frame = self._frame.unused_data, None
-        begin = self._taken
-        self._taken = min(len(self._ready), begin + size)
-        return self._ready[begin : self._taken]
+        return data

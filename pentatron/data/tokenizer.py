@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from pentatron.data.indexed import TokenizerIdentity
 from pentatron.errors import UserError
@@ -27,23 +27,35 @@ PROBE = (
 )
 
 
-class _SimpleTokenizer:
-    """A tokenizer without a vocabulary list, which encodes one text at a time."""
+class Tokenizer:
+    """The interface of all tokenizers, and the defaults of those without a vocabulary list."""
+
+    # One of TOKENIZER_TYPES.
+    kind: str
+    vocab_size: int
+    # The id that ends a document.
+    eod: int
 
     def vocabulary(self) -> dict[str, int]:
+        """Returns tokens and their ids, empty if the tokenizer has no list of them."""
         return {}
 
     def probe(self) -> list[int]:
+        """Returns the ids of a fixed text, which identify the tokenizer beyond its vocabulary."""
         return []
 
     def encode(self, text: str) -> list[int]:
+        """Returns the ids of the text without special tokens."""
         raise NotImplementedError
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
 
+    def decode(self, ids: Sequence[int]) -> str:
+        raise NotImplementedError
 
-class ByteTokenizer(_SimpleTokenizer):
+
+class ByteTokenizer(Tokenizer):
     """UTF-8 bytes as ids, and one more id for the end of a document; needs no file."""
 
     kind = "ByteTokenizer"
@@ -64,7 +76,7 @@ class ByteTokenizer(_SimpleTokenizer):
         return bytes(token for token in ids if token != self.eod).decode(errors="replace")
 
 
-class NullTokenizer(_SimpleTokenizer):
+class NullTokenizer(Tokenizer):
     """Parses space-separated ids; the end of a document is one id more than `vocab_size`."""
 
     kind = "NullTokenizer"
@@ -75,19 +87,19 @@ class NullTokenizer(_SimpleTokenizer):
 
     def encode(self, text: str) -> list[int]:
         words = text.split()
-        wrong = next((word for word in words if not (word.isdecimal() and int(word) < self.vocab_size)), None)
-        if wrong is not None:
-            raise UserError(
-                f"NullTokenizer reads numbers below {self.vocab_size}, found '{wrong[:40]}'; "
-                "choose another --tokenizer-type for text"
-            )
+        for word in words:
+            if not (word.isdecimal() and int(word) < self.vocab_size):
+                raise UserError(
+                    f"NullTokenizer reads numbers below {self.vocab_size}, found '{word[:40]}'; "
+                    "choose another --tokenizer-type for text"
+                )
         return [int(word) for word in words]
 
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(str(token) for token in ids)
 
 
-class SentencePieceTokenizer(_SimpleTokenizer):
+class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece `.model` file; Llama2Tokenizer prepends the begin-of-sequence token to every text."""
 
     def __init__(self, path: Path | str, kind: str = "SentencePieceTokenizer") -> None:
@@ -107,15 +119,14 @@ class SentencePieceTokenizer(_SimpleTokenizer):
         try:
             self._model: Any = sentencepiece.SentencePieceProcessor(model_file=str(self.path))
         except (RuntimeError, OSError) as error:
-            raise UserError(
-                f"{self.path} is not a readable SentencePiece model ({error}); check --tokenizer-model"
-            ) from error
+            problem = f"{self.path} is not a readable SentencePiece model ({error})"
+            raise UserError(f"{problem}; check --tokenizer-model") from error
         # -1: the model has no such token, or it is not prepended.
         self._bos: int = self._model.bos_id() if kind == "Llama2Tokenizer" else -1
         self.vocab_size: int = self._model.get_piece_size()
 
     @property
-    def eod(self) -> int:
+    def eod(self) -> int:  # type: ignore[override]
         token: int = self._model.eos_id()
         if token < 0:
             raise UserError(f"{self.path} has no token that ends a document; train it with one (--eos_id)")
@@ -132,8 +143,7 @@ class SentencePieceTokenizer(_SimpleTokenizer):
         return [self._bos, *ids] if self._bos >= 0 else ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        text: str = self._model.decode(list(ids))
-        return text
+        return self._model.decode(list(ids))
 
 
 END_OF_TEXT = "<|endoftext|>"
@@ -161,35 +171,7 @@ class EncodingError(UserError):
         self.reason = reason
 
 
-class Tokenizer(Protocol):
-    """The interface of all tokenizers."""
-
-    @property
-    def kind(self) -> str:
-        """One of TOKENIZER_TYPES."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def eod(self) -> int:
-        """The id that ends a document."""
-
-    def vocabulary(self) -> dict[str, int]:
-        """Returns tokens and their ids, empty if the tokenizer has no list of them."""
-
-    def probe(self) -> list[int]:
-        """Returns the ids of a fixed text, which identify the tokenizer beyond its vocabulary."""
-
-    def encode(self, text: str) -> list[int]:
-        """Returns the ids of the text without special tokens."""
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
-
-    def decode(self, ids: Sequence[int]) -> str: ...
-
-
-class _LibraryTokenizer:
+class _LibraryTokenizer(Tokenizer):
     """A tokenizer of the tokenizers library."""
 
     def __init__(self, path: Path, tokenizer: Any) -> None:
@@ -200,12 +182,12 @@ class _LibraryTokenizer:
         if self.vocab_size == 0:
             raise UserError(f"{path} has no token; check --tokenizer-model")
         _require_bounded_growth(path, tokenizer)
-        end_tokens = (_configured_end_token(path.parent), *KNOWN_END_TOKENS)
-        ids = (tokenizer.token_to_id(token) for token in end_tokens if token)
+        end_tokens = filter(None, (_configured_end_token(path.parent), *KNOWN_END_TOKENS))
+        ids = map(tokenizer.token_to_id, end_tokens)
         self._eod: int | None = next((token_id for token_id in ids if token_id is not None), None)
 
     @property
-    def eod(self) -> int:
+    def eod(self) -> int:  # type: ignore[override]
         if self._eod is None:
             raise UserError(
                 f"{self.path} names no token that ends a document; put "
@@ -214,16 +196,14 @@ class _LibraryTokenizer:
         return self._eod
 
     def vocabulary(self) -> dict[str, int]:
-        vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
-        return vocabulary
+        return self._tokenizer.get_vocab(with_added_tokens=True)
 
     def probe(self) -> list[int]:
         return self.encode(PROBE)
 
     def encode(self, text: str) -> list[int]:
         with self._library_errors():
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-            return ids
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         """Returns the ids of each text, and the character offsets of each id."""
@@ -234,8 +214,7 @@ class _LibraryTokenizer:
     def encode_with_special_tokens(self, text: str) -> list[int]:
         """Returns the ids with the special tokens added by the tokenizer's post-processor, such as BOS."""
         with self._library_errors():
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=True).ids
-            return ids
+            return self._tokenizer.encode(text, add_special_tokens=True).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         # The fast variant does not compute character offsets.
@@ -245,8 +224,7 @@ class _LibraryTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         with self._library_errors():
-            text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
-            return text
+            return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     @contextmanager
     def _library_errors(self) -> Iterator[None]:
@@ -271,9 +249,7 @@ class FileTokenizer(_LibraryTokenizer):
 
     def __init__(self, path: Path | str) -> None:
         library = _tokenizers_library()
-        file = Path(path)
-        if file.is_dir():
-            file /= "tokenizer.json"
+        file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
         if not file.is_file():
             raise UserError(
                 f"Tokenizer not found: no file {file}; check --tokenizer-model, which takes a local tokenizer.json or a folder "
@@ -379,19 +355,17 @@ def identify_tokenizer(tokenizer: Tokenizer) -> TokenizerIdentity:
         eod: int | None = tokenizer.eod
     except UserError:
         eod = None
+    kind, size = tokenizer.kind, tokenizer.vocab_size
     vocabulary = sorted(tokenizer.vocabulary().items(), key=lambda entry: (entry[1], entry[0]))
-    content = json.dumps(
-        [vocabulary or tokenizer.kind, tokenizer.probe(), tokenizer.vocab_size, eod]
-    ).encode()
-    return TokenizerIdentity(tokenizer.kind, hashlib.sha256(content).hexdigest(), tokenizer.vocab_size, eod)
+    content = json.dumps([vocabulary or kind, tokenizer.probe(), size, eod]).encode()
+    return TokenizerIdentity(kind, hashlib.sha256(content).hexdigest(), size, eod)
 
 
 def train_bpe(texts: Iterator[str], vocab_size: int) -> "tokenizers.Tokenizer":
     """Trains a byte-level BPE tokenizer of at most `vocab_size` ids; deterministic."""
     library = _tokenizers_library()
-    least = BYTE_VALUES + 1
-    if vocab_size < least:
-        raise UserError(f"a byte-level vocabulary needs {least} ids or more, found {vocab_size}")
+    if vocab_size <= BYTE_VALUES:
+        raise UserError(f"a byte-level vocabulary needs {BYTE_VALUES + 1} ids or more, found {vocab_size}")
     tokenizer = _byte_level(library.models.BPE())
     trainer = library.trainers.BpeTrainer(
         vocab_size=vocab_size,

@@ -62,9 +62,8 @@ class ConfigReader:
         """Raises Problem unless the value is allowed, null or absent."""
         self.read.add(key)
         value = self.config.get(key)
-        if value is not None and not any(
-            value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed
-        ):
+        same = (value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed)
+        if value is not None and not any(same):
             only = f"only {', '.join(repr(one) for one in allowed)} is" if allowed else "no value of it is"
             raise ConfigProblem(f"{self.where} has {key} {value!r:.200}, but {only} supported")
 
@@ -111,19 +110,14 @@ class Heads:
                 f"config.json has num_attention_heads {heads}, which is not a multiple of its num_key_value_heads {groups}"
             )
         settings.assign(
-            ORIGIN,
-            num_attention_heads=heads,
-            num_query_groups=groups,
-            group_query_attention=True,
-            kv_channels=config.get("head_dim", int, settings.hidden_size // heads, absent=self.head_dim),
+            ORIGIN, num_attention_heads=heads, num_query_groups=groups, group_query_attention=True
         )
+        head_dim = config.get("head_dim", int, settings.hidden_size // heads, absent=self.head_dim)
+        settings.assign(ORIGIN, kv_channels=head_dim)
 
     def write(self, settings: Settings) -> dict[str, Any]:
-        return {
-            "num_attention_heads": settings.num_attention_heads,
-            "num_key_value_heads": settings.num_query_groups,
-            "head_dim": settings.kv_channels,
-        }
+        heads, groups = settings.num_attention_heads, settings.num_query_groups
+        return {"num_attention_heads": heads, "num_key_value_heads": groups, "head_dim": settings.kv_channels}
 
 
 @dataclass(frozen=True)
@@ -134,12 +128,8 @@ class Gpt2Widths:
 
     def read(self, config: ConfigReader, settings: Settings) -> None:
         heads, hidden = settings.num_attention_heads, settings.hidden_size
-        settings.assign(
-            ORIGIN,
-            ffn_hidden_size=config.get("n_inner", int, 4 * hidden),
-            kv_channels=hidden // heads,
-            hidden_dropout=config.get("resid_pdrop", float, 0.1),
-        )
+        inner, dropout = config.get("n_inner", int, 4 * hidden), config.get("resid_pdrop", float, 0.1)
+        settings.assign(ORIGIN, ffn_hidden_size=inner, kv_channels=hidden // heads, hidden_dropout=dropout)
         embedding = config.get("embd_pdrop", float, 0.1)
         if hidden % heads:
             raise ConfigProblem(
@@ -153,44 +143,35 @@ class Gpt2Widths:
 
     def write(self, settings: Settings) -> dict[str, Any]:
         inner, dropout = settings.ffn_hidden_size, settings.hidden_dropout
-        return {
-            "n_inner": None if inner == 4 * settings.hidden_size else inner,
-            "resid_pdrop": dropout,
-            "embd_pdrop": dropout,
-        }
+        other_inner = None if inner == 4 * settings.hidden_size else inner
+        return {"n_inner": other_inner, "resid_pdrop": dropout, "embd_pdrop": dropout}
 
 
-# For each RoPE scaling type: required keys, and the setting and type of every key.
-SCALINGS: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, type]]]] = {
-    "linear": (("factor",), {"factor": ("rope_scaling_factor", float)}),
-    "llama3": (
-        ("factor", "low_freq_factor", "high_freq_factor"),
-        {
-            "factor": ("rope_scaling_factor", float),
-            "low_freq_factor": ("rope_scaling_low_freq_factor", float),
-            "high_freq_factor": ("rope_scaling_high_freq_factor", float),
-            "original_max_position_embeddings": ("rope_scaling_original_max_position_embeddings", int),
-        },
-    ),
-    "yarn": (
-        ("factor",),
-        {
-            "factor": ("rope_scaling_factor", float),
-            "original_max_position_embeddings": ("rope_scaling_original_max_position_embeddings", int),
-            "beta_fast": ("yarn_beta_fast", float),
-            "beta_slow": ("yarn_beta_slow", float),
-            "attention_factor": ("yarn_attention_factor", float),
-            "mscale": ("yarn_mscale", float),
-            "mscale_all_dim": ("yarn_mscale_all_dim", float),
-            "truncate": ("yarn_truncate", bool),
-        },
-    ),
+# The setting and type of every key of RoPE scaling.
+SCALING_KEYS: dict[str, tuple[str, type]] = {
+    "factor": ("rope_scaling_factor", float),
+    "low_freq_factor": ("rope_scaling_low_freq_factor", float),
+    "high_freq_factor": ("rope_scaling_high_freq_factor", float),
+    "original_max_position_embeddings": ("rope_scaling_original_max_position_embeddings", int),
+    "beta_fast": ("yarn_beta_fast", float),
+    "beta_slow": ("yarn_beta_slow", float),
+    "attention_factor": ("yarn_attention_factor", float),
+    "mscale": ("yarn_mscale", float),
+    "mscale_all_dim": ("yarn_mscale_all_dim", float),
+    "truncate": ("yarn_truncate", bool),
+}
+_REQUIRED_SCALING_KEYS = ("factor", "low_freq_factor", "high_freq_factor")
+# The keys of each RoPE scaling type.
+SCALINGS: dict[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "llama3": (*_REQUIRED_SCALING_KEYS, "original_max_position_embeddings"),
+    "yarn": tuple(key for key in SCALING_KEYS if key not in ("low_freq_factor", "high_freq_factor")),
 }
 
 
 def scaling_settings(kind: str | None) -> frozenset[str]:
     """Returns the settings used by a RoPE scaling type."""
-    return frozenset(ours for ours, _ in SCALINGS[kind][1].values()) if kind else frozenset()
+    return frozenset(SCALING_KEYS[key][0] for key in SCALINGS[kind]) if kind else frozenset()
 
 
 @dataclass(frozen=True)
@@ -244,29 +225,25 @@ class Rotary:
                 )
 
     def _read_scaling(self, kind: str, rope: ConfigReader, settings: Settings) -> None:
-        required, keys = SCALINGS[kind]
         settings.assign(ORIGIN, rope_scaling_type=kind)
-        for theirs, (ours, of_kind) in keys.items():
+        for theirs in SCALINGS[kind]:
+            ours, of_kind = SCALING_KEYS[theirs]
             value = rope.get(theirs, of_kind)
             if value is not None:
                 settings.assign(ORIGIN, **{ours: value})
-            elif theirs in required:
+            elif theirs in _REQUIRED_SCALING_KEYS:
                 raise ConfigProblem(f"{rope.where} has rope_type {kind!r} without {theirs}; write it there")
             elif theirs == "original_max_position_embeddings":
                 settings.assign(ORIGIN, **{ours: settings.max_position_embeddings})
 
     def write(self, settings: Settings) -> dict[str, Any]:
-        rope: dict[str, Any] = {"rope_theta": settings.rotary_base}
-        kind = settings.rope_scaling_type
+        base, kind = settings.rotary_base, settings.rope_scaling_type
+        rope = {"rope_theta": base, "rope_type": "default" if kind is None else kind}
         if kind is None:
-            rope["rope_type"] = "default"
-            return {"rope_parameters": rope, "rope_theta": settings.rotary_base}
-        rope["rope_type"] = kind
-        for theirs, (ours, _) in SCALINGS[kind][1].items():
-            value = getattr(settings, ours)
-            if value is not None:
-                rope[theirs] = value
-        return {"rope_parameters": rope, "rope_theta": settings.rotary_base, "rope_scaling": rope}
+            return {"rope_parameters": rope, "rope_theta": base}
+        values = {theirs: getattr(settings, SCALING_KEYS[theirs][0]) for theirs in SCALINGS[kind]}
+        rope |= {theirs: value for theirs, value in values.items() if value is not None}
+        return {"rope_parameters": rope, "rope_theta": base, "rope_scaling": rope}
 
 
 def layer_list(layers: Iterable[int | bool]) -> str:
@@ -296,10 +273,8 @@ class LayersWithExperts:
 
     def write(self, settings: Settings) -> dict[str, Any]:
         sparse = moe_layers(settings.moe_layer_freq, settings.num_layers)
-        return {
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [number for number, has_experts in enumerate(sparse) if not has_experts],
-        }
+        dense = [number for number, has_experts in enumerate(sparse) if not has_experts]
+        return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
 # Values of `layer_types`.
@@ -311,12 +286,9 @@ def set_window(settings: Settings, window: int | None, layers: Sequence[bool]) -
 
     A window of transformers includes the token itself, `window_size` counts only the tokens before it.
     """
-    used = window is not None and any(layers)
-    settings.assign(
-        ORIGIN,
-        window_size=(window - 1, 0) if window is not None and used else (),
-        window_attn_skip_freq=layer_list(layers) if used and not all(layers) else None,
-    )
+    size = (window - 1, 0) if window is not None and any(layers) else ()
+    skipped = layer_list(layers) if size and not all(layers) else None
+    settings.assign(ORIGIN, window_size=size, window_attn_skip_freq=skipped)
 
 
 def window_in(model: TransformerConfig) -> tuple[int | None, tuple[bool, ...]]:
@@ -340,20 +312,16 @@ class WindowEverywhere:
     switched: bool = False
 
     def read(self, config: ConfigReader, settings: Settings) -> None:
-        window, used = None, True
-        if self.switched:
-            used = bool(config.get("use_sliding_window", bool, False))
-        else:
+        if not self.switched:
             config.require("use_sliding_window", (False,))
-        if used:
-            window = config.get("sliding_window", int, absent=self.default)
+        used = not self.switched or config.get("use_sliding_window", bool, False)
+        window = config.get("sliding_window", int, absent=self.default) if used else None
         set_window(settings, window, (True,) * settings.num_layers)
 
     def write(self, settings: Settings) -> dict[str, Any]:
         window, _ = window_in(settings)
-        return {"sliding_window": window} | (
-            {"use_sliding_window": window is not None} if self.switched else {}
-        )
+        switch = {"use_sliding_window": window is not None} if self.switched else {}
+        return {"sliding_window": window, **switch}
 
 
 @dataclass(frozen=True)
@@ -363,12 +331,7 @@ class WindowByLayer:
     `by_number` is False if versions of transformers differ in that default; `layer_types` is then required.
     """
 
-    keys: ClassVar[tuple[str, ...]] = (
-        "use_sliding_window",
-        "sliding_window",
-        "max_window_layers",
-        "layer_types",
-    )
+    keys: ClassVar[tuple[str, ...]] = (*WindowEverywhere.keys, "max_window_layers", "layer_types")
 
     by_number: bool = True
 
@@ -383,13 +346,10 @@ class WindowByLayer:
             )
         elif used:
             # `get` refuses 0, which is valid here: all layers have windows.
-            first = (
-                0 if config.config.get("max_window_layers") == 0 else config.get("max_window_layers", int, 28)
-            )
+            zero = config.config.get("max_window_layers") == 0
+            first = 0 if zero else config.get("max_window_layers", int, 28)
             kinds = [_WINDOW if number >= first else _FULL for number in range(count)]
-        window = None
-        if used:
-            window = config.get("sliding_window", int, absent=4096)
+        window = config.get("sliding_window", int, absent=4096) if used else None
         set_window(settings, window, [kind == _WINDOW for kind in kinds or [_FULL] * count])
 
     def _check_layer_types(self, kinds: list[Any], count: int, used: bool) -> None:
@@ -409,8 +369,5 @@ class WindowByLayer:
 
     def write(self, settings: Settings) -> dict[str, Any]:
         window, layers = window_in(settings)
-        return {
-            "use_sliding_window": window is not None,
-            "sliding_window": window,
-            "layer_types": [_WINDOW if has_window else _FULL for has_window in layers],
-        }
+        kinds = [_WINDOW if has_window else _FULL for has_window in layers]
+        return {"use_sliding_window": window is not None, "sliding_window": window, "layer_types": kinds}

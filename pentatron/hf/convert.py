@@ -43,11 +43,9 @@ from pentatron.settings.settings import Facts, Settings
 from pentatron.text import parse_json
 
 # Placeholders for the required settings of a run, which do not affect the weights.
-_IMPORTED = EntryPoint(
-    name="pentatron import",
-    summary="",
-    defaults={"dataset_size": 1, "train_iters": 1, "global_batch_size": 1, "micro_batch_size": 1},
-)
+_PLACEHOLDERS = {"dataset_size": 1, "train_iters": 1, "global_batch_size": 1, "micro_batch_size": 1}
+_IMPORTED = EntryPoint(name="pentatron import", summary="", defaults=_PLACEHOLDERS)
+Judge = Callable[[Path], None]
 # Marks step 0 as imported weights, without optimizer state and sample order.
 IMPORTED_RUN_STATE: Mapping[str, Any] = {"step": 0, "weights_only": True}
 _METADATA = {"format": "pt"}
@@ -66,11 +64,7 @@ class ImportOptions:
 
 
 def import_folder(
-    source: Path,
-    out: Path,
-    options: ImportOptions,
-    display: Display,
-    judge: Callable[[Path], None] | None = None,
+    source: Path, out: Path, options: ImportOptions, display: Display, judge: Judge | None = None
 ) -> Summary:
     """Imports a Hugging Face folder as a checkpoint. The source is checked before anything is written.
 
@@ -99,8 +93,12 @@ def import_folder(
             seconds = progress.seconds
             if judge is not None:
                 judge(new)
-        parameters = sum(math.prod(outline.shape) for outline in outlines.values())
-        return Summary(parameters, len(outlines), total, seconds)
+        return _summary(outlines, seconds)
+
+
+def _summary(outlines: Mapping[str, TensorSpec], seconds: float) -> Summary:
+    parameters = sum(math.prod(outline.shape) for outline in outlines.values())
+    return Summary(parameters, len(outlines), sum(outline.bytes for outline in outlines.values()), seconds)
 
 
 def tensors_of(
@@ -123,10 +121,7 @@ def config_for(settings: Mapping[str, Any]) -> RunConfig:
 
 
 def _imported_outlines(
-    folder: HuggingFaceFolder,
-    links: Sequence[Link],
-    shapes: Mapping[str, Shape],
-    options: ImportOptions,
+    folder: HuggingFaceFolder, links: Sequence[Link], shapes: Mapping[str, Shape], options: ImportOptions
 ) -> dict[str, TensorSpec]:
     """Returns dtype and shape of the checkpoint tensors; the dtype defaults to that of the source."""
     outlines: dict[str, TensorSpec] = {}
@@ -140,22 +135,15 @@ def _imported_outlines(
 
 
 @dataclass(frozen=True)
-class ExportOptions:
+class ExportOptions(ImportOptions):
     """Options of an export. `tokenizer` are files to copy instead of the checkpoint's."""
 
-    dtype: torch.dtype | None = None
-    allow_narrowing: bool = False
-    tokenizer: Sequence[Path] = ()
-    shard_bytes: int = 5 * 10**9
+    file_bytes: int = 5 * 10**9
     check: bool = True
 
 
 def export_step(
-    found: Checkpoint,
-    out: Path,
-    options: ExportOptions,
-    display: Display,
-    judge: Callable[[Path], None] | None = None,
+    found: Checkpoint, out: Path, options: ExportOptions, display: Display, judge: Judge | None = None
 ) -> Summary:
     """Exports a step as a Hugging Face folder.
 
@@ -181,14 +169,13 @@ def export_step(
                 return step.read(f"{WEIGHTS}{name}", start, size)
 
             read = progress.counting(reads_theirs(links, read_weight, outlines))
-            _write_shards(new, outlines, read, options.shard_bytes)
+            _write_shards(new, outlines, read, options.file_bytes)
         write_new_synced(new / CONFIG, _json(config))
         copy_files((path for path in small_files(model_files, options.tokenizer) if path.name != CONFIG), new)
         seconds = progress.seconds
         if judge is not None:
             judge(new)
-    parameters = sum(math.prod(outline.shape) for outline in outlines.values())
-    return Summary(parameters, len(outlines), total, seconds)
+    return _summary(outlines, seconds)
 
 
 def trained_dtype(manifest: Manifest) -> torch.dtype | None:
@@ -218,11 +205,8 @@ def _original_config(folder: Path) -> dict[str, Any] | None:
 
 def _require_weights(found: Checkpoint, shapes: Mapping[str, Sequence[int]]) -> None:
     """Raises UserError unless the step contains exactly the weights of the model that it describes."""
-    stored = {
-        name.removeprefix(WEIGHTS): record.shape
-        for name, record in found.manifest.tensors.items()
-        if name.startswith(WEIGHTS)
-    }
+    tensors = found.manifest.tensors.items()
+    stored = {name.removeprefix(WEIGHTS): kept.shape for name, kept in tensors if name.startswith(WEIGHTS)}
     problems = [f"{name} is missing" for name in shapes if name not in stored]
     problems += [f"{name} has no place in the model" for name in stored if name not in shapes]
     problems += [
@@ -252,10 +236,8 @@ def _exported_outlines(
         for theirs, dtypes in stored.items():
             for dtype in dtypes:
                 require_exact_dtype(theirs, dtype, wanted)
-    return {
-        theirs: TensorSpec(wanted or common_dtype(stored[theirs]), shape)
-        for theirs, shape in their_shapes(links).items()
-    }
+    shapes = their_shapes(links).items()
+    return {theirs: TensorSpec(wanted or common_dtype(stored[theirs]), shape) for theirs, shape in shapes}
 
 
 class DamagedStep(UserError):
@@ -290,19 +272,15 @@ def _write_shards(
 ) -> None:
     """Writes one safetensors file, or several with an index, with the names that transformers uses."""
     groups = list(split_into_files(outlines, shard_bytes))
-    names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
-    if len(groups) == 1:
-        names = [SINGLE]
-    for name, group in zip(names, groups, strict=True):
+    files: dict[str, str] = {}
+    for number, group in enumerate(groups, 1):
+        name = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         write_blocks(folder / name, group, read, _METADATA, hashed=False)
+        files |= dict.fromkeys(group, name)
     if len(groups) > 1:
-        metadata = {
-            "total_parameters": sum(math.prod(outline.shape) for outline in outlines.values()),
-            "total_size": sum(outline.bytes for outline in outlines.values()),
-        }
-        weights = {tensor: name for name, group in zip(names, groups, strict=True) for tensor in group}
-        index = {"metadata": metadata, "weight_map": weights}
-        write_new_synced(folder / INDEX, _json(index))
+        total = _summary(outlines, 0.0)
+        metadata = {"total_parameters": total.parameters, "total_size": total.bytes}
+        write_new_synced(folder / INDEX, _json({"metadata": metadata, "weight_map": files}))
 
 
 def _json(content: Mapping[str, Any]) -> str:

@@ -23,11 +23,13 @@ class Key:
     """A config.json key and the settings with its value, or with the negated value if `inverted`."""
 
     theirs: str
-    ours: tuple[str, ...]
+    # Names separated by spaces.
+    ours: str
     kind: type
     default: Any
     inverted: bool = False
-    also: tuple[str, ...] = ()
+    # Another name of the key.
+    also: str = ""
 
 
 @dataclass(frozen=True)
@@ -43,10 +45,6 @@ class Family:
     required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
-def _key(theirs: str, ours: str, kind: type, default: Any, inverted: bool = False, also: str = "") -> Key:
-    return Key(theirs, tuple(ours.split()), kind, default, inverted, tuple(also.split()))
-
-
 _LLAMA_STYLE: dict[str, Any] = {
     "normalization": "RMSNorm",
     "gated_linear_unit": True,
@@ -56,36 +54,45 @@ _LLAMA_STYLE: dict[str, Any] = {
     "rotary_interleaved": False,
     "hidden_dropout": 0.0,
 }
-_SILU: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu", "swish")}
 
 
 def _llama_keys(
     vocabulary: int, hidden: int, inner: int, layers: int, positions: int, epsilon: float = 1e-6
 ) -> tuple[Key, ...]:
     return (
-        _key("vocab_size", "vocab_size", int, vocabulary),
-        _key("hidden_size", "hidden_size", int, hidden),
-        _key("intermediate_size", "ffn_hidden_size", int, inner),
-        _key("num_hidden_layers", "num_layers", int, layers),
-        _key("max_position_embeddings", "max_position_embeddings", int, positions),
-        _key("rms_norm_eps", "layernorm_epsilon", float, epsilon),
-        _key("initializer_range", "init_method_std", float, 0.02),
-        _key("attention_dropout", "attention_dropout", float, 0.0),
-        _key("tie_word_embeddings", "untie_embeddings_and_output_weights", bool, False, inverted=True),
+        Key("vocab_size", "vocab_size", int, vocabulary),
+        Key("hidden_size", "hidden_size", int, hidden),
+        Key("intermediate_size", "ffn_hidden_size", int, inner),
+        Key("num_hidden_layers", "num_layers", int, layers),
+        Key("max_position_embeddings", "max_position_embeddings", int, positions),
+        Key("rms_norm_eps", "layernorm_epsilon", float, epsilon),
+        Key("initializer_range", "init_method_std", float, 0.02),
+        Key("attention_dropout", "attention_dropout", float, 0.0),
+        Key("tie_word_embeddings", "untie_embeddings_and_output_weights", bool, False, inverted=True),
     )
 
 
-_ATTENTION_BIAS = _key("attention_bias", "add_qkv_bias add_proj_bias", bool, False)
+_MLP_BIAS = Key("mlp_bias", "add_mlp_bias", bool, False)
+_ATTENTION_BIAS = Key("attention_bias", "add_qkv_bias add_proj_bias", bool, False)
 
 
 def _expert_keys(experts: str, also: str, count: int, topk: int) -> tuple[Key, ...]:
-    return (
-        _key(experts, "num_experts", int, count, also=also),
-        _key("num_experts_per_tok", "moe_router_topk", int, topk),
-    )
+    number = Key(experts, "num_experts", int, count, also=also)
+    return number, Key("num_experts_per_tok", "moe_router_topk", int, topk)
 
 
-_PRE_SOFTMAX = _key("norm_topk_prob", "moe_router_pre_softmax", bool, False, inverted=True)
+def _llama_family(
+    architecture: str,
+    keys: tuple[Key, ...],
+    parts: tuple[Part, ...],
+    required: Mapping[str, tuple[Any, ...]] | None = None,
+    **fixed: Any,
+) -> Family:
+    activations = {"hidden_act": ("silu", "swish")}
+    return Family(architecture, {**_LLAMA_STYLE, **fixed}, keys, parts, {**activations, **(required or {})})
+
+
+_PRE_SOFTMAX = Key("norm_topk_prob", "moe_router_pre_softmax", bool, False, inverted=True)
 _EXPERTS: dict[str, Any] = {"moe_router_score_function": "softmax"}
 
 FAMILIES: dict[str, Family] = {
@@ -98,15 +105,15 @@ FAMILIES: dict[str, Family] = {
             "position_embedding_type": "learned_absolute",
         },
         (
-            _key("vocab_size", "vocab_size", int, 50257),
-            _key("n_positions", "max_position_embeddings", int, 1024),
-            _key("n_embd", "hidden_size", int, 768),
-            _key("n_layer", "num_layers", int, 12),
-            _key("n_head", "num_attention_heads num_query_groups", int, 12),
-            _key("layer_norm_epsilon", "layernorm_epsilon", float, 1e-5),
-            _key("initializer_range", "init_method_std", float, 0.02),
-            _key("attn_pdrop", "attention_dropout", float, 0.1),
-            _key("tie_word_embeddings", "untie_embeddings_and_output_weights", bool, True, inverted=True),
+            Key("vocab_size", "vocab_size", int, 50257),
+            Key("n_positions", "max_position_embeddings", int, 1024),
+            Key("n_embd", "hidden_size", int, 768),
+            Key("n_layer", "num_layers", int, 12),
+            Key("n_head", "num_attention_heads num_query_groups", int, 12),
+            Key("layer_norm_epsilon", "layernorm_epsilon", float, 1e-5),
+            Key("initializer_range", "init_method_std", float, 0.02),
+            Key("attn_pdrop", "attention_dropout", float, 0.1),
+            Key("tie_word_embeddings", "untie_embeddings_and_output_weights", bool, True, inverted=True),
         ),
         (Gpt2Widths(),),
         {
@@ -115,75 +122,67 @@ FAMILIES: dict[str, Family] = {
             "scale_attn_by_inverse_layer_idx": (False,),
         },
     ),
-    "llama": Family(
+    "llama": _llama_family(
         "LlamaForCausalLM",
-        _LLAMA_STYLE,
-        (
-            *_llama_keys(32000, 4096, 11008, 32, 2048),
-            _ATTENTION_BIAS,
-            _key("mlp_bias", "add_mlp_bias", bool, False),
-        ),
+        (*_llama_keys(32000, 4096, 11008, 32, 2048), _ATTENTION_BIAS, _MLP_BIAS),
         (Heads(32, None), Rotary()),
-        _SILU,
     ),
-    "mistral": Family(
+    "mistral": _llama_family(
         "MistralForCausalLM",
-        _LLAMA_STYLE,
         _llama_keys(32000, 4096, 14336, 32, 131072),
         (Heads(32, 8), Rotary(), WindowEverywhere(4096)),
-        _SILU,
     ),
-    "qwen2": Family(
+    "qwen2": _llama_family(
         "Qwen2ForCausalLM",
-        {**_LLAMA_STYLE, "add_qkv_bias": True},
         _llama_keys(151936, 4096, 22016, 32, 32768),
         (Heads(32, 32), Rotary(), WindowByLayer()),
-        _SILU,
+        add_qkv_bias=True,
     ),
-    "qwen3": Family(
+    "qwen3": _llama_family(
         "Qwen3ForCausalLM",
-        {**_LLAMA_STYLE, "qk_layernorm": True},
         (*_llama_keys(151936, 4096, 22016, 32, 32768), _ATTENTION_BIAS),
         (Heads(32, 32, 128), Rotary(), WindowByLayer()),
-        _SILU,
+        qk_layernorm=True,
     ),
-    "mixtral": Family(
+    "mixtral": _llama_family(
         "MixtralForCausalLM",
-        {**_LLAMA_STYLE, **_EXPERTS, "moe_router_pre_softmax": False, "moe_layer_freq": "1"},
         (
             *_llama_keys(32000, 4096, 14336, 32, 131072, 1e-5),
-            _key("intermediate_size", "moe_ffn_hidden_size", int, 14336),
+            Key("intermediate_size", "moe_ffn_hidden_size", int, 14336),
             *_expert_keys("num_local_experts", "num_experts", 8, 2),
         ),
         (Heads(32, 8), Rotary(1e6), WindowEverywhere(None)),
-        {**_SILU, "router_jitter_noise": (0.0,)},
+        {"router_jitter_noise": (0.0,)},
+        **_EXPERTS,
+        moe_router_pre_softmax=False,
+        moe_layer_freq="1",
     ),
-    "qwen2_moe": Family(
+    "qwen2_moe": _llama_family(
         "Qwen2MoeForCausalLM",
-        {**_LLAMA_STYLE, **_EXPERTS, "moe_shared_expert_gate": True},
         (
             *_llama_keys(151936, 2048, 5632, 24, 32768),
             *_expert_keys("num_experts", "num_local_experts", 60, 4),
-            _key("moe_intermediate_size", "moe_ffn_hidden_size", int, 1408),
-            _key("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", int, 5632),
+            Key("moe_intermediate_size", "moe_ffn_hidden_size", int, 1408),
+            Key("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", int, 5632),
             _PRE_SOFTMAX,
-            _key("qkv_bias", "add_qkv_bias", bool, True),
+            Key("qkv_bias", "add_qkv_bias", bool, True),
         ),
         (Heads(16, 16), Rotary(), WindowByLayer(by_number=False), LayersWithExperts()),
-        _SILU,
+        **_EXPERTS,
+        moe_shared_expert_gate=True,
     ),
-    "qwen3_moe": Family(
+    "qwen3_moe": _llama_family(
         "Qwen3MoeForCausalLM",
-        {**_LLAMA_STYLE, **_EXPERTS, "qk_layernorm": True},
         (
             *_llama_keys(151936, 2048, 6144, 24, 32768),
             *_expert_keys("num_experts", "num_local_experts", 128, 8),
-            _key("moe_intermediate_size", "moe_ffn_hidden_size", int, 768),
+            Key("moe_intermediate_size", "moe_ffn_hidden_size", int, 768),
             _PRE_SOFTMAX,
             _ATTENTION_BIAS,
         ),
         (Heads(32, 4), Rotary(), WindowEverywhere(4096, switched=True), LayersWithExperts()),
-        _SILU,
+        **_EXPERTS,
+        qk_layernorm=True,
     ),
 }
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -33,34 +32,25 @@ class StoredTensor:
     shape: Shape
 
 
+@dataclass(frozen=True, eq=False)
 class HuggingFaceFolder(AbstractContextManager["HuggingFaceFolder"]):
     """An open model folder; a context manager that closes its files. Weights are read on demand."""
 
-    def __init__(
-        self,
-        path: Path,
-        config: Mapping[str, Any],
-        tensors: Mapping[str, StoredTensor],
-        files: Mapping[str, Any],
-        closing: ExitStack,
-    ) -> None:
-        self.path, self.config = path, dict(config)
-        self.tensors = MappingProxyType(dict(tensors))
-        self._files, self._closing = files, closing
+    path: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, StoredTensor]
+    _files: Mapping[str, Any]
+    _closing: ExitStack
 
     def read(self, name: str, start: Shape, size: Shape) -> Tensor:
         """Reads a slice of a tensor, possibly a view that is only valid while the folder is open."""
         file = self._files[self.tensors[name].file]
         index = tuple(slice(i, i + n) for i, n in zip(start, size, strict=True))
         # A 0-dimensional tensor has no slices.
-        values: Tensor = file.get_slice(name)[index] if index else file.get_tensor(name)
-        return values
-
-    def close(self) -> None:
-        self._closing.close()
+        return file.get_slice(name)[index] if index else file.get_tensor(name)
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        self._closing.close()
 
 
 def open_folder(path: Path) -> HuggingFaceFolder:

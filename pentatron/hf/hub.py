@@ -30,31 +30,22 @@ def resolve_folder(name: str, network: bool = True, files: Sequence[str] = WANTE
             )
         return Path(name)
     try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import (
-            LocalEntryNotFoundError,
-            OfflineModeIsEnabled,
-            RepositoryNotFoundError,
-        )
+        from huggingface_hub import errors, snapshot_download
     except ImportError:
-        raise _unavailable(
-            name, "the huggingface_hub library is missing: pip install huggingface-hub"
-        ) from None
+        reason = "the huggingface_hub library is missing: pip install huggingface-hub"
+        raise _unavailable(name, reason) from None
+    wanted, unwanted = list(files), list(UNWANTED_FILES)
     try:
-        return Path(
-            snapshot_download(
-                name,
-                allow_patterns=list(files),
-                ignore_patterns=list(UNWANTED_FILES),
-                local_files_only=not network,
-            )
+        folder = snapshot_download(
+            name, allow_patterns=wanted, ignore_patterns=unwanted, local_files_only=not network
         )
-    except RepositoryNotFoundError:
+        return Path(folder)
+    except errors.RepositoryNotFoundError:
         raise UserError(
             f"there is no folder {name} here, and the hub has no model of that name that you may see; check the spelling, "
             f"and for a closed model run `hf auth login`"
         ) from None
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled):
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
         raise _unavailable(name, "it is not in the cache and the hub cannot be reached") from None
     except (OSError, ValueError) as error:
         # Errors of connections, proxies and disks, which the library passes on.

@@ -2,7 +2,8 @@
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from pentatron.checkpoint.manifest_checks import implausible
@@ -72,28 +73,22 @@ def settings_from_config(config: Mapping[str, Any]) -> dict[str, Any]:
     settings = Settings.defaults()
     settings.assign(ORIGIN, **family.fixed)
     for key in family.keys:
-        try:
-            value = reader.one_of((key.theirs, *key.also), key.kind, key.default)
-        except ConfigProblem as problem:
-            problems.append(str(problem))
-            value = key.default
-        settings.assign(ORIGIN, **dict.fromkeys(key.ours, not value if key.inverted else value))
+        value = key.default
+        with _collected(problems):
+            value = reader.one_of((key.theirs, *key.also.split()), key.kind, key.default)
+        settings.assign(ORIGIN, **dict.fromkeys(key.ours.split(), not value if key.inverted else value))
     if settings.num_layers > _MOST_LAYERS:
         raise UserError(
             f"config.json says {settings.num_layers} layers, which no model has; download it again"
         )
     for part in family.parts:
         reader.read.update(part.keys)
-        try:
+        with _collected(problems):
             part.read(reader, settings)
-        except ConfigProblem as problem:
-            problems.append(str(problem))
     for key_name, allowed in {**NEUTRAL, **family.required}.items():
         if key_name not in reader.read:
-            try:
+            with _collected(problems):
                 reader.require(key_name, allowed)
-            except ConfigProblem as problem:
-                problems.append(str(problem))
     for name, value in reader.unread().items():
         if name not in INERT:
             text = repr(value)
@@ -108,6 +103,15 @@ def settings_from_config(config: Mapping[str, Any]) -> dict[str, Any]:
     # A custom layer spec has no key in config.json.
     relevant = (_relevant_settings(settings) | named) - {"spec"}
     return {name: value for name, value in settings.flat().items() if name in relevant}
+
+
+@contextmanager
+def _collected(problems: list[str]) -> Iterator[None]:
+    """Appends the ConfigProblem of the block, if any."""
+    try:
+        yield
+    except ConfigProblem as problem:
+        problems.append(str(problem))
 
 
 def settings_from_folder(folder: HuggingFaceFolder) -> dict[str, Any]:
@@ -151,11 +155,8 @@ def config_from_settings(
 
 def _canonical(settings: Settings) -> Settings:
     """Returns the settings in the form of `settings_from_config`, where several values are equivalent."""
-    canonical = settings.changed(
-        add_qkv_bias=has_qkv_bias(settings),
-        add_proj_bias=has_proj_bias(settings),
-        add_mlp_bias=has_mlp_bias(settings),
-    )
+    qkv, projection, mlp = has_qkv_bias(settings), has_proj_bias(settings), has_mlp_bias(settings)
+    canonical = settings.changed(add_qkv_bias=qkv, add_proj_bias=projection, add_mlp_bias=mlp)
     if canonical.num_experts:
         sparse = moe_layers(canonical.moe_layer_freq, canonical.num_layers)
         canonical = canonical.changed(moe_layer_freq="1" if all(sparse) else layer_list(sparse))
@@ -166,7 +167,7 @@ def _canonical(settings: Settings) -> Settings:
 def _config_for_family(model_type: str, family: Family, settings: Settings) -> dict[str, Any]:
     config: dict[str, Any] = {"architectures": [family.architecture], "model_type": model_type}
     for key in family.keys:
-        value = getattr(settings, key.ours[0])
+        value = getattr(settings, key.ours.split()[0])
         config[key.theirs] = not value if key.inverted else value
     config |= {key_name: allowed[0] for key_name, allowed in family.required.items()}
     for part in family.parts:
@@ -180,11 +181,8 @@ def _differences(read: Mapping[str, Any], wanted: Settings) -> list[str]:
     compared = _relevant_settings(wanted) - _IMPLIED
     if wanted.num_experts and wanted.moe_layer_freq == "1":
         compared.remove("ffn_hidden_size")
-    return [
-        f"{name} {value!r}"
-        for name, value in wanted.flat().items()
-        if name in compared and reproduced[name] != value
-    ]
+    values = {name: value for name, value in wanted.flat().items() if name in compared}
+    return [f"{name} {value!r}" for name, value in values.items() if reproduced[name] != value]
 
 
 def _relevant_settings(settings: Settings) -> set[str]:

@@ -26,14 +26,8 @@ from pentatron.text import decimal_size, in_mib
 FOLDER_NAME = "huggingface"
 _GENERATION = "generation_config.json"
 _TOKENIZER = (
-    "tokenizer*",
-    "vocab*",
-    "merges*",
-    "special_tokens*",
-    "added_tokens*",
-    "chat_template*",
-    "*.model",
-    "*.tiktoken",
+    *("tokenizer*", "vocab*", "merges*", "special_tokens*", "added_tokens*", "chat_template*"),
+    *("*.model", "*.tiktoken"),
 )
 
 
@@ -83,7 +77,7 @@ def small_files(folder: Path, tokenizer: Sequence[Path] = ()) -> list[Path]:
 
 def tokenizer_files(place: Path) -> list[Path]:
     """Returns the tokenizer files in a folder, or the given file itself."""
-    files = [place] if place.is_file() else [path for path in _files(place) if _is_tokenizer_file(path)]
+    files = [place] if place.is_file() else list(filter(_is_tokenizer_file, _files(place)))
     if not files:
         raise UserError(
             f"{place} has no tokenizer files such as tokenizer.json; name the folder of a tokenizer"

@@ -52,6 +52,7 @@ def _same(ours: str, theirs: str, transposed: bool = False) -> TableRow:
     return _row(ours, Source(theirs, transposed=transposed))
 
 
+_MLP = "{base}layers.{layer}.mlp"
 _EMBEDDING, _HEAD = "{base}embed_tokens.weight", "lm_head.weight"
 
 _LLAMA = (
@@ -84,32 +85,20 @@ def _gated(ours: str, theirs: str) -> tuple[TableRow, ...]:
     )
 
 
-def _experts(router: str, each: tuple[str, str, str]) -> tuple[TableRow, ...]:
+def _experts(block: str, gate: str, up: str, down: str) -> tuple[TableRow, ...]:
     """Returns the rows of experts, one by one as in files, or stacked as in transformers 5's modules."""
-    gate, up, down = each
-    experts = "{base}layers.{layer}.mlp.experts"
+    ours, each, stacked = "layers.{layer}.mlp", f"{block}.experts.{{expert}}", f"{_MLP}.experts"
+    halves = Source(f"{each}.{gate}.weight", "first half"), Source(f"{each}.{up}.weight", "second half")
+    routers = (Source(f"{block}.gate.weight"),), (Source(f"{_MLP}.gate.weight"),)
+    downs = (Source(f"{each}.{down}.weight"),), (Source(f"{stacked}.down_proj"),)
     return (
-        TableRow(
-            "layers.{layer}.mlp.router.weight",
-            ((Source(router),), (Source("{base}layers.{layer}.mlp.gate.weight"),)),
-        ),
-        TableRow(
-            "layers.{layer}.mlp.experts.linear_fc1.weight",
-            (
-                (Source(gate, "first half"), Source(up, "second half")),
-                (Source(f"{experts}.gate_up_proj"),),
-            ),
-        ),
-        TableRow(
-            "layers.{layer}.mlp.experts.linear_fc2.weight",
-            ((Source(down),), (Source(f"{experts}.down_proj"),)),
-        ),
+        TableRow(f"{ours}.router.weight", routers),
+        TableRow(f"{ours}.experts.linear_fc1.weight", (halves, (Source(f"{stacked}.gate_up_proj"),))),
+        TableRow(f"{ours}.experts.linear_fc2.weight", downs),
     )
 
 
 _ROTARY = (r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"(model\.)?rotary_emb\.inv_freq")
-_MLP = "{base}layers.{layer}.mlp"
-_MIXTRAL = "{base}layers.{layer}.block_sparse_moe"
 
 
 def _llama(*mlp: TableRow) -> FamilyNames:
@@ -118,25 +107,9 @@ def _llama(*mlp: TableRow) -> FamilyNames:
 
 _DENSE = _llama(*_gated("layers.{layer}.mlp", _MLP))
 
-_MIXTRAL_EXPERTS = _experts(
-    f"{_MIXTRAL}.gate.weight",
-    (
-        f"{_MIXTRAL}.experts.{{expert}}.w1.weight",
-        f"{_MIXTRAL}.experts.{{expert}}.w3.weight",
-        f"{_MIXTRAL}.experts.{{expert}}.w2.weight",
-    ),
-)
-
 _QWEN_EXPERTS = (
     *_gated("layers.{layer}.mlp", _MLP),
-    *_experts(
-        f"{_MLP}.gate.weight",
-        (
-            f"{_MLP}.experts.{{expert}}.gate_proj.weight",
-            f"{_MLP}.experts.{{expert}}.up_proj.weight",
-            f"{_MLP}.experts.{{expert}}.down_proj.weight",
-        ),
-    ),
+    *_experts(_MLP, "gate_proj", "up_proj", "down_proj"),
     *_gated("layers.{layer}.mlp.shared.mlp", f"{_MLP}.shared_expert"),
     _same("layers.{layer}.mlp.shared.gate.weight", f"{_MLP}.shared_expert_gate.weight"),
 )
@@ -156,18 +129,13 @@ _GPT2_ROWS = (
     _same("final_norm.{kind}", "{base}ln_f.{kind}"),
     _same("head.weight", _HEAD),
 )
-_GPT2 = FamilyNames(
-    NameTable(_GPT2_ROWS, _UNKNOWN),
-    "transformer.",
-    "{base}wte.weight",
-    _HEAD,
-    (r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",),
-)
+_MASKS = (r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",)
+_GPT2 = FamilyNames(NameTable(_GPT2_ROWS, _UNKNOWN), "transformer.", "{base}wte.weight", _HEAD, _MASKS)
 
 NAME_TABLES: dict[str, FamilyNames] = {
     "gpt2": _GPT2,
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _DENSE),
-    "mixtral": _llama(*_MIXTRAL_EXPERTS),
+    "mixtral": _llama(*_experts("{base}layers.{layer}.block_sparse_moe", "w1", "w3", "w2")),
     **dict.fromkeys(("qwen2_moe", "qwen3_moe"), _llama(*_QWEN_EXPERTS)),
 }
 
@@ -235,12 +203,8 @@ def require_matching_tensors(links: Collection[Link], folder: HuggingFaceFolder,
     for name, shape in shapes.items():
         stored = folder.tensors.get(name)
         if stored is None:
-            hint = (
-                " (set tie_word_embeddings to true if it is the embedding)"
-                if name == family.tied_copy
-                else ""
-            )
-            problems.append(f"{name} is missing{hint}")
+            hint = " (set tie_word_embeddings to true if it is the embedding)"
+            problems.append(f"{name} is missing{hint if name == family.tied_copy else ''}")
         elif stored.shape != shape:
             problems.append(f"{name} is {list(stored.shape)}, not {list(shape)}")
         elif stored.dtype not in WEIGHT_DTYPES:

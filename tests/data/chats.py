@@ -1,10 +1,22 @@
 """A small tokenizer folder with a chat template, and templates in the style of well-known models."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from pentatron.data.chat_template import ChatTemplate, Message, Rendered
+
+
+class WholeTemplate(ChatTemplate):
+    """A template that renders whole conversations."""
+
+    def render(self, messages: Sequence[Message], answer_follows: bool = False) -> Rendered:
+        """`answer_follows` adds the generation prompt."""
+        return self.render_cuts(messages, None, [(len(messages), answer_follows)])[0]
+
 
 SPECIAL = (
     *("<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>"),

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from pentatron.data.gpt_dataset import GPTDataset, require_documents, split_documents
+from pentatron.data.gpt_dataset import GPTDataset, require_share, split_documents
 from pentatron.data.indexed import IndexedDataset
 from pentatron.data.sampling import SPLIT_NAMES, Boundaries
 
@@ -24,6 +24,6 @@ def open_splits(
         if documents is None or size == 0:
             datasets.append(None)
             continue
-        require_documents(source, documents, split, name)
+        assert require_share(source, split, name) == documents
         datasets.append(GPTDataset(source, documents, size, sequence_length, seed, vocab_size, boundaries))
     return tuple(datasets)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pentatron.data.chat_template import ChatTemplate, find_chat_template, special_tokens
+from pentatron.data.chat_template import find_chat_template, special_tokens
 from pentatron.data.conversations import (
     Conversation,
     ConversationEncoder,
@@ -19,7 +19,7 @@ from pentatron.data.conversations import (
 )
 from pentatron.data.tokenizer import ByteTokenizer, FileTokenizer, NullTokenizer
 from pentatron.errors import UserError
-from tests.data.chats import CHATML, STYLES, THINKING, tokenizer_folder
+from tests.data.chats import CHATML, STYLES, THINKING, WholeTemplate, tokenizer_folder
 
 TODAY = datetime.date(2024, 7, 26)
 TALK = [
@@ -30,8 +30,8 @@ TALK = [
 ]
 
 
-def template(source: str) -> ChatTemplate:
-    return ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}, TODAY)
+def template(source: str) -> WholeTemplate:
+    return WholeTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}, TODAY)
 
 
 def chat(messages: list[dict[str, Any]]) -> Conversation:
@@ -64,7 +64,7 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, style: str) -> None:
     found = find_chat_template(folder)
     assert found is not None
     # transformers uses the current date.
-    ours = ChatTemplate(found[0], special_tokens(folder), datetime.datetime.now().date())
+    ours = WholeTemplate(found[0], special_tokens(folder), datetime.datetime.now().date())
     system = [{"role": "system", "content": "you are helpful"}]
     for messages in (TALK, TALK[:2], system + TALK):
         if style == "instructions" and messages[0]["role"] == "system":

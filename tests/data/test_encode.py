@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pentatron.data.encode import EncodedChunk, Encoder, EncodingSettings, plain_documents
+from pentatron.data.encode import EncodedChunk, Encoder, EncodingSettings, raw_documents
 from pentatron.data.text_files import Chunk, Position, expand_inputs, is_json_lines, read_chunks
 from pentatron.data.tokenizer import ByteTokenizer, NullTokenizer, TokenizerSettings
 
@@ -152,7 +152,7 @@ PLAIN = {
 def test_plain_text(tmp_path: Path, cut: str, chunk_bytes: int) -> None:
     path = tmp_path / "x.txt"
     path.write_bytes(TEXT)
-    found = [entry for chunk in read_chunks([path], cut, chunk_bytes) for entry in plain_documents(chunk)]
+    found = [entry for chunk in read_chunks([path], cut, chunk_bytes) for entry in raw_documents(chunk)]
     assert [(line, text) for line, text in found if text.strip()] == PLAIN[cut]
 
 

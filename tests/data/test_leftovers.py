@@ -9,7 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pentatron.data.indexed_writer import ALL_PARTS, IndexedDatasetWriter, PairInProgress, merge
+from pentatron.data.indexed_writer import (
+    ALL_PARTS,
+    EncodedDocuments,
+    IndexedDatasetWriter,
+    PairInProgress,
+    merge,
+)
 from pentatron.data.inspect import seal
 from pentatron.files import atomic_write, remove_leftovers, write_file
 
@@ -52,7 +58,7 @@ def test_files_that_another_process_is_writing_stay(pair: Path, tmp_path: Path) 
     folder = tmp_path / "out"
     folder.mkdir()
     begun = PairInProgress(folder / "pair", "uint16", ".4194304.tmp")
-    begun.append(bytes(8), np.array([4], np.int32), np.array([1]), 0)
+    begun.append(EncodedDocuments(bytes(8), np.array([4], np.int32), np.array([1]), 0))
     begun.complete()
     before = sorted(temporary_files(folder))
     assert len(before) == len(ALL_PARTS)

@@ -318,7 +318,7 @@ def test_flags_act_or_say_why_not(tmp_path: Path) -> None:
 
 def test_packing_wastes_little() -> None:
     lengths = np.random.RandomState(3).randint(1, 500, size=3000)
-    rows = pack(lengths, 1000)
-    sums = np.add.reduceat(lengths[rows.members], rows.bounds[:-1])
-    assert sorted(rows.members.tolist()) == list(range(3000)) and sums.max() <= 1000
+    members, bounds = pack(lengths, 1000)
+    sums = np.add.reduceat(lengths[members], bounds[:-1])
+    assert sorted(members.tolist()) == list(range(3000)) and sums.max() <= 1000
     assert len(sums) <= -(-lengths.sum() // 1000) + 1

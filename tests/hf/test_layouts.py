@@ -28,5 +28,5 @@ def test_every_layout_exports_the_same(precision: str, tmp_path: Path) -> None:
     assert {str(t.dtype) for t in expected.values()} == {"torch.bfloat16" if precision else "torch.float32"}
     assert not same(expected, tensors(source)), "the step changed nothing"
     for name in ("tp2 pp2", "tp4", "zero3"):
-        exported = export(tmp_path / name, tmp_path / f"{name} exported", shard_bytes=20_000)
+        exported = export(tmp_path / name, tmp_path / f"{name} exported", file_bytes=20_000)
         assert same(tensors(exported), expected), name

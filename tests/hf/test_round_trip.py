@@ -77,7 +77,7 @@ def test_the_way_there_and_back_changes_no_byte(
     found, _ = find_step(tmp_path / "ours")
     verify_files(found.folder, found.manifest)
     assert len(found.manifest.files) > 1 and found.manifest.run_state["weights_only"]
-    back = export(tmp_path / "ours", tmp_path / "back", shard_bytes=30_000)
+    back = export(tmp_path / "ours", tmp_path / "back", file_bytes=30_000)
     assert same(tensors(source), tensors(back))
     index, theirs_index = (json.loads((folder / INDEX).read_text()) for folder in (back, source))
     assert index["metadata"] == theirs_index["metadata"]

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from pentatron.data import chat_template
-from pentatron.data.chat_template import ChatTemplate, Limits, stop_sandbox
+from pentatron.data.chat_template import Limits, stop_sandbox
 from pentatron.errors import UserError
+from tests.data.chats import WholeTemplate
 
 TALK = [{"role": "user", "content": "hello " * 200}, {"role": "assistant", "content": "yes"}]
 LIMITS = Limits(cpu_seconds=2.0, wall_seconds=0.3, memory_bytes=96 << 20)
@@ -48,8 +49,8 @@ ENDLESS = {
 }  # fmt: skip
 
 
-def template(source: str, limits: Limits = LIMITS) -> ChatTemplate:
-    return ChatTemplate(source, {}, datetime.date(2024, 7, 26), "the chat template of model/x.jinja", limits)
+def template(source: str, limits: Limits = LIMITS) -> WholeTemplate:
+    return WholeTemplate(source, {}, datetime.date(2024, 7, 26), "the chat template of model/x.jinja", limits)
 
 
 @pytest.fixture(autouse=True, scope="module")
