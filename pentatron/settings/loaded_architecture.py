@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pentatron.settings.declaration import first_unmet
 from pentatron.settings.layer_patterns import window_of_layer
 from pentatron.settings.model import moe_layers
 from pentatron.settings.resolve import derived_settings
@@ -115,7 +114,7 @@ def _windows(s: Settings) -> tuple[int | None, ...]:
 
 def _is_idle(name: str, s: Settings) -> bool:
     """Whether a need of the setting is unmet, as that of the rotary base with learned positions."""
-    return bool(first_unmet(table()[name].needs, s))
+    return bool(table()[name].unmet_need(s))
 
 
 def adopt_architecture(

@@ -10,7 +10,6 @@ from pentatron.settings.command_line import did_you_mean, parse_flags
 from pentatron.settings.data_paths import NAMED, Blend
 from pentatron.settings.decision_types import Decisions
 from pentatron.settings.decisions import decide, device_from_settings
-from pentatron.settings.declaration import first_unmet
 from pentatron.settings.deepspeed import read_deepspeed
 from pentatron.settings.derive import derive
 from pentatron.settings.entry_points import EntryPoint
@@ -197,7 +196,7 @@ def notices_for(s: Settings, decisions: Decisions) -> list[str]:
         if not _is_requested(s, name):
             continue
         reason = item.notice if getattr(s, name) != item.default else ""
-        if reason := reason or decisions.idle.get(name, "") or first_unmet(item.needs, s):
+        if reason := reason or decisions.idle.get(name, "") or item.unmet_need(s):
             lines.append(f"{item.written(getattr(s, name), s.source(name))}: {reason}")
     if s.attention_dropout > 0:
         lines.append(
