@@ -130,18 +130,18 @@ def resolve(draft: Draft, facts: Facts, built_only: bool = True) -> Resolved:
     """
     draft = draft.copy()
     draft.facts, draft.built_only = facts, built_only
-    draft.problems.extend(_set_aside_wrong_values(draft))
-    draft.problems.extend(derive(draft))
+    _set_aside_wrong_values(draft)
+    derive(draft)
     return _with_length(draft)
 
 
 def _with_length(draft: Draft) -> Resolved:
     """Derives the length of the run, checks all settings and freezes them."""
     before = draft.copy()
-    problems = [*draft.problems, *derive_length(draft)]
+    derive_length(draft)
     missing = [] if draft.built_only else unsupported_features(draft)
-    problems += [problem for problem in problems_of(draft, draft.wrong) if problem not in missing]
-    if problems:
+    found = [problem for problem in problems_of(draft, draft.wrong) if problem not in missing]
+    if problems := draft.problems + found:
         raise ConfigError(problems)
     config = RunConfig.of(draft)
     notices = notices_for(draft, decide(config, device_from_settings(config)))
@@ -158,32 +158,26 @@ def notices_of_device(resolved: Resolved, decisions: Decisions) -> list[str]:
 
 def problems_independent_of(draft: Draft, facts: Facts, unknown: Collection[str]) -> list[str]:
     """Returns the problems that do not depend on the `unknown` settings. Does not change the draft."""
-    copy, problems = _derived(draft, facts, unknown)
-    return problems + problems_of(copy, {*copy.wrong, *unknown})
+    copy = derived_settings(draft, facts, unknown)
+    return copy.problems + problems_of(copy, {*copy.wrong, *unknown})
 
 
-def derived_settings(draft: Draft, facts: Facts) -> Settings:
-    """Returns the settings as `resolve` would derive them now. Does not check them or change the draft."""
-    return _derived(draft, facts)[0]
-
-
-def _derived(draft: Draft, facts: Facts, unknown: Collection[str] = ()) -> tuple[Draft, list[str]]:
-    """Returns a copy with derived values, `unknown` settings at their defaults, and the problems found."""
+def derived_settings(draft: Draft, facts: Facts, unknown: Collection[str] = ()) -> Draft:
+    """Returns a copy with values as `resolve` would derive them now, and `unknown` ones at their defaults."""
     copy = draft.copy()
     copy.facts = facts
-    problems = _set_aside_wrong_values(copy)
+    _set_aside_wrong_values(copy)
     copy.assign("default", **{name: table()[name].default for name in unknown})
-    return copy, [*problems, *derive(copy), *derive_length(copy)]
+    derive(copy)
+    derive_length(copy)
+    return copy
 
 
-def _set_aside_wrong_values(draft: Draft) -> list[str]:
-    """Replaces invalid values by defaults, so that the other settings can still be checked.
-
-    Returns the errors.
-    """
+def _set_aside_wrong_values(draft: Draft) -> None:
+    """Records errors and replaces invalid values by defaults, so that other settings can still be checked."""
     draft.wrong |= out_of_limits(draft)
     draft.assign("default", **{name: table()[name].default for name in draft.wrong})
-    return list(draft.wrong.values())
+    draft.problems.extend(draft.wrong.values())
 
 
 # --- notices ---

@@ -115,6 +115,11 @@ class Settings(
         """Sets values that are derived from others."""
         self.assign(f"derived: {reason}", **values)
 
+    def fill(self, reason: str, **values: Any) -> None:
+        """Sets those of the values that are unset, as `derive` does. None leaves a setting unset."""
+        unset = {name: value for name, value in values.items() if self.__dict__[name] is None}
+        self.derive(reason, **{name: value for name, value in unset.items() if value is not None})
+
     def source(self, name: str) -> str:
         """Returns the origin of a value."""
         return self._origins.get(name, "default")
