@@ -126,7 +126,7 @@ def derive_stepwise_batch(draft: Draft) -> bool:
     plan = batch_plan_or_none(draft)
     size = None if plan is None else plan.changes[-1][1]
     others = [o for o in given[:-1] if o != "global_batch_size" or draft.global_batch_size != size]
-    refused = [_contradicts(draft, [other, name], "set the batch size") for other in others]
+    refused = [_contradicts(draft, [other, given[-1]], "set the batch size") for other in others]
     if any(refused):
         return False
     draft.derive("--step-batch-size-schedule", rank_batch_size=None, rampup_batch_size=())
