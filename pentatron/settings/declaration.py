@@ -156,9 +156,8 @@ class Setting:
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
-    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
-        return typing.get_args(annotation)
-    return (annotation,)
+    is_union = typing.get_origin(annotation) in (types.UnionType, typing.Union)
+    return typing.get_args(annotation) if is_union else (annotation,)
 
 
 def setting(
@@ -266,9 +265,8 @@ def _coerce_one(setting: Setting, value: Any, what: str) -> Any:
     except (ValueError, TypeError, OverflowError):
         raise UserError(f"{what} wants {_WANTED[kind]}, not '{value}'") from None
     if setting.choices and converted not in setting.choices:
-        options = ", ".join(str(c) for c in setting.choices)
-        wanted = f"one of {options}" if len(setting.choices) > 1 else options
-        raise UserError(f"{what} wants {wanted}, not '{value}'")
+        one_of = "one of " if len(setting.choices) > 1 else ""
+        raise UserError(f"{what} wants {one_of}{', '.join(map(str, setting.choices))}, not '{value}'")
     return converted
 
 

@@ -198,9 +198,8 @@ class Draft(Settings):
 
     def copy(self) -> Self:
         other = super().copy()
-        other.notices, other.further_notices = self.notices.copy(), self.further_notices.copy()
-        other.problems, other.wrong = self.problems.copy(), self.wrong.copy()
-        other.in_run_folder = self.in_run_folder.copy()
+        for name in ("notices", "further_notices", "problems", "wrong", "in_run_folder"):
+            other.__dict__[name] = getattr(self, name).copy()
         return other
 
 
@@ -233,7 +232,7 @@ def start_of(s: Settings, load_given: bool, resumes: bool) -> Start:
         return Start.RESUME
     if not load_given or is_unset(s.load):
         return Start.ANEW
-    selects = s.finetune or s.no_load_optim or s.no_load_rng
+    selects = any(getattr(s, name) for name in LOAD_OPTIONS)
     if not selects and is_checkpoint_folder(s.load, s.save):
         return Start.RESUME
     inside = is_inside(s.load, s.run_dir, s.save)

@@ -6,6 +6,11 @@ from typing import ClassVar
 from pentatron.settings import needs
 from pentatron.settings.declaration import BELOW_ONE, FREE, NON_NEGATIVE, ORDER, POSITIVE, SILENT, setting
 
+_TOKENIZERS = (
+    *("HuggingFaceTokenizer", "HFTokenizer", "GPT2BPETokenizer", "SentencePieceTokenizer"),
+    *("GPTSentencePieceTokenizer", "Llama2Tokenizer", "ByteTokenizer", "NullTokenizer", "SFTTokenizer"),
+)
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -57,16 +62,7 @@ class DataConfig:
         None,
         "kind of tokenizer",
         needs.text_or_ids,
-        choices=(
-            *("HuggingFaceTokenizer", "HFTokenizer", "GPT2BPETokenizer", "SentencePieceTokenizer"),
-            *(
-                "GPTSentencePieceTokenizer",
-                "Llama2Tokenizer",
-                "ByteTokenizer",
-                "NullTokenizer",
-                "SFTTokenizer",
-            ),
-        ),
+        choices=_TOKENIZERS,
     )
     tokenizer_model: str | None = setting(
         None, "tokenizer.json or .model file, or the folder that holds it", needs.text_or_ids
