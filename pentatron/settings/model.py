@@ -376,6 +376,5 @@ def inner_widths(model: TransformerConfig, moe: MoEConfig, sparse_layers: int) -
     dense = model.num_layers * model.ffn_hidden_size
     if moe.num_experts is None:
         return int(dense)
-    sparse = moe.moe_router_topk * moe.moe_ffn_hidden_size
-    sparse += moe.shared_width
+    sparse = moe.moe_router_topk * moe.moe_ffn_hidden_size + moe.shared_width
     return int(dense + sparse_layers * (sparse - model.ffn_hidden_size))
