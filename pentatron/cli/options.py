@@ -59,7 +59,7 @@ def option(
         missing: makes the option required; the fix that the error names.
         notice: why the option is accepted but has no effect.
     """
-    declared = setting(default, help, also=f"{also} {unlisted}", choices=choices, notice=notice, limit=limit)
+    declared = setting(default, help, limit, also=f"{also} {unlisted}", choices=tuple(choices), notice=notice)
     listed = tuple(flag.lstrip("-").replace("_", "-") for flag in also.split())
     extras = {"parse": parse, "value": value, "alone": alone, "missing": missing, "listed": listed}
     return field(default=default, metadata={**declared.metadata, "option": extras})

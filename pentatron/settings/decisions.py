@@ -9,7 +9,6 @@ decided.
 """
 
 from pentatron.devices import FP8_MULTIPLE
-from pentatron.layout.stages import StagePart
 from pentatron.settings.decision_types import (
     CompileDecision,
     Decision,
@@ -54,14 +53,8 @@ def decide(config: RunConfig, device: DeviceFacts, own_program: bool = False) ->
     """
     update, offload = _update(config, device), _offload(config, device)
     gradients, parameters = _gradient_overlap(config), _parameter_overlap(config)
-    options = OptimizerOptions(
-        config.parallel.zero_stage,
-        config.parallel.ddp_bucket_size,
-        gradients.on,
-        parameters.on,
-        offload.on,
-        update.on,
-    )
+    done = (gradients.on, parameters.on, offload.on, update.on)
+    options = OptimizerOptions(config.parallel.zero_stage, config.parallel.ddp_bucket_size, *done)
     return Decisions(
         device,
         _compile(config, device),
@@ -147,12 +140,12 @@ def _ranks_per_expert(config: RunConfig) -> int:
 def _compile(config: RunConfig, device: DeviceFacts) -> CompileDecision:
     wanted, deterministic = config.kernels.compile, config.precision.deterministic_mode
     by_default = wanted == "auto" and device.is_gpu
-    held_back = (
-        "layers are not compiled: --deterministic-mode needs bitwise equal runs, and the compiler may choose other kernels in the next "
-        "run; --compile on compiles them without choosing kernels by measured time"
-        if by_default and deterministic
-        else ""
-    )
+    held_back = ""
+    if by_default and deterministic:
+        held_back = (
+            "layers are not compiled: --deterministic-mode needs bitwise equal runs, and the compiler may choose other kernels in the next "
+            "run; --compile on compiles them without choosing kernels by measured time"
+        )
     count = config.kernels.compile_layers_together
     idle = _why_compiled_singly(config, device, count) if count > 1 else ""
     return CompileDecision(
@@ -178,6 +171,9 @@ def _why_compiled_singly(config: RunConfig, device: DeviceFacts, count: int) -> 
         return "no layer is compiled (--deterministic-mode)"
     sparse = frozenset(config.layers_with_experts)
     dense = [part for part in config.stages if not sparse.intersection(part.layers)]
+    layers, ranks = config.model.num_layers, parallel.pipeline_model_parallel_size
+    longest = max((len(part.layers) for part in dense), default=0)
+    gathers = _parameter_overlap(config).on
     reasons = {
         "document boundaries differ in every batch": _has_documents(config.data),
         "experts are not compiled": not dense,
@@ -185,19 +181,13 @@ def _why_compiled_singly(config: RunConfig, device: DeviceFacts, count: int) -> 
         "context ranks communicate inside a layer": parallel.context_parallel_size > 1,
         "the schedule defers weight gradients": config.defers_weight_gradients,
         "weights are gathered at every layer (ZeRO 3)": parallel.zero_stage == 3 and has_replicas(config),
-        "gathered weights are waited for at every layer (--overlap-param-gather)": _parameter_overlap(
-            config
-        ).on,
+        "gathered weights are waited for at every layer (--overlap-param-gather)": gathers,
         "custom layers (--spec) are not compiled": bool(config.model.spec),
-        f"there are {config.model.num_layers} layers on {parallel.pipeline_model_parallel_size} pipeline rank(s)": (
-            max((len(part.layers) for part in dense), default=0) < count
-        ),
-        "fewer layers are recomputed at a time": max((_longest_run(config, p) for p in dense), default=0)
-        < count,
+        f"there are {layers} layers on {ranks} pipeline rank(s)": longest < count,
+        "fewer layers are recomputed at a time": max(map(config.longest_run, dense), default=0) < count,
     }
-    for reason, holds in reasons.items():
-        if holds:
-            return f"{reason}, so layers are compiled one by one"
+    if holding := [reason for reason, holds in reasons.items() if holds]:
+        return f"{holding[0]}, so layers are compiled one by one"
     on_a_cpu = wanted == "auto" and device.is_cpu
     return "on a CPU layers are compiled only with --compile on" if on_a_cpu else ""
 
@@ -205,13 +195,6 @@ def _why_compiled_singly(config: RunConfig, device: DeviceFacts, count: int) -> 
 def _has_documents(data: DataConfig) -> bool:
     """Whether attention is limited to the document of each token."""
     return data.reset_attention_mask or data.sft_packing
-
-
-def _longest_run(config: RunConfig, part: StagePart) -> int:
-    """Returns the maximum number of consecutive layers without a recompute boundary between them."""
-    runs = config.recomputed(part)
-    rest = len(part.layers) - sum(map(len, runs))
-    return max(rest, *map(len, runs)) if runs else rest
 
 
 # --- fused kernels ---
@@ -304,21 +287,19 @@ def _experts(config: RunConfig, device: DeviceFacts) -> ExpertsDecision:
 
 
 def _fp8(config: RunConfig, device: DeviceFacts) -> Fp8Decision:
-    precision = config.precision
+    precision, layers = config.precision, _fp8_layers(config)
     wanted = precision.fp8_format
     idle = "there are no fp8 matmuls (--fp8)" if wanted is None else ""
-    ends_idle = idle
-    if not idle and not precision.first_last_layers_bf16:
-        ends_idle = "all layers have fp8 matmuls without --first-last-layers-bf16"
+    all_layers = "all layers have fp8 matmuls without --first-last-layers-bf16"
     return Fp8Decision(
         format=wanted,
         by_rows=precision.fp8_recipe == "rowwise",
-        layers=_fp8_layers(config),
+        layers=layers,
         head=wanted is not None and precision.fp8_output_layer,
-        experts_in_bf16=config.moe.num_experts is not None and len(_fp8_layers(config)) > 0,
+        experts_in_bf16=config.moe.num_experts is not None and len(layers) > 0,
         lacking="" if wanted is None else _fp8_lacking(device),
         idle=idle,
-        ends_idle=ends_idle,
+        ends_idle=idle or ("" if precision.first_last_layers_bf16 else all_layers),
     )
 
 
@@ -363,10 +344,11 @@ def _graphs(config: RunConfig, device: DeviceFacts, own_program: bool) -> Graphs
     launching = _LAUNCH_SECONDS_FP8 if config.precision.fp8_format else _LAUNCH_SECONDS
     if layer_seconds(config.model, config.moe, config.train.micro_batch_size, device.peak) > launching:
         return GraphsDecision()
-    if not problem:
-        return GraphsDecision(if_memory_allows=True)
-    return GraphsDecision(
-        left_out=f"CUDA graphs are not used, though launching kernels takes longer than computing such small layers: {problem}"
+    reason = (
+        "CUDA graphs are not used, though launching kernels takes longer than computing such small layers"
+    )
+    return (
+        GraphsDecision(left_out=f"{reason}: {problem}") if problem else GraphsDecision(if_memory_allows=True)
     )
 
 
@@ -381,19 +363,16 @@ def why_not_capturable(s: Settings) -> str:
     A graph replays the same kernel launches in every step, so they must not depend on the tokens.
     """
     ranks = s.tensor_model_parallel_size * s.pipeline_model_parallel_size * s.context_parallel_size
-    if ranks * (s.data_parallel_size or 1) > 1:
-        return "several processes communicate during a step"
-    if s.num_experts is not None:
-        return "the number of tokens of an expert is known only during the step"
-    if _has_documents(s):
-        return "document boundaries differ in every batch"
-    if s.spec:
-        return "custom layers (--spec) may have data-dependent control flow"
-    if s.attention_dropout > 0 and s.recompute_granularity is not None:
-        return "recompute with --attention-dropout reads the state of a random generator"
-    if s.timing_log_level > 1:
-        return "--timing-log-level 2 times forward and backward separately"
-    return ""
+    recomputes_dropout = s.attention_dropout > 0 and s.recompute_granularity is not None
+    reasons = {
+        "several processes communicate during a step": ranks * (s.data_parallel_size or 1) > 1,
+        "the number of tokens of an expert is known only during the step": s.num_experts is not None,
+        "document boundaries differ in every batch": _has_documents(s),
+        "custom layers (--spec) may have data-dependent control flow": s.spec,
+        "recompute with --attention-dropout reads the state of a random generator": recomputes_dropout,
+        "--timing-log-level 2 times forward and backward separately": s.timing_log_level > 1,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 # --- profiling ---

@@ -8,10 +8,10 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from pentatron.errors import UserError
 
@@ -33,13 +33,9 @@ POSITIVE = Limit(lambda x: x > 0, "more than 0")
 NON_NEGATIVE = Limit(lambda x: x >= 0, "0 or more")
 BELOW_ONE = Limit(lambda x: 0 <= x < 1, "at least 0 and below 1")
 ONE_OR_MORE = Limit(lambda x: x >= 1, "1 or more")
-MINUS_ONE_OR_MORE = Limit(lambda x: x >= -1, "-1 or more")
-ABOVE_ONE = Limit(lambda x: x > 1, "more than 1")
-BETWEEN_ZERO_AND_ONE = Limit(lambda x: 0 < x < 1, "more than 0 and below 1")
 FRACTION = Limit(lambda x: 0 < x <= 1, "above 0 and at most 1")
 # Seeds of NumPy's generators have 32 bits.
 SEED = Limit(lambda x: 0 <= x < 2**32, "from 0 to 4294967295")
-PORT = Limit(lambda x: 1 <= x <= 65535, "a port from 1 to 65535")
 
 
 if TYPE_CHECKING:
@@ -63,11 +59,6 @@ def requires(met: Callable[[Settings], Any], reason: str | Callable[[Settings], 
     return check
 
 
-def first_unmet(needs: tuple[Need, ...], s: Settings) -> str:
-    """Returns the reason of the first unmet need, or an empty string."""
-    return next((reason for need in needs if (reason := need(s))), "")
-
-
 class OnResume(Enum):
     """How a resumed run reports a setting that differs from its checkpoint."""
 
@@ -89,6 +80,17 @@ class Spelling:
     sets: Any = None
 
 
+class Options(TypedDict, total=False):
+    """What `setting` accepts by keyword and `Setting` has under the same name."""
+
+    choices: tuple[Any, ...]
+    not_yet: str
+    available: tuple[Any, ...]
+    notice: str
+    names_code: bool
+    in_weights: bool
+
+
 @dataclass(frozen=True)
 class Setting:
     """A declared setting; see `setting` for its fields."""
@@ -99,14 +101,14 @@ class Setting:
     default: Any
     help: str
     spellings: tuple[Spelling, ...]
+    limit: Limit | None
+    needs: tuple[Need, ...]
+    resume: OnResume
     choices: tuple[Any, ...] = ()
     not_yet: str = ""
     available: tuple[Any, ...] = ()
     notice: str = ""
     names_code: bool = False
-    limit: Limit | None = None
-    needs: tuple[Need, ...] = ()
-    resume: OnResume = OnResume.NUMBERS
     in_weights: bool = True
 
     @property
@@ -133,6 +135,10 @@ class Setting:
         """
         return self.default is None or type(None) in _members(self.annotation)
 
+    def unmet_need(self, s: Settings) -> str:
+        """Returns the reason of the first unmet need, or an empty string."""
+        return next(filter(None, (need(s) for need in self.needs)), "")
+
     def refuses(self, value: Any) -> bool:
         """Whether `value` requests a feature that is not implemented."""
         if not self.not_yet or value == self.default:
@@ -150,51 +156,35 @@ class Setting:
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
-    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
-        return typing.get_args(annotation)
-    return (annotation,)
+    is_union = typing.get_origin(annotation) in (types.UnionType, typing.Union)
+    return typing.get_args(annotation) if is_union else (annotation,)
 
 
 def setting(
     default: Any,
     help: str,
-    *,
+    *conditions: Limit | Need | OnResume | None,
     also: str = "",
     sets: Mapping[str, Any] | None = None,
-    choices: Sequence[Any] = (),
-    not_yet: str = "",
-    available: Sequence[Any] = (),
-    notice: str = "",
-    names_code: bool = False,
-    limit: Limit | None = None,
-    needs: Need | tuple[Need, ...] = (),
-    resume: OnResume | None = None,
-    in_weights: bool = True,
+    **options: Unpack[Options],
 ) -> Any:
     """Declares a setting as a dataclass field.
 
-    `also` lists further spellings, `sets` spellings without an argument and the value of each. `not_yet`
-    names a missing feature: every value but the default and those in `available` is refused. `notice` is
-    printed if the setting is given, for settings that never have an effect. `names_code`: the value is
-    imported and called, so only the command line may set it. `limit`: the allowed range of a number,
-    independent of other settings. `needs`: the conditions under which the setting has an effect. A notice
-    gives the reason of the first unmet one. `resume`: how a difference from the checkpoint is reported.
-    Default: `on_resume` of the section, else `NUMBERS`. `in_weights`: whether weights depend on this setting
-    of the architecture. If not, it may differ in a loaded model.
+    `conditions`: the `Limit` of a number, independent of other settings; needs, under which the setting has an
+    effect (a notice gives the reason of the first unmet one); and how a difference from the checkpoint is
+    reported (default: `on_resume` of the section, else `NUMBERS`). `also` lists further spellings, `sets`
+    spellings without an argument and the value of each. `not_yet` names a missing feature: every value but the
+    default and those in `available` is refused. `notice` is printed if the setting is given, for settings that
+    never have an effect. `names_code`: the value is imported and called, so only the command line may set it.
+    `in_weights`: whether weights depend on this setting of the architecture. If not, it may differ in a loaded
+    model.
     """
-    declared = {
-        "help": help,
-        "choices": tuple(choices),
-        "not_yet": not_yet,
-        "available": tuple(available),
-        "notice": notice,
-        "names_code": names_code,
-        "limit": limit,
-        "needs": needs if isinstance(needs, tuple) else (needs,),
-        "in_weights": in_weights,
-    }
+    declared = {"help": help, "limit": None, "needs": tuple(filter(callable, conditions)), **options}
+    for condition in conditions:
+        if isinstance(condition, Limit | OnResume):
+            declared["limit" if isinstance(condition, Limit) else "resume"] = condition
     spelled = {"also": also.split(), "sets": sets or {}}
-    return field(default=default, metadata={"declared": declared, "resume": resume, **spelled})
+    return field(default=default, metadata={"declared": declared, **spelled})
 
 
 def _bare(flag: str) -> str:
@@ -210,30 +200,32 @@ def flag_of(name: str) -> str:
 def settings_of(section: str, cls: type) -> list[Setting]:
     """Returns the settings that the dataclass of a section declares."""
     hints = typing.get_type_hints(cls)
-    on_resume = getattr(cls, "on_resume", OnResume.NUMBERS)
-    return [_setting(section, f, hints[f.name], on_resume) for f in dataclasses.fields(cls)]
+    resume = {"resume": getattr(cls, "on_resume", OnResume.NUMBERS)}
+    return [
+        Setting(
+            name=f.name,
+            section=section,
+            annotation=hints[f.name],
+            default=f.default,
+            spellings=_spellings(f, is_switch=hints[f.name] is bool),
+            **resume | f.metadata["declared"],
+        )
+        for f in dataclasses.fields(cls)
+    ]
 
 
-def _setting(section: str, f: "dataclasses.Field[Any]", annotation: Any, on_resume: OnResume) -> Setting:
-    is_switch = annotation is bool
+def _spellings(f: "dataclasses.Field[Any]", is_switch: bool) -> tuple[Spelling, ...]:
     own = _bare(f.name)
-    spellings = [Spelling(own, takes_value=not is_switch, sets=True)]
+    spellings = {own: Spelling(own, not is_switch, True)}
     if is_switch and not own.startswith("no-"):
-        spellings.append(Spelling(f"no-{own}", takes_value=False, sets=False))
-    for flag in f.metadata["also"]:
-        spellings.append(Spelling(_bare(flag), takes_value=not is_switch, sets=True))
+        spellings[f"no-{own}"] = Spelling(f"no-{own}", False, False)
+    for flag in map(_bare, f.metadata["also"]):
+        spellings[flag] = Spelling(flag, not is_switch, True)
     for flag, value in f.metadata["sets"].items():
-        spellings = [s for s in spellings if s.flag != _bare(flag)]
-        spellings.append(Spelling(_bare(flag), takes_value=False, sets=value))
-    return Setting(
-        name=f.name,
-        section=section,
-        annotation=annotation,
-        default=f.default,
-        spellings=tuple(spellings),
-        resume=f.metadata["resume"] or on_resume,
-        **f.metadata["declared"],
-    )
+        # A flag that stands for a value comes last, where one of the same name is declared too.
+        spellings.pop(_bare(flag), None)
+        spellings[_bare(flag)] = Spelling(_bare(flag), False, value)
+    return tuple(spellings.values())
 
 
 def coerce(setting: Setting, value: Any, what: str) -> Any:
@@ -273,9 +265,8 @@ def _coerce_one(setting: Setting, value: Any, what: str) -> Any:
     except (ValueError, TypeError, OverflowError):
         raise UserError(f"{what} wants {_WANTED[kind]}, not '{value}'") from None
     if setting.choices and converted not in setting.choices:
-        options = ", ".join(str(c) for c in setting.choices)
-        wanted = f"one of {options}" if len(setting.choices) > 1 else options
-        raise UserError(f"{what} wants {wanted}, not '{value}'")
+        one_of = "one of " if len(setting.choices) > 1 else ""
+        raise UserError(f"{what} wants {one_of}{', '.join(map(str, setting.choices))}, not '{value}'")
     return converted
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 from pentatron.layout.schedules import FOLDED
 from pentatron.layout.stages import parse_layout
-from pentatron.settings.run_config import table
+from pentatron.settings.declaration import flag_of
 from pentatron.settings.schedule import batch_plan_or_none, derive_stepwise_batch
 from pentatron.settings.settings import KEPT_PREFIX, Draft, is_inside, is_unset
-from pentatron.text import divisors, join_choices
+from pentatron.text import divisors, join_choices, plural
 
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 # A flag for one of these chooses a layout, so the parallel sizes of a preset are ignored.
@@ -28,26 +28,23 @@ _LLAMA3_FACTOR = 8.0
 _LLAMA3_LENGTH = 8192
 
 
-def derive(draft: Draft) -> list[str]:
-    """Derives all unset values except the length of the run. Returns the problems found."""
-    _layout(draft)
-    _processes(draft)
-    problems = _attention(draft)
-    _widths(draft)
-    problems += _positions(draft)
-    _experts(draft)
-    _recompute(draft)
-    problems += _batches(draft)
-    return problems + _folders(draft)
-
-
-def _layout(draft: Draft) -> None:
-    """Derives parallel sizes, virtual stages and the pipeline schedule."""
+def derive(draft: Draft) -> None:
+    """Derives all unset values except the length of the run. Problems are added to those of the draft."""
     _fit_inherited_sizes(draft)
-    _data_parallel(draft)
+    processes, model = draft.facts.world_size, draft.ranks_per_replica
+    reason = f"{processes} processes / (tp × pp × cp = {model})"
+    draft.fill(reason, data_parallel_size=max(1, processes // model))
     _virtual_stages(draft)
     if draft.virtual_stages > 1 and not draft.given("pipeline_schedule"):
         draft.derive("there are virtual stages", pipeline_schedule="interleaved")
+    _processes(draft)
+    _attention(draft)
+    _widths(draft)
+    _positions(draft)
+    _experts(draft)
+    _recompute(draft)
+    _batches(draft)
+    _folders(draft)
 
 
 def _fit_inherited_sizes(draft: Draft) -> None:
@@ -56,15 +53,11 @@ def _fit_inherited_sizes(draft: Draft) -> None:
     Given sizes are not changed.
     """
     inherited = [name for name in _SIZES if getattr(draft, name) > 1 and not draft.given(name)]
-    if not inherited:
-        return
     layout_flag = next((name for name in _LAYOUT_FLAGS if draft.given(name)), None)
     if layout_flag is not None:
-        flag = table()[layout_flag].flag
         for name in inherited:
-            draft.derive(
-                f"{flag} is given, so the preset's {getattr(draft, name)} does not count", **{name: 1}
-            )
+            reason = f"{flag_of(layout_flag)} is given, so the preset's {getattr(draft, name)} does not count"
+            draft.derive(reason, **{name: 1})
         return
     tensor_sizes, pipeline_sizes = (
         divisors(getattr(draft, name)) if name in inherited else [getattr(draft, name)] for name in _SIZES
@@ -74,13 +67,10 @@ def _fit_inherited_sizes(draft: Draft) -> None:
     _, tensor, pipeline = max(fitting, default=(0, tensor_sizes[0], pipeline_sizes[0]))
     for name, size in zip(_SIZES, (tensor, pipeline)):
         if getattr(draft, name) != size:
-            draft.derive(f"{_reason(draft)}; the preset has {getattr(draft, name)}", **{name: size})
-
-
-def _reason(draft: Draft) -> str:
-    if draft.facts.world_size % draft.ranks_per_replica:
-        return f"fits {draft.facts.world_size} process{'es' if draft.facts.world_size > 1 else ''}"
-    return "fits the settings given"
+            processes = draft.facts.world_size
+            misfits = processes % draft.ranks_per_replica
+            fits = f"{processes} {plural(processes, 'process')}" if misfits else "the settings given"
+            draft.derive(f"fits {fits}; the preset has {getattr(draft, name)}", **{name: size})
 
 
 def _fits(draft: Draft, tensor: int, pipeline: int) -> bool:
@@ -95,16 +85,6 @@ def _fits(draft: Draft, tensor: int, pipeline: int) -> bool:
     widths = (draft.num_attention_heads, draft.ffn_hidden_size, draft.padded_vocab_size)
     divisible = all(width is None or width % tensor == 0 for width in widths)
     return divisible and (groups is None or groups % tensor == 0 or tensor % groups == 0)
-
-
-def _data_parallel(draft: Draft) -> None:
-    if not is_unset(draft.data_parallel_size):
-        return
-    model = draft.ranks_per_replica
-    draft.derive(
-        f"{draft.facts.world_size} processes / (tp × pp × cp = {model})",
-        data_parallel_size=max(1, draft.facts.world_size // model),
-    )
 
 
 def _virtual_stages(draft: Draft) -> None:
@@ -142,16 +122,14 @@ def _processes(draft: Draft) -> None:
     if draft.nproc_per_node != facts.local_processes and not draft.given("nproc_per_node"):
         reason = f"started by {facts.launcher}" if facts.launcher else "processes on this machine"
         draft.derive(reason, nproc_per_node=facts.local_processes)
-    if is_unset(draft.max_restarts):
-        several = facts.world_size > 1 and not facts.launcher
-        reason = "several processes" if several else facts.launcher or "one process"
-        draft.derive(reason, max_restarts=3 if several else 0)
-    if is_unset(draft.threads_per_process):
-        threads = max(1, facts.cores // max(1, facts.local_processes))
-        draft.derive(f"{facts.cores} cores / {facts.local_processes} processes", threads_per_process=threads)
+    several = facts.world_size > 1 and not facts.launcher
+    reason = "several processes" if several else facts.launcher or "one process"
+    draft.fill(reason, max_restarts=3 if several else 0)
+    threads = max(1, facts.cores // max(1, facts.local_processes))
+    draft.fill(f"{facts.cores} cores / {facts.local_processes} processes", threads_per_process=threads)
 
 
-def _attention(draft: Draft) -> list[str]:
+def _attention(draft: Draft) -> None:
     hidden = draft.hidden_size
     # A preset of another width does not fix the number of heads.
     is_resized = draft.given("hidden_size") and not draft.given("num_attention_heads")
@@ -160,16 +138,14 @@ def _attention(draft: Draft) -> list[str]:
     elif is_resized and is_unset(draft.kv_channels) and hidden % draft.num_attention_heads:
         _heads(draft, f"; {draft.source('num_attention_heads')} has {draft.num_attention_heads}")
     heads = draft.num_attention_heads
-    problems = []
-    if is_unset(draft.kv_channels):
-        if hidden % heads and draft.wrong.keys().isdisjoint(("hidden_size", "num_attention_heads")):
-            problems = [
-                f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}; "
-                f"use {join_choices(divisors(hidden))} heads, or give --kv-channels"
-            ]
-        draft.derive(f"{hidden} hidden / {heads} heads", kv_channels=max(1, hidden // heads))
+    are_valid = draft.wrong.keys().isdisjoint(("hidden_size", "num_attention_heads"))
+    if is_unset(draft.kv_channels) and hidden % heads and are_valid:
+        draft.problems.append(
+            f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}; "
+            f"use {join_choices(divisors(hidden))} heads, or give --kv-channels"
+        )
+    draft.fill(f"{hidden} hidden / {heads} heads", kv_channels=max(1, hidden // heads))
     _groups(draft)
-    return problems
 
 
 def _heads(draft: Draft, remark: str) -> None:
@@ -203,212 +179,163 @@ def _groups(draft: Draft) -> None:
 
 def _widths(draft: Draft) -> None:
     hidden = draft.hidden_size
-    if is_unset(draft.ffn_hidden_size):
-        if draft.gated_linear_unit:
-            draft.derive("8/3 × hidden, in 64s", ffn_hidden_size=max(64, int(4 * hidden * 2 / 3 / 64) * 64))
-        else:
-            draft.derive("4 × hidden", ffn_hidden_size=4 * hidden)
-    if is_unset(draft.max_position_embeddings):
-        draft.derive("seq-length", max_position_embeddings=draft.seq_length)
-    if is_unset(draft.vocab_size) and not is_unset(draft.padded_vocab_size):
-        draft.derive("padded-vocab-size", vocab_size=draft.padded_vocab_size)
-    if is_unset(draft.padded_vocab_size) and not is_unset(draft.vocab_size):
+    if draft.gated_linear_unit:
+        draft.fill("8/3 × hidden, in 64s", ffn_hidden_size=max(64, int(4 * hidden * 2 / 3 / 64) * 64))
+    draft.fill("4 × hidden", ffn_hidden_size=4 * hidden)
+    draft.fill("seq-length", max_position_embeddings=draft.seq_length)
+    draft.fill("padded-vocab-size", vocab_size=draft.padded_vocab_size)
+    if not is_unset(draft.vocab_size):
         multiple = draft.make_vocab_size_divisible_by * draft.tensor_model_parallel_size
         padded = math.ceil(draft.vocab_size / multiple) * multiple
-        draft.derive(f"{draft.vocab_size} up to a multiple of {multiple}", padded_vocab_size=padded)
+        draft.fill(f"{draft.vocab_size} up to a multiple of {multiple}", padded_vocab_size=padded)
 
 
-def _positions(draft: Draft) -> list[str]:
-    """Derives the settings of rotary scaling, as Megatron's flags imply them.
-
-    Returns the contradictions found.
-    """
-    problems = [*_yarn(draft), *_interpolation(draft)]
-    if draft.rope_scaling_type == "llama3":
-        if is_unset(draft.rope_scaling_factor):
-            draft.derive("llama3, as in Megatron", rope_scaling_factor=_LLAMA3_FACTOR)
-        if is_unset(draft.rope_scaling_original_max_position_embeddings):
-            draft.derive("llama3", rope_scaling_original_max_position_embeddings=_LLAMA3_LENGTH)
-    return problems
-
-
-def _yarn(draft: Draft) -> list[str]:
-    if draft.position_embedding_type != "yarn":
-        return []
-    draft.derive("yarn is rope with --rope-scaling-type yarn", position_embedding_type="rope")
-    return _imply(draft, "rope_scaling_type", "yarn", "--position-embedding-type yarn")
-
-
-def _interpolation(draft: Draft) -> list[str]:
+def _positions(draft: Draft) -> None:
+    """Derives the settings of rotary scaling, as Megatron's flags imply them."""
+    if draft.position_embedding_type == "yarn":
+        draft.derive("yarn is rope with --rope-scaling-type yarn", position_embedding_type="rope")
+        _imply(draft, "rope_scaling_type", "yarn", "--position-embedding-type yarn")
     factor = draft.rotary_seq_len_interpolation_factor
-    if factor is None or draft.position_embedding_type != "rope":
-        return []
-    words = f"--rotary-seq-len-interpolation-factor {factor}"
-    problems = [
-        *_imply(draft, "rope_scaling_type", "linear", words),
-        *_imply(draft, "rope_scaling_factor", factor, words),
-    ]
-    # The alias is cleared, so that equal models have equal settings.
-    draft.derive(f"{words} is --rope-scaling-type linear", rotary_seq_len_interpolation_factor=None)
-    return problems
+    if factor is not None and draft.position_embedding_type == "rope":
+        words = f"--rotary-seq-len-interpolation-factor {factor}"
+        _imply(draft, "rope_scaling_type", "linear", words)
+        _imply(draft, "rope_scaling_factor", factor, words)
+        # The alias is cleared, so that equal models have equal settings.
+        draft.derive(f"{words} is --rope-scaling-type linear", rotary_seq_len_interpolation_factor=None)
+    if draft.rope_scaling_type == "llama3":
+        draft.fill("llama3, as in Megatron", rope_scaling_factor=_LLAMA3_FACTOR)
+        draft.fill("llama3", rope_scaling_original_max_position_embeddings=_LLAMA3_LENGTH)
 
 
-def _imply(draft: Draft, name: str, value: Any, words: str) -> list[str]:
-    """Sets a setting to the value that the flag `words` implies.
-
-    Returns a problem if another value is given.
-    """
+def _imply(draft: Draft, name: str, value: Any, words: str) -> None:
+    """Sets a setting to the value that the flag `words` implies, unless another value is given."""
     written = getattr(draft, name)
-    if written == value:
-        return []
-    if draft.given(name) and written is not None:
-        flag = name.replace("_", "-")
-        return [f"{words} means --{flag} {value}, but --{flag} {written} is given; leave one of them out"]
-    draft.derive(words, **{name: value})
-    return []
+    if draft.given(name) and written not in (None, value):
+        flag = flag_of(name)
+        draft.problems.append(
+            f"{words} means {flag} {value}, but {flag} {written} is given; leave one of them out"
+        )
+    elif written != value:
+        draft.derive(words, **{name: value})
 
 
 def _experts(draft: Draft) -> None:
     if draft.num_experts is None:
         return
-    if is_unset(draft.moe_ffn_hidden_size):
-        draft.derive("ffn-hidden-size", moe_ffn_hidden_size=draft.ffn_hidden_size)
-    if is_unset(draft.expert_tensor_parallel_size):
-        draft.derive("as dense layers", expert_tensor_parallel_size=draft.tensor_model_parallel_size)
     tensor = draft.tensor_model_parallel_size
+    draft.fill("ffn-hidden-size", moe_ffn_hidden_size=draft.ffn_hidden_size)
+    draft.fill("as dense layers", expert_tensor_parallel_size=tensor)
     if tensor > 1 and not draft.sequence_parallel and not draft.given("sequence_parallel"):
         draft.derive(f"experts on {tensor} tensor ranks need it", sequence_parallel=True)
 
 
 def _recompute(draft: Draft) -> None:
-    kind, method = draft.recompute_granularity, draft.recompute_method
-    if kind == "selective" and not draft.recompute_modules:
+    if draft.recompute_granularity == "selective" and not draft.recompute_modules:
         draft.derive("as in Megatron", recompute_modules=("core_attn",))
-    if kind != "full":
+    if draft.recompute_granularity == "full":
+        draft.fill("--recompute-granularity full", recompute_method="uniform")
+        if draft.recompute_method != "block":
+            draft.fill("every layer by itself", recompute_num_layers=1)
+
+
+def _batches(draft: Draft) -> None:
+    """Derives micro and global batch size from the settings given."""
+    if not derive_stepwise_batch(draft):
         return
-    if method is None:
-        draft.derive("--recompute-granularity full", recompute_method="uniform")
-    if method != "block" and is_unset(draft.recompute_num_layers):
-        draft.derive("every layer by itself", recompute_num_layers=1)
-
-
-def _batches(draft: Draft) -> list[str]:
-    """Derives micro and global batch size from the settings given. Returns the contradictions found."""
-    problems = derive_stepwise_batch(draft)
-    if problems:
-        return problems
+    explicit = draft.given("micro_batch_size") or draft.given("global_batch_size")
+    accumulation, count = draft.gradient_accumulation_steps, draft.num_microbatches
     if KEPT_PREFIX in draft.source("global_batch_size"):
         # --batch_size remains set beside the kept size: the next start compares it with its own flags.
-        return _micro_and_global(draft, None)
-    if draft.rank_batch_size is not None:
-        explicit = [n for n in ("micro_batch_size", "global_batch_size") if draft.given(n)]
-        if explicit and draft.given("rank_batch_size"):
-            return [
-                "--batch_size and --micro-batch-size/--global-batch-size set the same size; give one of them"
-            ]
-        if not explicit:
-            return _batches_of_a_rank(draft, draft.rank_batch_size)
-    accumulation, count = draft.gradient_accumulation_steps, draft.num_microbatches
-    if accumulation is not None and count not in (None, accumulation):
-        return [
+        _micro_and_global(draft, None)
+    elif draft.rank_batch_size is not None and not explicit:
+        _batches_of_a_rank(draft, draft.rank_batch_size)
+    elif draft.rank_batch_size is not None and draft.given("rank_batch_size"):
+        draft.problems.append(
+            "--batch_size and --micro-batch-size/--global-batch-size set the same size; give one of them"
+        )
+    elif accumulation is not None and count not in (None, accumulation):
+        draft.problems.append(
             f"--gradient-accumulation-steps {accumulation} and --num-microbatches {count} both set how many "
             f"micro-batches a step has; give one of them"
-        ]
-    return _micro_and_global(draft, accumulation or count)
+        )
+    else:
+        _micro_and_global(draft, accumulation or count)
 
 
-def _micro_and_global(draft: Draft, steps: int | None) -> list[str]:
-    dp, micro, total = draft.data_parallel_size, draft.micro_batch_size, draft.global_batch_size
-    if micro is None and total is None:
-        micro = 1
-        draft.derive("one sample at a time", micro_batch_size=micro)
-    if total is None:
+def _micro_and_global(draft: Draft, steps: int | None) -> None:
+    dp, total = draft.data_parallel_size, draft.global_batch_size
+    if is_unset(total):
+        draft.fill("one sample at a time", micro_batch_size=1)
+        micro = draft.micro_batch_size
         reason = f"{micro} × {dp} ranks × {steps or 1} micro-batches"
         draft.derive(reason, global_batch_size=micro * dp * (steps or 1))
-        return []
-    if micro is None:
-        return _micro_from_global(draft, total, dp, steps)
-    if steps is not None and micro * dp * steps != total:
-        return [
+        return
+    plan, micro = batch_plan_or_none(draft), draft.micro_batch_size
+    common = total if plan is None else plan.common_divisor
+    if is_unset(micro):
+        _micro_from_global(draft, common, steps)
+    elif steps is not None and micro * dp * steps != total:
+        draft.problems.append(
             f"--global-batch-size {total} ≠ {micro} (micro) × {dp} (data-parallel) × {steps} (micro-batches) = "
             f"{micro * dp * steps}; leave one of them out"
-        ]
-    common = _common_divisor(draft, total)
-    if common % (micro * dp) and common % dp == 0 and not draft.given("micro_batch_size"):
+        )
+    elif common % (micro * dp) and common % dp == 0 and not draft.given("micro_batch_size"):
         fewer = max(d for d in divisors(common // dp) if d <= micro)
         draft.derive(f"a divisor of {common} / {dp} ranks; the preset has {micro}", micro_batch_size=fewer)
-    return []
 
 
-def _common_divisor(draft: Draft, total: int) -> int:
-    """Returns the greatest common divisor of all batch sizes of the ramp-up."""
-    plan = batch_plan_or_none(draft)
-    return total if plan is None else plan.common_divisor
-
-
-def _micro_from_global(draft: Draft, total: int, dp: int, steps: int | None) -> list[str]:
-    ranks, common = draft.pipeline_model_parallel_size, _common_divisor(draft, total)
-    if steps is None and ranks > 1 and common % dp == 0:
+def _micro_from_global(draft: Draft, common: int, steps: int | None) -> None:
+    """Derives the micro-batch size. `common`: greatest common divisor of all batch sizes of the ramp-up."""
+    dp, total, ranks = draft.data_parallel_size, draft.global_batch_size, draft.pipeline_model_parallel_size
+    is_open = steps is None and common % dp == 0
+    count = steps or 1
+    if is_open and ranks > 1:
         # A pipeline needs at least as many micro-batches as ranks to be filled.
         micro = max((d for d in divisors(common // dp) if total // dp // d >= ranks), default=1)
-        draft.derive(
-            f"{common} / {dp} ranks, cut for {ranks} pipeline ranks at least", micro_batch_size=micro
-        )
-        return []
-    if steps is None and common < total and common % dp == 0:
+        reason = f"{common} / {dp} ranks, cut for {ranks} pipeline ranks at least"
+        draft.derive(reason, micro_batch_size=micro)
+    elif is_open and common < total:
         draft.derive(f"{common}, in every batch size, / {dp} ranks", micro_batch_size=common // dp)
-        return []
-    steps = steps or 1
-    micro, rest = divmod(total, dp * steps)
-    if rest:
-        return [
-            f"--global-batch-size {total} cannot be divided by {dp} data-parallel ranks × {steps} micro-batches; "
-            f"use a multiple of {dp * steps}"
-        ]
-    draft.derive(f"{total} / ({dp} ranks × {steps} micro-batches)", micro_batch_size=micro)
-    return []
+    elif total % (dp * count):
+        draft.problems.append(
+            f"--global-batch-size {total} cannot be divided by {dp} data-parallel ranks × {count} micro-batches; "
+            f"use a multiple of {dp * count}"
+        )
+    else:
+        draft.derive(
+            f"{total} / ({dp} ranks × {count} micro-batches)", micro_batch_size=total // (dp * count)
+        )
 
 
-def _batches_of_a_rank(draft: Draft, batch: int) -> list[str]:
+def _batches_of_a_rank(draft: Draft, batch: int) -> None:
     dp = draft.data_parallel_size
     count, accumulation = draft.num_microbatches or 1, draft.gradient_accumulation_steps or 1
     if batch % count:
-        return [
+        draft.problems.append(
             f"--batch_size {batch} is not divisible by --num_microbatches {count}; "
             f"use {join_choices(divisors(batch))} micro-batches"
-        ]
+        )
+        return
     draft.derive(f"{batch} per rank / {count} micro-batches", micro_batch_size=batch // count)
-    draft.derive(
-        f"{batch} per rank × {dp} ranks × {accumulation} accumulated",
-        global_batch_size=batch * dp * accumulation,
-    )
-    return []
+    reason = f"{batch} per rank × {dp} ranks × {accumulation} accumulated"
+    draft.derive(reason, global_batch_size=batch * dp * accumulation)
 
 
-def _folders(draft: Draft) -> list[str]:
-    """Derives the folders of the run and its checkpoints. Returns the problems found."""
+def _folders(draft: Draft) -> None:
+    """Derives the folders of the run and its checkpoints."""
     if draft.given("save") and not draft.given("save_checkpoints") and not draft.save_checkpoints:
         draft.derive("--save is given", save_checkpoints=True)
     if draft.given("save") and draft.save_checkpoints and not draft.given("run_dir"):
         # Two runs of one script may differ in --save alone; they must not share a log.
         draft.derive("beside the checkpoints of --save", run_dir=draft.save)
-    if is_unset(draft.save):
-        draft.derive("the run folder", save=f"{draft.run_dir}/checkpoints")
-    if is_unset(draft.load):
-        draft.derive("the run's own checkpoints", load=draft.save)
+    draft.fill("the run folder", save=f"{draft.run_dir}/checkpoints")
+    draft.fill("the run's own checkpoints", load=draft.save)
     for name, relative in draft.in_run_folder.items():
         path = Path(draft.run_dir) / relative
         was_absolute = Path(getattr(draft, name)).is_absolute()
         draft.assign(draft.source(name), **{name: str(path.absolute() if was_absolute else path)})
-    return _moved_aside(draft)
-
-
-def _moved_aside(draft: Draft) -> list[str]:
-    """Returns a problem if `--fresh` would move the folder that is to be loaded."""
-    if not draft.fresh or not draft.given("load") or is_unset(draft.load):
-        return []
-    load = draft.load
-    inside = [folder for folder in (draft.run_dir, draft.save) if is_inside(load, folder)]
-    if not inside:
-        return []
-    return [f"--fresh would move {inside[0]} aside, and --load {load} with it; leave one of them out"]
+    if draft.fresh and draft.given("load"):
+        for folder in [f for f in (draft.run_dir, draft.save) if is_inside(draft.load, f)][:1]:
+            draft.problems.append(
+                f"--fresh would move {folder} aside, and --load {draft.load} with it; leave one of them out"
+            )

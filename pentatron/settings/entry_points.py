@@ -31,7 +31,6 @@ class EntryPoint:
 
 
 _SMALL_MODEL = {"vocab_size": 8192, "num_layers": 4, "hidden_size": 256, "seq_length": 256}
-_RANK_BATCH = {"batch-size": "rank_batch_size"}
 
 TRAIN = EntryPoint(
     name="pentatron train",
@@ -77,34 +76,28 @@ GRAD_SCALER: Mapping[str, Any] = {
     "hysteresis": 1,
     "min_loss_scale": 0.0,
 }
-_PROJECT_3D = {
-    **_SMALL_MODEL,
-    **GRAD_SCALER,
-    "dataset_size": 10000,
-    "rank_batch_size": 8,
-    "train_iters": 200,
-    "eval_interval": 0,
-}
-STANDARD = EntryPoint(
-    name="train.py",
-    summary="Standard training: data parallel, or data and tensor parallel; --batch_size is per data-parallel rank.",
-    defaults={**_PROJECT_3D, "run_dir": "output_standard"},
-    spellings=_RANK_BATCH,
-    resumes=False,
+
+
+def _of_the_3d_project(name: str, summary: str, run_dir: str) -> EntryPoint:
+    """Returns a script of the 3D project. They share defaults, and their batch is that of a rank."""
+    defaults = {"dataset_size": 10000, "rank_batch_size": 8, "train_iters": 200, "eval_interval": 0}
+    return EntryPoint(
+        name,
+        f"{summary}; --batch_size is per data-parallel rank.",
+        defaults={**_SMALL_MODEL, **GRAD_SCALER, **defaults, "run_dir": run_dir},
+        spellings={"batch-size": "rank_batch_size"},
+        resumes=False,
+    )
+
+
+STANDARD = _of_the_3d_project(
+    "train.py", "Standard training: data parallel, or data and tensor parallel", "output_standard"
 )
-PARALLEL_3D = EntryPoint(
-    name="train_3d_parallel.py",
-    summary="3D parallel training: data, tensor and pipeline; --batch_size is per data-parallel rank.",
-    defaults={**_PROJECT_3D, "run_dir": "output_3d_parallel"},
-    spellings=_RANK_BATCH,
-    resumes=False,
+PARALLEL_3D = _of_the_3d_project(
+    "train_3d_parallel.py", "3D parallel training: data, tensor and pipeline", "output_3d_parallel"
 )
-MEGATRON = EntryPoint(
-    name="train_megatron.py",
-    summary="Megatron-style training of the 3D project; --batch_size is per data-parallel rank.",
-    defaults={**_PROJECT_3D, "run_dir": "output_megatron"},
-    spellings=_RANK_BATCH,
-    resumes=False,
+MEGATRON = _of_the_3d_project(
+    "train_megatron.py", "Megatron-style training of the 3D project", "output_megatron"
 )
 
 # Only shows a layout, so data and length have defaults.

@@ -6,7 +6,6 @@ import re
 import shlex
 import tomllib
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +24,6 @@ _MAX_VALUES = 1_000_000
 _MEGATRON_SECTIONS = ("language_model", "model_parallel")
 
 
-@dataclass(frozen=True)
-class _Line:
-    """One `key: value` of a file. `name` is the key with its section."""
-
-    name: str
-    key: str
-    value: Any
-
-
 def read_file(path: str, entry: EntryPoint) -> dict[str, Assigned]:
     """Returns the settings of a file. Raises `ConfigError` with all mistakes in it."""
     content = load_file(Path(path))
@@ -42,41 +32,36 @@ def read_file(path: str, entry: EntryPoint) -> dict[str, Assigned]:
     flags = FlagTable(entry)
     settings: dict[str, tuple[str, Assigned]] = {}
     problems: list[str] = []
-    for line in _lines(content):
+    for name, key, written in _lines(content):
         try:
-            item, value = _setting(line, flags, f"{path}: {line.name}")
+            item, value = _setting(key, written, flags, f"{path}: {name}")
         except UserError as error:
             problems.append(str(error))
             continue
         if item.name in settings:
-            problems.append(
-                f"{path}: {settings[item.name][0]} and {line.name} are the same setting; keep one"
-            )
-        settings[item.name] = line.name, Assigned(value, f"file {path}")
+            problems.append(f"{path}: {settings[item.name][0]} and {name} are the same setting; keep one")
+        settings[item.name] = name, Assigned(value, f"file {path}")
     if problems:
         raise ConfigError(problems)
     return {name: assigned for name, (_, assigned) in settings.items()}
 
 
-def _setting(line: _Line, flags: FlagTable, what: str) -> tuple[Setting, Any]:
-    """Returns the setting of a line and its value."""
-    match = flags.find(line.key)
+def _setting(key: str, written: Any, flags: FlagTable, what: str) -> tuple[Setting, Any]:
+    """Returns the setting of a key and its value. `what` names the file and the key in error messages."""
+    match = flags.find(key)
     known = (*sections(), *_MEGATRON_SECTIONS)
-    if line.key in known:
+    if key in known:
         raise UserError(f"{what} is a section; write its settings indented below it")
-    if isinstance(line.value, dict) and match is None:
-        raise UserError(
-            f"{what}: unknown section{did_you_mean(line.key, known)}; there are {', '.join(known)}"
-        )
+    if isinstance(written, dict) and match is None:
+        raise UserError(f"{what}: unknown section{did_you_mean(key, known)}; there are {', '.join(known)}")
     if match is None:
-        if refusal := flags.refusal(line.key):
+        if refusal := flags.refusal(key):
             raise UserError(f"{what} is ambiguous here: {refusal}")
-        guess = did_you_mean(line.key.replace("-", "_"), table())
-        raise UserError(f"{what}: unknown setting{guess}")
+        raise UserError(f"{what}: unknown setting{did_you_mean(key.replace('-', '_'), table())}")
     item, spelling = match
     if item.name == "config":
         raise UserError(f"{what}: a file cannot name another; give --config once, on the command line")
-    value = _value(item, spelling, line.value, what)
+    value = _value(item, spelling, written, what)
     if item.names_code and value != item.default:
         raise UserError(
             f"{what} names code, which only the command line may choose; if you trust it, remove it from the file and add "
@@ -97,13 +82,16 @@ def _value(item: Setting, spelling: Spelling, written: Any, what: str) -> Any:
     return (not spelling.sets) if isinstance(spelling.sets, bool) else item.default
 
 
-def _lines(content: dict[Any, Any]) -> Iterator[_Line]:
-    """Yields the settings of a file. A mapping under the name of a section is that section."""
+def _lines(content: dict[Any, Any]) -> Iterator[tuple[str, str, Any]]:
+    """Yields the name with its section, the key and the value of each setting of a file.
+
+    A mapping under the name of a section is that section.
+    """
     for key, value in content.items():
         if isinstance(value, dict | None) and key in (*sections(), *_MEGATRON_SECTIONS):
-            yield from (_Line(f"{key}.{inner}", str(inner), v) for inner, v in (value or {}).items())
+            yield from ((f"{key}.{inner}", str(inner), v) for inner, v in (value or {}).items())
         else:
-            yield _Line(str(key), str(key), value)
+            yield str(key), str(key), value
 
 
 def load_file(path: Path, flag: str = "--config") -> Any:
@@ -114,10 +102,8 @@ def load_file(path: Path, flag: str = "--config") -> Any:
     except UserError as error:
         raise UserError(f"configuration file {path} {error}") from None
     except Exception as error:
-        reason = " ".join(str(error).split())
-        raise UserError(
-            f"configuration file {path} is not valid {path.suffix.lstrip('.') or 'yaml'}: {reason}"
-        ) from None
+        kind, reason = path.suffix.lstrip(".") or "yaml", " ".join(str(error).split())
+        raise UserError(f"configuration file {path} is not valid {kind}: {reason}") from None
 
 
 def _parse(path: Path, text: str) -> Any:
@@ -175,12 +161,12 @@ def _check_size(node: Any, sizes: dict[int, int]) -> int:
 
 
 def _without_repeats(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    seen: set[Any] = set()
-    for key, _ in pairs:
-        if key in seen:
+    unique: dict[Any, Any] = {}
+    for key, value in pairs:
+        if key in unique:
             raise UserError(f"gives {key} twice; keep one")
-        seen.add(key)
-    return dict(pairs)
+        unique[key] = value
+    return unique
 
 
 # --- files that name data ---
@@ -199,17 +185,12 @@ def read_data_files(draft: Draft) -> None:
         flag = table()[name].written(path)
         try:
             for target, words in read(Path(path), flag).items():
-                _assign_data(draft, target, words, flag)
+                if getattr(draft, target) not in ((), words):
+                    other = table()[target].written(getattr(draft, target), draft.source(target))
+                    raise UserError(f"{flag} and {other} name different data; choose one")
+                draft.assign(f"derived: {flag}", **{target: words})
         except UserError as error:
             draft.wrong[name] = str(error)
-
-
-def _assign_data(draft: Draft, target: str, words: tuple[str, ...], flag: str) -> None:
-    if getattr(draft, target) and getattr(draft, target) != words:
-        raise UserError(
-            f"{flag} and {table()[target].written(getattr(draft, target), draft.source(target))} name different data; choose one"
-        )
-    draft.assign(f"derived: {flag}", **{target: words})
 
 
 def _read_words(path: Path, flag: str) -> dict[str, tuple[str, ...]]:
@@ -252,20 +233,17 @@ def _by_split(content: Any, flag: str) -> dict[str, tuple[str, ...]]:
 def _words(content: Any, flag: str) -> tuple[str, ...]:
     """Converts a string, a list of words or a list of `{weight: W, path: P}` to the words of --data-path."""
     words: list[str] = []
+    example = "{weight: 0.7, path: PREFIX}"
     entries = content.split() if isinstance(content, str) else content
     if not isinstance(entries, list):
-        raise UserError(
-            f"{flag} must be a list of prefixes, or of entries like {{weight: 0.7, path: PREFIX}}"
-        )
+        raise UserError(f"{flag} must be a list of prefixes, or of entries like {example}")
     for entry in entries:
-        if isinstance(entry, dict):
-            if not {"path"} <= entry.keys() <= {"path", "weight"}:
-                raise UserError(
-                    f"{flag}: {entry} is not an entry; write it like {{weight: 0.7, path: PREFIX}}"
-                )
+        if not isinstance(entry, dict):
+            words.append(str(entry))
+        elif {"path"} <= entry.keys() <= {"path", "weight"}:
             words += [str(entry[key]) for key in ("weight", "path") if key in entry]
         else:
-            words.append(str(entry))
+            raise UserError(f"{flag}: {entry} is not an entry; write it like {example}")
     weighted = {"weight" in entry for entry in entries if isinstance(entry, dict)}
     if len(weighted) > 1:
         raise UserError(f"{flag} mixes entries with and without a weight; give each one, or none")
@@ -322,10 +300,7 @@ def paths_in_run(file: str, values: Mapping[str, Any]) -> dict[str, str]:
     places = {name: Path(values[name]) for name in _WRITTEN_TO if values.get(name) is not None}
     relative: dict[str, str] = {}
     for name, place in places.items():
-        if name in _RELATIVE_TO_RUN and not place.is_absolute():
-            continue
-        for folder in folders:
-            if place.resolve().is_relative_to(folder.resolve()):
-                relative[name] = str(place.resolve().relative_to(folder.resolve()))
-                break
+        inside = [f.resolve() for f in folders if place.resolve().is_relative_to(f.resolve())]
+        if inside and (place.is_absolute() or name not in _RELATIVE_TO_RUN):
+            relative[name] = str(place.resolve().relative_to(inside[0]))
     return relative

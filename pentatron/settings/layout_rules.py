@@ -18,12 +18,24 @@ from pentatron.layout.schedules import (
     uses_groups,
 )
 from pentatron.layout.stages import Costs, stage_parts
+from pentatron.settings.declaration import flag_of
 from pentatron.settings.parameters import attention_sizes, costs_of, division_of, grid_of
-from pentatron.settings.run_config import table
 from pentatron.settings.settings import Settings, is_unset
 from pentatron.text import divisors, join_choices
 
 Rule = Callable[[Settings], str | None]
+
+
+def refuse_if(holds: Callable[[Settings], object], error: str) -> Rule:
+    """Builds a rule from a predicate. `error` is a template that names the settings `s`."""
+    return lambda s: error.format(s=s) if holds(s) else None
+
+
+def indivisible(s: Settings, name: str, by: str, advice: object) -> str:
+    """Returns the error about a setting that is not divisible by another."""
+    return (
+        f"{flag_of(name)} {getattr(s, name)} is not divisible by {flag_of(by)} {getattr(s, by)}; use {advice}"
+    )
 
 
 def error_of(check: Callable[..., object], *arguments: object) -> str | None:
@@ -33,20 +45,6 @@ def error_of(check: Callable[..., object], *arguments: object) -> str | None:
     except (UserError, ValueError) as error:
         return str(error)
     return None
-
-
-def _world(s: Settings) -> str | None:
-    sizes = (s.tensor_model_parallel_size, s.pipeline_model_parallel_size, s.context_parallel_size)
-    return world_size_problem(s.facts.world_size, *sizes)
-
-
-def _expected_world(s: Settings) -> str | None:
-    if s.world_size in (None, s.facts.world_size):
-        return None
-    return (
-        f"--world-size {s.world_size} does not match the {s.facts.world_size} started process(es); "
-        f"start {s.world_size} (torchrun --nproc_per_node=... or --nproc-per-node) or leave --world-size out"
-    )
 
 
 def _data_parallel(s: Settings) -> str | None:
@@ -59,23 +57,11 @@ def _data_parallel(s: Settings) -> str | None:
     )
 
 
-def _processes_here(s: Settings) -> str | None:
-    if not s.facts.launcher or s.nproc_per_node == s.facts.local_processes:
-        return None
-    return (
-        f"--nproc-per-node {s.nproc_per_node} does not match the {s.facts.local_processes} process(es) that "
-        f"{s.facts.launcher} started on this machine; leave --nproc-per-node out"
-    )
-
-
 def _heads_per_rank(s: Settings) -> str | None:
-    heads, tp = s.num_attention_heads, s.tensor_model_parallel_size
-    if heads % tp == 0:
+    if s.num_attention_heads % s.tensor_model_parallel_size == 0:
         return None
-    return (
-        f"--num-attention-heads {heads} is not divisible by --tensor-model-parallel-size {tp}; "
-        f"use {join_choices(divisors(heads))}"
-    )
+    advice = join_choices(divisors(s.num_attention_heads))
+    return indivisible(s, "num_attention_heads", "tensor_model_parallel_size", advice)
 
 
 def _groups_per_rank(s: Settings) -> str | None:
@@ -93,10 +79,8 @@ def _mlp_per_rank(s: Settings) -> str | None:
     width, tp = s.ffn_hidden_size, s.tensor_model_parallel_size
     if width % tp == 0:
         return None
-    return (
-        f"--ffn-hidden-size {width} is not divisible by --tensor-model-parallel-size {tp}; "
-        f"use --ffn-hidden-size {_next_width(width, tp)}"
-    )
+    advice = f"--ffn-hidden-size {_next_width(width, tp)}"
+    return indivisible(s, "ffn_hidden_size", "tensor_model_parallel_size", advice)
 
 
 def _next_width(width: int, ranks: int) -> int:
@@ -110,14 +94,10 @@ def _padded_vocabulary(s: Settings) -> str | None:
     if size is None or (padded >= size and padded % tp == 0):
         return None
     enough = math.ceil(max(size, padded) / tp) * tp
+    advice = f"{enough} or leave it out"
     if padded < size:
-        return (
-            f"--padded-vocab-size {padded} is smaller than --vocab-size {size}; use {enough} or leave it out"
-        )
-    return (
-        f"--padded-vocab-size {padded} is not divisible by --tensor-model-parallel-size {tp}; "
-        f"use {enough} or leave it out"
-    )
+        return f"--padded-vocab-size {padded} is smaller than --vocab-size {size}; use {advice}"
+    return indivisible(s, "padded_vocab_size", "tensor_model_parallel_size", advice)
 
 
 def _sequence_per_rank(s: Settings) -> str | None:
@@ -152,30 +132,8 @@ def _heads_per_context_rank(s: Settings) -> str | None:
     )
 
 
-def _context_dropout(s: Settings) -> str | None:
-    cp, dropout = s.context_parallel_size, s.attention_dropout
-    if cp == 1 or dropout == 0:
-        return None
-    return (
-        f"--attention-dropout {dropout} does not work with sequences split over {cp} ranks "
-        f"(--context-parallel-size {cp}); use --attention-dropout 0, or --context-parallel-size 1"
-    )
-
-
-def _context_kernel(s: Settings) -> str | None:
-    """Attention over blocks of keys needs their log-sum-exp, which only the flash and math kernels return."""
-    cp, kind, kernel = s.context_parallel_size, s.cp_comm_type, s.attention_backend
-    if cp == 1 or kind == "a2a" or kernel not in ("cudnn", "efficient"):
-        return None
-    return (
-        f"--attention-backend {kernel} cannot compute attention in blocks, as --cp-comm-type {kind} needs it; use "
-        f"--attention-backend auto, flash or math, or --cp-comm-type a2a"
-    )
-
-
 def _layers_per_stage(s: Settings) -> str | None:
-    layers, ranks = s.num_layers, s.pipeline_model_parallel_size
-    virtual = s.virtual_stages
+    layers, ranks, virtual = s.num_layers, s.pipeline_model_parallel_size, s.virtual_stages
     # An explicit layout may have a stage with the embedding alone.
     if layers >= ranks * virtual or s.pipeline_model_parallel_layout is not None:
         return None
@@ -190,22 +148,10 @@ def _layers_per_stage(s: Settings) -> str | None:
     )
 
 
-def _virtual_stages(s: Settings) -> str | None:
-    ranks, virtual = s.pipeline_model_parallel_size, s.virtual_stages
-    if virtual == 1 or ranks > 1:
-        return None
-    return (
-        f"virtual stages ({virtual} on each rank) need a pipeline, but --pipeline-model-parallel-size is {ranks}; "
-        f"use 2 or more pipeline ranks, or leave the virtual stages out"
-    )
-
-
 def _layers_per_virtual_stage(s: Settings) -> str | None:
     each = s.num_layers_per_virtual_pipeline_stage
-    if each is None:
-        return None
     layers, ranks, virtual = s.num_layers, s.pipeline_model_parallel_size, s.virtual_stages
-    if ranks * virtual * each == layers:
+    if each is None or ranks * virtual * each == layers:
         return None
     if layers % (ranks * each):
         down = layers - layers % (ranks * each)
@@ -220,23 +166,20 @@ def _layers_per_virtual_stage(s: Settings) -> str | None:
     )
 
 
-_ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
-_COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+# Ways to divide the layers. Settings of one way may be combined.
+_DIVISIONS = (
+    ("pipeline_model_parallel_layout",),
+    ("num_layers_per_virtual_pipeline_stage",),
+    ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+    ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+)
 
 
 def _division(s: Settings) -> str | None:
     """Checks that the layers can be divided as requested, by one of the ways."""
     division = division_of(s)
-    ways = [
-        next((table()[n].flag for n in way if getattr(s, n)), None)
-        for way in (
-            ("pipeline_model_parallel_layout",),
-            ("num_layers_per_virtual_pipeline_stage",),
-            _ENDS,
-            _COUNTED,
-        )
-    ]
-    given = [flag for flag in ways if flag is not None]
+    ways = [[flag_of(name) for name in way if getattr(s, name)] for way in _DIVISIONS]
+    given = [flags[0] for flags in ways if flags]
     if len(given) > 1 and division.ranks > 1:
         return f"{' and '.join(given)} each set how the layers are divided; give one of them"
     if division.written is None and s.num_layers < division.stages:
@@ -247,8 +190,7 @@ def _division(s: Settings) -> str | None:
 
 def _schedule(s: Settings) -> str | None:
     """Checks that the schedule exists for this number of virtual stages."""
-    kind, ranks = s.pipeline_schedule, s.pipeline_model_parallel_size
-    virtual = s.virtual_stages
+    kind, ranks, virtual = s.pipeline_schedule, s.pipeline_model_parallel_size, s.virtual_stages
     match None if ranks == 1 else required_stages(kind, virtual):
         case Stages.SEVERAL:
             return (
@@ -328,43 +270,62 @@ def _recomputed_layers(s: Settings) -> str | None:
     return f"--recompute-num-layers {count} is more than the {most} layers that {where}; use 1 to {most}"
 
 
-LAYOUT_RULES: tuple[Rule, ...] = (
-    _world,
-    _expected_world,
-    _data_parallel,
-    _processes_here,
-    _heads_per_rank,
-    _groups_per_rank,
-    _mlp_per_rank,
-    _padded_vocabulary,
-    _sequence_per_rank,
-    _heads_per_context_rank,
-    _context_dropout,
-    _context_kernel,
-    _layers_per_stage,
-    _virtual_stages,
-    _layers_per_virtual_stage,
-    _division,
-    _schedule,
-    _enough_micro_batches,
-    _micro_batch_groups,
-    _recompute_method,
-    _recomputed_layers,
-    _batch,
-)
+LAYOUT_RULES: dict[str, Rule] = {
+    "world": lambda s: world_size_problem(
+        s.facts.world_size,
+        *(s.tensor_model_parallel_size, s.pipeline_model_parallel_size, s.context_parallel_size),
+    ),
+    "expected_world": refuse_if(
+        lambda s: s.world_size not in (None, s.facts.world_size),
+        "--world-size {s.world_size} does not match the {s.facts.world_size} started process(es); "
+        "start {s.world_size} (torchrun --nproc_per_node=... or --nproc-per-node) or leave --world-size out",
+    ),
+    "data_parallel": _data_parallel,
+    "processes_here": refuse_if(
+        lambda s: s.facts.launcher and s.nproc_per_node != s.facts.local_processes,
+        "--nproc-per-node {s.nproc_per_node} does not match the {s.facts.local_processes} process(es) that "
+        "{s.facts.launcher} started on this machine; leave --nproc-per-node out",
+    ),
+    "heads_per_rank": _heads_per_rank,
+    "groups_per_rank": _groups_per_rank,
+    "mlp_per_rank": _mlp_per_rank,
+    "padded_vocabulary": _padded_vocabulary,
+    "sequence_per_rank": _sequence_per_rank,
+    "heads_per_context_rank": _heads_per_context_rank,
+    "context_dropout": refuse_if(
+        lambda s: s.context_parallel_size > 1 and s.attention_dropout,
+        "--attention-dropout {s.attention_dropout} does not work with sequences split over "
+        "{s.context_parallel_size} ranks (--context-parallel-size {s.context_parallel_size}); "
+        "use --attention-dropout 0, or --context-parallel-size 1",
+    ),
+    # Attention over blocks of keys needs their log-sum-exp, which only the flash and math kernels return.
+    "context_kernel": refuse_if(
+        lambda s: (
+            s.context_parallel_size > 1
+            and s.cp_comm_type != "a2a"
+            and s.attention_backend in ("cudnn", "efficient")
+        ),
+        "--attention-backend {s.attention_backend} cannot compute attention in blocks, as --cp-comm-type "
+        "{s.cp_comm_type} needs it; use --attention-backend auto, flash or math, or --cp-comm-type a2a",
+    ),
+    "layers_per_stage": _layers_per_stage,
+    "virtual_stages": refuse_if(
+        lambda s: s.virtual_stages > 1 and s.pipeline_model_parallel_size == 1,
+        "virtual stages ({s.virtual_stages} on each rank) need a pipeline, but --pipeline-model-parallel-size is "
+        "{s.pipeline_model_parallel_size}; use 2 or more pipeline ranks, or leave the virtual stages out",
+    ),
+    "layers_per_virtual_stage": _layers_per_virtual_stage,
+    "division": _division,
+    "schedule": _schedule,
+    "enough_micro_batches": _enough_micro_batches,
+    "micro_batch_groups": _micro_batch_groups,
+    "recompute_method": _recompute_method,
+    "recomputed_layers": _recomputed_layers,
+    "batch": _batch,
+}
 
 
 # --- ZeRO 3: what it cannot be combined with, and hybrid sharding groups that divide ---
-
-
-def _zero3_split_backward(s: Settings) -> str | None:
-    kind = s.pipeline_schedule
-    if s.zero_stage != 3 or kind not in SPLITS_BACKWARD or s.pipeline_model_parallel_size == 1:
-        return None
-    return (
-        f"--pipeline-schedule {kind} defers weight gradients until after --zero-stage 3 has reduced the "
-        f"gradients of a layer and freed its weights; use 1f1b, gpipe or interleaved, or --zero-stage 2"
-    )
 
 
 def _hybrid_sharding(s: Settings) -> str | None:
@@ -388,13 +349,20 @@ def _hybrid_sharding(s: Settings) -> str | None:
     )
 
 
-def _zero3_offload(s: Settings) -> str | None:
-    if s.zero_stage != 3 or not s.optimizer_cpu_offload:
-        return None
-    return (
-        "--optimizer-cpu-offload offloads what --zero-stage 0 to 2 keep beside the weights; the shards of --zero-stage 3 are the "
-        "weights themselves; use --zero-stage 2, or leave --optimizer-cpu-offload out"
-    )
-
-
-ZERO_RULES = (_zero3_split_backward, _hybrid_sharding, _zero3_offload)
+ZERO_RULES: dict[str, Rule] = {
+    "zero3_split_backward": refuse_if(
+        lambda s: (
+            s.zero_stage == 3
+            and s.pipeline_schedule in SPLITS_BACKWARD
+            and s.pipeline_model_parallel_size > 1
+        ),
+        "--pipeline-schedule {s.pipeline_schedule} defers weight gradients until after --zero-stage 3 has reduced "
+        "the gradients of a layer and freed its weights; use 1f1b, gpipe or interleaved, or --zero-stage 2",
+    ),
+    "hybrid_sharding": _hybrid_sharding,
+    "zero3_offload": refuse_if(
+        lambda s: s.zero_stage == 3 and s.optimizer_cpu_offload,
+        "--optimizer-cpu-offload offloads what --zero-stage 0 to 2 keep beside the weights; the shards of "
+        "--zero-stage 3 are the weights themselves; use --zero-stage 2, or leave --optimizer-cpu-offload out",
+    ),
+}

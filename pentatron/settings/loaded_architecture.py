@@ -4,12 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pentatron.settings.declaration import first_unmet
 from pentatron.settings.layer_patterns import window_of_layer
 from pentatron.settings.model import moe_layers
 from pentatron.settings.resolve import derived_settings
 from pentatron.settings.run_config import table
-from pentatron.settings.settings import Draft, Facts, Settings
+from pentatron.settings.settings import Draft, Facts, Settings, is_unset
 
 # Prefix of the origin of settings taken from a checkpoint.
 LOADED_PREFIX = "loaded from "
@@ -19,15 +18,8 @@ NOT_IN_WEIGHTS = frozenset(name for name, item in table().items() if not item.in
 _REDUNDANT = frozenset({"group_query_attention", "rotary_seq_len_interpolation_factor"})
 # Settings that are derived from others if not given.
 _DERIVED = frozenset(
-    {
-        "ffn_hidden_size",
-        "num_attention_heads",
-        "kv_channels",
-        "num_query_groups",
-        "max_position_embeddings",
-        "vocab_size",
-        "moe_ffn_hidden_size",
-    }
+    "ffn_hidden_size num_attention_heads kv_channels num_query_groups max_position_embeddings vocab_size "
+    "moe_ffn_hidden_size".split()
 )
 # Always shown in the notice, even with their default values.
 _SHAPE = frozenset({"num_layers", "hidden_size"})
@@ -57,11 +49,8 @@ def architecture(saved: Mapping[str, Any]) -> Architecture:
     if _CODE not in saved:
         # Weights of standard layers may be loaded into custom ones.
         names.remove(_CODE)
-    values = {
-        name: tuple(saved[name]) if isinstance(saved[name], list) else saved[name]
-        for name in names
-        if name in saved
-    }
+    values = {name: saved[name] for name in names if name in saved}
+    values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
     return Architecture(Settings.defaults(**values), tuple(names))
 
 
@@ -86,13 +75,13 @@ def _differ(name: str, architecture: Architecture, now: Settings) -> bool:
         return False
     if name in _WINDOWS:
         # Compared whatever the sequence length is: the model may be trained on longer sequences later.
-        windows = {n: getattr(now, n) for n in _WINDOWS}
-        return _windows(loaded) != _windows(loaded.changed(**windows))
+        return _windows(loaded) != _windows(loaded.changed(**{n: getattr(now, n) for n in _WINDOWS}))
+    # `merged` has the values before. A need of the setting is unmet, as that of the rotary base with learned
+    # positions, for both values of a pair, or for one of another setting.
     merged = architecture.over(now)
-    if name in _MSCALES:
-        mscales = {n: getattr(now, n) for n in _MSCALES}
-        return not (_is_idle(name, merged) and _is_idle(name, merged.changed(**mscales)))
-    return not any(_is_idle(name, merged.changed(**{name: value})) for value in (before, after))
+    changes = {n: getattr(now, n) for n in (_MSCALES if name in _MSCALES else (name,))}
+    is_idle = [bool(table()[name].unmet_need(s)) for s in (merged, merged.changed(**changes))]
+    return not (all(is_idle) if name in _MSCALES else any(is_idle))
 
 
 def _layers(s: Settings) -> tuple[bool, ...]:
@@ -113,11 +102,6 @@ def _windows(s: Settings) -> tuple[int | None, ...]:
         return ()
 
 
-def _is_idle(name: str, s: Settings) -> bool:
-    """Whether a need of the setting is unmet, as that of the rotary base with learned positions."""
-    return bool(first_unmet(table()[name].needs, s))
-
-
 def adopt_architecture(
     draft: Draft, facts: Facts, saved: Mapping[str, Any], origin: str, way_out: str
 ) -> None:
@@ -128,20 +112,21 @@ def adopt_architecture(
     loaded = architecture(saved)
     before = derived_settings(draft, facts)
     _check_tokenizer(draft, loaded, origin)
-    has_learned_positions = loaded.settings.position_embedding_type == "learned_absolute"
     open_names = [name for name in loaded.names if name != _CODE and not _is_chosen(draft, name)]
-    if _exceeds_positions(draft, loaded) and not has_learned_positions:
-        open_names.remove(_POSITIONS)
-        draft.notices.append(
-            f"sequences of {draft.seq_length} tokens are longer than the {loaded.settings.max_position_embeddings} positions of {origin}"
-        )
-    if _exceeds_positions(draft, loaded) and has_learned_positions:
-        draft.wrong["seq_length"] = (
-            f"--seq-length {draft.seq_length} is longer than the {loaded.settings.max_position_embeddings} learned positions of {origin}; give a "
-            f"shorter one, {way_out}"
-        )
+    length, positions = draft.seq_length, loaded.settings.max_position_embeddings
+    if not is_unset(positions) and length > positions and not _is_chosen(draft, _POSITIONS):
+        if loaded.settings.position_embedding_type == "learned_absolute":
+            draft.wrong["seq_length"] = (
+                f"--seq-length {length} is longer than the {positions} learned positions of {origin}; give a "
+                f"shorter one, {way_out}"
+            )
+        else:
+            open_names.remove(_POSITIONS)
+            draft.notices.append(
+                f"sequences of {length} tokens are longer than the {positions} positions of {origin}"
+            )
     different = architecture_differences(loaded, before)
-    if loaded.settings.max_position_embeddings not in (None, before.max_position_embeddings):
+    if positions not in (None, before.max_position_embeddings):
         different.append(_POSITIONS)
     if adopted := [name for name in open_names if name in different]:
         for name in open_names:
@@ -152,30 +137,21 @@ def adopt_architecture(
         )
     after = derived_settings(draft, facts)
     for name in architecture_differences(loaded, after):
+        written = _written(loaded.settings, name)
         if name in draft.wrong:
             # Its error is reported already, such as a tokenizer that was not found.
             continue
         if name == _CODE and not _is_chosen(draft, name):
-            draft.wrong[name] = (
-                f"{origin} was trained with {_written(loaded.settings, name)}; give that flag again, as code is never loaded from files"
-            )
-            continue
-        draft.wrong[name] = (
-            f"{origin} holds a model with {_written(loaded.settings, name)}, but {_who(draft, name)} {_written(after, name)}; "
-            f"leave that out, {way_out}"
-        )
+            error = f"was trained with {written}; give that flag again, as code is never loaded from files"
+        else:
+            given = f"{_who(draft, name)} {_written(after, name)}"
+            error = f"holds a model with {written}, but {given}; leave that out, {way_out}"
+        draft.wrong[name] = f"{origin} {error}"
 
 
 def _is_chosen(draft: Draft, name: str) -> bool:
     """Whether the user chose a value, directly or by naming a preset. A default preset is not a choice."""
     return draft.given(name) or (draft.given("preset") and draft.source(name).startswith("preset "))
-
-
-def _exceeds_positions(draft: Draft, loaded: Architecture) -> bool:
-    """Whether sequences are longer than the positions of the loaded model, and no other number was chosen."""
-    positions = loaded.settings.max_position_embeddings
-    is_longer = positions is not None and draft.seq_length > positions
-    return is_longer and not _is_chosen(draft, _POSITIONS)
 
 
 def _check_tokenizer(draft: Draft, loaded: Architecture, origin: str) -> None:

@@ -2,70 +2,52 @@
 
 from dataclasses import dataclass
 
+from pentatron.settings import needs
 from pentatron.settings.declaration import (
     BELOW_ONE,
     FRACTION,
     FREE,
-    MINUS_ONE_OR_MORE,
     NON_NEGATIVE,
     ONE_OR_MORE,
     ORDER,
     POSITIVE,
+    Limit,
     setting,
 )
 from pentatron.settings.layer_patterns import layer_pattern
-from pentatron.settings.needs import (
-    BALANCING,
-    BALANCING_WEIGHT,
-    EXPERT_BIAS,
-    EXPERTS,
-    LLAMA3_SCALING,
-    MLP_BIAS_ALONE,
-    MSCALES,
-    ORIGINAL_LENGTH,
-    PADDING_NOT_GIVEN,
-    PROJECTION_BIAS_ALONE,
-    QKV_BIAS_ALONE,
-    ROPE,
-    ROPE_SCALING,
-    SOFTMAX_SCORES,
-    WINDOW,
-    YARN,
-    a_shorter_window,
-)
 
 
 @dataclass(frozen=True)
 class TransformerConfig:
     """Model architecture"""
 
-    num_layers: int = setting(4, "transformer layers", limit=POSITIVE)
-    hidden_size: int = setting(256, "width of the hidden states", limit=POSITIVE)
-    ffn_hidden_size: int = setting(None, "MLP width (4 × hidden; with SwiGLU 8/3 × hidden)", limit=POSITIVE)
-    num_attention_heads: int = setting(None, "attention heads (from the hidden size)", limit=POSITIVE)
+    num_layers: int = setting(4, "transformer layers", POSITIVE)
+    hidden_size: int = setting(256, "width of the hidden states", POSITIVE)
+    ffn_hidden_size: int = setting(None, "MLP width (4 × hidden; with SwiGLU 8/3 × hidden)", POSITIVE)
+    num_attention_heads: int = setting(None, "attention heads (from the hidden size)", POSITIVE)
     kv_channels: int = setting(
-        None, "width of one head (hidden / heads); heads × width may differ from hidden", limit=POSITIVE
+        None, "width of one head (hidden / heads); heads × width may differ from hidden", POSITIVE
     )
     group_query_attention: bool = setting(False, "share keys and values between groups of heads")
-    num_query_groups: int = setting(None, "key/value heads with --group-query-attention", limit=POSITIVE)
+    num_query_groups: int = setting(None, "key/value heads with --group-query-attention", POSITIVE)
     seq_length: int = setting(
-        256, "tokens in one sample", also="--max_seq_len", limit=POSITIVE, resume=ORDER, in_weights=False
+        256, "tokens in one sample", POSITIVE, ORDER, also="--max_seq_len", in_weights=False
     )
-    max_position_embeddings: int = setting(None, "maximum sequence length (seq-length)", limit=POSITIVE)
-    vocab_size: int = setting(None, "vocabulary size (from the tokenizer if not given)", limit=POSITIVE)
+    max_position_embeddings: int = setting(None, "maximum sequence length (seq-length)", POSITIVE)
+    vocab_size: int = setting(None, "vocabulary size (from the tokenizer if not given)", POSITIVE)
     make_vocab_size_divisible_by: int = setting(
         128,
         "pad the vocabulary to a multiple of this × tensor parallel size",
-        limit=POSITIVE,
-        needs=PADDING_NOT_GIVEN,
+        POSITIVE,
+        needs.PADDING_NOT_GIVEN,
         in_weights=False,
     )
     padded_vocab_size: int = setting(
-        None, "rows of the embedding with padding (derived)", limit=POSITIVE, resume=FREE, in_weights=False
+        None, "rows of the embedding with padding (derived)", POSITIVE, FREE, in_weights=False
     )
 
     normalization: str = setting("LayerNorm", "normalization layer", choices=("LayerNorm", "RMSNorm"))
-    layernorm_epsilon: float = setting(1e-5, "epsilon of the norms", also="--norm-epsilon", limit=POSITIVE)
+    layernorm_epsilon: float = setting(1e-5, "epsilon of the norms", POSITIVE, also="--norm-epsilon")
     qk_layernorm: bool = setting(False, "normalize queries and keys (Qwen3)")
     qk_l2_norm: bool = setting(
         False, "L2-normalize queries and keys", not_yet="the L2 norm of queries and keys"
@@ -74,94 +56,105 @@ class TransformerConfig:
     add_bias_linear: bool = setting(
         True, "bias in linear layers", sets={"--disable-bias-linear": False, "--disable_bias_linear": False}
     )
-    add_qkv_bias: bool = setting(False, "bias in the QKV projection (Qwen2.5)", needs=QKV_BIAS_ALONE)
-    add_proj_bias: bool = setting(False, "bias in attention's output projection", needs=PROJECTION_BIAS_ALONE)
-    add_mlp_bias: bool = setting(False, "biases in the MLP", needs=MLP_BIAS_ALONE)
+    add_qkv_bias: bool = setting(
+        False, "bias in the QKV projection (Qwen2.5)", needs.bias_alone("add_qkv_bias")
+    )
+    add_proj_bias: bool = setting(
+        False, "bias in attention's output projection", needs.bias_alone("add_proj_bias")
+    )
+    add_mlp_bias: bool = setting(False, "biases in the MLP", needs.bias_alone("add_mlp_bias"))
     position_embedding_type: str = setting(
         "learned_absolute",
         "position embedding (yarn: rope with --rope-scaling-type yarn)",
         choices=("learned_absolute", "rope", "yarn", "none"),
         sets={"--use-rotary-position-embeddings": "rope"},
     )
-    rotary_base: float = setting(10000.0, "base of the rotary frequencies", limit=POSITIVE, needs=ROPE)
-    rotary_percent: float = setting(1.0, "fraction of the head that is rotated", limit=FRACTION, needs=ROPE)
-    rotary_interleaved: bool = setting(False, "rotate adjacent channel pairs instead of halves", needs=ROPE)
+    rotary_base: float = setting(10000.0, "base of the rotary frequencies", POSITIVE, needs.ROPE)
+    rotary_percent: float = setting(1.0, "fraction of the head that is rotated", FRACTION, needs.ROPE)
+    rotary_interleaved: bool = setting(False, "rotate adjacent channel pairs instead of halves", needs.ROPE)
     rope_scaling_type: str | None = setting(
         None,
         "scaling of rotary frequencies for sequences longer than in the first training (none)",
+        needs.ROPE,
         choices=("linear", "llama3", "yarn"),
         sets={"--use-rope-scaling": "llama3"},
-        needs=ROPE,
     )
     rope_scaling_factor: float = setting(
         None,
         "how many times longer sequences become (llama3: 8)",
+        ONE_OR_MORE,
+        needs.ROPE_SCALING,
         also="--yarn-rotary-scaling-factor",
-        limit=ONE_OR_MORE,
-        needs=ROPE_SCALING,
     )
     rope_scaling_original_max_position_embeddings: int = setting(
         None,
         "maximum sequence length of the first training (llama3: 8192)",
+        POSITIVE,
+        needs.ORIGINAL_LENGTH,
         also="--yarn-original-max-position-embeddings",
-        limit=POSITIVE,
-        needs=ORIGINAL_LENGTH,
     )
     rope_scaling_low_freq_factor: float = setting(
         1.0,
         "llama3: wavelengths that fit less often than this into that length are scaled",
-        limit=POSITIVE,
-        needs=LLAMA3_SCALING,
+        POSITIVE,
+        needs.LLAMA3_SCALING,
     )
     rope_scaling_high_freq_factor: float = setting(
-        4.0, "llama3: wavelengths that fit more often are not scaled", limit=POSITIVE, needs=LLAMA3_SCALING
+        4.0, "llama3: wavelengths that fit more often are not scaled", POSITIVE, needs.LLAMA3_SCALING
     )
     rotary_seq_len_interpolation_factor: float | None = setting(
         None,
         "Megatron's name for --rope-scaling-type linear with this --rope-scaling-factor",
-        limit=ONE_OR_MORE,
-        needs=ROPE,
+        ONE_OR_MORE,
+        needs.ROPE,
     )
     yarn_beta_fast: float = setting(
-        32.0, "yarn: channel pairs with more rotations than this are not scaled", limit=POSITIVE, needs=YARN
+        32.0, "yarn: channel pairs with more rotations than this are not scaled", POSITIVE, needs.YARN
     )
     yarn_beta_slow: float = setting(
-        1.0, "yarn: channel pairs with fewer rotations than this are scaled", limit=POSITIVE, needs=YARN
+        1.0, "yarn: channel pairs with fewer rotations than this are scaled", POSITIVE, needs.YARN
     )
     yarn_attention_factor: float | None = setting(
-        None, "yarn: factor of rotated queries and keys (0.1 ln(factor) + 1)", limit=POSITIVE, needs=YARN
+        None, "yarn: factor of rotated queries and keys (0.1 ln(factor) + 1)", POSITIVE, needs.YARN
     )
     yarn_mscale: float | None = setting(
         None,
         "yarn: numerator of another such factor: (0.1 × mscale × ln(factor) + 1) / (0.1 × mscale_all_dim × ln(factor) + 1)",
-        limit=NON_NEGATIVE,
-        needs=MSCALES,
+        NON_NEGATIVE,
+        needs.YARN,
+        needs.YARN_FACTOR_UNSET,
+        needs.BOTH_MSCALES,
     )
     yarn_mscale_all_dim: float | None = setting(
-        None, "yarn: denominator of that factor", limit=NON_NEGATIVE, needs=MSCALES
+        None,
+        "yarn: denominator of that factor",
+        NON_NEGATIVE,
+        needs.YARN,
+        needs.YARN_FACTOR_UNSET,
+        needs.BOTH_MSCALES,
     )
     yarn_truncate: bool = setting(
         True,
         "yarn: round the range of partly scaled channel pairs outwards",
+        needs.YARN,
         also="--yarn-correction-range-round-to-int",
-        needs=YARN,
     )
     window_size: tuple[int, ...] = setting(
         (),
         "LEFT,0: sliding window; a token attends to itself and LEFT tokens before it (LEFT -1 or not given: all)",
-        limit=MINUS_ONE_OR_MORE,
-        needs=a_shorter_window,
+        Limit(lambda left: left >= -1, "-1 or more"),
+        needs.a_shorter_window,
     )
     window_attn_skip_freq: str | None = setting(
-        None, "layers without window: every N-th, or a list such as [1,1,0] with 1 for a window", needs=WINDOW
+        None, "layers without window: every N-th, or a list such as [1,1,0] with 1 for a window", needs.WINDOW
     )
     untie_embeddings_and_output_weights: bool = setting(
         False, "do not share the weight of the embedding with the output layer"
     )
-    hidden_dropout: float = setting(0.0, "dropout on the hidden states", limit=BELOW_ONE, in_weights=False)
-    attention_dropout: float = setting(0.0, "dropout on attention weights", limit=BELOW_ONE, in_weights=False)
+    hidden_dropout: float = setting(0.0, "dropout on the hidden states", BELOW_ONE, in_weights=False)
+    attention_dropout: float = setting(0.0, "dropout on attention weights", BELOW_ONE, in_weights=False)
     init_method_std: float = setting(
-        0.02, "standard deviation of the initial weights", limit=NON_NEGATIVE, in_weights=False
+        0.02, "standard deviation of the initial weights", NON_NEGATIVE, in_weights=False
     )
     multi_latent_attention: bool = setting(False, "multi-latent attention", not_yet="multi-latent attention")
     spec: tuple[str, ...] = setting(
@@ -175,62 +168,71 @@ class TransformerConfig:
 class MoEConfig:
     """Mixture of experts"""
 
-    num_experts: int | None = setting(None, "number of experts", limit=POSITIVE)
+    num_experts: int | None = setting(None, "number of experts", POSITIVE)
     moe_layer_freq: str = setting(
-        "1", "layers with experts: every N-th, or a list like [0]*1+[1]*26 with 1 for experts", needs=EXPERTS
+        "1", "layers with experts: every N-th, or a list like [0]*1+[1]*26 with 1 for experts", needs.EXPERTS
     )
     moe_ffn_hidden_size: int = setting(
-        None, "width inside one expert (ffn-hidden-size)", limit=POSITIVE, needs=EXPERTS
+        None, "width inside one expert (ffn-hidden-size)", POSITIVE, needs.EXPERTS
     )
-    moe_router_topk: int = setting(2, "experts per token", limit=POSITIVE, needs=EXPERTS)
+    moe_router_topk: int = setting(2, "experts per token", POSITIVE, needs.EXPERTS)
     moe_router_score_function: str = setting(
-        "softmax", "function from router logits to scores", choices=("softmax", "sigmoid"), needs=EXPERTS
+        "softmax", "function from router logits to scores", needs.EXPERTS, choices=("softmax", "sigmoid")
     )
     moe_router_pre_softmax: bool = setting(
-        False, "softmax over all experts before the top-k, not over the selected ones", needs=SOFTMAX_SCORES
+        False,
+        "softmax over all experts before the top-k, not over the selected ones",
+        needs.EXPERTS,
+        needs.SOFTMAX_SCORES,
     )
     moe_router_topk_scaling_factor: float | None = setting(
-        None, "factor of the weights of the selected experts", limit=POSITIVE, needs=EXPERTS
+        None, "factor of the weights of the selected experts", POSITIVE, needs.EXPERTS
     )
     moe_router_num_groups: int | None = setting(
-        None, "expert groups for group-limited routing", limit=POSITIVE, needs=EXPERTS
+        None, "expert groups for group-limited routing", POSITIVE, needs.EXPERTS
     )
-    moe_router_group_topk: int = setting(None, "expert groups a token uses", limit=POSITIVE, needs=EXPERTS)
+    moe_router_group_topk: int = setting(None, "expert groups a token uses", POSITIVE, needs.EXPERTS)
     moe_router_dtype: str | None = setting(
         None,
         "precision of the router's logits (that of the model)",
+        needs.EXPERTS,
         choices=("fp32", "fp64"),
-        needs=EXPERTS,
         in_weights=False,
     )
     moe_router_load_balancing_type: tuple[str, ...] = setting(
         ("aux_loss",),
         "load-balancing methods of the experts, one or several",
+        needs.EXPERTS,
+        needs.BALANCING_WEIGHT,
         choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
-        needs=BALANCING_WEIGHT,
         in_weights=False,
     )
     moe_aux_loss_coeff: tuple[float, ...] = setting(
-        (0.0,), "weight of the load-balancing loss(es)", limit=NON_NEGATIVE, needs=BALANCING, in_weights=False
+        (0.0,),
+        "weight of the load-balancing loss(es)",
+        NON_NEGATIVE,
+        needs.EXPERTS,
+        needs.BALANCING,
+        in_weights=False,
     )
     moe_z_loss_coeff: float | None = setting(
         None,
         "weight of the router's z-loss, which keeps its logits small",
-        limit=NON_NEGATIVE,
-        needs=EXPERTS,
+        NON_NEGATIVE,
+        needs.EXPERTS,
         in_weights=False,
     )
     moe_router_enable_expert_bias: bool = setting(
-        False, "balance without a loss: a selection bias, updated after every step", needs=EXPERTS
+        False, "balance without a loss: a selection bias, updated after every step", needs.EXPERTS
     )
     moe_router_bias_update_rate: float = setting(
-        1e-3, "update of that bias per step", limit=NON_NEGATIVE, needs=EXPERT_BIAS, in_weights=False
+        1e-3, "update of that bias per step", NON_NEGATIVE, needs.EXPERTS, needs.EXPERT_BIAS, in_weights=False
     )
     moe_token_dispatcher_type: str = setting(
         "alltoall",
         "how tokens are dispatched to experts",
+        needs.EXPERTS,
         choices=("alltoall", "allgather"),
-        needs=EXPERTS,
         in_weights=False,
     )
     moe_grouped_gemm: bool | None = setting(
@@ -242,30 +244,30 @@ class MoEConfig:
     moe_use_legacy_grouped_gemm: bool = setting(
         False,
         "an older grouped matmul",
+        needs.EXPERTS,
         notice="there is only one grouped matmul here, so this changes nothing",
-        needs=EXPERTS,
         in_weights=False,
     )
     moe_expert_capacity_factor: float | None = setting(
         None,
         "drop tokens above this multiple of an expert's equal share (none are dropped)",
-        limit=POSITIVE,
-        needs=EXPERTS,
+        POSITIVE,
+        needs.EXPERTS,
         in_weights=False,
     )
     moe_token_drop_policy: str = setting(
         "probs",
         "tokens to drop: those with the smallest weights, or the last ones",
+        needs.EXPERTS,
         choices=("probs", "position"),
-        needs=EXPERTS,
         in_weights=False,
     )
     moe_shared_expert_intermediate_size: int | None = setting(
-        None, "width of the shared expert, which every token uses", limit=POSITIVE, needs=EXPERTS
+        None, "width of the shared expert, which every token uses", POSITIVE, needs.EXPERTS
     )
-    moe_shared_expert_gate: bool = setting(False, "gate the shared expert (Qwen2-MoE)", needs=EXPERTS)
+    moe_shared_expert_gate: bool = setting(False, "gate the shared expert (Qwen2-MoE)", needs.EXPERTS)
     moe_per_layer_logging: bool = setting(
-        False, "write the load of every layer's experts to metrics.jsonl", needs=EXPERTS, in_weights=False
+        False, "write the load of every layer's experts to metrics.jsonl", needs.EXPERTS, in_weights=False
     )
 
     @property
@@ -306,7 +308,7 @@ class KernelConfig:
     compile_layers_together: int = setting(
         1,
         "layers per compiled function: more take longer to compile, but less host time per step, which limits small models",
-        limit=POSITIVE,
+        POSITIVE,
     )
     cuda_graphs: str = setting(
         "auto",
@@ -323,8 +325,8 @@ class KernelConfig:
     cuda_graph_warmup_steps: int = setting(
         3,
         "steps before CUDA graphs are captured",
+        NON_NEGATIVE,
         notice="--cuda-graphs captures after one run of the same shape, so from the second step on",
-        limit=NON_NEGATIVE,
     )
     attention_softmax_in_fp32: bool = setting(
         False, "softmax of attention in fp32", notice="attention here always takes the softmax in fp32"
@@ -351,7 +353,7 @@ class KernelConfig:
     cross_entropy_chunk: int = setting(
         32768,
         "tokens whose logits a fused loss holds at a time; beyond it, logits are recomputed in backward",
-        limit=POSITIVE,
+        POSITIVE,
     )
 
 
@@ -374,6 +376,5 @@ def inner_widths(model: TransformerConfig, moe: MoEConfig, sparse_layers: int) -
     dense = model.num_layers * model.ffn_hidden_size
     if moe.num_experts is None:
         return int(dense)
-    sparse = moe.moe_router_topk * moe.moe_ffn_hidden_size
-    sparse += moe.shared_width
+    sparse = moe.moe_router_topk * moe.moe_ffn_hidden_size + moe.shared_width
     return int(dense + sparse_layers * (sparse - model.ffn_hidden_size))

@@ -5,7 +5,7 @@ import math
 from pentatron.devices import FP8_MULTIPLE
 from pentatron.layout.ranks import expert_size_problem
 from pentatron.settings.layer_patterns import windowed_layers
-from pentatron.settings.layout_rules import Rule, error_of
+from pentatron.settings.layout_rules import Rule, error_of, indivisible, refuse_if
 from pentatron.settings.model import moe_layers
 from pentatron.settings.parameters import grid_of
 from pentatron.settings.settings import Settings, is_unset
@@ -19,10 +19,7 @@ def _experts(s: Settings) -> str | None:
     if experts is None:
         return f"--expert-model-parallel-size {ep} needs experts; give --num-experts" if ep > 1 else None
     if experts % ep:
-        return (
-            f"--num-experts {experts} is not divisible by --expert-model-parallel-size {ep}; "
-            f"use {join_choices(divisors(experts))}"
-        )
+        return indivisible(s, "num_experts", "expert_model_parallel_size", join_choices(divisors(experts)))
     if topk > experts:
         return f"--moe-router-topk {topk} is more than --num-experts {experts}; use at most {experts}"
     return None
@@ -40,10 +37,8 @@ def _expert_width(s: Settings) -> str | None:
         return None
     width, ranks = s.moe_ffn_hidden_size, grid_of(s).expert_tensor
     if width % ranks:
-        return (
-            f"--moe-ffn-hidden-size {width} is not divisible by --expert-tensor-parallel-size {ranks}; "
-            f"use {math.ceil(width / ranks) * ranks}, or another size"
-        )
+        advice = f"{math.ceil(width / ranks) * ranks}, or another size"
+        return f"--moe-ffn-hidden-size {width} is not divisible by --expert-tensor-parallel-size {ranks}; use {advice}"
     return None
 
 
@@ -51,31 +46,8 @@ def _shared_expert_width(s: Settings) -> str | None:
     width, tp = s.moe_shared_expert_intermediate_size, s.tensor_model_parallel_size
     if s.num_experts is None or width is None or width % tp == 0:
         return None
-    return (
-        f"--moe-shared-expert-intermediate-size {width} is not divisible by --tensor-model-parallel-size {tp}; "
-        f"use {math.ceil(width / tp) * tp}"
-    )
-
-
-def _shared_gate(s: Settings) -> str | None:
-    if not s.moe_shared_expert_gate or s.moe_shared_expert_intermediate_size is not None:
-        return None
-    return "--moe-shared-expert-gate needs a shared expert; give --moe-shared-expert-intermediate-size"
-
-
-def _layers_with_experts(s: Settings) -> str | None:
-    return None if s.num_experts is None else error_of(moe_layers, s.moe_layer_freq, s.num_layers)
-
-
-def _experts_with_tensor_ranks(s: Settings) -> str | None:
-    """Ranks must route different tokens. Without sequence parallelism, tensor ranks have the same ones."""
-    tp = s.tensor_model_parallel_size
-    if s.num_experts is None or tp == 1 or s.sequence_parallel:
-        return None
-    return (
-        f"experts with --tensor-model-parallel-size {tp} need --sequence-parallel: without it {tp} ranks would route the "
-        f"same tokens; leave --no-sequence-parallel out"
-    )
+    name, advice = "moe_shared_expert_intermediate_size", math.ceil(width / tp) * tp
+    return indivisible(s, name, "tensor_model_parallel_size", advice)
 
 
 def _groups_of_experts(s: Settings) -> str | None:
@@ -86,11 +58,11 @@ def _groups_of_experts(s: Settings) -> str | None:
     if groups is None or is_unset(used):
         return "--moe-router-num-groups and --moe-router-group-topk go together; give both"
     if experts % groups:
-        return f"--num-experts {experts} is not divisible by --moe-router-num-groups {groups}; use {join_choices(divisors(experts))}"
+        return indivisible(s, "num_experts", "moe_router_num_groups", join_choices(divisors(experts)))
     if used > groups:
         return f"--moe-router-group-topk {used} is more than --moe-router-num-groups {groups}; use at most {groups}"
     if topk % used:
-        return f"--moe-router-topk {topk} is not divisible by --moe-router-group-topk {used}; use {join_choices(divisors(topk))}"
+        return indivisible(s, "moe_router_topk", "moe_router_group_topk", join_choices(divisors(topk)))
     if topk > used * (experts // groups):
         most = used * (experts // groups)
         return (
@@ -98,24 +70,6 @@ def _groups_of_experts(s: Settings) -> str | None:
             f"group) = {most} experts a token can use; use at most {most}"
         )
     return None
-
-
-def _expert_bias(s: Settings) -> str | None:
-    if not s.moe_router_enable_expert_bias or s.moe_router_score_function == "sigmoid":
-        return None
-    return (
-        "--moe-router-enable-expert-bias needs independent scores; give --moe-router-score-function sigmoid"
-    )
-
-
-def _pre_softmax(s: Settings) -> str | None:
-    softmax = s.moe_router_score_function == "softmax"
-    if s.num_experts is None or not softmax or s.moe_router_topk > 1 or s.moe_router_pre_softmax:
-        return None
-    return (
-        "--moe-router-topk 1 with a softmax over the one selected expert always gives it the weight 1, so the router gets no "
-        "gradient; give --moe-router-pre-softmax"
-    )
 
 
 def _balancing(s: Settings) -> str | None:
@@ -129,25 +83,44 @@ def _balancing(s: Settings) -> str | None:
     return f"--moe-aux-loss-coeff has {len(weights)} numbers for {len(kinds)} kinds of balancing; give one for all, or one for each"
 
 
-MOE_RULES = (
-    _experts,
-    _expert_ranks,
-    _expert_width,
-    _shared_expert_width,
-    _shared_gate,
-    _layers_with_experts,
-    _experts_with_tensor_ranks,
-    _groups_of_experts,
-    _expert_bias,
-    _pre_softmax,
-    _balancing,
-)
+MOE_RULES: dict[str, Rule] = {
+    "experts": _experts,
+    "expert_ranks": _expert_ranks,
+    "expert_width": _expert_width,
+    "shared_expert_width": _shared_expert_width,
+    "shared_gate": refuse_if(
+        lambda s: s.moe_shared_expert_gate and s.moe_shared_expert_intermediate_size is None,
+        "--moe-shared-expert-gate needs a shared expert; give --moe-shared-expert-intermediate-size",
+    ),
+    "layers_with_experts": lambda s: (
+        None if s.num_experts is None else error_of(moe_layers, s.moe_layer_freq, s.num_layers)
+    ),
+    # Ranks must route different tokens. Without sequence parallelism, tensor ranks have the same ones.
+    "experts_with_tensor_ranks": refuse_if(
+        lambda s: s.num_experts is not None and s.tensor_model_parallel_size > 1 and not s.sequence_parallel,
+        "experts with --tensor-model-parallel-size {s.tensor_model_parallel_size} need --sequence-parallel: without "
+        "it {s.tensor_model_parallel_size} ranks would route the same tokens; leave --no-sequence-parallel out",
+    ),
+    "groups_of_experts": _groups_of_experts,
+    "expert_bias": refuse_if(
+        lambda s: s.moe_router_enable_expert_bias and s.moe_router_score_function != "sigmoid",
+        "--moe-router-enable-expert-bias needs independent scores; give --moe-router-score-function sigmoid",
+    ),
+    "pre_softmax": refuse_if(
+        lambda s: (
+            s.num_experts is not None
+            and s.moe_router_score_function == "softmax"
+            and s.moe_router_topk == 1
+            and not s.moe_router_pre_softmax
+        ),
+        "--moe-router-topk 1 with a softmax over the one selected expert always gives it the weight 1, so the "
+        "router gets no gradient; give --moe-router-pre-softmax",
+    ),
+    "balancing": _balancing,
+}
 
 
 # --- rotary positions, their scaling for long sequences, and windows ---
-
-
-_SCALING = "--rope-scaling-type"
 
 
 def _scaling(s: Settings) -> str | None:
@@ -164,48 +137,6 @@ def _rotary(s: Settings) -> str | None:
     )
 
 
-def _factor(s: Settings) -> str | None:
-    kind = _scaling(s)
-    if kind is None or not is_unset(s.rope_scaling_factor):
-        return None
-    return f"{_SCALING} {kind} needs a factor; give --rope-scaling-factor"
-
-
-def _yarn_original_length(s: Settings) -> str | None:
-    if _scaling(s) != "yarn" or not is_unset(s.rope_scaling_original_max_position_embeddings):
-        return None
-    return (
-        f"{_SCALING} yarn needs the sequence length of the first training; "
-        f"give --rope-scaling-original-max-position-embeddings, for example 32768 for Qwen2.5"
-    )
-
-
-def _llama3_wavelengths(s: Settings) -> str | None:
-    low, high = s.rope_scaling_low_freq_factor, s.rope_scaling_high_freq_factor
-    if _scaling(s) != "llama3" or low < high:
-        return None
-    return (
-        f"--rope-scaling-low-freq-factor {low} must be below --rope-scaling-high-freq-factor {high}: wavelengths between "
-        f"them are scaled in part; lower the first or raise the second"
-    )
-
-
-def _yarn_rotations(s: Settings) -> str | None:
-    fast, slow = s.yarn_beta_fast, s.yarn_beta_slow
-    if _scaling(s) != "yarn" or slow < fast:
-        return None
-    return (
-        f"--yarn-beta-slow {slow} must be below --yarn-beta-fast {fast}: channel pairs between them are scaled in part; "
-        f"lower the first or raise the second"
-    )
-
-
-def _yarn_base(s: Settings) -> str | None:
-    if _scaling(s) != "yarn" or s.rotary_base > 1:
-        return None
-    return f"{_SCALING} yarn needs --rotary-base above 1, not {s.rotary_base}"
-
-
 def _window(s: Settings) -> str | None:
     window = s.window_size
     if not window or (len(window) == 2 and window[1] == 0):
@@ -216,69 +147,52 @@ def _window(s: Settings) -> str | None:
     )
 
 
-def _layers_with_windows(s: Settings) -> str | None:
-    return error_of(windowed_layers, s.window_attn_skip_freq, s.num_layers) if s.window_size else None
-
-
-def _window_dropout(s: Settings) -> str | None:
-    if not s.window_size or s.attention_dropout == 0 or s.attention_backend not in ("flash", "cudnn"):
-        return None
-    return (
-        f"--attention-backend {s.attention_backend} does not support dropout with a window; use "
-        f"--attention-backend auto, or --attention-dropout 0"
-    )
-
-
-def _deterministic_attention(s: Settings) -> str | None:
-    if not s.deterministic_mode or s.attention_backend != "cudnn":
-        return None
-    return (
-        "--deterministic-mode: the backward of cuDNN's attention is nondeterministic; use --attention-backend auto, which then "
-        "selects another kernel"
-    )
-
-
-POSITION_RULES: tuple[Rule, ...] = (
-    _rotary,
-    _factor,
-    _yarn_original_length,
-    _llama3_wavelengths,
-    _yarn_rotations,
-    _yarn_base,
-    _window,
-    _layers_with_windows,
-    _window_dropout,
-    _deterministic_attention,
-)
+POSITION_RULES: dict[str, Rule] = {
+    "rotary": _rotary,
+    "factor": refuse_if(
+        lambda s: _scaling(s) is not None and is_unset(s.rope_scaling_factor),
+        "--rope-scaling-type {s.rope_scaling_type} needs a factor; give --rope-scaling-factor",
+    ),
+    "yarn_original_length": refuse_if(
+        lambda s: _scaling(s) == "yarn" and is_unset(s.rope_scaling_original_max_position_embeddings),
+        "--rope-scaling-type yarn needs the sequence length of the first training; "
+        "give --rope-scaling-original-max-position-embeddings, for example 32768 for Qwen2.5",
+    ),
+    "llama3_wavelengths": refuse_if(
+        lambda s: (
+            _scaling(s) == "llama3" and s.rope_scaling_low_freq_factor >= s.rope_scaling_high_freq_factor
+        ),
+        "--rope-scaling-low-freq-factor {s.rope_scaling_low_freq_factor} must be below "
+        "--rope-scaling-high-freq-factor {s.rope_scaling_high_freq_factor}: wavelengths between "
+        "them are scaled in part; lower the first or raise the second",
+    ),
+    "yarn_rotations": refuse_if(
+        lambda s: _scaling(s) == "yarn" and s.yarn_beta_slow >= s.yarn_beta_fast,
+        "--yarn-beta-slow {s.yarn_beta_slow} must be below --yarn-beta-fast {s.yarn_beta_fast}: channel pairs "
+        "between them are scaled in part; lower the first or raise the second",
+    ),
+    "yarn_base": refuse_if(
+        lambda s: _scaling(s) == "yarn" and s.rotary_base <= 1,
+        "--rope-scaling-type yarn needs --rotary-base above 1, not {s.rotary_base}",
+    ),
+    "window": _window,
+    "layers_with_windows": lambda s: (
+        error_of(windowed_layers, s.window_attn_skip_freq, s.num_layers) if s.window_size else None
+    ),
+    "window_dropout": refuse_if(
+        lambda s: s.window_size and s.attention_dropout and s.attention_backend in ("flash", "cudnn"),
+        "--attention-backend {s.attention_backend} does not support dropout with a window; use "
+        "--attention-backend auto, or --attention-dropout 0",
+    ),
+    "deterministic_attention": refuse_if(
+        lambda s: s.deterministic_mode and s.attention_backend == "cudnn",
+        "--deterministic-mode: the backward of cuDNN's attention is nondeterministic; use --attention-backend "
+        "auto, which then selects another kernel",
+    ),
+}
 
 
 # --- precision and loss scales ---
-
-
-def _precision(s: Settings) -> str | None:
-    return "--fp16 and --bf16 exclude each other; choose one" if s.fp16 and s.bf16 else None
-
-
-def _smallest_scale(s: Settings) -> str | None:
-    first, least = s.initial_loss_scale, s.min_loss_scale
-    if first >= least or s.loss_scale:
-        return None
-    return f"--initial-loss-scale {first:g} is below --min-loss-scale {least:g}; raise the first or lower the second"
-
-
-def _fp8_without_bf16(s: Settings) -> str | None:
-    if s.fp8_format is None or s.bf16:
-        return None
-    return f"--fp8 {s.fp8_format} is for matmuls of models in bf16; add --bf16, or leave it out"
-
-
-def _fp8_on_a_cpu(s: Settings) -> str | None:
-    """Checks what the settings alone determine. `require_fp8` checks the GPU in the worker process."""
-    if s.fp8_format is None or s.device != "cpu":
-        return None
-    return (
-        f"--fp8 {s.fp8_format} needs a GPU with fp8 matmuls, and --device cpu has none; leave one of them out"
-    )
 
 
 def _fp8_tokens(s: Settings) -> str | None:
@@ -311,4 +225,22 @@ def _fp8_layers(s: Settings) -> str | None:
     )
 
 
-PRECISION_RULES = (_precision, _smallest_scale, _fp8_without_bf16, _fp8_on_a_cpu, _fp8_tokens, _fp8_layers)
+PRECISION_RULES: dict[str, Rule] = {
+    "precision": refuse_if(lambda s: s.fp16 and s.bf16, "--fp16 and --bf16 exclude each other; choose one"),
+    "smallest_scale": refuse_if(
+        lambda s: s.initial_loss_scale < s.min_loss_scale and not s.loss_scale,
+        "--initial-loss-scale {s.initial_loss_scale:g} is below --min-loss-scale {s.min_loss_scale:g}; "
+        "raise the first or lower the second",
+    ),
+    "fp8_without_bf16": refuse_if(
+        lambda s: s.fp8_format is not None and not s.bf16,
+        "--fp8 {s.fp8_format} is for matmuls of models in bf16; add --bf16, or leave it out",
+    ),
+    # What the settings alone determine. `require_fp8` checks the GPU in the worker process.
+    "fp8_on_a_cpu": refuse_if(
+        lambda s: s.fp8_format is not None and s.device == "cpu",
+        "--fp8 {s.fp8_format} needs a GPU with fp8 matmuls, and --device cpu has none; leave one of them out",
+    ),
+    "fp8_tokens": _fp8_tokens,
+    "fp8_layers": _fp8_layers,
+}

@@ -6,18 +6,17 @@ The docstring of a need names what it takes. The reason completes the notice `--
 from pentatron.errors import UserError
 from pentatron.layout.schedules import uses_groups
 from pentatron.settings.data_paths import NAMED, Blend, is_counted_in_run, training_files_flag, why_no_epochs
-from pentatron.settings.declaration import Need, Settings, requires
+from pentatron.settings.declaration import Need, Settings, flag_of, requires
 from pentatron.settings.entry_points import GRAD_SCALER
 from pentatron.settings.layer_patterns import windowed_layers
 
 # --- data, validation, tokenizers and conversations ---
 
 
-def reader_processes(s: Settings) -> str:
-    """Data loading processes, which prefetch batches."""
-    if s.num_workers:
-        return ""
-    return "there are no data loading processes (--num-workers 0), so nothing is prefetched"
+READER_PROCESSES = requires(
+    lambda s: s.num_workers,
+    "there are no data loading processes (--num-workers 0), so nothing is prefetched",
+)
 
 
 def one_data_source(s: Settings) -> str:
@@ -31,21 +30,18 @@ def one_data_source(s: Settings) -> str:
     return ""
 
 
-def a_corpus(s: Settings) -> str:
-    """A corpus."""
-    return "" if s.corpus else "there is no --corpus, so this changes nothing"
+CORPUS = requires(lambda s: s.corpus, "there is no --corpus, so this changes nothing")
 
 
-def synthetic_data(s: Settings) -> str:
-    """Synthetic samples."""
-    sources = {
-        "--corpus": s.corpus,
-        "--data-path": s.data_path,
-        "--train-data-path": s.train_data_path,
-        "--mock-data": s.mock_data,
-    }
-    named = next((flag for flag, value in sources.items() if value), "")
-    return f"the data comes from {named}, so no synthetic samples are generated" if named else ""
+def data_sources(s: Settings) -> list[str]:
+    """Returns the flags in effect that name data. Without any, samples are synthetic."""
+    return [flag_of(n) for n in ("corpus", "data_path", "train_data_path", "mock_data") if getattr(s, n)]
+
+
+SYNTHETIC_DATA = requires(
+    lambda s: not data_sources(s),
+    lambda s: f"the data comes from {data_sources(s)[0]}, so no synthetic samples are generated",
+)
 
 
 def countable_epochs(s: Settings) -> str:
@@ -98,9 +94,7 @@ def no_validation_data(s: Settings) -> str:
     return ""
 
 
-def a_test(s: Settings) -> str:
-    """An evaluation on the test set."""
-    return "nothing is evaluated (--eval-iters 0), so these files are not read" if s.eval_iters == 0 else ""
+TEST = requires(lambda s: s.eval_iters, "nothing is evaluated (--eval-iters 0), so these files are not read")
 
 
 def a_tokenizer(s: Settings) -> str:
@@ -142,9 +136,7 @@ def a_validation_set(s: Settings) -> str:
     return evaluation(s)
 
 
-def a_kept_order(s: Settings) -> str:
-    """A sample order that is cached on disk."""
-    return "synthetic samples have no cached order" if s.is_synthetic else ""
+KEPT_ORDER = requires(lambda s: not s.is_synthetic, "synthetic samples have no cached order")
 
 
 def a_choice_of_order(s: Settings) -> str:
@@ -166,20 +158,17 @@ def weighted_data(s: Settings) -> str:
 
 def documents(s: Settings) -> str:
     """Text whose documents end with end-of-document tokens."""
-    if s.corpus or s.data_path or s.mock_data:
-        if s.sft:
-            return "with --sft every conversation is a document and its loss is on the answers, so this changes nothing"
-        return ""
-    return "every synthetic sample is one document, so this changes nothing"
+    if not (s.corpus or s.data_path or s.mock_data):
+        return "every synthetic sample is one document, so this changes nothing"
+    if s.sft:
+        return "with --sft every conversation is a document and its loss is on the answers, so this changes nothing"
+    return ""
 
 
 CONVERSATIONS = requires(lambda s: s.sft, "there are no conversations (--sft), so this changes nothing")
-TEMPLATE = (
-    CONVERSATIONS,
-    requires(
-        lambda s: s.sft_tokenizer_prompt_format != "identity",
-        "texts are concatenated without a template (--sft-tokenizer-prompt-format identity)",
-    ),
+TEMPLATE = requires(
+    lambda s: s.sft_tokenizer_prompt_format != "identity",
+    "texts are concatenated without a template (--sft-tokenizer-prompt-format identity)",
 )
 
 
@@ -210,13 +199,12 @@ ROPE_SCALING = _scaling("linear", "llama3", "yarn")
 ORIGINAL_LENGTH = _scaling("llama3", "yarn")
 LLAMA3_SCALING = _scaling("llama3")
 YARN = _scaling("yarn")
-MSCALES = (
-    YARN,
-    requires(lambda s: s.yarn_attention_factor is None, "--yarn-attention-factor is given and used as it is"),
-    requires(
-        lambda s: s.yarn_mscale and s.yarn_mscale_all_dim,
-        "--yarn-mscale and --yarn-mscale-all-dim act together, both above 0",
-    ),
+YARN_FACTOR_UNSET = requires(
+    lambda s: s.yarn_attention_factor is None, "--yarn-attention-factor is given and used as it is"
+)
+BOTH_MSCALES = requires(
+    lambda s: s.yarn_mscale and s.yarn_mscale_all_dim,
+    "--yarn-mscale and --yarn-mscale-all-dim act together, both above 0",
 )
 WINDOW = requires(lambda s: s.window_size, "no layer has a window (--window-size), so this changes nothing")
 
@@ -236,43 +224,34 @@ def a_shorter_window(s: Settings) -> str:
     return "" if some else f"--window-attn-skip-freq {s.window_attn_skip_freq} leaves no layer with a window"
 
 
-_BIAS_ALREADY = "every linear layer has a bias already"
-QKV_BIAS_ALONE = requires(lambda s: not (s.add_qkv_bias and s.add_bias_linear), _BIAS_ALREADY)
-PROJECTION_BIAS_ALONE = requires(lambda s: not (s.add_proj_bias and s.add_bias_linear), _BIAS_ALREADY)
-MLP_BIAS_ALONE = requires(lambda s: not (s.add_mlp_bias and s.add_bias_linear), _BIAS_ALREADY)
+def bias_alone(name: str) -> Need:
+    """Builds the need of an additional bias, if it is on, for linear layers without bias."""
+    return requires(
+        lambda s: not (getattr(s, name) and s.add_bias_linear), "every linear layer has a bias already"
+    )
+
+
 PADDING_NOT_GIVEN = requires(
     lambda s: not s.given("padded_vocab_size"),
     lambda s: f"--padded-vocab-size {s.padded_vocab_size} is given and used as it is",
 )
 
 EXPERTS = requires(lambda s: s.num_experts, "there are no experts (--num-experts), so this changes nothing")
-EXPERT_BIAS = (
-    EXPERTS,
-    requires(
-        lambda s: s.moe_router_enable_expert_bias,
-        "there is no bias to update (--moe-router-enable-expert-bias)",
-    ),
+EXPERT_BIAS = requires(
+    lambda s: s.moe_router_enable_expert_bias,
+    "there is no bias to update (--moe-router-enable-expert-bias)",
 )
-SOFTMAX_SCORES = (
-    EXPERTS,
-    requires(
-        lambda s: not s.moe_router_pre_softmax or s.moe_router_score_function == "softmax",
-        "the scores are a sigmoid, so there is no softmax",
-    ),
+SOFTMAX_SCORES = requires(
+    lambda s: not s.moe_router_pre_softmax or s.moe_router_score_function == "softmax",
+    "the scores are a sigmoid, so there is no softmax",
 )
-BALANCING_WEIGHT = (
-    EXPERTS,
-    requires(
-        lambda s: s.moe_router_load_balancing_type == ("none",) or any(s.moe_aux_loss_coeff),
-        "its weight is 0 (--moe-aux-loss-coeff), so it has no effect",
-    ),
+BALANCING_WEIGHT = requires(
+    lambda s: s.moe_router_load_balancing_type == ("none",) or any(s.moe_aux_loss_coeff),
+    "its weight is 0 (--moe-aux-loss-coeff), so it has no effect",
 )
-BALANCING = (
-    EXPERTS,
-    requires(
-        lambda s: s.moe_router_load_balancing_type != ("none",) or not any(s.moe_aux_loss_coeff),
-        "there is no load-balancing loss (--moe-router-load-balancing-type none)",
-    ),
+BALANCING = requires(
+    lambda s: s.moe_router_load_balancing_type != ("none",) or not any(s.moe_aux_loss_coeff),
+    "there is no load-balancing loss (--moe-router-load-balancing-type none)",
 )
 
 
@@ -313,13 +292,10 @@ def changing_weight_decay(s: Settings) -> str:
     return f"start and end are both {start} (--start-weight-decay, --end-weight-decay)" if same else ""
 
 
-def growing_batch(s: Settings) -> str:
-    """A ramp-up that starts below the global batch size."""
-    ramp = s.rampup_batch_size
-    same = bool(ramp) and ramp[0] == s.global_batch_size
-    return "it starts at the global batch size, so every batch has that size" if same else ""
-
-
+GROWING_BATCH = requires(
+    lambda s: s.rampup_batch_size[:1] != (s.global_batch_size,),
+    "it starts at the global batch size, so every batch has that size",
+)
 ADAM = requires(lambda s: s.optimizer == "adam", lambda s: f"--optimizer {s.optimizer} does not use it")
 SGD = requires(lambda s: s.optimizer == "sgd", "--optimizer adam uses --adam-beta1 instead")
 
@@ -357,12 +333,9 @@ STAGES = requires(
     lambda s: s.pipeline_model_parallel_size > 1 or s.virtual_stages > 1,
     "there is one pipeline stage, which holds all layers",
 )
-GROUPED_MICRO_BATCHES = (
-    PIPELINE,
-    requires(
-        lambda s: uses_groups(s.pipeline_schedule, s.virtual_stages),
-        lambda s: f"{s.pipeline_schedule} does not group micro-batches, only interleaved does",
-    ),
+GROUPED_MICRO_BATCHES = requires(
+    lambda s: uses_groups(s.pipeline_schedule, s.virtual_stages),
+    lambda s: f"{s.pipeline_schedule} does not group micro-batches, only interleaved does",
 )
 SPLIT_SEQUENCES = requires(
     lambda s: s.context_parallel_size > 1,
@@ -370,23 +343,21 @@ SPLIT_SEQUENCES = requires(
 )
 
 
-def _one_replica(s: Settings) -> bool:
-    return bool(s.data_parallel_size * s.context_parallel_size == 1)
-
-
-def buckets(s: Settings) -> str:
-    """Gradients that are reduced in buckets."""
-    if _one_replica(s):
-        return "one data-parallel rank has nothing to reduce"
-    return "ZeRO 3 reduces gradients per layer, not in buckets" if s.zero_stage == 3 else ""
+REPLICATED_GRADIENTS = requires(
+    lambda s: s.data_parallel_size * s.context_parallel_size > 1,
+    "one data-parallel rank has nothing to reduce",
+)
+BUCKETS = requires(lambda s: s.zero_stage != 3, "ZeRO 3 reduces gradients per layer, not in buckets")
 
 
 def ranks_to_shard_over(s: Settings) -> str:
     """Several ranks that hold the same parameters."""
     # Experts may be replicated across tensor ranks, and are then sharded over these.
     replicated_experts = s.num_experts is not None and s.tensor_model_parallel_size > 1
-    alone = s.zero_stage > 0 and _one_replica(s) and not replicated_experts
-    return "there is one data-parallel rank, so nothing is sharded" if alone else ""
+    alone = s.zero_stage > 0 and s.data_parallel_size * s.context_parallel_size == 1
+    return (
+        "there is one data-parallel rank, so nothing is sharded" if alone and not replicated_experts else ""
+    )
 
 
 def hybrid_shards(s: Settings) -> str:
@@ -436,18 +407,14 @@ def own_port(s: Settings) -> str:
     return "one process has no rendezvous" if s.facts.world_size == 1 else ""
 
 
-def own_processes(s: Settings) -> str:
-    """Processes that Pentatron starts, and so can restart."""
-    if not s.facts.launcher:
-        return ""
-    return f"{s.facts.launcher} starts the processes, so it must restart them (torchrun: --max-restarts)"
-
-
-def a_supervisor(s: Settings) -> str:
-    """Processes with a supervisor."""
-    if s.facts.world_size > 1 or s.max_restarts:
-        return ""
-    return "one process runs without a supervisor; --max-restarts N starts it under one"
+OWN_PROCESSES = requires(
+    lambda s: not s.facts.launcher,
+    lambda s: f"{s.facts.launcher} starts the processes, so it must restart them (torchrun: --max-restarts)",
+)
+SUPERVISOR = requires(
+    lambda s: s.facts.world_size > 1 or s.max_restarts,
+    "one process runs without a supervisor; --max-restarts N starts it under one",
+)
 
 
 def open_rendezvous(s: Settings) -> str:
@@ -473,14 +440,11 @@ PROGRESS_FILE = requires(
 CHECKPOINTS = requires(
     lambda s: s.save_checkpoints,
     lambda s: (
-        "nothing is saved (--no-save-checkpoints)"
-        if s.given("save_checkpoints")
-        else "nothing is saved without --save"
+        f"nothing is saved {'(--no-save-checkpoints)' if s.given('save_checkpoints') else 'without --save'}"
     ),
 )
-RETENTION = (
-    CHECKPOINTS,
-    requires(lambda s: s.keep_checkpoints is not None, "every checkpoint is kept (--keep-checkpoints none)"),
+RETENTION = requires(
+    lambda s: s.keep_checkpoints is not None, "every checkpoint is kept (--keep-checkpoints none)"
 )
 OWN_FORMAT = requires(
     lambda s: s.ckpt_format != "torch",
@@ -516,13 +480,10 @@ def steps_within_the_run(s: Settings) -> str:
 
 
 PROFILE = requires(lambda s: s.profile, "nothing is profiled (--profile)")
-PROFILED_RANK = (
-    PROFILE,
-    requires(
-        lambda s: min(s.profile_ranks, default=0) < s.facts.world_size,
-        lambda s: (
-            f"the last of the {s.facts.world_size} ranks is {s.facts.world_size - 1}, so none of these exists"
-        ),
+PROFILED_RANK = requires(
+    lambda s: min(s.profile_ranks, default=0) < s.facts.world_size,
+    lambda s: (
+        f"the last of the {s.facts.world_size} ranks is {s.facts.world_size - 1}, so none of these exists"
     ),
 )
 
@@ -537,12 +498,10 @@ def profile_within_the_run(s: Settings) -> str:
 MANUAL_GC = requires(lambda s: s.manual_gc, "Python collects garbage automatically (--manual-gc)")
 
 
-def replicas_to_compare(s: Settings) -> str:
-    """Several processes, which may hold the same weights."""
-    asked = s.check_weight_hash_across_dp_replicas_interval
-    return "one process has no replicas to compare" if asked and s.facts.world_size == 1 else ""
-
-
+REPLICAS = requires(
+    lambda s: s.facts.world_size > 1 or not s.check_weight_hash_across_dp_replicas_interval,
+    "one process has no replicas to compare",
+)
 MEMORY_HISTORY = requires(
     lambda s: s.record_memory_history, "no allocations are recorded (--record-memory-history)"
 )

@@ -3,30 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pentatron.settings.declaration import (
-    FREE,
-    NON_NEGATIVE,
-    ORDER,
-    POSITIVE,
-    SEED,
-    SILENT,
-    OnResume,
-    setting,
-)
-from pentatron.settings.needs import (
-    A_DASHBOARD,
-    CHECKPOINTS,
-    LOADED,
-    MEMORY_SAMPLES,
-    OWN_FORMAT,
-    PROFILE,
-    PROFILED_RANK,
-    RETENTION,
-    WANDB,
-    a_sample,
-    a_tokenizer,
-    profile_within_the_run,
-)
+from pentatron.settings import needs
+from pentatron.settings.declaration import FREE, NON_NEGATIVE, ORDER, POSITIVE, SEED, SILENT, setting
 
 
 @dataclass(frozen=True)
@@ -34,17 +12,15 @@ class RunSettings:
     """Run"""
 
     preset: str | None = setting(
-        None, "named settings that files and flags override (`pentatron presets` lists them)", resume=SILENT
+        None, "named settings that files and flags override (`pentatron presets` lists them)", SILENT
     )
-    config: str | None = setting(None, "YAML, TOML or JSON settings file", also="--yaml-cfg", resume=SILENT)
-    run_dir: str = setting(None, "folder of the run (that of --save if given, else runs/NAME)", resume=SILENT)
-    fresh: bool = setting(
-        False, "start a new run; an earlier one in the folder is moved aside", resume=SILENT
-    )
-    seed: int = setting(1234, "seed of initial weights, sample order and dropout", limit=SEED, resume=ORDER)
-    sample_prompt: str | None = setting(None, "prompt to continue at the end", needs=a_tokenizer, resume=FREE)
+    config: str | None = setting(None, "YAML, TOML or JSON settings file", SILENT, also="--yaml-cfg")
+    run_dir: str = setting(None, "folder of the run (that of --save if given, else runs/NAME)", SILENT)
+    fresh: bool = setting(False, "start a new run; an earlier one in the folder is moved aside", SILENT)
+    seed: int = setting(1234, "seed of initial weights, sample order and dropout", SEED, ORDER)
+    sample_prompt: str | None = setting(None, "prompt to continue at the end", needs.a_tokenizer, FREE)
     sample_tokens: int = setting(
-        120, "tokens to generate for it (0: none)", limit=NON_NEGATIVE, needs=a_sample, resume=FREE
+        120, "tokens to generate for it (0: none)", NON_NEGATIVE, needs.a_sample, FREE
     )
 
 
@@ -52,33 +28,34 @@ class RunSettings:
 class CheckpointConfig:
     """Checkpoints"""
 
-    on_resume: ClassVar[OnResume] = FREE
+    on_resume: ClassVar = FREE
 
-    save: str = setting(None, "checkpoint folder (RUN_DIR/checkpoints)", needs=CHECKPOINTS, resume=SILENT)
+    save: str = setting(None, "checkpoint folder (RUN_DIR/checkpoints)", needs.CHECKPOINTS, SILENT)
     load: str = setting(
-        None, "checkpoints or Hugging Face model to load (those of the run)", also="--hf", resume=SILENT
+        None, "checkpoints or Hugging Face model to load (those of the run)", SILENT, also="--hf"
     )
     save_interval: int = setting(
         None,
         "steps between checkpoints (a tenth of the run, at least 100); the last step is always saved",
+        POSITIVE,
+        needs.CHECKPOINTS,
         also="--save_steps",
-        limit=POSITIVE,
-        needs=CHECKPOINTS,
     )
     save_checkpoints: bool = setting(True, "save checkpoints (--no-save-checkpoints: for benchmarks)")
     keep_checkpoints: int | None = setting(
-        3, "number of newest checkpoints to keep (none: all)", limit=POSITIVE, needs=CHECKPOINTS
+        3, "number of newest checkpoints to keep (none: all)", POSITIVE, needs.CHECKPOINTS
     )
     save_retain_interval: int | None = setting(
         None,
         "also keep every checkpoint at a multiple of this step for good (a multiple of --save-interval)",
-        limit=POSITIVE,
-        needs=RETENTION,
+        POSITIVE,
+        needs.CHECKPOINTS,
+        needs.RETENTION,
     )
     async_save: bool = setting(
         False,
         "save checkpoints in the background; training blocks only until the state is copied to host memory",
-        needs=CHECKPOINTS,
+        needs.CHECKPOINTS,
     )
     verify_checkpoint: bool = setting(
         True,
@@ -97,10 +74,10 @@ class CheckpointConfig:
         False, "resume with the learning rate and weight decay schedule of the checkpoint"
     )
     ckpt_step: int | None = setting(
-        None, "checkpoint step to load from --load (the newest)", limit=NON_NEGATIVE, needs=LOADED
+        None, "checkpoint step to load from --load (the newest)", NON_NEGATIVE, needs.LOADED
     )
     exit_on_missing_checkpoint: bool = setting(
-        False, "exit if --load names the run's own folder and it has no checkpoint", needs=LOADED
+        False, "exit if --load names the run's own folder and it has no checkpoint", needs.LOADED
     )
     no_save_optim: bool = setting(
         False,
@@ -124,8 +101,8 @@ class CheckpointConfig:
         None,
         "also load Megatron-LM's checkpoints, which contain pickle (torch_dist: and save in that format; torch: the older format "
         "with a file per rank)",
+        needs.OWN_FORMAT,
         choices=("torch_dist", "torch"),
-        needs=OWN_FORMAT,
     )
     non_persistent_ckpt_type: str | None = setting(
         None, "non-persistent checkpoints", choices=("global", "local"), not_yet="non-persistent checkpoints"
@@ -139,26 +116,26 @@ class CheckpointConfig:
 class LogConfig:
     """Logging and monitoring"""
 
-    on_resume: ClassVar[OnResume] = FREE
+    on_resume: ClassVar = FREE
 
-    log_interval: int = setting(10, "steps between lines of train.log", limit=POSITIVE)
+    log_interval: int = setting(10, "steps between lines of train.log", POSITIVE)
     log_throughput: bool = setting(False, "add TFLOP/s per GPU to the log lines")
     log_progress: bool = setting(False, "write every start and checkpoint of the run to SAVE/progress.txt")
     tensorboard_dir: str | None = setting(None, "folder for TensorBoard")
     tensorboard_log_interval: int = setting(
-        1, "steps between points in TensorBoard and Weights & Biases", limit=POSITIVE, needs=A_DASHBOARD
+        1, "steps between points in TensorBoard and Weights & Biases", POSITIVE, needs.A_DASHBOARD
     )
-    log_timers_to_tensorboard: bool = setting(False, "throughput and step time there too", needs=A_DASHBOARD)
-    log_memory_to_tensorboard: bool = setting(False, "memory there too", needs=A_DASHBOARD)
-    log_world_size_to_tensorboard: bool = setting(False, "the world size there too", needs=A_DASHBOARD)
-    log_validation_ppl_to_tensorboard: bool = setting(False, "perplexity there too", needs=A_DASHBOARD)
+    log_timers_to_tensorboard: bool = setting(False, "throughput and step time there too", needs.A_DASHBOARD)
+    log_memory_to_tensorboard: bool = setting(False, "memory there too", needs.A_DASHBOARD)
+    log_world_size_to_tensorboard: bool = setting(False, "the world size there too", needs.A_DASHBOARD)
+    log_validation_ppl_to_tensorboard: bool = setting(False, "perplexity there too", needs.A_DASHBOARD)
     wandb_project: str | None = setting(None, "project of Weights & Biases (WANDB_MODE=offline: no network)")
-    wandb_exp_name: str | None = setting(None, "name of the run there (name of the run folder)", needs=WANDB)
-    wandb_entity: str | None = setting(None, "team or user there", needs=WANDB)
-    wandb_save_dir: str | None = setting(None, "folder for its files (RUN_DIR/wandb)", needs=WANDB)
+    wandb_exp_name: str | None = setting(None, "name of the run there (name of the run folder)", needs.WANDB)
+    wandb_entity: str | None = setting(None, "team or user there", needs.WANDB)
+    wandb_save_dir: str | None = setting(None, "folder for its files (RUN_DIR/wandb)", needs.WANDB)
     monitor_memory_continuously: bool = setting(False, "write each rank's memory over time to RUN_DIR/memory")
     memory_monitor_interval: float = setting(
-        1.0, "seconds between memory samples", limit=POSITIVE, needs=MEMORY_SAMPLES
+        1.0, "seconds between memory samples", POSITIVE, needs.MEMORY_SAMPLES
     )
     save_performance_summary: bool = setting(False, "write RUN_DIR/performance_summary.json at the end")
     console_lines: str = setting(
@@ -167,11 +144,13 @@ class LogConfig:
     profile: bool = setting(
         False,
         "profile some steps: a trace in RUN_DIR/profile, or on a GPU a range for nsys",
-        needs=profile_within_the_run,
+        needs.profile_within_the_run,
     )
-    profile_step_start: int = setting(10, "steps before the profile", limit=NON_NEGATIVE, needs=PROFILE)
-    profile_step_end: int = setting(12, "last step of the profile", limit=POSITIVE, needs=PROFILE)
-    profile_ranks: tuple[int, ...] = setting((0,), "profiled ranks", limit=NON_NEGATIVE, needs=PROFILED_RANK)
+    profile_step_start: int = setting(10, "steps before the profile", NON_NEGATIVE, needs.PROFILE)
+    profile_step_end: int = setting(12, "last step of the profile", POSITIVE, needs.PROFILE)
+    profile_ranks: tuple[int, ...] = setting(
+        (0,), "profiled ranks", NON_NEGATIVE, needs.PROFILE, needs.PROFILED_RANK
+    )
     use_pytorch_profiler: bool = setting(
         False, "on a GPU, write a trace by torch.profiler instead of a range for nsys"
     )

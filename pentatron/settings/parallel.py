@@ -3,39 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pentatron.settings.declaration import (
-    ABOVE_ONE,
-    BETWEEN_ZERO_AND_ONE,
-    FREE,
-    NON_NEGATIVE,
-    PORT,
-    POSITIVE,
-    SILENT,
-    OnResume,
-    setting,
-)
-from pentatron.settings.needs import (
-    EXPERTS,
-    GROUPED_MICRO_BATCHES,
-    MEMORY_HISTORY,
-    PIPELINE,
-    PROGRESS_FILE,
-    RECOMPUTE,
-    SEVERAL_PROCESSES,
-    SPLIT_SEQUENCES,
-    STAGES,
-    TENSOR_AXIS,
-    a_supervisor,
-    buckets,
-    hybrid_shards,
-    loss_scale_search,
-    nonzero_loss_scale,
-    open_rendezvous,
-    own_port,
-    own_processes,
-    ranks_to_shard_over,
-    recomputed_modules,
-)
+from pentatron.settings import needs
+from pentatron.settings.declaration import FREE, NON_NEGATIVE, POSITIVE, SILENT, Limit, setting
 
 
 @dataclass(frozen=True)
@@ -43,87 +12,92 @@ class ParallelConfig:
     """Parallelism"""
 
     tensor_model_parallel_size: int = setting(
-        1, "tensor-parallel ranks, which share each layer", also="--tp_size --tp", limit=POSITIVE
+        1, "tensor-parallel ranks, which share each layer", POSITIVE, also="--tp_size --tp"
     )
     pipeline_model_parallel_size: int = setting(
-        1, "pipeline ranks, which the layers are divided over", also="--pp_size --pp", limit=POSITIVE
+        1, "pipeline ranks, which the layers are divided over", POSITIVE, also="--pp_size --pp"
     )
     context_parallel_size: int = setting(
-        1, "context-parallel ranks, which share each sequence", also="--cp_size --cp", limit=POSITIVE
+        1, "context-parallel ranks, which share each sequence", POSITIVE, also="--cp_size --cp"
     )
     expert_model_parallel_size: int = setting(
-        1, "expert-parallel ranks, which experts are divided over", also="--ep_size --ep", limit=POSITIVE
+        1, "expert-parallel ranks, which experts are divided over", POSITIVE, also="--ep_size --ep"
     )
     expert_tensor_parallel_size: int = setting(
-        None, "tensor-parallel ranks of one expert (tensor parallel size)", limit=POSITIVE, needs=EXPERTS
+        None, "tensor-parallel ranks of one expert (tensor parallel size)", POSITIVE, needs.EXPERTS
     )
     data_parallel_size: int = setting(
-        None, "replicas (world / (tp × pp × cp), checked if given)", also="--dp_size --dp", limit=POSITIVE
+        None, "replicas (world / (tp × pp × cp), checked if given)", POSITIVE, also="--dp_size --dp"
     )
     sequence_parallel: bool = setting(
-        False, "split sequences over the tensor ranks in norms and residuals", needs=TENSOR_AXIS
+        False, "split sequences over the tensor ranks in norms and residuals", needs.TENSOR_AXIS
     )
     pipeline_schedule: str = setting(
         "1f1b",
         "pipeline schedule (interleaved with virtual stages)",
+        needs.PIPELINE,
         choices=("1f1b", "gpipe", "interleaved", "zero-bubble", "zbv", "dualpipev"),
-        needs=PIPELINE,
     )
     virtual_pipeline_model_parallel_size: int | None = setting(
         None,
         "virtual stages on each pipeline rank",
+        POSITIVE,
         also="--num-virtual-stages-per-pipeline-rank --vpp",
-        limit=POSITIVE,
     )
     num_layers_per_virtual_pipeline_stage: int | None = setting(
-        None, "layers of one virtual stage, instead of the number of stages", limit=POSITIVE
+        None, "layers of one virtual stage, instead of the number of stages", POSITIVE
     )
     microbatch_group_size_per_virtual_pipeline_stage: int | None = setting(
         None,
         "consecutive micro-batches of one virtual stage before its rank switches to the next (pipeline ranks)",
-        limit=POSITIVE,
-        needs=GROUPED_MICRO_BATCHES,
+        POSITIVE,
+        needs.PIPELINE,
+        needs.GROUPED_MICRO_BATCHES,
     )
     decoder_first_pipeline_num_layers: int | None = setting(
-        None, "layers on the first pipeline rank (balanced by cost)", limit=POSITIVE, needs=STAGES
+        None, "layers on the first pipeline rank (balanced by cost)", POSITIVE, needs.STAGES
     )
     decoder_last_pipeline_num_layers: int | None = setting(
-        None, "layers on the last pipeline rank (balanced by cost)", limit=POSITIVE, needs=STAGES
+        None, "layers on the last pipeline rank (balanced by cost)", POSITIVE, needs.STAGES
     )
     account_for_embedding_in_pipeline_split: bool = setting(
-        False, "count the embedding as one layer when layers are divided", needs=STAGES
+        False, "count the embedding as one layer when layers are divided", needs.STAGES
     )
     account_for_loss_in_pipeline_split: bool = setting(
-        False, "count the output layer and the loss as one layer when layers are divided", needs=STAGES
+        False, "count the output layer and the loss as one layer when layers are divided", needs.STAGES
     )
     pipeline_model_parallel_layout: str | None = setting(
         None,
         "all stages explicitly, as in 'Et|(tt|)*2tL': E embedding, t layer, L output layer and loss, | next stage",
-        needs=STAGES,
+        needs.STAGES,
     )
     cp_comm_type: str = setting(
         "p2p",
         "how context ranks exchange keys and values",
+        needs.SPLIT_SEQUENCES,
         choices=("p2p", "all_gather", "allgather", "a2a"),
-        needs=SPLIT_SEQUENCES,
     )
     zero_stage: int = setting(
         0,
         "shard over data-parallel ranks: 0 nothing, 1 optimizer state, 2 + gradients, 3 + parameters",
+        needs.ranks_to_shard_over,
         sets={"--use-distributed-optimizer": 1},
         choices=(0, 1, 2, 3),
-        needs=ranks_to_shard_over,
     )
     num_distributed_optimizer_instances: int = setting(
         1,
         "ZeRO 3: groups of data-parallel ranks that each hold the whole model (hybrid sharding)",
-        limit=POSITIVE,
-        needs=hybrid_shards,
+        POSITIVE,
+        needs.hybrid_shards,
     )
     overlap_grad_reduce: bool = setting(False, "reduce gradients while backward runs")
     overlap_param_gather: bool = setting(False, "gather parameters while forward runs")
     ddp_bucket_size: int = setting(
-        40_000_000, "elements per gradient bucket, reduced in one collective", limit=POSITIVE, needs=buckets
+        40_000_000,
+        "elements per gradient bucket, reduced in one collective",
+        POSITIVE,
+        needs.REPLICATED_GRADIENTS,
+        needs.BUCKETS,
     )
     optimizer_cpu_offload: bool = setting(
         False, "keep master weights and optimizer state in host memory, updated on the CPU (ZeRO 0 to 2)"
@@ -149,26 +123,26 @@ class MemoryConfig:
     recompute_method: str | None = setting(
         None,
         "full recompute: uniform, all layers in chunks that store their input; block, the first layers of each stage singly (uniform)",
+        needs.RECOMPUTE,
         choices=("uniform", "block"),
-        needs=RECOMPUTE,
     )
     recompute_num_layers: int = setting(
         None,
         "layers per chunk (uniform: 1), or number of first layers of a stage (block)",
-        limit=POSITIVE,
-        needs=RECOMPUTE,
+        POSITIVE,
+        needs.RECOMPUTE,
     )
     recompute_modules: tuple[str, ...] = setting(
         (),
         "modules of selective recompute (core_attn)",
+        needs.recomputed_modules,
         choices=("core_attn", "moe_act", "layernorm", "mlp", "moe", "shared_experts"),
-        needs=recomputed_modules,
     )
     record_memory_history: bool = setting(
         False, "record GPU allocations with stack traces, for pytorch.org/memory_viz"
     )
     memory_snapshot_path: str = setting(
-        "snapshot.pickle", "file of it in the run folder; the rank is added to its name", needs=MEMORY_HISTORY
+        "snapshot.pickle", "file of it in the run folder; the rank is added to its name", needs.MEMORY_HISTORY
     )
 
 
@@ -181,44 +155,44 @@ class PrecisionConfig:
         False, "fp16 weights and activations, fp32 master weights and gradients, scaled loss"
     )
     loss_scale: float | None = setting(
-        None, "static loss scale, any precision (fp16: dynamic)", limit=NON_NEGATIVE, needs=nonzero_loss_scale
+        None, "static loss scale, any precision (fp16: dynamic)", NON_NEGATIVE, needs.nonzero_loss_scale
     )
     initial_loss_scale: float = setting(
         2.0**32,
         "initial dynamic loss scale in fp16",
+        POSITIVE,
+        needs.loss_scale_search("initial_loss_scale"),
         also="--init-scale",
-        limit=POSITIVE,
-        needs=loss_scale_search("initial_loss_scale"),
     )
     min_loss_scale: float = setting(
-        1.0, "minimum loss scale (0: none)", limit=NON_NEGATIVE, needs=loss_scale_search("min_loss_scale")
+        1.0, "minimum loss scale (0: none)", NON_NEGATIVE, needs.loss_scale_search("min_loss_scale")
     )
     loss_scale_window: int = setting(
         1000,
         "consecutive steps without overflow before the loss scale grows",
+        POSITIVE,
+        needs.loss_scale_search("loss_scale_window"),
         also="--growth-interval",
-        limit=POSITIVE,
-        needs=loss_scale_search("loss_scale_window"),
     )
     loss_scale_growth_factor: float = setting(
         2.0,
         "factor by which the loss scale grows",
+        Limit(lambda factor: factor > 1, "more than 1"),
+        needs.loss_scale_search("loss_scale_growth_factor"),
         also="--growth-factor",
-        limit=ABOVE_ONE,
-        needs=loss_scale_search("loss_scale_growth_factor"),
     )
     loss_scale_backoff_factor: float = setting(
         0.5,
         "factor of the loss scale after gradients overflow",
+        Limit(lambda factor: 0 < factor < 1, "more than 0 and below 1"),
+        needs.loss_scale_search("loss_scale_backoff_factor"),
         also="--backoff-factor",
-        limit=BETWEEN_ZERO_AND_ONE,
-        needs=loss_scale_search("loss_scale_backoff_factor"),
     )
     hysteresis: int = setting(
         2,
         "overflows after a growth before the loss scale is reduced",
-        limit=POSITIVE,
-        needs=loss_scale_search("hysteresis"),
+        POSITIVE,
+        needs.loss_scale_search("hysteresis"),
     )
     fp8_format: str | None = setting(
         None,
@@ -239,10 +213,10 @@ class PrecisionConfig:
         False, "keep the first and last layers in bf16 when the others have fp8 matmuls"
     )
     num_layers_at_start_in_bf16: int = setting(
-        1, "number of first layers in bf16 with --first-last-layers-bf16", limit=NON_NEGATIVE
+        1, "number of first layers in bf16 with --first-last-layers-bf16", NON_NEGATIVE
     )
     num_layers_at_end_in_bf16: int = setting(
-        1, "number of last layers in bf16 with --first-last-layers-bf16", limit=NON_NEGATIVE
+        1, "number of last layers in bf16 with --first-last-layers-bf16", NON_NEGATIVE
     )
     deterministic_mode: bool = setting(False, "use deterministic kernels only; others are refused")
 
@@ -263,54 +237,59 @@ class PrecisionConfig:
 class LaunchConfig:
     """Processes"""
 
-    on_resume: ClassVar[OnResume] = FREE
+    on_resume: ClassVar = FREE
 
     nproc_per_node: int = setting(
-        None, "processes to start (one per GPU; 1 without GPU)", also="--num-processes", limit=POSITIVE
+        None, "processes to start (one per GPU; 1 without GPU)", POSITIVE, also="--num-processes"
     )
     device: str = setting("auto", "compute device", choices=("auto", "cpu", "cuda"))
     threads_per_process: int = setting(
-        None, "CPU threads of one process (OMP_NUM_THREADS, else cores / processes)", limit=POSITIVE
+        None, "CPU threads of one process (OMP_NUM_THREADS, else cores / processes)", POSITIVE
     )
-    master_port: int | None = setting(None, "port of the rendezvous (a free one)", limit=PORT, needs=own_port)
+    master_port: int | None = setting(
+        None,
+        "port of the rendezvous (a free one)",
+        Limit(lambda port: 1 <= port <= 65535, "a port from 1 to 65535"),
+        needs.own_port,
+    )
     world_size: int | None = setting(
-        None, "expected number of processes; a different actual number is an error", limit=POSITIVE
+        None, "expected number of processes; a different actual number is an error", POSITIVE
     )
     init_method: str | None = setting(
-        None, "rendezvous as tcp://HOST:PORT, if no launcher provides one", needs=open_rendezvous
+        None, "rendezvous as tcp://HOST:PORT, if no launcher provides one", needs.open_rendezvous
     )
     distributed_timeout_minutes: float = setting(
-        10.0, "timeout of collectives, for the slowest rank", limit=POSITIVE, needs=SEVERAL_PROCESSES
+        10.0, "timeout of collectives, for the slowest rank", POSITIVE, needs.SEVERAL_PROCESSES
     )
     distributed_timeout_seconds_after_init: float | None = setting(
         None,
         "timeout of collectives after the first step, in seconds (unchanged)",
-        limit=POSITIVE,
-        needs=SEVERAL_PROCESSES,
+        POSITIVE,
+        needs.SEVERAL_PROCESSES,
     )
     max_restarts: int = setting(
         None,
         "restarts of a crashed job from its last checkpoint; a new checkpoint resets the count (3; 0 for one process, which then runs "
         "without a supervisor)",
-        limit=NON_NEGATIVE,
-        needs=own_processes,
+        NON_NEGATIVE,
+        needs.OWN_PROCESSES,
     )
     heartbeat_timeout: float | None = setting(
         None,
         "seconds without a heartbeat, or at one point of a step, after which a rank is considered hung (60, but at least 10 times the longest "
         "step and twice the first; 0: never)",
-        limit=NON_NEGATIVE,
-        needs=a_supervisor,
+        NON_NEGATIVE,
+        needs.SUPERVISOR,
     )
     check_memory: bool = setting(True, "before starting, compare the estimated memory with the device's")
     local_rank: int | None = setting(
         None,
         "local rank, as older launchers pass it",
+        NON_NEGATIVE,
         notice="LOCAL_RANK, which the launcher sets in the environment, is used instead",
-        limit=NON_NEGATIVE,
     )
     job_id: str | None = setting(
-        None, "name of the job in progress.txt (the Slurm job ID)", needs=PROGRESS_FILE, resume=SILENT
+        None, "name of the job in progress.txt (the Slurm job ID)", needs.PROGRESS_FILE, SILENT
     )
     enable_ft_package: bool = setting(
         False,

@@ -5,7 +5,7 @@ are those of the whole model. Which shard of a parameter a rank holds is declare
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from pentatron.layout.ranks import Axis, Grid
@@ -77,13 +77,8 @@ def attention_sizes(config: TransformerConfig, ranks: int = 1) -> AttentionSizes
     """
     heads, groups = config.num_attention_heads // ranks, max(1, config.num_query_groups // ranks)
     hidden, head = config.hidden_size, config.kv_channels
-    return AttentionSizes(
-        heads,
-        groups,
-        head,
-        LinearSizes(hidden, (heads + 2 * groups) * head, has_qkv_bias(config)),
-        LinearSizes(heads * head, hidden, has_proj_bias(config)),
-    )
+    qkv = LinearSizes(hidden, (heads + 2 * groups) * head, has_qkv_bias(config))
+    return AttentionSizes(heads, groups, head, qkv, LinearSizes(heads * head, hidden, has_proj_bias(config)))
 
 
 def has_qkv_bias(config: TransformerConfig) -> bool:
@@ -127,11 +122,8 @@ def mlp_sizes(config: TransformerConfig, ranks: int = 1, inner: int | None = Non
     `inner`: unsharded inner width, if not the configured one.
     """
     width, hidden, bias = (inner or config.ffn_hidden_size) // ranks, config.hidden_size, has_mlp_bias(config)
-    fc1, fc2 = (
-        LinearSizes(hidden, matrices_before_activation(config) * width, bias),
-        LinearSizes(width, hidden, bias),
-    )
-    return MLPSizes(width, fc1, fc2)
+    fc1 = LinearSizes(hidden, matrices_before_activation(config) * width, bias)
+    return MLPSizes(width, fc1, LinearSizes(width, hidden, bias))
 
 
 @dataclass(frozen=True)
@@ -156,11 +148,9 @@ def expert_sizes(config: TransformerConfig, moe: MoEConfig, holders: int = 1, cu
 
     `holders`: expert-parallel size. `cut`: tensor-parallel size of an expert.
     """
-    count, inner = moe.experts // holders, moe.moe_ffn_hidden_size // cut
-    hidden = config.hidden_size
-    return ExpertSizes(
-        count, inner, (count, matrices_before_activation(config) * inner, hidden), (count, hidden, inner)
-    )
+    count, inner, hidden = moe.experts // holders, moe.moe_ffn_hidden_size // cut, config.hidden_size
+    fc1 = (count, matrices_before_activation(config) * inner, hidden)
+    return ExpertSizes(count, inner, fc1, (count, hidden, inner))
 
 
 def router_shape(hidden: int, moe: MoEConfig) -> tuple[int, int]:
@@ -316,9 +306,8 @@ def step_flops(config: TransformerConfig, batch: int, sequence: int, moe: MoECon
     mlps = hidden * inner_widths(config, moe, sparse) * matrices_per_mlp(config)
     projections = attention.linear_qkv.multiplications + attention.linear_proj.multiplications
     per_token = mlps + config.num_layers * projections + hidden * config.padded_vocab_size
-    return (
-        _MULTIPLY_ADD_FORWARD_BACKWARD * batch * (sequence * per_token + _pairs(config, sequence) * attended)
-    )
+    per_sequence = sequence * per_token + _pairs(config, sequence) * attended
+    return _MULTIPLY_ADD_FORWARD_BACKWARD * batch * per_sequence
 
 
 def layer_seconds(config: TransformerConfig, moe: MoEConfig, samples: int, peak: float | None) -> float:
@@ -361,22 +350,18 @@ def division_of(s: Settings) -> StageDivision:
 
     On one rank, layers at the ends are not counted separately.
     """
-    ranks, virtual, written = (
-        s.pipeline_model_parallel_size,
-        s.virtual_stages,
-        s.pipeline_model_parallel_layout,
+    whole = StageDivision(
+        s.pipeline_model_parallel_size, s.virtual_stages, written=s.pipeline_model_parallel_layout
     )
-    if ranks == 1:
-        return StageDivision(ranks, virtual, written=written)
-    return StageDivision(
-        ranks=ranks,
-        virtual=virtual,
+    if whole.ranks == 1:
+        return whole
+    return replace(
+        whole,
         first=s.decoder_first_pipeline_num_layers,
         last=s.decoder_last_pipeline_num_layers,
         count_embedding=s.account_for_embedding_in_pipeline_split,
         count_head=s.account_for_loss_in_pipeline_split,
         even=s.num_layers_per_virtual_pipeline_stage is not None,
-        written=written,
         folded=s.pipeline_schedule in FOLDED,
     )
 
@@ -396,12 +381,11 @@ def costs_of(s: Settings) -> Costs:
 
 def _inner_width(s: Settings) -> float:
     """Returns the mean inner width of the feed-forward parts of all layers."""
-    layers = s.num_layers
     sparse = 0
     if s.num_experts is not None:
         try:
-            sparse = sum(moe_layers(s.moe_layer_freq, layers))
+            sparse = sum(moe_layers(s.moe_layer_freq, s.num_layers))
         except ValueError:
             # A rule reports the invalid pattern.
-            sparse = layers
-    return inner_widths(s, s, sparse) / layers
+            sparse = s.num_layers
+    return inner_widths(s, s, sparse) / s.num_layers

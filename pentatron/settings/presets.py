@@ -23,18 +23,9 @@ _GPT_STYLE: dict[str, Any] = {
 }
 
 _DENSE_COLUMNS = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "rotary_base",
-    "max_position_embeddings",
-    "vocab_size",
-    "untie_embeddings_and_output_weights",
-    "layernorm_epsilon",
-)
+    "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels rotary_base "
+    "max_position_embeddings vocab_size untie_embeddings_and_output_weights layernorm_epsilon"
+).split()
 _QWEN25 = {**_LLAMA_STYLE, "add_qkv_bias": True, "make_vocab_size_divisible_by": 1}
 _QWEN3 = {**_LLAMA_STYLE, "qk_layernorm": True, "make_vocab_size_divisible_by": 1}
 _LLAMA = {**_LLAMA_STYLE, "make_vocab_size_divisible_by": 1}
@@ -93,22 +84,14 @@ _GPT: dict[str, dict[str, Any]] = {
 
 _MOE_COLUMNS = (*_DENSE_COLUMNS, "num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_aux_loss_coeff")
 _QWEN3_MOE = {**_QWEN3, "moe_router_dtype": "fp32"}
-_QWEN2_MOE = {
-    **_QWEN25,
-    "moe_router_pre_softmax": True,
-    "moe_shared_expert_gate": True,
-}
-
-
-def _with_shared(width: int) -> dict[str, Any]:
-    return {**_QWEN2_MOE, "moe_shared_expert_intermediate_size": width}
-
-
+_QWEN2_MOE = {**_QWEN25, "moe_router_pre_softmax": True, "moe_shared_expert_gate": True}
+_SHARED_5632 = {**_QWEN2_MOE, "moe_shared_expert_intermediate_size": 5632}
+_SHARED_20480 = {**_QWEN2_MOE, "moe_shared_expert_intermediate_size": 20480}
 _MOE: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "mixtral-8x7b":    (_LLAMA, (32, 4096, 14336, 32, 8, 128, 1e6, 32768, 32000, True, 1e-5, 8, 2, 14336, (1e-2,))),
     "mixtral-8x22b":   (_LLAMA, (56, 6144, 16384, 48, 8, 128, 1e6, 65536, 32000, True, 1e-5, 8, 2, 16384, (1e-3,))),
-    "qwen1.5-moe-a2.7b": (_with_shared(5632), (24, 2048, 5632, 16, 16, 128, 1e6, 8192, 151936, True, 1e-6, 60, 4, 1408, (1e-3,))),
-    "qwen2-57b-a14b":  (_with_shared(20480), (28, 3584, 18944, 28, 4, 128, 1e6, 131072, 151936, True, 1e-6, 64, 8, 2560, (1e-3,))),
+    "qwen1.5-moe-a2.7b": (_SHARED_5632, (24, 2048, 5632, 16, 16, 128, 1e6, 8192, 151936, True, 1e-6, 60, 4, 1408, (1e-3,))),
+    "qwen2-57b-a14b":  (_SHARED_20480, (28, 3584, 18944, 28, 4, 128, 1e6, 131072, 151936, True, 1e-6, 64, 8, 2560, (1e-3,))),
     "qwen3-30b-a3b":   (_QWEN3_MOE, (48, 2048, 6144, 32, 4, 128, 1e6, 40960, 151936, True, 1e-6, 128, 8, 768, (1e-3,))),
     "qwen3-235b-a22b": (_QWEN3_MOE, (94, 4096, 12288, 64, 4, 128, 1e6, 40960, 151936, True, 1e-6, 128, 8, 1536, (1e-3,))),
 }
@@ -147,11 +130,13 @@ _DEMO: dict[str, Any] = {
 
 def presets() -> dict[str, dict[str, Any]]:
     """Returns all presets by name."""
-    by_name: dict[str, dict[str, Any]] = {"demo": dict(_DEMO)}
-    for name, shape in _GPT.items():
-        by_name[name] = {**_GPT_STYLE, "vocab_size": 50257, **shape}
-    for name, (family, row) in _DENSE.items():
-        by_name[name] = {**family, **dict(zip(_DENSE_COLUMNS, row, strict=True))}
-    for name, (family, row) in _MOE.items():
-        by_name[name] = {**family, **dict(zip(_MOE_COLUMNS, row, strict=True)), "moe_grouped_gemm": True}
-    return by_name
+    gpt = {name: {**_GPT_STYLE, "vocab_size": 50257, **shape} for name, shape in _GPT.items()}
+    dense = {
+        name: {**family, **dict(zip(_DENSE_COLUMNS, row, strict=True))}
+        for name, (family, row) in _DENSE.items()
+    }
+    moe = {
+        name: {**family, **dict(zip(_MOE_COLUMNS, row, strict=True)), "moe_grouped_gemm": True}
+        for name, (family, row) in _MOE.items()
+    }
+    return {"demo": dict(_DEMO)} | gpt | dense | moe

@@ -10,12 +10,10 @@ from pentatron.settings.command_line import did_you_mean, parse_flags
 from pentatron.settings.data_paths import NAMED, Blend
 from pentatron.settings.decision_types import Decisions
 from pentatron.settings.decisions import decide, device_from_settings
-from pentatron.settings.declaration import first_unmet
 from pentatron.settings.deepspeed import read_deepspeed
 from pentatron.settings.derive import derive
 from pentatron.settings.entry_points import EntryPoint
 from pentatron.settings.files import paths_in_run, read_data_files, read_file
-from pentatron.settings.parameters import has_mlp_bias
 from pentatron.settings.presets import presets
 from pentatron.settings.rules import out_of_limits, problems_of, unsupported_features
 from pentatron.settings.run_config import RunConfig, table
@@ -59,9 +57,8 @@ class Resolved:
 
     def with_notices(self, notes: Sequence[str]) -> "Resolved":
         """Returns a copy with further notices."""
-        draft = self.open
+        draft = None if self.open is None else self.open.copy()
         if draft is not None:
-            draft = draft.copy()
             draft.further_notices.extend(notes)
         return replace(self, notices=[*self.notices, *notes], open=draft)
 
@@ -79,7 +76,7 @@ def gather(words: Sequence[str], entry: EntryPoint) -> Draft:
     Later sources override earlier ones: entry point, preset, file, DeepSpeed, flags.
     """
     parsed = parse_flags(words, entry)
-    flags = Settings.defaults(**{name: assigned.value for name, assigned in parsed.values.items()})
+    flags = _defaults_with(parsed.values)
     notices = list(parsed.notices)
     from_file = {} if flags.config is None else read_file(flags.config, entry)
     given = dict(from_file)
@@ -88,7 +85,7 @@ def gather(words: Sequence[str], entry: EntryPoint) -> Draft:
         given |= from_deepspeed
         notices += ignored
     given |= parsed.values
-    preset = Settings.defaults(**{name: assigned.value for name, assigned in given.items()}).preset
+    preset = _defaults_with(given).preset
     if preset is None and given.keys().isdisjoint(_REPLACES_DEFAULT_PRESET):
         preset = entry.default_preset
     values = {name: Assigned(item.default, "default") for name, item in table().items()}
@@ -99,7 +96,11 @@ def gather(words: Sequence[str], entry: EntryPoint) -> Draft:
     if flags.config is not None:
         kept = {name: assigned.value for name, assigned in from_file.items() if given[name] is assigned}
         draft.in_run_folder = paths_in_run(flags.config, kept)
-    _drop_idle_default(draft)
+    has_files = draft.vocab_file is not None or draft.merge_file is not None
+    by_script = draft.source("tokenizer_type").startswith("default of")
+    if by_script and (not has_files or draft.tokenizer_model is not None):
+        # The tokenizer of the script needs its vocabulary files.
+        draft.assign("default", tokenizer_type=None)
     read_data_files(draft)
     if is_unset(draft.run_dir):
         # Before the folder is read: the same command must always lead to the same folder.
@@ -107,13 +108,8 @@ def gather(words: Sequence[str], entry: EntryPoint) -> Draft:
     return draft
 
 
-def _drop_idle_default(draft: Draft) -> None:
-    """Drops the default tokenizer type if its vocabulary files are not given, or a tokenizer model is."""
-    name = "tokenizer_type"
-    has_files = draft.vocab_file is not None or draft.merge_file is not None
-    by_script = draft.source(name).startswith("default of")
-    if by_script and (not has_files or draft.tokenizer_model is not None):
-        draft.assign("default", **{name: table()[name].default})
+def _defaults_with(given: Mapping[str, Assigned]) -> Settings:
+    return Settings.defaults(**{name: assigned.value for name, assigned in given.items()})
 
 
 def _preset(name: str) -> dict[str, Assigned]:
@@ -131,18 +127,18 @@ def resolve(draft: Draft, facts: Facts, built_only: bool = True) -> Resolved:
     """
     draft = draft.copy()
     draft.facts, draft.built_only = facts, built_only
-    draft.problems.extend(_set_aside_wrong_values(draft))
-    draft.problems.extend(derive(draft))
+    _set_aside_wrong_values(draft)
+    derive(draft)
     return _with_length(draft)
 
 
 def _with_length(draft: Draft) -> Resolved:
     """Derives the length of the run, checks all settings and freezes them."""
     before = draft.copy()
-    problems = [*draft.problems, *derive_length(draft)]
+    derive_length(draft)
     missing = [] if draft.built_only else unsupported_features(draft)
-    problems += [problem for problem in problems_of(draft, draft.wrong) if problem not in missing]
-    if problems:
+    found = [problem for problem in problems_of(draft, draft.wrong) if problem not in missing]
+    if problems := draft.problems + found:
         raise ConfigError(problems)
     config = RunConfig.of(draft)
     notices = notices_for(draft, decide(config, device_from_settings(config)))
@@ -159,32 +155,26 @@ def notices_of_device(resolved: Resolved, decisions: Decisions) -> list[str]:
 
 def problems_independent_of(draft: Draft, facts: Facts, unknown: Collection[str]) -> list[str]:
     """Returns the problems that do not depend on the `unknown` settings. Does not change the draft."""
-    copy, problems = _derived(draft, facts, unknown)
-    return problems + problems_of(copy, {*copy.wrong, *unknown})
+    copy = derived_settings(draft, facts, unknown)
+    return copy.problems + problems_of(copy, {*copy.wrong, *unknown})
 
 
-def derived_settings(draft: Draft, facts: Facts) -> Settings:
-    """Returns the settings as `resolve` would derive them now. Does not check them or change the draft."""
-    return _derived(draft, facts)[0]
-
-
-def _derived(draft: Draft, facts: Facts, unknown: Collection[str] = ()) -> tuple[Draft, list[str]]:
-    """Returns a copy with derived values, `unknown` settings at their defaults, and the problems found."""
+def derived_settings(draft: Draft, facts: Facts, unknown: Collection[str] = ()) -> Draft:
+    """Returns a copy with values as `resolve` would derive them now, and `unknown` ones at their defaults."""
     copy = draft.copy()
     copy.facts = facts
-    problems = _set_aside_wrong_values(copy)
+    _set_aside_wrong_values(copy)
     copy.assign("default", **{name: table()[name].default for name in unknown})
-    return copy, [*problems, *derive(copy), *derive_length(copy)]
+    derive(copy)
+    derive_length(copy)
+    return copy
 
 
-def _set_aside_wrong_values(draft: Draft) -> list[str]:
-    """Replaces invalid values by defaults, so that the other settings can still be checked.
-
-    Returns the errors.
-    """
+def _set_aside_wrong_values(draft: Draft) -> None:
+    """Records errors and replaces invalid values by defaults, so that other settings can still be checked."""
     draft.wrong |= out_of_limits(draft)
     draft.assign("default", **{name: table()[name].default for name in draft.wrong})
-    return list(draft.wrong.values())
+    draft.problems.extend(draft.wrong.values())
 
 
 # --- notices ---
@@ -194,17 +184,23 @@ def notices_for(s: Settings, decisions: Decisions) -> list[str]:
     """Returns all notices for these settings. `decisions`: as the settings alone determine them."""
     lines = []
     for name, item in table().items():
-        if not _is_requested(s, name):
-            continue
         reason = item.notice if getattr(s, name) != item.default else ""
-        if reason := reason or decisions.idle.get(name, "") or first_unmet(item.needs, s):
+        if _is_requested(s, name) and (reason := reason or decisions.idle.get(name) or item.unmet_need(s)):
             lines.append(f"{item.written(getattr(s, name), s.source(name))}: {reason}")
     if s.attention_dropout > 0:
         lines.append(
             f"--attention-dropout {s.attention_dropout}: the dropout mask depends on the layout, so other parallel "
             f"sizes give other losses (the mask of hidden dropout does not depend on it)"
         )
-    lines += [*_default_recompute(s), *_pipeline_bubble(s), *_no_bias_in_experts(s)]
+    lines += [*_default_recompute(s), *_pipeline_bubble(s)]
+    if s.num_experts is not None and s.add_bias_linear:
+        lines.append(
+            "experts have no bias here; the other linear layers have one (--disable-bias-linear removes it there too)"
+        )
+    elif s.num_experts is not None and s.add_mlp_bias:
+        lines.append(
+            "experts have no bias here; --add-mlp-bias applies to MLPs without experts and to shared experts"
+        )
     if not (s.save_checkpoints or s.given("save_checkpoints") or s.skip_train):
         lines.append("no checkpoint is written, as --save is not given")
     return [*lines, *decisions.remarks]
@@ -220,41 +216,25 @@ def notices_of_decisions(s: Settings, decisions: Decisions) -> list[str]:
     return [*lines, *decisions.remarks]
 
 
-def _no_bias_in_experts(s: Settings) -> list[str]:
-    if s.num_experts is None or not has_mlp_bias(s):
-        return []
-    if not s.add_bias_linear:
-        return [
-            "experts have no bias here; --add-mlp-bias applies to MLPs without experts and to shared experts"
-        ]
-    return [
-        "experts have no bias here; the other linear layers have one (--disable-bias-linear removes it there too)"
-    ]
-
-
 def _default_recompute(s: Settings) -> list[str]:
     """Reports the default method of full recompute, which Megatron would require."""
     if s.recompute_granularity != "full" or s.given("recompute_method"):
         return []
     written = table()["recompute_granularity"].written("full", s.source("recompute_granularity"))
     count = s.recompute_num_layers
-    chunks = (
-        f"every {count} layers are recomputed together"
-        if count > 1
-        else "every layer is recomputed by itself"
-    )
+    together = f"every {count} layers are recomputed together"
+    chunks = together if count > 1 else "every layer is recomputed by itself"
     return [f"{written}: no --recompute-method is given, so uniform is used: {chunks}"]
 
 
 def _pipeline_bubble(s: Settings) -> list[str]:
     """Reports the pipeline bubble if there are fewer micro-batches than pipeline ranks."""
     ranks, virtual = s.pipeline_model_parallel_size, s.virtual_stages
-    total, micro, copies = (
-        getattr(s, n) for n in ("global_batch_size", "micro_batch_size", "data_parallel_size")
-    )
-    if ranks == 1 or not total or not micro or total % (micro * copies) or total >= ranks * micro * copies:
+    if ranks == 1 or not s.global_batch_size or not s.micro_batch_size:
         return []
-    count = total // (micro * copies)
+    count, rest = divmod(s.global_batch_size, s.micro_batch_size * s.data_parallel_size)
+    if rest or count >= ranks:
+        return []
     # The usual estimate of the bubble: every rank is idle while the others fill and drain the pipeline.
     waiting = (ranks - 1) / (ranks - 1 + count * virtual)
     batches = "1 micro-batch a step leaves" if count == 1 else f"{count} micro-batches a step leave"

@@ -10,12 +10,13 @@ from typing import Any
 from pentatron.settings.data_paths import NAMED, Blend, training_files_flag
 from pentatron.settings.decisions import requires_graphs, why_not_capturable
 from pentatron.settings.declaration import Setting, flag_of
-from pentatron.settings.layout_rules import LAYOUT_RULES, ZERO_RULES, Rule, error_of
+from pentatron.settings.layout_rules import LAYOUT_RULES, ZERO_RULES, Rule, error_of, indivisible, refuse_if
 from pentatron.settings.model_rules import MOE_RULES, POSITION_RULES, PRECISION_RULES
+from pentatron.settings.needs import data_sources
 from pentatron.settings.run_config import table
 from pentatron.settings.settings import Settings, is_unset
 from pentatron.settings.training_rules import LOOP_RULES, SCHEDULE_RULES, SFT_RULES
-from pentatron.text import divisors, join_choices, parse_rendezvous_url
+from pentatron.text import divisors, format_count, join_choices, parse_rendezvous_url
 
 
 def problems_of(s: Settings, unsound: Collection[str] = ()) -> list[str]:
@@ -28,7 +29,7 @@ def broken_rules(s: Settings, unsound: Collection[str] = ()) -> list[str]:
     wrong = out_of_limits(s)
     stand_ins = {name: (1,) if isinstance(getattr(s, name), tuple) else 1 for name in wrong}
     usable, problems = s.changed(**stand_ins), []
-    for rule in RULES:
+    for rule in RULES.values():
         read: set[str] = set()
         problem = rule(_Recorded(usable, read))
         if problem is not None and read.isdisjoint((*wrong, *unsound)):
@@ -91,45 +92,12 @@ def _graphs(s: Settings) -> str | None:
     return f"--cuda-graphs on is not possible: {reason}; leave it out, or use --cuda-graphs auto"
 
 
-def _meeting_point(s: Settings) -> str | None:
-    if s.init_method is None or parse_rendezvous_url(s.init_method) is not None:
-        return None
-    return f"--init-method {s.init_method} must look like tcp://HOST:PORT, for example tcp://localhost:12345"
-
-
 def _groups(s: Settings) -> str | None:
     heads, groups = s.num_attention_heads, s.num_query_groups
     if heads % groups == 0:
         return None
-    return (
-        f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}; "
-        f"use {join_choices(divisors(heads))} groups"
-    )
-
-
-def _grouping(s: Settings) -> str | None:
-    if s.group_query_attention or s.num_query_groups == s.num_attention_heads:
-        return None
-    return (
-        f"--no-group-query-attention and --num-query-groups {s.num_query_groups} contradict each other; "
-        f"leave one of them out"
-    )
-
-
-def _positions(s: Settings) -> str | None:
-    if s.max_position_embeddings >= s.seq_length:
-        return None
-    return (
-        f"--seq-length {s.seq_length} is longer than --max-position-embeddings {s.max_position_embeddings}; "
-        f"raise the latter or shorten the sequence"
-    )
-
-
-def _vocabulary(s: Settings) -> str | None:
-    # The size of --vocab-file is read before the rules are checked.
-    if not is_unset(s.vocab_size) or s.vocab_file is not None:
-        return None
-    return "the vocabulary size is unknown; give --vocab-size, or --tokenizer-model with a folder that has a tokenizer.json"
+    advice = f"{join_choices(divisors(heads))} groups"
+    return indivisible(s, "num_attention_heads", "num_query_groups", advice)
 
 
 def _tokenizer(s: Settings) -> str | None:
@@ -149,13 +117,11 @@ def _spec(s: Settings) -> str | None:
     words = s.spec
     if len(words) in (0, 2):
         return None
-    return f"--spec {' '.join(words)} has {len(words)} word{'s' if len(words) > 1 else ''}; it takes two: MODULE FUNCTION"
+    return f"--spec {' '.join(words)} has {format_count(len(words), 'word')}; it takes two: MODULE FUNCTION"
 
 
 def _data(s: Settings) -> str | None:
-    sources = [
-        table()[n].flag for n in ("corpus", "data_path", "train_data_path", "mock_data") if getattr(s, n)
-    ]
+    sources = data_sources(s)
     if len(sources) > 1:
         return f"{' and '.join(sources)} are different sources of data; choose one"
     if not sources and s.dataset_size is None:
@@ -173,11 +139,10 @@ def _blend(s: Settings) -> str | None:
 
 
 def _per_split(s: Settings) -> str | None:
-    named = next((name for name in ("valid_data_path", "test_data_path") if getattr(s, name)), None)
-    if named is None or s.train_data_path:
+    named = [flag_of(name) for name in ("valid_data_path", "test_data_path") if getattr(s, name)]
+    if not named or s.train_data_path:
         return None
-    flag = flag_of(named)
-    return f"{flag} needs --train-data-path beside it; give both, or --data-path for all splits"
+    return f"{named[0]} needs --train-data-path beside it; give both, or --data-path for all splits"
 
 
 def _split(s: Settings) -> str | None:
@@ -190,25 +155,41 @@ def _split(s: Settings) -> str | None:
     return f"--split {s.split} must be up to three numbers with a training weight above 0, such as 969,30,1"
 
 
-RULES: tuple[Rule, ...] = (
-    *LAYOUT_RULES,
-    *MOE_RULES,
-    *ZERO_RULES,
-    *POSITION_RULES,
-    *SFT_RULES,
-    _graphs,
-    *PRECISION_RULES,
-    *LOOP_RULES,
-    _meeting_point,
-    _groups,
-    _grouping,
-    _positions,
-    _vocabulary,
-    _tokenizer,
-    _spec,
-    _data,
-    _blend,
-    _per_split,
-    _split,
-    *SCHEDULE_RULES,
-)
+RULES: dict[str, Rule] = {
+    **LAYOUT_RULES,
+    **MOE_RULES,
+    **ZERO_RULES,
+    **POSITION_RULES,
+    **SFT_RULES,
+    "graphs": _graphs,
+    **PRECISION_RULES,
+    **LOOP_RULES,
+    "meeting_point": refuse_if(
+        lambda s: s.init_method is not None and parse_rendezvous_url(s.init_method) is None,
+        "--init-method {s.init_method} must look like tcp://HOST:PORT, for example tcp://localhost:12345",
+    ),
+    "groups": _groups,
+    "grouping": refuse_if(
+        lambda s: not s.group_query_attention and s.num_query_groups != s.num_attention_heads,
+        "--no-group-query-attention and --num-query-groups {s.num_query_groups} contradict each other; "
+        "leave one of them out",
+    ),
+    "positions": refuse_if(
+        lambda s: s.max_position_embeddings < s.seq_length,
+        "--seq-length {s.seq_length} is longer than --max-position-embeddings {s.max_position_embeddings}; "
+        "raise the latter or shorten the sequence",
+    ),
+    # The size of --vocab-file is read before the rules are checked.
+    "vocabulary": refuse_if(
+        lambda s: is_unset(s.vocab_size) and s.vocab_file is None,
+        "the vocabulary size is unknown; give --vocab-size, or --tokenizer-model with a folder that has a "
+        "tokenizer.json",
+    ),
+    "tokenizer": _tokenizer,
+    "spec": _spec,
+    "data": _data,
+    "blend": _blend,
+    "per_split": _per_split,
+    "split": _split,
+    **SCHEDULE_RULES,
+}

@@ -97,6 +97,11 @@ class RunConfig:
         runs, _ = recompute_groups(part.layers, 1 if block else count, count if block else None)
         return [tuple(run) for run in runs]
 
+    def longest_run(self, part: StagePart) -> int:
+        """Returns the maximum number of consecutive layers without a recompute boundary between them."""
+        runs = [len(run) for run in self.recomputed(part)]
+        return max(len(part.layers) - sum(runs), *runs, 0)
+
     @property
     def layers_with_experts(self) -> tuple[int, ...]:
         """Indices of the layers with experts."""
@@ -180,11 +185,9 @@ def sections() -> dict[str, type]:
 @functools.cache
 def table() -> dict[str, Setting]:
     """Returns all settings by name."""
-    by_name: dict[str, Setting] = {}
-    for section, cls in sections().items():
-        for item in settings_of(section, cls):
-            assert item.name not in by_name, f"setting {item.name} is declared twice"
-            by_name[item.name] = item
+    items = [item for section, cls in sections().items() for item in settings_of(section, cls)]
+    by_name = {item.name: item for item in items}
+    assert len(by_name) == len(items), "a setting is declared twice"
     return by_name
 
 

@@ -45,15 +45,12 @@ def schedule_lengths_of(s: Settings, plan: BatchSizeSchedule) -> ScheduleLengths
     """Converts the lengths of the schedules to samples. Steps have the batch sizes of the plan."""
     total = s.train_samples or plan.samples_after(max(1, s.train_iters))
     decay = s.lr_decay_samples or plan.samples_after(s.lr_decay_iters or 0)
-    return ScheduleLengths(_warmup_samples(s, plan, decay), decay, _wsd(s, plan, decay), total)
-
-
-def _warmup_samples(s: Settings, plan: BatchSizeSchedule, decay: int) -> float:
+    warmup: float = plan.samples_after(s.lr_warmup_iters)
     if s.lr_warmup_fraction is not None:
-        return float(s.lr_warmup_fraction * decay)
-    if s.lr_warmup_samples is not None:
-        return float(s.lr_warmup_samples)
-    return plan.samples_after(s.lr_warmup_iters)
+        warmup = float(s.lr_warmup_fraction * decay)
+    elif s.lr_warmup_samples is not None:
+        warmup = float(s.lr_warmup_samples)
+    return ScheduleLengths(warmup, decay, _wsd(s, plan, decay), total)
 
 
 def _wsd(s: Settings, plan: BatchSizeSchedule, decay: int) -> int:
@@ -99,102 +96,114 @@ def _select_given(draft: Draft, *names: str) -> list[str]:
     return selected
 
 
-def _contradiction(draft: Draft, given: list[str], what: str) -> list[str]:
-    """Reports two contradicting settings: a problem for flags, a notice if the first is from a file."""
+def _contradicts(draft: Draft, given: list[str], what: str) -> bool:
+    """Reports two contradicting settings: a problem for flags, a notice if the first is from a file.
+
+    Returns whether it is a problem.
+    """
     values = (getattr(draft, name) for name in given[:2])
     words = (" ".join(map(str, value)) if isinstance(value, tuple) else value for value in values)
     first, second = (f"{flag_of(name)} {word}" for name, word in zip(given, words))
-    if draft.source(given[0]).startswith("flag "):
-        return [f"{first} and {second} both {what}; give one of them"]
-    draft.notices.append(f"{second} is used to {what}, so {first} is ignored")
-    return []
+    is_flag = draft.source(given[0]).startswith("flag ")
+    if is_flag:
+        draft.problems.append(f"{first} and {second} both {what}; give one of them")
+    else:
+        draft.notices.append(f"{second} is used to {what}, so {first} is ignored")
+    return is_flag
 
 
-def derive_stepwise_batch(draft: Draft) -> list[str]:
-    """Derives the global batch size as the last of --step-batch-size-schedule. Returns the problems.
+def derive_stepwise_batch(draft: Draft) -> bool:
+    """Derives the global batch size as the last of --step-batch-size-schedule.
 
-    Validation and the checks of the layout use that size.
+    Validation and the checks of the layout use that size. Returns False if other settings contradict it.
     """
-    others = ("global_batch_size", "rank_batch_size", "rampup_batch_size")
+    name = "step_batch_size_schedule"
     if not draft.step_batch_size_schedule:
-        return []
-    given = _select_given(draft, *others, "step_batch_size_schedule")
-    if draft.given("step_batch_size_schedule") and "step_batch_size_schedule" not in given:
-        return []
+        return True
+    given = _select_given(draft, "global_batch_size", "rank_batch_size", "rampup_batch_size", name)
+    if draft.given(name) and name not in given:
+        return True
     plan = batch_plan_or_none(draft)
     size = None if plan is None else plan.changes[-1][1]
-    problems: list[str] = []
-    for name in given[:-1]:
-        if name != "global_batch_size" or getattr(draft, name) != size:
-            problems += _contradiction(draft, [name, given[-1]], "set the batch size")
-    if problems:
-        return problems
+    others = [o for o in given[:-1] if o != "global_batch_size" or draft.global_batch_size != size]
+    refused = [_contradicts(draft, [other, given[-1]], "set the batch size") for other in others]
+    if any(refused):
+        return False
     draft.derive("--step-batch-size-schedule", rank_batch_size=None, rampup_batch_size=())
     draft.derive("the last of --step-batch-size-schedule", global_batch_size=size)
-    return []
+    return True
 
 
-def derive_length(draft: Draft) -> list[str]:
-    """Derives the length of the run, its schedules and the save interval. Returns the problems found.
+def derive_length(draft: Draft) -> None:
+    """Derives the length of the run, its schedules and the save interval.
 
-    With `--epochs` over data that is not counted yet, all of these stay unset.
+    With `--epochs` over data that is not counted yet, all of these stay unset. Problems are added to those of
+    the draft.
     """
     plan = batch_plan_or_none(draft)
-    problems = _samples(draft, plan) + _epochs(draft, plan)
-    if draft.skip_train and is_unset(draft.train_iters) and draft.epochs is None:
-        draft.derive("nothing is trained (--skip-train)", train_iters=0)
-    problems += _decay(draft)
+    _samples(draft, plan)
+    _epochs(draft, plan)
+    if draft.skip_train and draft.epochs is None:
+        draft.fill("nothing is trained (--skip-train)", train_iters=0)
+    _decay(draft)
     if draft.min_lr > draft.lr and not draft.given("min_lr"):
         draft.derive(f"a tenth of --lr; the preset has {draft.min_lr}", min_lr=draft.lr / 10)
-    _weight_decay(draft)
-    if is_unset(draft.save_interval) and not is_unset(draft.train_iters):
+    if draft.weight_decay_incr_style != "constant":
+        ends = dict.fromkeys(("start_weight_decay", "end_weight_decay"), draft.weight_decay)
+        draft.fill("weight-decay", **ends)
+    if not is_unset(draft.train_iters):
         interval = max(1, min(draft.train_iters, max(100, draft.train_iters // 10)))
-        draft.derive("a tenth of the run, at least 100 steps", save_interval=interval)
-    return problems + _warmup(draft, plan)
+        draft.fill("a tenth of the run, at least 100 steps", save_interval=interval)
+    _warmup(draft, plan)
 
 
-def _samples(draft: Draft, plan: BatchSizeSchedule | None) -> list[str]:
+def _samples(draft: Draft, plan: BatchSizeSchedule | None) -> None:
     """Derives the steps of --train-samples. Samples that do not fill a step at the end are not used."""
     given = _select_given(draft, "train_iters", "train_samples")
     samples = draft.train_samples
     if samples is None or plan is None:
-        return []
+        return
     steps = plan.steps_within(samples)
-    if len(given) == 2 and draft.train_iters != steps:
-        problems = _contradiction(draft, given, "set the length of the run")
-        if problems:
-            return problems
+    differ = len(given) == 2 and draft.train_iters != steps
+    if differ and _contradicts(draft, given, "set the length of the run"):
+        return
     if steps == 0:
-        return [
+        draft.problems.append(
             f"--train-samples {samples} are fewer than the {plan.size_at(0)} samples of the first step; give more, or a "
             f"smaller batch"
-        ]
+        )
+        return
     left_over = samples - plan.samples_after(steps)
     rest = f"; {left_over} are left over" if left_over else ""
     draft.derive(f"steps of {samples} samples{rest}", train_iters=steps)
-    return []
 
 
-def _epochs(draft: Draft, plan: BatchSizeSchedule | None) -> list[str]:
+def _epochs(draft: Draft, plan: BatchSizeSchedule | None) -> None:
     """Derives the steps of --epochs. If the length is given too, the run ends at the smaller of the two."""
     if flag := _overriding_flag(draft, ("train_iters", "train_samples"), "epochs"):
         draft.derive(f"{flag_of(flag)} is given", epochs=None)
     epochs = draft.epochs
     if epochs is None or plan is None:
-        return []
+        return
+    in_epochs = format_count(epochs, "epoch")
     if draft.is_synthetic and draft.dataset_size is not None:
-        _limit_length(draft, *_synthetic_steps(epochs, draft.dataset_size, plan))
+        if plan.is_constant:
+            per_epoch = max(1, draft.dataset_size // plan.size_at(0))
+            _limit_length(draft, epochs * per_epoch, f"{in_epochs} of {format_count(per_epoch, 'step')}")
+        else:
+            limit = max(1, plan.steps_within(epochs * draft.dataset_size))
+            _limit_length(draft, limit, f"{in_epochs} ({format_count(limit, 'step')} of changing size)")
     elif draft.epoch_samples is not None:
         limit = plan.steps_within(epochs * draft.epoch_samples)
-        in_words = f"{format_count(epochs, 'epoch')} of {format_count(draft.epoch_samples, 'sample')}"
+        in_words = f"{in_epochs} of {format_count(draft.epoch_samples, 'sample')}"
         if limit == 0:
             draft.wrong["epochs"] = (
                 f"--epochs {epochs}: {in_words} cannot fill the {plan.size_at(0)} samples of the first step; give more "
                 f"epochs, or a smaller batch"
             )
-            return [draft.wrong["epochs"]]
-        _limit_length(draft, limit, in_words)
-    return []
+            draft.problems.append(draft.wrong["epochs"])
+        else:
+            _limit_length(draft, limit, in_words)
 
 
 def _overriding_flag(draft: Draft, names: Sequence[str], other: str) -> str:
@@ -203,15 +212,6 @@ def _overriding_flag(draft: Draft, names: Sequence[str], other: str) -> str:
         return ""
     flags = (name for name in names if draft.source(name).startswith("flag "))
     return next((name for name in flags if getattr(draft, name) is not None), "")
-
-
-def _synthetic_steps(epochs: int, size: int, plan: BatchSizeSchedule) -> tuple[int, str]:
-    """Returns the steps of the epochs of synthetic data, and the reason in words."""
-    if plan.is_constant:
-        per_epoch = max(1, size // plan.size_at(0))
-        return epochs * per_epoch, f"{format_count(epochs, 'epoch')} of {format_count(per_epoch, 'step')}"
-    limit = max(1, plan.steps_within(epochs * size))
-    return limit, f"{format_count(epochs, 'epoch')} ({format_count(limit, 'step')} of changing size)"
 
 
 def _limit_length(draft: Draft, limit: int, in_words: str) -> None:
@@ -223,50 +223,37 @@ def _limit_length(draft: Draft, limit: int, in_words: str) -> None:
     name = "train_samples" if by_samples else "train_iters"
     is_given = steps is not None and (draft.given("train_iters") or by_samples)
     if is_given and not _overriding_flag(draft, ("epochs",), name):
-        if limit == steps:
+        if limit < steps:
+            ends = f"{in_words}, before {flag_of(name)} {getattr(draft, name)}"
+            in_words = f"{in_words}, before {steps} steps"
+        else:
+            ends = f"{flag_of(name)} ends it before {in_words}"
+        if limit != steps:
+            draft.notices.append(f"training stops after {format_count(min(limit, steps), 'step')}: {ends}")
+        if limit >= steps:
             return
-        if limit > steps:
-            draft.notices.append(
-                f"training stops after {format_count(steps, 'step')}: {flag_of(name)} ends it before {in_words}"
-            )
-            return
-        draft.notices.append(
-            f"training stops after {format_count(limit, 'step')}: {in_words}, before {flag_of(name)} {getattr(draft, name)}"
-        )
-        in_words = f"{in_words}, before {steps} steps"
     draft.derive(in_words, train_iters=limit)
     if by_samples:
         draft.derive(in_words, train_samples=None)
 
 
-def _decay(draft: Draft) -> list[str]:
-    """Derives the length of the learning rate decay. Returns the contradictions found."""
-    problems: list[str] = []
+def _decay(draft: Draft) -> None:
+    """Derives the length of the learning rate decay."""
     for what in ("lr_decay", "lr_wsd_decay"):
         given = _select_given(draft, f"{what}_iters", f"{what}_samples")
         if len(given) == 2:
-            problems += _contradiction(draft, given, "set the decay")
-    if draft.lr_decay_samples is None and draft.lr_decay_iters is None:
-        if draft.train_samples is not None:
-            draft.derive("train-samples", lr_decay_samples=draft.train_samples)
-        elif not is_unset(draft.train_iters):
-            draft.derive("train-iters", lr_decay_iters=max(1, draft.train_iters))
-    return problems
+            _contradicts(draft, given, "set the decay")
+    if draft.lr_decay_iters is None:
+        draft.fill("train-samples", lr_decay_samples=draft.train_samples)
+    if draft.lr_decay_samples is None and not is_unset(draft.train_iters):
+        draft.fill("train-iters", lr_decay_iters=max(1, draft.train_iters))
 
 
-def _weight_decay(draft: Draft) -> None:
-    if draft.weight_decay_incr_style == "constant":
-        return
-    for name in ("start_weight_decay", "end_weight_decay"):
-        if getattr(draft, name) is None:
-            draft.derive("weight-decay", **{name: draft.weight_decay})
-
-
-def _warmup(draft: Draft, plan: BatchSizeSchedule | None) -> list[str]:
-    """Derives the whole steps of the warm-up, however it is given. Returns the contradictions found."""
+def _warmup(draft: Draft, plan: BatchSizeSchedule | None) -> None:
+    """Derives the whole steps of the warm-up, however it is given."""
     given = _select_given(draft, "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction")
     if plan is None or (draft.lr_decay_iters is None and draft.lr_decay_samples is None):
-        return []
+        return
     decay = draft.lr_decay_samples or plan.samples_after(draft.lr_decay_iters or 0)
     fraction, samples = draft.lr_warmup_fraction, draft.lr_warmup_samples
     steps, reason = None, ""
@@ -275,14 +262,12 @@ def _warmup(draft: Draft, plan: BatchSizeSchedule | None) -> list[str]:
     elif samples is not None:
         steps, reason = plan.steps_within(samples), f"steps of {samples} samples"
     both = samples is not None and fraction is not None
-    if len(given) > 1 and (both or draft.lr_warmup_iters != steps):
-        problems = _contradiction(draft, given, "set the warm-up")
-        if problems:
-            return problems
+    differ = len(given) > 1 and (both or draft.lr_warmup_iters != steps)
+    if differ and _contradicts(draft, given, "set the warm-up"):
+        return
     tenth = plan.steps_within(decay) // 10
     if steps is not None:
         draft.derive(reason, lr_warmup_iters=steps)
     elif not draft.given("lr_warmup_iters") and draft.lr_warmup_iters > tenth:
         # The default warm-up of a preset or entry point may be longer than a short run.
         draft.derive("a tenth of the run", lr_warmup_iters=tenth)
-    return []

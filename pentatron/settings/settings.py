@@ -115,6 +115,11 @@ class Settings(
         """Sets values that are derived from others."""
         self.assign(f"derived: {reason}", **values)
 
+    def fill(self, reason: str, **values: Any) -> None:
+        """Sets those of the values that are unset, as `derive` does. None leaves a setting unset."""
+        unset = {name: value for name, value in values.items() if self.__dict__[name] is None}
+        self.derive(reason, **{name: value for name, value in unset.items() if value is not None})
+
     def source(self, name: str) -> str:
         """Returns the origin of a value."""
         return self._origins.get(name, "default")
@@ -193,9 +198,8 @@ class Draft(Settings):
 
     def copy(self) -> Self:
         other = super().copy()
-        other.notices, other.further_notices = self.notices.copy(), self.further_notices.copy()
-        other.problems, other.wrong = self.problems.copy(), self.wrong.copy()
-        other.in_run_folder = self.in_run_folder.copy()
+        for name in ("notices", "further_notices", "problems", "wrong", "in_run_folder"):
+            other.__dict__[name] = getattr(self, name).copy()
         return other
 
 
@@ -228,7 +232,7 @@ def start_of(s: Settings, load_given: bool, resumes: bool) -> Start:
         return Start.RESUME
     if not load_given or is_unset(s.load):
         return Start.ANEW
-    selects = s.finetune or s.no_load_optim or s.no_load_rng
+    selects = any(getattr(s, name) for name in LOAD_OPTIONS)
     if not selects and is_checkpoint_folder(s.load, s.save):
         return Start.RESUME
     inside = is_inside(s.load, s.run_dir, s.save)

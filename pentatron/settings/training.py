@@ -3,50 +3,12 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pentatron.settings.declaration import (
-    BELOW_ONE,
-    FREE,
-    NON_NEGATIVE,
-    ORDER,
-    POSITIVE,
-    SILENT,
-    OnResume,
-    setting,
-)
-from pentatron.settings.needs import (
-    ADAM,
-    CONVERSATIONS,
-    DECAY,
-    EXIT_SIGNAL_HANDLER,
-    MANUAL_GC,
-    SGD,
-    TEMPLATE,
-    WARMUP,
-    WSD,
-    a_choice_of_order,
-    a_corpus,
-    a_kept_order,
-    a_test,
-    a_validation_set,
-    changing_weight_decay,
-    countable_epochs,
-    decay_or_fraction,
-    documents,
-    evaluation,
-    evaluation_steps,
-    evaluations,
-    gpt2_tokenizer,
-    growing_batch,
-    no_loss_scale_search,
-    one_data_source,
-    one_weight_decay,
-    reader_processes,
-    replicas_to_compare,
-    steps_within_the_run,
-    stop_at_nan,
-    synthetic_data,
-    text_or_ids,
-    weighted_data,
+from pentatron.settings import needs
+from pentatron.settings.declaration import BELOW_ONE, FREE, NON_NEGATIVE, ORDER, POSITIVE, SILENT, setting
+
+_TOKENIZERS = (
+    *("HuggingFaceTokenizer", "HFTokenizer", "GPT2BPETokenizer", "SentencePieceTokenizer"),
+    *("GPTSentencePieceTokenizer", "Llama2Tokenizer", "ByteTokenizer", "NullTokenizer", "SFTTokenizer"),
 )
 
 
@@ -57,7 +19,7 @@ class DataConfig:
     corpus: str | None = setting(
         None, "text corpus built locally: the source code of Python's standard library", choices=("python",)
     )
-    corpus_bytes: int = setting(8_000_000, "bytes of the corpus to use", limit=POSITIVE, needs=a_corpus)
+    corpus_bytes: int = setting(8_000_000, "bytes of the corpus to use", POSITIVE, needs.CORPUS)
     data_path: tuple[str, ...] = setting(
         (), "prefix of a .bin/.idx pair, or a blend of several (P1 P2 … or, with weights, W1 P1 W2 P2 …)"
     )
@@ -65,7 +27,7 @@ class DataConfig:
         (), "like --data-path for training only, with --valid-data-path for validation; then nothing is split"
     )
     valid_data_path: tuple[str, ...] = setting((), "like --data-path for validation only")
-    test_data_path: tuple[str, ...] = setting((), "like --data-path for the test set only", needs=a_test)
+    test_data_path: tuple[str, ...] = setting((), "like --data-path for the test set only", needs.TEST)
     data_path_config: str | None = setting(
         None, "YAML file with entries {weight: W, path: P}, for all splits or under train, valid, test"
     )
@@ -74,76 +36,73 @@ class DataConfig:
     mid_level_dataset_surplus: float = setting(
         0.005,
         "fraction of additional samples that a weighted dataset of a blend is built for",
-        limit=NON_NEGATIVE,
-        needs=weighted_data,
-        resume=ORDER,
+        NON_NEGATIVE,
+        needs.weighted_data,
+        ORDER,
     )
     data_cache_path: str | None = setting(
         None,
         "folder for the index of sample order (in the run folder, only if large)",
-        needs=a_kept_order,
-        resume=SILENT,
+        needs.KEPT_ORDER,
+        SILENT,
     )
     split: str = setting(
-        "969,30,1", "weights of training, validation and test documents", needs=one_data_source, resume=ORDER
+        "969,30,1", "weights of training, validation and test documents", needs.one_data_source, ORDER
     )
     mock_data: bool = setting(False, "mock data that counts tokens, for speed tests")
     dataset_size: int | None = setting(
-        None, "number of synthetic samples, if no data is given", limit=POSITIVE, needs=synthetic_data
+        None, "number of synthetic samples, if no data is given", POSITIVE, needs.SYNTHETIC_DATA
     )
-    reset_position_ids: bool = setting(False, "restart position ids at 0 in every document", needs=documents)
-    reset_attention_mask: bool = setting(False, "mask attention between documents", needs=documents)
+    reset_position_ids: bool = setting(False, "restart position ids at 0 in every document", needs.documents)
+    reset_attention_mask: bool = setting(False, "mask attention between documents", needs.documents)
     eod_mask_loss: bool = setting(
-        False, "mask the loss right after an end-of-document token", needs=documents
+        False, "mask the loss right after an end-of-document token", needs.documents
     )
     tokenizer_type: str | None = setting(
         None,
         "kind of tokenizer",
-        choices=(
-            *("HuggingFaceTokenizer", "HFTokenizer", "GPT2BPETokenizer", "SentencePieceTokenizer"),
-            *(
-                "GPTSentencePieceTokenizer",
-                "Llama2Tokenizer",
-                "ByteTokenizer",
-                "NullTokenizer",
-                "SFTTokenizer",
-            ),
-        ),
-        needs=text_or_ids,
+        needs.text_or_ids,
+        choices=_TOKENIZERS,
     )
     tokenizer_model: str | None = setting(
-        None, "tokenizer.json or .model file, or the folder that holds it", needs=text_or_ids
+        None, "tokenizer.json or .model file, or the folder that holds it", needs.text_or_ids
     )
-    vocab_file: str | None = setting(None, "GPT-2 vocabulary (vocab.json)", needs=gpt2_tokenizer)
-    merge_file: str | None = setting(None, "GPT-2 merges (merges.txt)", needs=gpt2_tokenizer)
-    num_workers: int = setting(0, "data loading processes of one rank", limit=NON_NEGATIVE)
-    prefetch_factor: int = setting(2, "batches each one prefetches", limit=POSITIVE, needs=reader_processes)
+    vocab_file: str | None = setting(None, "GPT-2 vocabulary (vocab.json)", needs.gpt2_tokenizer)
+    merge_file: str | None = setting(None, "GPT-2 merges (merges.txt)", needs.gpt2_tokenizer)
+    num_workers: int = setting(0, "data loading processes of one rank", NON_NEGATIVE)
+    prefetch_factor: int = setting(2, "batches each one prefetches", POSITIVE, needs.READER_PROCESSES)
     dataloader_type: str = setting(
         "single",
         "order of samples: one order for the whole run (single), or a new shuffle in every epoch (cyclic)",
+        needs.a_choice_of_order,
+        ORDER,
         choices=("single", "cyclic", "external"),
         not_yet="a custom data loader",
         available=("single", "cyclic"),
-        needs=a_choice_of_order,
-        resume=ORDER,
     )
     sft: bool = setting(False, "fine-tune on the answers of conversations (--data-path FILE.jsonl ...)")
     sft_packing: bool = setting(
-        False, "pack conversations into sequences, with attention masked between them", needs=CONVERSATIONS
+        False, "pack conversations into sequences, with attention masked between them", needs.CONVERSATIONS
     )
     sft_tokenizer_prompt_format: str = setting(
         "default",
         "format of conversations: the chat template (default), or concatenated texts (identity)",
+        needs.CONVERSATIONS,
         choices=("default", "identity", "nemotron-h-aligned", "nemotron-nano-v2"),
         not_yet="prompt formats by name (--chat-template FILE takes any template)",
         available=("default", "identity"),
-        needs=CONVERSATIONS,
     )
     chat_template: str | None = setting(
-        None, "Jinja chat template file to use instead of that in the tokenizer's folder", needs=TEMPLATE
+        None,
+        "Jinja chat template file to use instead of that in the tokenizer's folder",
+        needs.CONVERSATIONS,
+        needs.TEMPLATE,
     )
     sft_date: str = setting(
-        "2024-07-26", "date for chat templates that ask for today, the same in every run", needs=TEMPLATE
+        "2024-07-26",
+        "date for chat templates that ask for today, the same in every run",
+        needs.CONVERSATIONS,
+        needs.TEMPLATE,
     )
 
 
@@ -152,57 +111,55 @@ class TrainConfig:
     """Batches, length and evaluation"""
 
     micro_batch_size: int = setting(
-        None, "samples per micro-batch, which one rank computes at once (1)", limit=POSITIVE
+        None, "samples per micro-batch, which one rank computes at once (1)", POSITIVE
     )
     global_batch_size: int = setting(
-        None, "samples per optimizer step (micro-batch × data-parallel size)", limit=POSITIVE
+        None, "samples per optimizer step (micro-batch × data-parallel size)", POSITIVE
     )
     gradient_accumulation_steps: int | None = setting(
-        None, "micro-batches per step, instead of --global-batch-size", limit=POSITIVE
+        None, "micro-batches per step, instead of --global-batch-size", POSITIVE
     )
     num_microbatches: int | None = setting(
-        None, "micro-batches that the batch of a data-parallel rank is split into", limit=POSITIVE
+        None, "micro-batches that the batch of a data-parallel rank is split into", POSITIVE
     )
     rank_batch_size: int | None = setting(
-        None, "samples per data-parallel rank and step, before the split into micro-batches", limit=POSITIVE
+        None, "samples per data-parallel rank and step, before the split into micro-batches", POSITIVE
     )
     rampup_batch_size: tuple[int, ...] = setting(
         (),
         "START INCREMENT SAMPLES: increase the global batch size from START to its final value within SAMPLES samples",
-        limit=POSITIVE,
-        needs=growing_batch,
+        POSITIVE,
+        needs.GROWING_BATCH,
     )
     step_batch_size_schedule: tuple[str, ...] = setting(
         (), "TOKENS:SIZE ... instead of --global-batch-size: size from this many tokens on (0:768 250B:1536)"
     )
-    train_iters: int = setting(None, "optimizer steps", also="--train-steps --max_steps", limit=NON_NEGATIVE)
-    train_samples: int | None = setting(None, "samples to train on, instead of steps", limit=POSITIVE)
+    train_iters: int = setting(None, "optimizer steps", NON_NEGATIVE, also="--train-steps --max_steps")
+    train_samples: int | None = setting(None, "samples to train on, instead of steps", POSITIVE)
     epochs: int | None = setting(
         None,
         "epochs of the training data, in whole steps; the run ends at the smaller of this and --train-iters",
-        limit=POSITIVE,
-        needs=countable_epochs,
+        POSITIVE,
+        needs.countable_epochs,
     )
     eval_interval: int = setting(
-        1000, "steps between validations (0: never)", limit=NON_NEGATIVE, needs=evaluations
+        1000, "steps between validations (0: never)", NON_NEGATIVE, needs.evaluations
     )
     eval_iters: int = setting(
-        10, "steps of one validation (0: never validate)", limit=NON_NEGATIVE, needs=evaluation_steps
+        10, "steps of one validation (0: never validate)", NON_NEGATIVE, needs.evaluation_steps
     )
     full_validation: bool = setting(
         False,
         "validate on every validation sample once, ignoring weights, instead of --eval-iters steps",
-        needs=a_validation_set,
+        needs.a_validation_set,
     )
     eval_global_batch_size: int | None = setting(
-        None, "samples of one validation step (global batch)", limit=POSITIVE, needs=evaluation
+        None, "samples of one validation step (global batch)", POSITIVE, needs.evaluation
     )
     eval_micro_batch_size: int | None = setting(
-        None, "samples per micro-batch in validation (micro-batch)", limit=POSITIVE, needs=evaluation
+        None, "samples per micro-batch in validation (micro-batch)", POSITIVE, needs.evaluation
     )
-    skip_train: bool = setting(
-        False, "evaluate the loaded model (validation and test), and exit", resume=FREE
-    )
+    skip_train: bool = setting(False, "evaluate the loaded model (validation and test), and exit", FREE)
     calculate_per_token_loss: bool = setting(
         True,
         "average the loss over all tokens of a step",
@@ -215,58 +172,56 @@ class OptimConfig:
     """Optimizer"""
 
     optimizer: str = setting("adam", "AdamW, or SGD with momentum", choices=("adam", "sgd"))
-    sgd_momentum: float = setting(0.9, "momentum of SGD", limit=BELOW_ONE, needs=SGD)
-    lr: float = setting(3e-4, "learning rate", also="--learning_rate", limit=NON_NEGATIVE)
-    min_lr: float = setting(0.0, "learning rate at the end of the decay", limit=NON_NEGATIVE, needs=DECAY)
+    sgd_momentum: float = setting(0.9, "momentum of SGD", BELOW_ONE, needs.SGD)
+    lr: float = setting(3e-4, "learning rate", NON_NEGATIVE, also="--learning_rate")
+    min_lr: float = setting(0.0, "learning rate at the end of the decay", NON_NEGATIVE, needs.DECAY)
     lr_decay_style: str = setting(
         "cosine", "shape of the decay", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
     )
     lr_decay_iters: int | None = setting(
-        None, "step at which the decay ends (train-iters)", limit=POSITIVE, needs=decay_or_fraction
+        None, "step at which the decay ends (train-iters)", POSITIVE, needs.decay_or_fraction
     )
     lr_decay_samples: int | None = setting(
-        None, "sample at which the decay ends", limit=POSITIVE, needs=decay_or_fraction
+        None, "sample at which the decay ends", POSITIVE, needs.decay_or_fraction
     )
     lr_wsd_decay_style: str = setting(
         "exponential",
         "shape of the final decay of WSD (warmup-stable-decay)",
+        needs.WSD,
         choices=("exponential", "linear", "cosine", "minus_sqrt"),
-        needs=WSD,
     )
-    lr_wsd_decay_iters: int | None = setting(None, "steps of WSD's final decay", limit=POSITIVE, needs=WSD)
-    lr_wsd_decay_samples: int | None = setting(
-        None, "samples of WSD's final decay", limit=POSITIVE, needs=WSD
-    )
+    lr_wsd_decay_iters: int | None = setting(None, "steps of WSD's final decay", POSITIVE, needs.WSD)
+    lr_wsd_decay_samples: int | None = setting(None, "samples of WSD's final decay", POSITIVE, needs.WSD)
     lr_warmup_iters: int = setting(
-        0, "steps of linear warm-up", also="--warmup_steps --lr-warmup-steps", limit=NON_NEGATIVE
+        0, "steps of linear warm-up", NON_NEGATIVE, also="--warmup_steps --lr-warmup-steps"
     )
-    lr_warmup_samples: int | None = setting(None, "samples of linear warm-up", limit=NON_NEGATIVE)
+    lr_warmup_samples: int | None = setting(None, "samples of linear warm-up", NON_NEGATIVE)
     lr_warmup_fraction: float | None = setting(
-        None, "warm-up as a fraction of the samples until the end of the decay", limit=BELOW_ONE
+        None, "warm-up as a fraction of the samples until the end of the decay", BELOW_ONE
     )
     lr_warmup_init: float = setting(
-        0.0, "learning rate at the beginning of the warm-up", limit=NON_NEGATIVE, needs=WARMUP
+        0.0, "learning rate at the beginning of the warm-up", NON_NEGATIVE, needs.WARMUP
     )
     weight_decay: float = setting(
         0.01,
         "weight decay, decoupled in AdamW; not applied to norms and biases",
-        limit=NON_NEGATIVE,
-        needs=one_weight_decay,
+        NON_NEGATIVE,
+        needs.one_weight_decay,
     )
-    start_weight_decay: float = setting(None, "weight decay at the start (weight-decay)", limit=NON_NEGATIVE)
-    end_weight_decay: float = setting(None, "weight decay at the end (weight-decay)", limit=NON_NEGATIVE)
+    start_weight_decay: float = setting(None, "weight decay at the start (weight-decay)", NON_NEGATIVE)
+    end_weight_decay: float = setting(None, "weight decay at the end (weight-decay)", NON_NEGATIVE)
     weight_decay_incr_style: str = setting(
         "constant",
         "how weight decay changes between the two",
+        needs.changing_weight_decay,
         choices=("constant", "linear", "cosine"),
-        needs=changing_weight_decay,
     )
     clip_grad: float = setting(
-        1.0, "maximum gradient norm (0: off)", also="--gradient-clip-val --max_grad_norm", limit=NON_NEGATIVE
+        1.0, "maximum gradient norm (0: off)", NON_NEGATIVE, also="--gradient-clip-val --max_grad_norm"
     )
-    adam_beta1: float = setting(0.9, "decay of Adam's first moment", limit=BELOW_ONE, needs=ADAM)
-    adam_beta2: float = setting(0.999, "decay of Adam's second moment", limit=BELOW_ONE, needs=ADAM)
-    adam_eps: float = setting(1e-8, "Adam's epsilon", limit=POSITIVE, needs=ADAM)
+    adam_beta1: float = setting(0.9, "decay of Adam's first moment", BELOW_ONE, needs.ADAM)
+    adam_beta2: float = setting(0.999, "decay of Adam's second moment", BELOW_ONE, needs.ADAM)
+    adam_eps: float = setting(1e-8, "Adam's epsilon", POSITIVE, needs.ADAM)
     fused_update: bool = setting(
         True,
         "on a GPU, clip, update by AdamW and round the weights in one fused kernel, without waiting for the norm; off: torch's "
@@ -281,30 +236,30 @@ SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
 class LoopConfig:
     """Early exit, checks and timers"""
 
-    on_resume: ClassVar[OnResume] = FREE
+    on_resume: ClassVar = FREE
 
-    exit_interval: int | None = setting(None, "save and exit at multiples of this step", limit=POSITIVE)
+    exit_interval: int | None = setting(None, "save and exit at multiples of this step", POSITIVE)
     exit_duration_in_mins: float | None = setting(
-        None, "save and exit after this many minutes, including the start", limit=POSITIVE
+        None, "save and exit after this many minutes, including the start", POSITIVE
     )
     exit_signal_handler: bool = setting(
         False, "on --exit-signal save and exit with code 0 (else 128 + number)"
     )
     exit_signal: str = setting(
-        "SIGTERM", "signal of --exit-signal-handler", choices=SIGNALS, needs=EXIT_SIGNAL_HANDLER
+        "SIGTERM", "signal of --exit-signal-handler", needs.EXIT_SIGNAL_HANDLER, choices=SIGNALS
     )
     check_for_nan_in_loss_and_grad: bool = setting(
         True,
         "stop before the update if the loss or a gradient is NaN or inf (off: skip that step)",
-        needs=no_loss_scale_search,
+        needs.no_loss_scale_search,
     )
     rerun_mode: str = setting(
         "validate_results",
         "recompute a step with NaN or inf, to see whether it is reproducible and where it begins",
+        needs.stop_at_nan,
         choices=("disabled", "validate_results", "report_stats"),
         not_yet="statistics of repeated steps",
         available=("disabled", "validate_results"),
-        needs=stop_at_nan,
     )
     check_for_spiky_loss: bool = setting(False, "warn about losses above 10 times the largest so far")
     check_for_large_grads: bool = setting(
@@ -313,14 +268,14 @@ class LoopConfig:
     iterations_to_skip: tuple[int, ...] = setting(
         (),
         "steps, numbered as in the log, whose samples are read but not trained on",
-        limit=POSITIVE,
-        needs=steps_within_the_run,
+        POSITIVE,
+        needs.steps_within_the_run,
     )
     check_weight_hash_across_dp_replicas_interval: int | None = setting(
         None,
         "steps between comparisons of weights that are replicated on several ranks (never)",
-        limit=POSITIVE,
-        needs=replicas_to_compare,
+        POSITIVE,
+        needs.REPLICAS,
     )
     timing_log_level: int = setting(
         0, "parts of a step to time: 0 none, 1 large ones, 2 compute and communication", choices=(0, 1, 2)
@@ -332,9 +287,9 @@ class LoopConfig:
     )
     manual_gc: bool = setting(False, "run Python's garbage collection at the same steps on all ranks")
     manual_gc_interval: int = setting(
-        0, "steps between collections (0: only before the first step)", limit=NON_NEGATIVE, needs=MANUAL_GC
+        0, "steps between collections (0: only before the first step)", NON_NEGATIVE, needs.MANUAL_GC
     )
-    manual_gc_eval: bool = setting(True, "collect around each evaluation too", needs=MANUAL_GC)
+    manual_gc_eval: bool = setting(True, "collect around each evaluation too", needs.MANUAL_GC)
     enable_one_logger: bool = setting(
         False,
         "NVIDIA's one-logger",
@@ -347,6 +302,6 @@ class LoopConfig:
     retro_cyclic_train_iters: int | None = setting(
         None,
         "samples before the data repeats",
+        POSITIVE,
         notice="data always repeats after its end (--dataloader-type), so this changes nothing",
-        limit=POSITIVE,
     )

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pentatron.errors import UserError
 from pentatron.layout.batch import BatchSizeSchedule, batch_size_problem
 from pentatron.settings.data_paths import is_counted_in_run, training_files_flag, why_no_epochs
-from pentatron.settings.layout_rules import Rule, error_of
+from pentatron.settings.declaration import flag_of
+from pentatron.settings.layout_rules import Rule, error_of, refuse_if
 from pentatron.settings.schedule import ScheduleLengths, batch_plan_of, schedule_lengths_of
 from pentatron.settings.settings import Settings, is_unset
 
@@ -24,15 +25,6 @@ def _eval_batch(s: Settings) -> str | None:
     return problem and f"in evaluation (--eval-global-batch-size, --eval-micro-batch-size): {problem}"
 
 
-def _profiled_steps(s: Settings) -> str | None:
-    if not s.profile or s.profile_step_start < s.profile_step_end:
-        return None
-    return (
-        f"--profile-step-start {s.profile_step_start} must be smaller than --profile-step-end {s.profile_step_end}; the steps after the "
-        f"former up to the latter are profiled"
-    )
-
-
 def _retained_steps(s: Settings) -> str | None:
     every, interval = s.save_retain_interval, s.save_interval
     if every is None or interval is None or every % interval == 0:
@@ -43,7 +35,15 @@ def _retained_steps(s: Settings) -> str | None:
     )
 
 
-LOOP_RULES: tuple[Rule, ...] = (_eval_batch, _profiled_steps, _retained_steps)
+LOOP_RULES: dict[str, Rule] = {
+    "eval_batch": _eval_batch,
+    "profiled_steps": refuse_if(
+        lambda s: s.profile and s.profile_step_start >= s.profile_step_end,
+        "--profile-step-start {s.profile_step_start} must be smaller than --profile-step-end {s.profile_step_end}; "
+        "the steps after the former up to the latter are profiled",
+    ),
+    "retained_steps": _retained_steps,
+}
 
 
 # --- fine-tuning on conversations (SFT) ---
@@ -85,13 +85,6 @@ def _sft_file(s: Settings) -> str | None:
     return None
 
 
-def _sft_tokenizer(s: Settings) -> str | None:
-    named = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
-    if not s.sft or any(getattr(s, name) is not None for name in named):
-        return None
-    return "--sft needs a tokenizer for conversations; give --tokenizer-model FOLDER, which contains a chat template"
-
-
 def _sft_date(s: Settings) -> str | None:
     try:
         datetime.date.fromisoformat(s.sft_date)
@@ -100,7 +93,14 @@ def _sft_date(s: Settings) -> str | None:
     return None
 
 
-SFT_RULES: tuple[Rule, ...] = (_sft_file, _sft_tokenizer, _sft_date)
+SFT_RULES: dict[str, Rule] = {
+    "sft_file": _sft_file,
+    "sft_tokenizer": refuse_if(
+        lambda s: s.sft and not any((s.tokenizer_type, s.tokenizer_model, s.vocab_file, s.merge_file)),
+        "--sft needs a tokenizer for conversations; give --tokenizer-model FOLDER, which contains a chat template",
+    ),
+    "sft_date": _sft_date,
+}
 
 
 # --- length of the run and its schedules ---
@@ -184,8 +184,7 @@ def _wsd(s: Settings) -> str | None:
 def _min_lr(s: Settings) -> str | None:
     for name in ("min_lr", "lr_warmup_init"):
         if getattr(s, name) > s.lr:
-            flag = f"--{name.replace('_', '-')}"
-            return f"{flag} {getattr(s, name)} is above --lr {s.lr}; lower the first or raise the second"
+            return f"{flag_of(name)} {getattr(s, name)} is above --lr {s.lr}; lower the first or raise the second"
     return None
 
 
@@ -194,26 +193,21 @@ def _weight_decay(s: Settings) -> str | None:
     if s.weight_decay_incr_style != "constant" or not ends:
         return None
     return (
-        f"--{ends[0].replace('_', '-')} {getattr(s, ends[0])} needs a changing weight decay; give "
+        f"{flag_of(ends[0])} {getattr(s, ends[0])} needs a changing weight decay; give "
         f"--weight-decay-incr-style linear or cosine, or --weight-decay instead"
     )
 
 
-def _one_schedule_source(s: Settings) -> str | None:
-    if not (s.override_opt_param_scheduler and s.use_checkpoint_opt_param_scheduler):
-        return None
-    return (
+SCHEDULE_RULES: dict[str, Rule] = {
+    "plan": _plan,
+    "run_length": _run_length,
+    "warmup": _warmup,
+    "wsd": _wsd,
+    "min_lr": _min_lr,
+    "weight_decay": _weight_decay,
+    "one_schedule_source": refuse_if(
+        lambda s: s.override_opt_param_scheduler and s.use_checkpoint_opt_param_scheduler,
         "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler contradict each other; "
-        "give one of them"
-    )
-
-
-SCHEDULE_RULES: tuple[Rule, ...] = (
-    _plan,
-    _run_length,
-    _warmup,
-    _wsd,
-    _min_lr,
-    _weight_decay,
-    _one_schedule_source,
-)
+        "give one of them",
+    ),
+}

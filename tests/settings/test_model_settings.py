@@ -17,46 +17,46 @@ BOTH_SCALES = "--yarn-mscale 1.0 --yarn-mscale-all-dim 0.5"
 
 # name of the rule, words that break it, the sentence, words that keep it
 RULES: list[tuple[str, str, str, str]] = [
-    ("_rotary", f"{ROPE} --hidden-size 28 --num-attention-heads 4",
+    ("rotary", f"{ROPE} --hidden-size 28 --num-attention-heads 4",
      "the rotated part of a head, 7 × 1.0 (--rotary-percent) = 7, must be even; "
      "change --kv-channels or --num-attention-heads",
      f"{ROPE} --hidden-size 32 --num-attention-heads 4"),
-    ("_factor", f"{ROPE} --rope-scaling-type linear",
+    ("factor", f"{ROPE} --rope-scaling-type linear",
      "--rope-scaling-type linear needs a factor; give --rope-scaling-factor", LINEAR),
-    ("_factor", f"{ROPE} --rope-scaling-type yarn {LENGTH}",
+    ("factor", f"{ROPE} --rope-scaling-type yarn {LENGTH}",
      "--rope-scaling-type yarn needs a factor; give --rope-scaling-factor", YARN),
-    ("_yarn_original_length", "--position-embedding-type yarn --rope-scaling-factor 4",
+    ("yarn_original_length", "--position-embedding-type yarn --rope-scaling-factor 4",
      "--rope-scaling-type yarn needs the sequence length of the first training; give --rope-scaling-original-max-position-embeddings, for example 32768 for Qwen2.5",
      f"--position-embedding-type yarn --rope-scaling-factor 4 {LENGTH}"),
-    ("_llama3_wavelengths", f"{LLAMA3} --rope-scaling-low-freq-factor 4",
+    ("llama3_wavelengths", f"{LLAMA3} --rope-scaling-low-freq-factor 4",
      "--rope-scaling-low-freq-factor 4.0 must be below --rope-scaling-high-freq-factor 4.0: wavelengths between them "
      "are scaled in part; lower the first or raise the second",
      f"{LLAMA3} --rope-scaling-low-freq-factor 3"),
-    ("_yarn_rotations", f"{YARN} --yarn-beta-slow 32",
+    ("yarn_rotations", f"{YARN} --yarn-beta-slow 32",
      "--yarn-beta-slow 32.0 must be below --yarn-beta-fast 32.0: channel pairs between them are "
      "scaled in part; lower the first or raise the second",
      f"{YARN} --yarn-beta-slow 2"),
-    *(("_window", f"--window-size {wrong}",
+    *(("window", f"--window-size {wrong}",
        f"--window-size {wrong} must be LEFT,0, for example 4095,0: a token attends to this many tokens before it, and to none after it",
        "--window-size 4,0") for wrong in ("4,1", "4", "4,0,0")),
-    ("_layers_with_windows", "--num-layers 3 --window-size 4,0 --window-attn-skip-freq [1,0]",
+    ("layers_with_windows", "--num-layers 3 --window-size 4,0 --window-attn-skip-freq [1,0]",
      "--window-attn-skip-freq [1,0] names 2 layers, but --num-layers is 3; use 3 entries",
      "--num-layers 3 --window-size 4,0 --window-attn-skip-freq [1,0]+[1]"),
-    ("_layers_with_windows", "--window-size 4,0 --window-attn-skip-freq 0",
+    ("layers_with_windows", "--window-size 4,0 --window-attn-skip-freq 0",
      "--window-attn-skip-freq 0 is not a distance between layers; use 1 or more",
      "--window-size 4,0 --window-attn-skip-freq 2"),
-    ("_layers_with_windows", "--window-size 4,0 --window-attn-skip-freq some",
+    ("layers_with_windows", "--window-size 4,0 --window-attn-skip-freq some",
      "--window-attn-skip-freq some is neither a number nor a list of 0 and 1 such as [1,1,0]",
      "--window-attn-skip-freq some"),
-    ("_window_dropout", "--window-size 4,0 --attention-backend flash --attention-dropout 0.1",
+    ("window_dropout", "--window-size 4,0 --attention-backend flash --attention-dropout 0.1",
      "--attention-backend flash does not support dropout with a window; use --attention-backend auto, or "
      "--attention-dropout 0",
      "--window-size 4,0 --attention-dropout 0.1"),
-    ("_deterministic_attention", "--deterministic-mode --attention-backend cudnn",
+    ("deterministic_attention", "--deterministic-mode --attention-backend cudnn",
      "--deterministic-mode: the backward of cuDNN's attention is nondeterministic; use --attention-backend auto, which then "
      "selects another kernel",
      "--deterministic-mode --attention-backend fused"),
-    ("_yarn_base", f"{YARN} --rotary-base 1", "--rope-scaling-type yarn needs --rotary-base above 1, not 1.0", YARN),
+    ("yarn_base", f"{YARN} --rotary-base 1", "--rope-scaling-type yarn needs --rotary-base above 1, not 1.0", YARN),
 ]  # fmt: skip
 
 
@@ -67,7 +67,7 @@ def test_rule(rule: str, bad: str, sentence: str, good: str) -> None:
 
 
 def test_every_rule_has_a_case() -> None:
-    assert {case[0] for case in RULES} == {rule.__name__ for rule in POSITION_RULES}
+    assert {case[0] for case in RULES} == set(POSITION_RULES)
 
 
 # setting, words it is idle with, words it acts with

@@ -171,7 +171,8 @@ def test_padded_vocabulary(vocab: int, divisor: int, tp: int, padded: int) -> No
     words = f"--vocab-size {vocab} --make-vocab-size-divisible-by {divisor} --tensor-model-parallel-size {tp}"
     found = draft(f"--mock-data {words}")
     found.facts = Facts(tp, tp)
-    assert derive(found) == []
+    derive(found)
+    assert found.problems == []
     assert found.padded_vocab_size == padded
 
 
