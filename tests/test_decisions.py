@@ -249,7 +249,7 @@ def head_in_fp8(model: ParallelModel) -> bool:
 class OnePass:
     """In the place of the kernel that needs Triton."""
 
-    decides = False
+    in_one_pass = False
 
     def __init__(self, parts: object, config: object) -> None: ...
 
@@ -257,7 +257,7 @@ class OnePass:
 def updates_in_one_pass(model: ParallelModel) -> bool:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(update_rules, "_suits_one_pass", lambda parts: True)
-        patched.setitem(sys.modules, "pentatron.optim.fused_adamw", SimpleNamespace(OnePassAdam=OnePass))
+        patched.setitem(sys.modules, "pentatron.optim.fused_adamw", SimpleNamespace(FusedAdamW=OnePass))
         return isinstance(optimizer_of(model)._update, OnePass)
 
 

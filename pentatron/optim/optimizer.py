@@ -78,7 +78,7 @@ class OptimizerBase(ABC):
 
     def _build_update(self, parts: Sequence[Part], one_pass: bool) -> None:
         self._update: UpdateRule = build_update(parts, self.config, one_pass)
-        self._norm = build_norm(self.world.device, self._update.skips_on_device)
+        self._norm = build_norm(self.world.device, self._update.in_one_pass)
 
     @abstractmethod
     def zero_gradients(self) -> None:
@@ -92,7 +92,7 @@ class OptimizerBase(ABC):
     def _publish(self, rounded: bool = False) -> None:
         """Makes the updated master weights available to the model.
 
-        `rounded`: an update rule with `rounds` has already rounded them into the model's weights.
+        `rounded`: an update in one pass has already rounded them into the model's weights.
         """
 
     @abstractmethod
@@ -115,13 +115,14 @@ class OptimizerBase(ABC):
         """
         assert math.isfinite(norm), "a step with NaN or inf gradients"
         self.wait_for_weights()
-        self._update.step(self._gradients(), learning_rate, norm, scale, weight_decay)
+        decay = self.config.weight_decay if weight_decay is None else weight_decay
+        self._update.step(self._gradients(), learning_rate, norm, scale, decay)
         self._publish(rounded=True)
 
     @property
     def skips_on_device(self) -> bool:
         """Whether `start_step` is supported: the device itself skips updates with NaN or inf."""
-        return self._update.skips_on_device
+        return self._update.in_one_pass
 
     def start_step(
         self,
@@ -137,7 +138,8 @@ class OptimizerBase(ABC):
         report the outcome later.
         """
         self.wait_for_weights()
-        self._update.start(self._gradients(), learning_rate, loss_and_norm, scale, weight_decay)
+        decay = self.config.weight_decay if weight_decay is None else weight_decay
+        self._update.start(self._gradients(), learning_rate, loss_and_norm, scale, decay)
         self._publish(rounded=True)
 
     def finish_step(self, updated: bool) -> None:
@@ -256,7 +258,7 @@ class Optimizer(OptimizerBase):
     def _publish(self, rounded: bool = False) -> None:
         # Weights in the model's dtype.
         separate = [bucket for bucket in self._buckets if bucket.master_is_separate]
-        if separate and not (rounded and self._update.rounds):
+        if separate and not (rounded and self._update.in_one_pass):
             torch._foreach_copy_([b.kept.of(b.weights) for b in separate], [b.master for b in separate])
         if self._sharded:
             self._gathering.start()
@@ -328,10 +330,8 @@ def _reductions(
     buckets: Mapping[Stages, Sequence[Bucket]], world: World, options: OptimizerOptions
 ) -> dict[Stages, Reduction]:
     overlap, scatter = options.overlap_reduce, options.zero_stage > 0
-    largest = max(
-        (b.size for stages, stage_buckets in buckets.items() if len(stages) == 1 for b in stage_buckets),
-        default=0,
-    )
+    of_one_stage = [bucket for stages in buckets if len(stages) == 1 for bucket in buckets[stages]]
+    largest = max((bucket.size for bucket in of_one_stage), default=0)
     buffers = ScatterBuffers(largest, world.device, overlap)
 
     def reduction(stages: Stages, stage_buckets: Sequence[Bucket]) -> Reduction:
