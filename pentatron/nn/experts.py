@@ -21,7 +21,6 @@ from pentatron.ops.fp8_linear import DEFAULT_LINEAR, LinearOptions
 from pentatron.ops.linear import (
     DeferredGradients,
     DeviceGroups,
-    GroupedProduct,
     GroupedRows,
     Groups,
     compute_or_defer,
@@ -128,17 +127,13 @@ class _Mixed(torch.autograd.Function):
         del inner_NI
         d_fc1 = d_fc2 = d_x_TD = None
         if ctx.needs_input_grad[3]:
-            product = GroupedProduct(matrices.fc2, between_NI, d_output_ND, groups)
-            d_fc2 = compute_or_defer(product, matrices.deferred)
-            del product
+            d_fc2 = compute_or_defer(matrices.deferred, matrices.fc2, groups.outer, d_output_ND, between_NI)
         del between_NI, d_output_ND
         if ctx.needs_input_grad[0]:
             d_x_TD = combine_rows(groups.times(d_inner_NI, fc1), places_TK)
         if ctx.needs_input_grad[2]:
             rows_ND = saved if matrices.keeps_rows else dispatch_rows(saved, places_TK)
-            d_fc1 = compute_or_defer(
-                GroupedProduct(matrices.fc1, rows_ND, d_inner_NI, groups), matrices.deferred
-            )
+            d_fc1 = compute_or_defer(matrices.deferred, matrices.fc1, groups.outer, d_inner_NI, rows_ND)
         d_weights_TK = d_weights_N.index_select(0, places_TK.flatten()).view_as(places_TK)
         return d_x_TD, d_weights_TK, d_fc1, d_fc2, None, None
 

@@ -114,14 +114,9 @@ def _quantize(
     # A single number, for which a compiler would generate a kernel of its own.
     unscale = scale.reciprocal() if unscale is None else unscale
     columns_unscale = unscale if columns_scale is None else columns_scale.reciprocal()
-    written_rows = written_columns = None
-    if rows and columns:
-        written_rows, written_columns = _rounded_both(matrix, scale, columns_scale, dtype)
-    elif rows:
-        written_rows = _rounded_rows(matrix, scale, dtype)
-    else:
-        written_columns = _rounded_columns(matrix, scale, dtype)
-    return Fp8Matrix(written_rows, written_columns, unscale, columns_unscale, scale)
+    written = _rounded(matrix, scale, columns_scale, dtype, rows, columns)
+    of_rows, of_columns = written[0] if rows else None, written[-1] if columns else None
+    return Fp8Matrix(of_rows, of_columns, unscale, columns_unscale, scale)
 
 
 def product(
@@ -154,31 +149,32 @@ def rounded(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (matrix.float() * scale).clamp(-limit, limit).to(dtype)
 
 
-def _write(
-    matrix: Tensor, rows: Tensor | None, columns: Tensor | None, rows_scale: Tensor, columns_scale: Tensor
-) -> None:
+def _like_rounded(
+    matrix: Tensor, scale: Tensor, columns_scale: Tensor | None, dtype: torch.dtype, rows: bool, columns: bool
+) -> list[Tensor]:
+    shapes = [matrix.shape] if rows else []
+    if columns:
+        shapes.append(matrix.shape[::-1])
+    return [matrix.new_empty(shape, dtype=dtype) for shape in shapes]
+
+
+@operator("fp8_rounded", _like_rounded)
+def _rounded(
+    matrix: Tensor, scale: Tensor, columns_scale: Tensor | None, dtype: torch.dtype, rows: bool, columns: bool
+) -> list[Tensor]:
+    """Returns the matrix row-major if `rows`, then transposed if `columns`."""
+    written = _like_rounded(matrix, scale, columns_scale, dtype, rows, columns)
+    of_rows, of_columns = written[0] if rows else None, written[-1] if columns else None
+    columns_scale = scale if columns_scale is None else columns_scale
     if uses_triton(matrix):
         from pentatron.ops.triton_fp8 import write_rounded
 
-        write_rounded(matrix, rows, columns, rows_scale, columns_scale)
-        return
-    for output, values, scale in ((rows, matrix, rows_scale), (columns, matrix.t(), columns_scale)):
+        write_rounded(matrix, of_rows, of_columns, scale, columns_scale)
+        return written
+    for output, values, factor in ((of_rows, matrix, scale), (of_columns, matrix.t(), columns_scale)):
         if output is not None:
-            output.copy_(rounded(values, scale, output.dtype))
-
-
-def _like_both(
-    matrix: Tensor, scale: Tensor, columns_scale: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    return _empty_rows(matrix, dtype), _empty_columns(matrix, dtype)
-
-
-def _like_rows(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return _empty_rows(matrix, dtype)
-
-
-def _like_columns(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return _empty_columns(matrix, dtype)
+            output.copy_(rounded(values, factor, output.dtype))
+    return written
 
 
 def empty_tile_maxima(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -186,29 +182,6 @@ def empty_tile_maxima(matrix: Tensor) -> tuple[Tensor, Tensor]:
     height, width = matrix.shape
     row_maxima = matrix.new_empty((-(-width // TILE), height), dtype=torch.float32)
     return row_maxima, matrix.new_empty((-(-height // TILE), width), dtype=torch.float32)
-
-
-@operator("fp8_rounded_both", _like_both)
-def _rounded_both(
-    matrix: Tensor, scale: Tensor, columns_scale: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    rows, columns = _empty_rows(matrix, dtype), _empty_columns(matrix, dtype)
-    _write(matrix, rows, columns, scale, scale if columns_scale is None else columns_scale)
-    return rows, columns
-
-
-@operator("fp8_rounded_rows", _like_rows)
-def _rounded_rows(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    rows = _empty_rows(matrix, dtype)
-    _write(matrix, rows, None, scale, scale)
-    return rows
-
-
-@operator("fp8_rounded_columns", _like_columns)
-def _rounded_columns(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    columns = _empty_columns(matrix, dtype)
-    _write(matrix, None, columns, scale, scale)
-    return columns
 
 
 @operator("fp8_largest_of_tiles", empty_tile_maxima)
@@ -223,11 +196,3 @@ def _largest_of_tiles(matrix: Tensor) -> tuple[Tensor, Tensor]:
     tiles = padded.unflatten(1, (-1, TILE)).unflatten(0, (-1, TILE))
     row_maxima = tiles.amax(3).flatten(0, 1)[:height].t()
     return row_maxima.contiguous(), tiles.amax(1).flatten(1)[:, :width].contiguous()
-
-
-def _empty_rows(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    return matrix.new_empty(matrix.shape, dtype=dtype)
-
-
-def _empty_columns(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    return matrix.new_empty((matrix.shape[1], matrix.shape[0]), dtype=dtype)

@@ -125,11 +125,11 @@ class FusedAdamWKernel:
         """
         kinds = tuple(None if g is None else (g.dtype, g.numel()) for g in gradients)
         if kinds != self._known:
-            self._known, self._launches = kinds, list(self._plan(gradients))
+            self._known, self._launches = kinds, self._plan(gradients)
         for launch in self._launches:
             self._launch(launch, gradients, control, numbers)
 
-    def _plan(self, gradients: Sequence[Tensor | None]) -> "list[_Launch]":
+    def _plan(self, gradients: Sequence[Tensor | None]) -> list[_Launch]:
         groups: dict[tuple[torch.dtype | None, torch.dtype | None], list[int]] = {}
         for number, (target, gradient) in enumerate(zip(self.targets, gradients, strict=True)):
             key = (
@@ -166,20 +166,16 @@ class FusedAdamWKernel:
     ) -> None:
         launch_gradients = [gradients[number] for number in launch.targets]
         assert all(g is None or g.is_contiguous() for g in launch_gradients), "gradients must be contiguous"
-        correction1 = 1 - numbers.beta1**numbers.update
-        correction2 = 1 - numbers.beta2**numbers.update
-        _update[(len(launch.programs.row_of),)](
-            launch.programs.row_of,
-            launch.programs.first_of,
-            launch.fixed,
-            launch.addresses(launch_gradients),
+        rate, beta1, beta2 = numbers.learning_rate, numbers.beta1, numbers.beta2
+        correction1, correction2 = 1 - beta1**numbers.update, 1 - beta2**numbers.update
+        factors = (rate / correction1, rate * numbers.decay, beta1, 1 - beta1, beta2, 1 - beta2)
+        programs, tables = launch.programs, (launch.fixed, launch.addresses(launch_gradients))
+        _update[(len(programs.row_of),)](
+            programs.row_of,
+            programs.first_of,
+            *tables,
             control,
-            numbers.learning_rate / correction1,
-            numbers.learning_rate * numbers.decay,
-            numbers.beta1,
-            1 - numbers.beta1,
-            numbers.beta2,
-            1 - numbers.beta2,
+            *factors,
             correction2**-0.5,
             numbers.epsilon,
             GRADIENT=None if launch.gradient is None else TYPES[launch.gradient],
