@@ -77,11 +77,10 @@ def quantize(
     if rows and columns:
         row_maxima, column_maxima = _largest_of_tiles(matrix)
         columns_scale = scale_for(column_maxima.amax(0)[:, None], dtype)
-        return _quantize(
-            matrix, scale_for(row_maxima.amax(0)[:, None], dtype), columns_scale, dtype, rows, columns
-        )
+        rows_scale = scale_for(row_maxima.amax(0)[:, None], dtype)
+        return quantize_with_scale(matrix, rows_scale, dtype, columns_scale=columns_scale)
     maxima = torch.linalg.vector_norm(matrix, float("inf"), dim=-1 if rows else 0).float()[:, None]
-    return _quantize(matrix, scale_for(maxima, dtype), None, dtype, rows, columns)
+    return quantize_with_scale(matrix, scale_for(maxima, dtype), dtype, rows, columns)
 
 
 def quantize_with_scale(
@@ -91,32 +90,24 @@ def quantize_with_scale(
     rows: bool = True,
     columns: bool = True,
     unscale: Tensor | None = None,
+    columns_scale: Tensor | None = None,
 ) -> Fp8Matrix:
-    """Same as `quantize`, with a known scale of the whole matrix, and its inverse if it is known too."""
-    return _quantize(matrix, scale, None, dtype, rows, columns, unscale)
+    """Same as `quantize`, with a known scale of the whole matrix, and its inverse if it is known too.
 
-
-def scales_of(matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Returns the scales of whole matrices, computed with few kernels for all of them."""
-    largest = torch._foreach_norm(list(matrices), float("inf"))
-    return scale_for(torch.stack(largest).float(), dtype)
-
-
-def _quantize(
-    matrix: Tensor,
-    scale: Tensor,
-    columns_scale: Tensor | None,
-    dtype: torch.dtype,
-    rows: bool,
-    columns: bool,
-    unscale: Tensor | None = None,
-) -> Fp8Matrix:
+    With `columns_scale` both scales have one number per written row.
+    """
     # A single number, for which a compiler would generate a kernel of its own.
     unscale = scale.reciprocal() if unscale is None else unscale
     columns_unscale = unscale if columns_scale is None else columns_scale.reciprocal()
     written = _rounded(matrix, scale, columns_scale, dtype, rows, columns)
     of_rows, of_columns = written[0] if rows else None, written[-1] if columns else None
     return Fp8Matrix(of_rows, of_columns, unscale, columns_unscale, scale)
+
+
+def scales_of(matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Returns the scales of whole matrices, computed with few kernels for all of them."""
+    largest = torch._foreach_norm(list(matrices), float("inf"))
+    return scale_for(torch.stack(largest).float(), dtype)
 
 
 def product(
@@ -132,14 +123,8 @@ def product(
     """
     left_unscale, right_unscale = unscale[0], unscale[1].t()
     if left_rows.device.type == "cuda":
-        return torch._scaled_mm(
-            left_rows,
-            right_columns.t(),
-            scale_a=left_unscale,
-            scale_b=right_unscale,
-            out_dtype=dtype,
-            use_fast_accum=fast,
-        )
+        factors = (left_rows, right_columns.t(), left_unscale, right_unscale)
+        return torch._scaled_mm(*factors, out_dtype=dtype, use_fast_accum=fast)
     return ((left_rows.float() @ right_columns.float().t()) * (left_unscale * right_unscale)).to(dtype)
 
 
@@ -165,16 +150,21 @@ def _rounded(
     """Returns the matrix row-major if `rows`, then transposed if `columns`."""
     written = _like_rounded(matrix, scale, columns_scale, dtype, rows, columns)
     of_rows, of_columns = written[0] if rows else None, written[-1] if columns else None
-    columns_scale = scale if columns_scale is None else columns_scale
+    _write(matrix, of_rows, of_columns, scale, scale if columns_scale is None else columns_scale)
+    return written
+
+
+def _write(
+    matrix: Tensor, rows: Tensor | None, columns: Tensor | None, rows_scale: Tensor, columns_scale: Tensor
+) -> None:
     if uses_triton(matrix):
         from pentatron.ops.triton_fp8 import write_rounded
 
-        write_rounded(matrix, of_rows, of_columns, scale, columns_scale)
-        return written
-    for output, values, factor in ((of_rows, matrix, scale), (of_columns, matrix.t(), columns_scale)):
+        write_rounded(matrix, rows, columns, rows_scale, columns_scale)
+        return
+    for output, values, scale in ((rows, matrix, rows_scale), (columns, matrix.t(), columns_scale)):
         if output is not None:
-            output.copy_(rounded(values, factor, output.dtype))
-    return written
+            output.copy_(rounded(values, scale, output.dtype))
 
 
 def empty_tile_maxima(matrix: Tensor) -> tuple[Tensor, Tensor]:

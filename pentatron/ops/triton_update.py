@@ -132,20 +132,11 @@ class FusedAdamWKernel:
     def _plan(self, gradients: Sequence[Tensor | None]) -> list[_Launch]:
         groups: dict[tuple[torch.dtype | None, torch.dtype | None], list[int]] = {}
         for number, (target, gradient) in enumerate(zip(self.targets, gradients, strict=True)):
-            key = (
-                None if gradient is None else gradient.dtype,
-                None if target.rounded is None else target.rounded.dtype,
-            )
-            groups.setdefault(key, []).append(number)
-        return [self._plan_launch(*key, targets, gradients) for key, targets in groups.items()]
+            groups.setdefault((_dtype_of(gradient), _dtype_of(target.rounded)), []).append(number)
+        return [self._plan_launch(targets, gradients) for targets in groups.values()]
 
-    def _plan_launch(
-        self,
-        gradient: torch.dtype | None,
-        rounded: torch.dtype | None,
-        targets: Sequence[int],
-        gradients: Sequence[Tensor | None],
-    ) -> _Launch:
+    def _plan_launch(self, targets: Sequence[int], gradients: Sequence[Tensor | None]) -> _Launch:
+        """`targets` have gradients of one dtype and weights of one dtype."""
         rows, sizes = [], []
         for number in targets:
             target, gradient_of_target = self.targets[number], gradients[number]
@@ -157,9 +148,10 @@ class FusedAdamWKernel:
             # Weight decay is a flag in the table, which keeps rows short.
             rows.append([*addresses, elements, int(target.decays)])
             sizes.append(elements)
-        device = self.targets[targets[0]].values.device
+        first, device = targets[0], self.targets[targets[0]].values.device
+        dtypes = _dtype_of(gradients[first]), _dtype_of(self.targets[first].rounded)
         fixed, programs = torch.tensor(rows).to(device), programs_of(sizes, self.block, device)
-        return _Launch(targets, gradient, rounded, fixed, programs, Addresses(device))
+        return _Launch(targets, *dtypes, fixed, programs, Addresses(device))
 
     def _launch(
         self, launch: _Launch, gradients: Sequence[Tensor | None], control: Tensor, numbers: AdamWParameters
@@ -183,6 +175,10 @@ class FusedAdamWKernel:
             BLOCK=self.block,
             num_warps=self.warps,
         )
+
+
+def _dtype_of(tensor: Tensor | None) -> torch.dtype | None:
+    return None if tensor is None else tensor.dtype
 
 
 @triton.jit

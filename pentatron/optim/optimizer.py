@@ -42,6 +42,8 @@ from pentatron.parallel.world import World
 from pentatron.settings.decision_types import OptimizerOptions
 from pentatron.settings.training import OptimConfig
 
+# The stages of this rank by number.
+Chunks = Mapping[int, nn.Module]
 # The stages of this rank that use some parameters.
 Stages = tuple[int, ...]
 
@@ -125,11 +127,7 @@ class OptimizerBase(ABC):
         return self._update.in_one_pass
 
     def start_step(
-        self,
-        learning_rate: float,
-        loss_and_norm: Tensor,
-        scale: float = 1.0,
-        weight_decay: float | None = None,
+        self, learning_rate: float, loss_and_norm: Tensor, scale: float, weight_decay: float | None
     ) -> None:
         """Starts an update that the device skips if loss or norm are NaN or inf, without a host
         synchronization.
@@ -161,12 +159,7 @@ class Optimizer(OptimizerBase):
     """Optimizer on flat buckets: ZeRO 0, 1 and 2."""
 
     def __init__(
-        self,
-        chunks: Mapping[int, nn.Module],
-        world: World,
-        config: OptimConfig,
-        options: OptimizerOptions,
-        dtype: torch.dtype,
+        self, chunks: Chunks, world: World, config: OptimConfig, options: OptimizerOptions, dtype: torch.dtype
     ) -> None:
         super().__init__(world, config)
         self._sharded = options.zero_stage > 0
@@ -309,9 +302,7 @@ class Optimizer(OptimizerBase):
         }
 
 
-def plan_stage_buckets(
-    chunks: Mapping[int, nn.Module], world: World, bucket_size: int
-) -> dict[Stages, list[Plan]]:
+def plan_stage_buckets(chunks: Chunks, world: World, bucket_size: int) -> dict[Stages, list[Plan]]:
     """Plans buckets of at most `bucket_size` elements, by the stages that use them.
 
     Parameters belong to one stage, or to both ends of a folded pipeline if the ends share them.
