@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from pentatron.ops.linear import DeferredGradients, DenseProduct, linear
+from pentatron.ops.linear import DeferredGradients, Product, linear, outer_products
 
 REPEATS = 15
 
@@ -56,10 +56,11 @@ def custom_operator(deferred: DeferredGradients) -> Multiply:
 
     @torch.library.custom_op("pentatron_bench::input_gradient", mutates_args=())
     def input_gradient(x: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        made = DenseProduct(weights.get(weight.data_ptr(), nn.Parameter(weight)), x, gradient)
+        parameter = weights.get(weight.data_ptr(), nn.Parameter(weight))
+        made = Product(parameter, outer_products, gradient, x)
         later = weight.data_ptr() in weights and deferred.take(made)
         # Something must stand for the gradient that is not there: a graph has no room for none.
-        return gradient @ weight, torch.zeros_like(weight) if later else made.compute()
+        return gradient @ weight, torch.zeros_like(weight) if later else outer_products(gradient, x)
 
     @input_gradient.register_fake
     def _(x: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:

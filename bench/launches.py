@@ -45,7 +45,7 @@ def as_custom_op() -> Callable[..., tuple[Tensor, Tensor]]:
     def rounded(
         matrix: Tensor, scale: Tensor, columns_scale: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        rows, columns = fp8._empty_rows(matrix, dtype), fp8._empty_columns(matrix, dtype)
+        rows, columns = fp8._like_rounded(matrix, scale, columns_scale, dtype, True, True)
         fp8._write(matrix, rows, columns, scale, scale if columns_scale is None else columns_scale)
         return rows, columns
 
@@ -56,14 +56,14 @@ def calls(device: str) -> dict[str, Callable[[], object]]:
     side = SIDES[device]
     x = torch.randn(side, side, device=device, dtype=torch.bfloat16)
     one, largest = torch.ones((), device=device), torch.ones(side, device=device)
-    rows, columns = fp8._empty_rows(x, E4M3), fp8._empty_columns(x, E4M3)
+    rows, columns = fp8._like_rounded(x, one, None, E4M3, True, True)
     old = as_custom_op()
     return {
         "an empty tensor": lambda: torch.empty_like(x),
         "a sum": lambda: x + x,
         "a product in bf16": lambda: x @ x,
         "a product in fp8": lambda: fp8.product(rows, columns, (one, one), x.dtype),
-        "rounded to fp8, both ways": lambda: fp8._rounded_both(x, one, None, E4M3),
+        "rounded to fp8, both ways": lambda: fp8._rounded(x, one, None, E4M3, True, True),
         "  its work alone": lambda: fp8._write(x, rows, columns, one, one),
         "  as a custom_op": lambda: old(x, one, None, E4M3),
         "a scale": lambda: fp8.scale_of(largest, E4M3),

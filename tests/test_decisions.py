@@ -249,7 +249,7 @@ def head_in_fp8(model: ParallelModel) -> bool:
 class OnePass:
     """In the place of the kernel that needs Triton."""
 
-    skips_on_device = False
+    in_one_pass = False
 
     def __init__(self, parts: object, config: object) -> None: ...
 

@@ -122,13 +122,8 @@ class CausalLM(nn.Module):
         self.final_norm: nn.Module | None = None
         self.head: OutputLayer | None = None
         if part.head:
-            self.final_norm = norm_in(
-                block.layer_norm or ConfiguredNorm,
-                config,
-                config.hidden_size,
-                self.axis.partial_axes,
-                options.compile,
-            )
+            slot, partial_over = block.layer_norm or ConfiguredNorm, self.axis.partial_axes
+            self.final_norm = norm_in(slot, config, config.hidden_size, partial_over, options.compile)
         if has_separate_output_weight(config, part):
             rows, width = embedding_shape(config)
             table = ends.table if tied and ends is not None else None

@@ -86,16 +86,13 @@ class GPTModel(CausalLM):
             max_position_embeddings=max_sequence_length,
             **changes,
         )
-        tied = is_tied(core)
-        part = _part(core.num_layers, pre_process, post_process, vp_stage, pg_collection, tied)
+        part = _part(core, pre_process, post_process, vp_stage, pg_collection)
         groups = pg_collection or ProcessGroups(ONE_PROCESS, (part,))
-        options = dataclasses.replace(
-            groups.options or DEFAULT_OPTIONS, attention_backend=core.attention_backend
-        )
-        axes, ends = groups.axes, groups.ends
-        super().__init__(core, core.moe, part, axes, options, transformer_layer_spec, ends)
+        options, backend = groups.options or DEFAULT_OPTIONS, core.attention_backend
+        options = dataclasses.replace(options, attention_backend=backend)
+        super().__init__(core, core.moe, part, groups.axes, options, transformer_layer_spec, groups.ends)
         self.config = core
-        self.split_sequences = axes.context.size > 1
+        self.split_sequences = groups.axes.context.size > 1
         draw_weights(sharded_parameters(self), core.seed, core.init_method_std)
 
     def forward(  # type: ignore[override]
@@ -127,12 +124,11 @@ class GPTModel(CausalLM):
 
 
 def _part(
-    layers: int,
+    config: CoreTransformerConfig,
     pre_process: bool,
     post_process: bool,
     vp_stage: int | None,
     groups: ProcessGroups | None,
-    tied: bool,
 ) -> StagePart:
     if groups is None:
         if not (pre_process and post_process) or vp_stage is not None:
@@ -140,10 +136,10 @@ def _part(
                 "without pg_collection a model is whole; leave pre_process and post_process True and vp_stage out, or pass "
                 "pg_collection=process_groups(config, world)"
             )
-        return StagePart(tuple(range(layers)), embedding=True, head=True)
+        return StagePart(tuple(range(config.num_layers)), embedding=True, head=True)
     if not 0 <= (vp_stage or 0) < len(groups.stages):
         raise UserError(f"vp_stage={vp_stage}: this rank has {len(groups.stages)} stages, counted from 0")
-    if tied and groups.ends is None and folded_ends(groups.stages):
+    if is_tied(config) and groups.ends is None and folded_ends(groups.stages):
         raise UserError(
             "in a folded pipeline a tied embedding is one parameter of two stages, which GPTModel cannot build one by "
             "one; untie it (share_embeddings_and_output_weights=False), or use build_stages"

@@ -6,22 +6,20 @@ here. The first three `get_gpt_...` functions have Megatron's names and paramete
 
 import inspect
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from pentatron.errors import UserError
-from pentatron.nn.attention import DotProductAttention, SelfAttention
-from pentatron.nn.linear import ColumnParallelLinear, RowParallelLinear
-from pentatron.nn.mlp import MLP
+from pentatron.nn.attention import PLAIN_ATTENTION, SelfAttention
+from pentatron.nn.mlp import MLP, PLAIN_MLP
 from pentatron.nn.moe import MoE
 from pentatron.nn.norm import NORMS, ConfiguredNorm
 from pentatron.nn.spec import (
     AttnMaskType,
     IdentityOp,
-    MLPSubmodules,
     ModuleSpec,
-    SelfAttentionSubmodules,
     Slot,
     TransformerBlockSubmodules,
     TransformerLayerSubmodules,
@@ -184,20 +182,11 @@ def _layer(norm: Slot, qk_layernorm: bool, num_experts: int | None, grouped: boo
     attention = ModuleSpec(
         SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear,
-            core_attention=DotProductAttention,
-            linear_proj=RowParallelLinear,
-            q_layernorm=norm_of_heads,
-            k_layernorm=norm_of_heads,
-        ),
+        submodules=replace(PLAIN_ATTENTION, q_layernorm=norm_of_heads, k_layernorm=norm_of_heads),
     )
-    matrices = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    mlp = (
-        ModuleSpec(MLP, submodules=matrices)
-        if num_experts is None
-        else ModuleSpec(MoE, params={"num_experts": num_experts, "grouped": grouped}, submodules=matrices)
-    )
+    mlp = ModuleSpec(MLP, submodules=PLAIN_MLP)
+    if num_experts is not None:
+        mlp = ModuleSpec(MoE, {"num_experts": num_experts, "grouped": grouped}, PLAIN_MLP)
     return ModuleSpec(
         TransformerLayer,
         submodules=TransformerLayerSubmodules(

@@ -57,7 +57,7 @@ class DotProductAttention(nn.Module):
     ) -> Tensor:
         cache = self.cache_in_use.cache
         if cache is not None:
-            keys, values = cache.of(self).keep(k_BKSH, v_BKSH)
+            keys, values = cache.keep(self, k_BKSH, v_BKSH)
             if not cache.now.is_first:
                 return attend_to_cache(q_BNSH, keys, values, cache, self.window)
         dropout = self.dropout if self.training else 0.0
@@ -69,8 +69,6 @@ PLAIN_ATTENTION = SelfAttentionSubmodules(
     linear_qkv=ColumnParallelLinear,
     core_attention=DotProductAttention,
     linear_proj=RowParallelLinear,
-    q_layernorm=IdentityOp,
-    k_layernorm=IdentityOp,
 )
 
 
@@ -97,13 +95,9 @@ class SelfAttention(nn.Module):
         self.groups = shard.groups
         self.queries_per_group = shard.queries_per_group
         self.recompute = axes.options.recompute
+        qkv, rows = whole.linear_qkv, _qkv_rows(whole, shard, axis)
         self.linear_qkv = build_module(
-            submodules.linear_qkv,
-            whole.linear_qkv.inputs,
-            whole.linear_qkv.outputs,
-            _qkv_rows(whole, shard, axis),
-            whole.linear_qkv.has_bias,
-            axis,
+            submodules.linear_qkv, qkv.inputs, qkv.outputs, rows, qkv.has_bias, axis
         )
         # Each rank normalizes its own heads with the same weights, with and without sequence parallelism.
         split = frozenset[Axis]({"tensor"})

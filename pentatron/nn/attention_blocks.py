@@ -119,16 +119,14 @@ class AttentionResult:
     ) -> None:
         """Adds the gradients of the blocks."""
         for block in blocks:
-            rows, columns = (
-                (block.samples, slice(None), block.queries),
-                (block.samples, slice(None), block.keys),
-            )
+            rows, columns = ((block.samples, slice(None), each) for each in (block.queries, block.keys))
             gradient, q, out = (t[rows] for t in (self.gradient_BNSH, self.q_BNSH, self.out_BNSH))
-            lse = self.lse_BNS[rows].contiguous()
             k, v = (t[columns] for t in keys_values)
-            inputs = (gradient, q, k, v, out, lse, block)
-            flash = self.flash and _fits_flash(q, block)
-            dq, dk, dv = flash_backward(*inputs, self.generator) if flash else _plain_backward(*inputs)
+            saved = (q, k, v, out, self.lse_BNS[rows].contiguous())
+            if self.flash and _fits_flash(q, block):
+                dq, dk, dv = flash_backward(gradient, saved, block, self.generator)
+            else:
+                dq, dk, dv = _plain_backward(gradient, saved, block)
             dq_BNSH[rows] += dq
             d_keys_values[0][columns] += dk
             d_keys_values[1][columns] += dv
@@ -141,6 +139,8 @@ def _fits_flash(q: Tensor, block: Block) -> bool:
 
 # Output, lse and state of the random generator.
 Part = tuple[Tensor, Tensor, tuple[Tensor, ...]]
+# Queries, keys, values, output and lse.
+Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, block: Block) -> Part:
@@ -161,15 +161,9 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, block: Block) -> Part:
 
 
 def flash_backward(
-    gradient: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    block: Block,
-    generator: tuple[Tensor, ...],
+    gradient: Tensor, saved: Saved, block: Block, generator: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, out, lse = saved
     if not q.is_cuda:
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient, q, k, v, out, lse, **_mask_for_cpu(q, block)
@@ -182,10 +176,9 @@ def flash_backward(
         )
         dq, dk, dv = (t.transpose(1, 2) for t in gradients)
         return dq, dk, dv
-    dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
+    return _aten._scaled_dot_product_flash_attention_backward(
         gradient, q, k, v, out, lse, *lengths, 0.0, block.causal, *generator
     )
-    return dq, dk, dv
 
 
 def _mask_for_cpu(q: Tensor, block: Block) -> dict[str, Any]:
@@ -211,9 +204,8 @@ def _plain_forward(q: Tensor, k: Tensor, v: Tensor, block: Block) -> Part:
     return (weights @ v.float()[:, :, None]).flatten(1, 2), lse_BKGS.flatten(1, 2), ()
 
 
-def _plain_backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
-) -> tuple[Tensor, Tensor, Tensor]:
+def _plain_backward(gradient: Tensor, saved: Saved, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, out, lse = saved
     groups = k.shape[1]
     gradient, out, q_BKGSH = (t.float().unflatten(1, (groups, -1)) for t in (gradient, out, q))
     k_BK1TH, v_BK1TH = k.float()[:, :, None], v.float()[:, :, None]
@@ -232,7 +224,14 @@ def _scores(q: Tensor, k: Tensor, block: Block) -> Tensor:
     return scores if unseen is None else scores.masked_fill(unseen, -math.inf)
 
 
-# --- blocks of sequences that are divided into documents ---
+# --- blocks of chunks: queries and keys that are not neighbours in the sequence ---
+#
+# Chunks of `size` tokens are given by their index in the sequence, in memory order.
+
+
+def window_blocks(queries: Sequence[int], keys: Sequence[int], size: int, window: int) -> list[Block]:
+    """Blocks of chunks of queries and keys within a window."""
+    return list(_chunk_blocks((0,), slice(None), queries, keys, size, window))
 
 
 def document_blocks(
@@ -240,59 +239,48 @@ def document_blocks(
 ) -> list[Block]:
     """Blocks of chunks of queries and keys if attention is restricted to documents.
 
-    Chunks of `size` tokens are given by their index in the sequence, in memory order. Blocks need no mask for
-    documents, except for short documents inside a chunk: two different chunks share at most one document,
-    whose part is a rectangle.
+    Blocks need no mask for documents, except for short documents inside a chunk: two different chunks share
+    at most one document, whose part is a rectangle.
     """
     blocks: list[Block] = []
     for samples, starts in group_equal_starts(documents):
-        for (place, number), (key_place, key_number) in itertools.product(
-            enumerate(queries), enumerate(keys)
-        ):
-            shift, key_shift = (place - number) * size, (key_place - key_number) * size
-            if number == key_number:
-                blocks += _inside(starts, samples, number * size, size, (shift, key_shift), window)
-            elif number > key_number:
-                blocks += _across(starts, samples, number, key_number, size, (shift, key_shift), window)
+        blocks += _chunk_blocks(starts, samples, queries, keys, size, window)
     return blocks
 
 
-def _inside(
-    starts: Sequence[int], samples: slice, begin: int, size: int, shifts: tuple[int, int], window: int | None
-) -> Iterator[Block]:
-    """Yields the blocks of the documents in one chunk."""
-    for piece in document_ranges(starts, begin, begin + size):
-        left = None if window is None or window >= piece.end - piece.begin - 1 else window
-        of_queries, of_keys = (slice(piece.begin + shift, piece.end + shift) for shift in shifts)
-        yield Block(of_queries, of_keys, causal=True, left=left, samples=samples, cuts=piece.cuts)
-
-
-def _across(
+def _chunk_blocks(
     starts: Sequence[int],
     samples: slice,
-    number: int,
-    key_number: int,
+    queries: Sequence[int],
+    keys: Sequence[int],
     size: int,
-    shifts: tuple[int, int],
     window: int | None,
 ) -> Iterator[Block]:
-    """Yields the block of the document that reaches from the chunk of keys into the chunk of queries."""
-    of_last_key = bisect_right(starts, (key_number + 1) * size - 1) - 1
-    first_key, after_keys = max(key_number * size, starts[of_last_key]), (key_number + 1) * size
-    first, after = number * size, (number + 1) * size
-    if of_last_key + 1 < len(starts):
-        after = min(after, starts[of_last_key + 1])
-    if window is not None:
-        # Drop keys that no query sees, and queries that see no key.
-        first_key, after = max(first_key, first - window), min(after, after_keys + window)
-    if first >= after or first_key >= after_keys:
-        return
-    nearest = first - first_key
-    left = None if window is None or after - 1 - first_key <= window else window - nearest
-    shift, key_shift = shifts
-    of_queries = slice(first + shift, after + shift)
-    of_keys = slice(first_key + key_shift, after_keys + key_shift)
-    yield Block(of_queries, of_keys, causal=False, left=left, samples=samples)
+    for (place, number), (key_place, key_number) in itertools.product(enumerate(queries), enumerate(keys)):
+        first, after = number * size, (number + 1) * size
+        shift, key_shift = place * size - first, (key_place - key_number) * size
+        if number == key_number:
+            for piece in document_ranges(starts, first, after):
+                left = None if window is None or window >= piece.end - piece.begin - 1 else window
+                of_queries, of_keys = (slice(piece.begin + by, piece.end + by) for by in (shift, key_shift))
+                yield Block(of_queries, of_keys, causal=True, left=left, samples=samples, cuts=piece.cuts)
+        elif number > key_number:
+            # The document that reaches from the chunk of keys into the chunk of queries.
+            after_keys = (key_number + 1) * size
+            of_last_key = bisect_right(starts, after_keys - 1) - 1
+            first_key = max(key_number * size, starts[of_last_key])
+            if of_last_key + 1 < len(starts):
+                after = min(after, starts[of_last_key + 1])
+            if window is not None:
+                # Drop keys that no query sees, and queries that see no key.
+                first_key, after = max(first_key, first - window), min(after, after_keys + window)
+            if first < after and first_key < after_keys:
+                left = (
+                    None if window is None or after - 1 - first_key <= window else window - first + first_key
+                )
+                of_queries = slice(first + shift, after + shift)
+                of_keys = slice(first_key + key_shift, after_keys + key_shift)
+                yield Block(of_queries, of_keys, causal=False, left=left, samples=samples)
 
 
 # --- sequences that are whole on this rank ---
@@ -315,26 +303,20 @@ def attend_whole(
     """
     if documents is None:
         return _attend_causal(q_BNSH, k_BKSH, v_BKSH, dropout, window)
-    share_below = MAX_JOINT_TOKENS if _masks_are_taken(q_BNSH) else 0
+    # Of the kernels that the user may have chosen, CUDA's flash kernel does not support a mask.
+    kernels = torch.backends.cuda
+    takes_masks = not q_BNSH.is_cuda or kernels.mem_efficient_sdp_enabled() or kernels.math_sdp_enabled()
     groups = group_equal_starts(documents)
     counts = [samples.stop - samples.start for samples, _ in groups]
     attended = []
-    for starts, *of_samples in zip(
-        [starts for _, starts in groups], *(t.split(counts) for t in (q_BNSH, k_BKSH, v_BKSH))
-    ):
-        cut = document_ranges(starts, 0, q_BNSH.shape[2], share_below)
-        lengths = [piece.end - piece.begin for piece in cut]
+    for (_, starts), *of_samples in zip(groups, *(t.split(counts) for t in (q_BNSH, k_BKSH, v_BKSH))):
+        ranges = document_ranges(starts, 0, q_BNSH.shape[2], MAX_JOINT_TOKENS if takes_masks else 0)
+        lengths = [piece.end - piece.begin for piece in ranges]
         # `split`, not slices: the gradient of each slice would be as large as the whole tensor.
-        parts = zip(cut, *(t.split(lengths, dim=2) for t in of_samples))
+        parts = zip(ranges, *(t.split(lengths, dim=2) for t in of_samples))
         outputs = [_attend_causal(q, k, v, dropout, window, piece.cuts) for piece, q, k, v in parts]
         attended.append(torch.cat(outputs, dim=2))
     return torch.cat(attended)
-
-
-def _masks_are_taken(q_BNSH: Tensor) -> bool:
-    """Whether the kernels the user allows support a mask; CUDA's flash kernel does not."""
-    kernels = torch.backends.cuda
-    return not q_BNSH.is_cuda or kernels.mem_efficient_sdp_enabled() or kernels.math_sdp_enabled()
 
 
 def _attend_causal(
@@ -377,7 +359,4 @@ class _FlashWindow(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q_BNSH, k_BKSH, v_BKSH, out, lse = ctx.saved_tensors
-        kept = (q_BNSH, k_BKSH, v_BKSH, out, lse)
-        dq, dk, dv = flash_backward(gradients[0].contiguous(), *kept, ctx.block, ctx.generator)
-        return dq, dk, dv, None
+        return *flash_backward(gradients[0].contiguous(), ctx.saved_tensors, ctx.block, ctx.generator), None

@@ -8,8 +8,7 @@ ways to attend to the tokens of other ranks:
     a2a         ranks exchange heads for tokens (Ulysses): each then has all tokens of some heads
 """
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from pentatron.nn.attention_blocks import (
     attend_whole,
     document_blocks,
     flash_is_chosen,
+    window_blocks,
 )
 from pentatron.parallel.axes import ContextAxis, chunk_order, gather_order
 from pentatron.parallel.collectives import (
@@ -63,11 +63,16 @@ def attend(
     assert dropout == 0, "the rules refuse attention dropout over split sequences"
     if context.exchange == "a2a":
         return _by_heads(q_BNSH, k_BKSH, v_BKSH, context.group, window, documents)
-    function = {"p2p": _RingAttention, "all_gather": _AllGatherAttention}[context.exchange]
+    length = q_BNSH.shape[2]
+    blocks = (
+        [ring_blocks(step, context, length, window, documents) for step in range(context.size)]
+        if context.exchange == "p2p"
+        else [gathered_blocks(context, length, window, documents)]
+    )
     # The kernels assume without a check that the channels of a head are contiguous, which rotation may
     # change.
     rows = [t if t.stride(-1) == 1 else t.contiguous() for t in (q_BNSH, k_BKSH, v_BKSH)]
-    return function.apply(*rows, context, window, documents)
+    return _SplitAttention.apply(*rows, context, blocks)
 
 
 def ring_block(source: int, rank: int, length: int) -> Block:
@@ -97,73 +102,7 @@ def gathered_blocks(
     return blocks
 
 
-def window_blocks(queries: Sequence[int], keys: Sequence[int], size: int, window: int) -> list[Block]:
-    """Blocks of chunks of queries and keys within a window.
-
-    Chunks are given by their index in the sequence, in memory order.
-    """
-    blocks = []
-    for (place, number), (key_place, key_number) in itertools.product(enumerate(queries), enumerate(keys)):
-        ahead = (number - key_number) * size
-        # The largest distance of two tokens of the chunks; the smallest is 2·(size − 1) less.
-        farthest = ahead + size - 1
-        if ahead < 0 or farthest - 2 * (size - 1) > window:
-            continue
-        # So many keys are outside the window of all queries, and as many last queries see none of the keys.
-        unseen = max(0, ahead - window)
-        of_queries = slice(place * size, (place + 1) * size - unseen)
-        of_keys = slice(key_place * size + unseen, (key_place + 1) * size)
-        left = None if farthest <= window else max(0, window - ahead)
-        blocks.append(Block(of_queries, of_keys, causal=ahead == 0, left=left))
-    return blocks
-
-
-class _RingAttention(torch.autograd.Function):
-    """Ring attention: overlaps sending keys and values with computing their blocks."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q_BNSH: Tensor,
-        k_BKSH: Tensor,
-        v_BKSH: Tensor,
-        context: ContextAxis,
-        window: int | None,
-        documents: DocumentStarts | None,
-    ) -> Tensor:
-        merged = MergedAttention(q_BNSH, flash_is_chosen(q_BNSH))
-        keys_values = torch.stack((k_BKSH, v_BKSH))
-        for step in range(context.size):
-            incoming = _send_unless_last(keys_values, step, context)
-            merged.add(keys_values, _blocks_at(step, context, q_BNSH.shape[2], window, documents))
-            if incoming is not None:
-                keys_values = incoming.wait()
-        return _save_for_backward(ctx, merged, k_BKSH, v_BKSH, context, (window, documents))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
-        attended, k_BKSH, v_BKSH = _saved(ctx, gradients[0])
-        context: ContextAxis = ctx.context
-        dq_BNSH = torch.zeros_like(attended.q_BNSH, dtype=torch.float32)
-        keys_values = torch.stack((k_BKSH, v_BKSH))
-        collected: RingExchange | None = None
-        for step in range(context.size):
-            incoming = _send_unless_last(keys_values, step, context)
-            blocks = _blocks_at(step, context, dq_BNSH.shape[2], *ctx.limits)
-            # In a buffer of its own, so that the gradients of the previous ranks can arrive meanwhile.
-            d_keys_values = torch.zeros_like(keys_values, dtype=torch.float32)
-            attended.add_gradients_(dq_BNSH, d_keys_values, keys_values, blocks)
-            if collected is not None:
-                d_keys_values += collected.wait()
-            collected = start_ring_exchange(d_keys_values, context.group, _GRADIENTS)
-            if incoming is not None:
-                keys_values = incoming.wait()
-        assert collected is not None
-        dk_BKSH, dv_BKSH = collected.wait()
-        return dq_BNSH.to(k_BKSH.dtype), dk_BKSH.to(k_BKSH.dtype), dv_BKSH.to(k_BKSH.dtype), None, None, None
-
-
-def _blocks_at(
+def ring_blocks(
     step: int, context: ContextAxis, length: int, window: int | None, documents: DocumentStarts | None
 ) -> list[Block]:
     """Blocks at a step of the ring, where this rank has the keys of the rank `step` places before it."""
@@ -175,13 +114,8 @@ def _blocks_at(
     return window_blocks(context.chunks, context.chunks_of(source), length // 2, window)
 
 
-def _send_unless_last(keys_values: Tensor, step: int, context: ContextAxis) -> RingExchange | None:
-    last = step == context.size - 1
-    return None if last else start_ring_exchange(keys_values, context.group, _KEYS)
-
-
-class _AllGatherAttention(torch.autograd.Function):
-    """Attention to gathered keys and values; backward gathers again and reduce-scatters their gradients."""
+class _SplitAttention(torch.autograd.Function):
+    """Attention to the keys and values of all ranks, in the blocks of each part of them that arrives."""
 
     @staticmethod
     def forward(
@@ -190,60 +124,62 @@ class _AllGatherAttention(torch.autograd.Function):
         k_BKSH: Tensor,
         v_BKSH: Tensor,
         context: ContextAxis,
-        window: int | None,
-        documents: DocumentStarts | None,
+        blocks: Sequence[Sequence[Block]],
     ) -> Tensor:
         merged = MergedAttention(q_BNSH, flash_is_chosen(q_BNSH))
-        all_keys_values = _gather((k_BKSH, v_BKSH), context.group)
-        merged.add(all_keys_values, gathered_blocks(context, q_BNSH.shape[2], window, documents))
-        return _save_for_backward(ctx, merged, k_BKSH, v_BKSH, context, (window, documents))
+        for keys_values, visible in zip(_arriving(k_BKSH, v_BKSH, context), blocks):
+            merged.add(keys_values, visible)
+        out_BNSH = merged.out_BNSH.to(q_BNSH.dtype)
+        # This rank's own tensors only, not those received from other ranks.
+        ctx.save_for_backward(q_BNSH, k_BKSH, v_BKSH, out_BNSH, merged.lse_BNS)
+        ctx.context, ctx.blocks, ctx.flash, ctx.generator = context, blocks, merged.flash, merged.generator
+        return out_BNSH
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
-        attended, k_BKSH, v_BKSH = _saved(ctx, gradients[0])
-        context: ContextAxis = ctx.context
-        dq_BNSH = torch.zeros_like(attended.q_BNSH, dtype=torch.float32)
-        all_keys_values = _gather((k_BKSH, v_BKSH), context.group)
-        whole = torch.zeros_like(all_keys_values, dtype=torch.float32)
-        blocks = gathered_blocks(context, dq_BNSH.shape[2], *ctx.limits)
-        attended.add_gradients_(dq_BNSH, whole, all_keys_values, blocks)
-        parts = chunk_order(whole, context.size)
-        local = torch.empty_like(parts[0])
-        reduce_scatter_into(local, parts.flatten(0, 1), context.group)
-        dk_BKSH, dv_BKSH = local.to(k_BKSH.dtype)
-        return dq_BNSH.to(k_BKSH.dtype), dk_BKSH, dv_BKSH, None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q_BNSH, k_BKSH, v_BKSH, out_BNSH, lse_BNS = ctx.saved_tensors
+        gradient, context = gradients[0].contiguous(), ctx.context
+        attended = AttentionResult(q_BNSH, out_BNSH, lse_BNS, gradient, ctx.flash, ctx.generator)
+        dq_BNSH = torch.zeros_like(q_BNSH, dtype=torch.float32)
+        collected: RingExchange | None = None
+        for keys_values, visible in zip(_arriving(k_BKSH, v_BKSH, context), ctx.blocks):
+            # In a buffer of its own, so that the gradients of the previous ranks can arrive meanwhile.
+            d_keys_values = torch.zeros_like(keys_values, dtype=torch.float32)
+            attended.add_gradients_(dq_BNSH, d_keys_values, keys_values, visible)
+            if context.exchange == "p2p":
+                if collected is not None:
+                    d_keys_values += collected.wait()
+                collected = start_ring_exchange(d_keys_values, context.group, _GRADIENTS)
+        if collected is not None:
+            summed = collected.wait()
+        else:
+            parts = chunk_order(d_keys_values, context.size)
+            summed = torch.empty_like(parts[0])
+            reduce_scatter_into(summed, parts.flatten(0, 1), context.group)
+        dk_BKSH, dv_BKSH = summed.to(k_BKSH.dtype)
+        return dq_BNSH.to(k_BKSH.dtype), dk_BKSH, dv_BKSH, None, None
 
 
-def _gather(keys_values: Sequence[Tensor], group: Group) -> Tensor:
-    """Gathers the keys and values of all ranks in sequence order: [2, B, K, S, H]."""
-    local = torch.stack(tuple(keys_values))
+def _arriving(k_BKSH: Tensor, v_BKSH: Tensor, context: ContextAxis) -> Iterator[Tensor]:
+    """Yields keys and values, [2, B, K, S, H]: those of one rank after the other, while the next ones are
+    sent around the ring, or those of all ranks in sequence order.
+    """
+    if context.exchange == "all_gather":
+        yield _gather(torch.stack((k_BKSH, v_BKSH)), context.group)
+        return
+    keys_values = torch.stack((k_BKSH, v_BKSH))
+    for _ in range(context.size - 1):
+        incoming = start_ring_exchange(keys_values, context.group, _KEYS)
+        yield keys_values
+        keys_values = incoming.wait()
+    yield keys_values
+
+
+def _gather(local: Tensor, group: Group) -> Tensor:
+    """Gathers the keys and values of all ranks in sequence order."""
     parts = local.new_empty(group.size, *local.shape)
     all_gather_into(parts.flatten(0, 1), local, group)
     return gather_order(parts)
-
-
-def _save_for_backward(
-    ctx: Any,
-    merged: MergedAttention,
-    k_BKSH: Tensor,
-    v_BKSH: Tensor,
-    context: ContextAxis,
-    limits: tuple[int | None, DocumentStarts | None],
-) -> Tensor:
-    """Saves this rank's own tensors only, not those received from other ranks."""
-    out_BNSH = merged.out_BNSH.to(merged.q_BNSH.dtype)
-    ctx.save_for_backward(merged.q_BNSH, k_BKSH, v_BKSH, out_BNSH, merged.lse_BNS)
-    ctx.context, ctx.flash, ctx.generator = context, merged.flash, merged.generator
-    ctx.limits = limits
-    return out_BNSH
-
-
-def _saved(ctx: Any, gradient_BNSH: Tensor) -> tuple[AttentionResult, Tensor, Tensor]:
-    q_BNSH, k_BKSH, v_BKSH, out_BNSH, lse_BNS = ctx.saved_tensors
-    attended = AttentionResult(
-        q_BNSH, out_BNSH, lse_BNS, gradient_BNSH.contiguous(), ctx.flash, ctx.generator
-    )
-    return attended, k_BKSH, v_BKSH
 
 
 def _by_heads(

@@ -64,35 +64,35 @@ def hidden_dropout(x_BSD: Tensor, keys: DropoutKeys, site: int | Tensor, probabi
     The embedding is 0, the attention output of layer i is 2i + 1, its MLP output 2i + 2.
     """
     assert 0 <= probability < 1, f"a dropout probability of {probability}"
-    assert keys.rows.shape == x_BSD.shape[:2], f"keys of {keys.rows.shape} for {x_BSD.shape}"
     if probability == 0:
         return x_BSD
-    dropped: Tensor
-    if torch.compiler.is_compiling():
-        number = torch.as_tensor(site, device=x_BSD.device)
-        dropped = _DropoutInGraph.apply(x_BSD, None, keys.rows, number, probability)
-    elif _in_one_pass(x_BSD):
-        dropped = _DropoutByKernel.apply(x_BSD, None, keys.rows, site, probability)
-    else:
-        dropped = _Dropout.apply(x_BSD, _child(keys.rows, site), probability)
-    return dropped
+    dropped = _in_one_operation(x_BSD, None, keys, site, probability)
+    return _Dropout.apply(x_BSD, _child(keys.rows, site), probability) if dropped is None else dropped
 
 
 def dropout_added(
     x_BSD: Tensor, stream_BSD: Tensor, keys: DropoutKeys, site: int | Tensor, probability: float
 ) -> Tensor:
     """Returns `stream_BSD + dropout(x_BSD)`; on a GPU in one pass over memory."""
-    compiling = torch.compiler.is_compiling()
-    if probability == 0 or x_BSD.dtype != stream_BSD.dtype or not (compiling or _in_one_pass(x_BSD)):
-        return stream_BSD + hidden_dropout(x_BSD, keys, site, probability)
+    added = None
+    if probability > 0 and x_BSD.dtype == stream_BSD.dtype:
+        added = _in_one_operation(x_BSD, stream_BSD, keys, site, probability)
+    return stream_BSD + hidden_dropout(x_BSD, keys, site, probability) if added is None else added
+
+
+def _in_one_operation(
+    x_BSD: Tensor, stream_BSD: Tensor | None, keys: DropoutKeys, site: int | Tensor, probability: float
+) -> Tensor | None:
+    """Returns dropout, added to a stream if given, as an operator of a compiled graph or a kernel on a GPU;
+    None elsewhere.
+    """
     assert keys.rows.shape == x_BSD.shape[:2], f"keys of {keys.rows.shape} for {x_BSD.shape}"
-    added: Tensor
-    if compiling:
+    if torch.compiler.is_compiling():
         number = torch.as_tensor(site, device=x_BSD.device)
-        added = _DropoutInGraph.apply(x_BSD, stream_BSD, keys.rows, number, probability)
-    else:
-        added = _DropoutByKernel.apply(x_BSD, stream_BSD, keys.rows, site, probability)
-    return added
+        return _DropoutInGraph.apply(x_BSD, stream_BSD, keys.rows, number, probability)
+    if not _in_one_pass(x_BSD):
+        return None
+    return _DropoutByKernel.apply(x_BSD, stream_BSD, keys.rows, site, probability)
 
 
 def _in_one_pass(x_BSD: Tensor) -> bool:
@@ -126,6 +126,14 @@ def _limit(probability: float) -> int:
     return min(round(probability * 2**32), 2**32 - 1) - 2**31
 
 
+def _by_kernel(
+    x_BSD: Tensor, stream_BSD: Tensor | None, rows_BS: Tensor, site: int | Tensor, probability: float
+) -> Tensor:
+    from pentatron.ops.triton_dropout import dropout
+
+    return dropout(x_BSD, stream_BSD, rows_BS, site, _limit(probability), 1 / (1 - probability))
+
+
 class _DropoutByKernel(torch.autograd.Function):
     """`_Dropout` in a Triton kernel that derives the site's keys, so all sites save the same row keys."""
 
@@ -133,12 +141,9 @@ class _DropoutByKernel(torch.autograd.Function):
     def forward(
         ctx: Any, x_BSD: Tensor, stream_BSD: Tensor | None, rows_BS: Tensor, site: int, probability: float
     ) -> Tensor:
-        from pentatron.ops import triton_dropout
-
         ctx.save_for_backward(rows_BS)
         ctx.site, ctx.probability, ctx.has_stream = site, probability, stream_BSD is not None
-        scale = 1 / (1 - probability)
-        return triton_dropout.dropout(x_BSD, stream_BSD, rows_BS, site, _limit(probability), scale)
+        return _by_kernel(x_BSD, stream_BSD, rows_BS, site, probability)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
@@ -163,10 +168,7 @@ def _dropped_by_site(
     the 64-bit hash arithmetic.
     """
     if _in_one_pass(x_BSD):
-        from pentatron.ops import triton_dropout
-
-        scale = 1 / (1 - probability)
-        return triton_dropout.dropout(x_BSD, stream_BSD, rows_BS, site, _limit(probability), scale)
+        return _by_kernel(x_BSD, stream_BSD, rows_BS, site, probability)
     kept = _kept(x_BSD, _child(rows_BS, site), probability)
     return kept if stream_BSD is None else stream_BSD + kept
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,11 +18,9 @@ from pentatron.ops.activation import (
     weighted_activation,
     weighted_activation_backward,
 )
-from pentatron.ops.fp8_linear import DEFAULT_LINEAR, LinearOptions
+from pentatron.ops.fp8_linear import LinearOptions
 from pentatron.ops.linear import (
-    DeferredGradients,
     DeviceGroups,
-    GroupedProduct,
     GroupedRows,
     Groups,
     compute_or_defer,
@@ -35,20 +34,6 @@ from pentatron.settings.parameters import expert_sizes, matrices_before_activati
 
 # int16 is enough for any number of experts; shorter keys sort faster.
 _KEY = torch.int16
-
-
-@dataclass(frozen=True)
-class ExpertMatrices:
-    """The matrices of all experts; `fc1` of gated experts has the gate's rows first.
-
-    `keeps_rows` saves the permuted rows for backward; otherwise backward gathers them a second time.
-    """
-
-    fc1: nn.Parameter
-    fc2: nn.Parameter
-    gated: bool
-    keeps_rows: bool = True
-    deferred: DeferredGradients | None = None
 
 
 @dataclass(frozen=True)
@@ -80,21 +65,14 @@ def sorted_by_expert(chosen_TK: Tensor, kept_TK: Tensor | None, count: int) -> S
     return SortedPairs(pairs, positions.view_as(chosen_TK), DeviceGroups(ends))
 
 
-def experts_on_device(x_TD: Tensor, routing: Routing, count: int, matrices: ExpertMatrices) -> Tensor:
-    """Returns each token's weighted sum of its experts' outputs; all `count` experts are on this device.
+class _Mixed(torch.autograd.Function):
+    """Each token's weighted sum of its experts' outputs; all experts are on this device.
 
     The host never learns how many tokens an expert has: pairs of token and expert are sorted, their rows
     gathered, multiplied for all experts in one kernel, and summed per token. The weights are applied between
     the two matrices. Backward recomputes the activation in the pass that computes its gradient.
     """
-    sort = sorted_by_expert(routing.chosen_TK, routing.kept_TK, count)
-    weights_TK = routing.weights_TK
-    if routing.kept_TK is not None:
-        weights_TK = weights_TK.masked_fill(~routing.kept_TK, 0)
-    return _Mixed.apply(x_TD, weights_TK, matrices.fc1, matrices.fc2, sort, matrices)
 
-
-class _Mixed(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -103,42 +81,39 @@ class _Mixed(torch.autograd.Function):
         fc1: Tensor,
         fc2: Tensor,
         sort: SortedPairs,
-        matrices: ExpertMatrices,
+        experts: "Experts",
     ) -> Tensor:
-        groups = sort.groups
+        groups, ctx.experts, ctx.weights = sort.groups, experts, (fc1, fc2)
+        # With `moe_act` the rows are recomputed too, gathered a second time; the activation is in any case.
+        ctx.keeps_rows = "moe_act" not in experts.recompute.wanted.parts
         rows_ND = dispatch_rows(x_TD, sort.places_TK)
         weights_N = weights_TK.flatten().index_select(0, sort.pairs_N)
         inner_NI = groups.times(rows_ND, fc1.transpose(1, 2))
-        saved = rows_ND if matrices.keeps_rows else x_TD
+        saved = rows_ND if ctx.keeps_rows else x_TD
         ctx.save_for_backward(saved, inner_NI, weights_N, fc1, fc2, sort.places_TK, groups.ends)
-        ctx.matrices = matrices
         # Freed before the next tensors of this size are allocated.
         del rows_ND, saved
-        between_NI = weighted_activation(inner_NI, weights_N, matrices.gated)
+        between_NI = weighted_activation(inner_NI, weights_N, experts.gated)
         return combine_rows(groups.times(between_NI, fc2.transpose(1, 2)), sort.places_TK)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         saved, inner_NI, weights_N, fc1, fc2, places_TK, ends = ctx.saved_tensors
-        matrices, groups = ctx.matrices, DeviceGroups(ends)
+        deferred, groups = ctx.experts.linear_fc1.deferred, DeviceGroups(ends)
         d_output_ND = dispatch_rows(gradients[0], places_TK)
         d_inner_NI, d_weights_N, between_NI = weighted_activation_backward(
-            groups.times(d_output_ND, fc2), inner_NI, weights_N, matrices.gated
+            groups.times(d_output_ND, fc2), inner_NI, weights_N, ctx.experts.gated
         )
         del inner_NI
         d_fc1 = d_fc2 = d_x_TD = None
         if ctx.needs_input_grad[3]:
-            product = GroupedProduct(matrices.fc2, between_NI, d_output_ND, groups)
-            d_fc2 = compute_or_defer(product, matrices.deferred)
-            del product
+            d_fc2 = compute_or_defer(deferred, ctx.weights[1], groups.outer, d_output_ND, between_NI)
         del between_NI, d_output_ND
         if ctx.needs_input_grad[0]:
             d_x_TD = combine_rows(groups.times(d_inner_NI, fc1), places_TK)
         if ctx.needs_input_grad[2]:
-            rows_ND = saved if matrices.keeps_rows else dispatch_rows(saved, places_TK)
-            d_fc1 = compute_or_defer(
-                GroupedProduct(matrices.fc1, rows_ND, d_inner_NI, groups), matrices.deferred
-            )
+            rows_ND = saved if ctx.keeps_rows else dispatch_rows(saved, places_TK)
+            d_fc1 = compute_or_defer(deferred, ctx.weights[0], groups.outer, d_inner_NI, rows_ND)
         d_weights_TK = d_weights_N.index_select(0, places_TK.flatten()).view_as(places_TK)
         return d_x_TD, d_weights_TK, d_fc1, d_fc2, None, None
 
@@ -147,12 +122,7 @@ class ExpertLinear(WeightedModule):
     """`y = x Wᵀ` with a matrix for each expert."""
 
     def __init__(
-        self,
-        shape: Shape,
-        local: Shape,
-        pieces: tuple[Shard, ...],
-        scale: float,
-        options: LinearOptions = DEFAULT_LINEAR,
+        self, shape: Shape, local: Shape, pieces: tuple[Shard, ...], scale: float, options: LinearOptions
     ) -> None:
         super().__init__(options)
         declared = ShardingSpec(shape, pieces, Initialization(scale), copies="expert_data")
@@ -165,7 +135,7 @@ class ExpertLinear(WeightedModule):
 class Experts(nn.Module):
     """Some of the experts; if several ranks share them, a shard of their intermediate size."""
 
-    # Hooks that gather the weights are on this module: `experts_on_device` uses the weights of both matrices
+    # Hooks that gather the weights are on this module: experts on one device use the weights of both matrices
     # without calling their forward.
     runs_whole = True
 
@@ -179,23 +149,15 @@ class Experts(nn.Module):
         whole, shard = expert_sizes(config, moe), expert_sizes(config, moe, axis.holders, axis.cut)
         first, share, hidden = axis.own(whole.count).start, shard.inner, config.hidden_size
         # A shard has the same rows of gate and up projection, as in a dense layer.
+        size = (shard.count, share, hidden)
         rows = tuple(
-            Shard(
-                (first, half * whole.inner + axis.part * share, 0),
-                (0, half * share, 0),
-                (shard.count, share, hidden),
-            )
+            Shard((first, half * whole.inner + axis.part * share, 0), (0, half * share, 0), size)
             for half in range(matrices_before_activation(config))
         )
         columns = Shard((first, 0, axis.part * share), (0, 0, 0), shard.linear_fc2)
-        self.linear_fc1 = ExpertLinear(whole.linear_fc1, shard.linear_fc1, rows, 1.0, axes.tensor.linear)
-        self.linear_fc2 = ExpertLinear(
-            whole.linear_fc2,
-            shard.linear_fc2,
-            (columns,),
-            residual_scale(config.num_layers),
-            axes.tensor.linear,
-        )
+        options, scale = axes.tensor.linear, residual_scale(config.num_layers)
+        self.linear_fc1 = ExpertLinear(whole.linear_fc1, shard.linear_fc1, rows, 1.0, options)
+        self.linear_fc2 = ExpertLinear(whole.linear_fc2, shard.linear_fc2, (columns,), scale, options)
 
     def forward(
         self,
@@ -214,22 +176,21 @@ class Experts(nn.Module):
             return self._mixed(rows_ND, routing)
         groups = Groups(tuple(counts), self.grouped, counts_E)
         inner = self.linear_fc1(rows_ND, groups)
+        activate = partial(mlp_activation, inner, self.gated)
         activation = self.recompute("moe_act", mlp_activation, inner, self.gated)
-        with self.recompute.recomputing_output(
-            "moe_act", activation, lambda: mlp_activation(inner, self.gated)
-        ):
+        with self.recompute.recomputing_output("moe_act", activation, activate):
             output: Tensor = self.linear_fc2(activation, groups)
         return output
 
     def can_run_on_device(self, x_TD: Tensor) -> bool:
-        """Whether `experts_on_device` can run: all experts are here and the kernel supports the sizes."""
+        """Whether the host need not know the groups: all experts are here and the kernel supports the sizes."""
         widths = (*self.linear_fc1.weight.shape[1:], *self.linear_fc2.weight.shape[1:])
         all_here = len(self.linear_fc1.weight) == self.count
         return self.grouped and all_here and grouped_mm_supports(x_TD, *widths)
 
     def _mixed(self, x_TD: Tensor, routing: Routing) -> Tensor:
-        # The activation is recomputed in any case; with `moe_act` the rows are too.
-        keeps_rows = "moe_act" not in self.recompute.wanted.parts
-        fc1, fc2 = self.linear_fc1, self.linear_fc2
-        matrices = ExpertMatrices(fc1.weight, fc2.weight, self.gated, keeps_rows, fc1.deferred)
-        return experts_on_device(x_TD, routing, self.count, matrices)
+        sort = sorted_by_expert(routing.chosen_TK, routing.kept_TK, self.count)
+        weights_TK = routing.weights_TK
+        if routing.kept_TK is not None:
+            weights_TK = weights_TK.masked_fill(~routing.kept_TK, 0)
+        return _Mixed.apply(x_TD, weights_TK, self.linear_fc1.weight, self.linear_fc2.weight, sort, self)

@@ -49,14 +49,8 @@ class KVCache:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._layers: dict[object, LayerCache] = {}
+        self._kept: dict[object, tuple[Tensor, Tensor]] = {}
         self.begin(ForwardPass((), 0))
-
-    def of(self, attention: object) -> "LayerCache":
-        """Returns the cache of one attention module."""
-        if attention not in self._layers:
-            self._layers[attention] = LayerCache(self)
-        return self._layers[attention]
 
     def begin(self, now: ForwardPass) -> None:
         """Starts a forward pass."""
@@ -67,11 +61,23 @@ class KVCache:
         self._slots: Tensor | None = None
         self._masks: dict[tuple[int | None, int], Tensor] = {}
 
-    def slots(self, device: torch.device) -> Tensor:
-        """Slots of the current tokens, for `scatter_` along dimension 2: [B, 1, S, 1]."""
-        if self._slots is None:
-            self._slots = self.now.positions(device)[:, None, :, None]
-        return self._slots
+    def keep(self, attention: object, k_BKSH: Tensor, v_BKSH: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores the current keys and values of an attention module; returns all stored ones: of this rank's
+        heads, ordered by position, [B, K, slots, H] each.
+        """
+        now = self.now
+        if attention not in self._kept:
+            batch, heads, _, width = k_BKSH.shape
+            size = (batch, heads, self.capacity, width)
+            self._kept[attention] = k_BKSH.new_zeros(size), v_BKSH.new_zeros(size)
+        for kept, fresh in zip(self._kept[attention], (k_BKSH, v_BKSH)):
+            if now.is_even:
+                kept.narrow(2, now.starts[0], now.length).copy_(fresh)
+            else:
+                if self._slots is None:
+                    self._slots = now.positions(fresh.device)[:, None, :, None]
+                kept.scatter_(2, self._slots.expand_as(fresh), fresh)
+        return self._kept[attention]
 
     def mask(self, first: int, window: int | None, shared: int, like: Tensor) -> Tensor | None:
         """Additive mask over the slots from `first` on, for `shared` queries per token; None if all are
@@ -85,28 +91,6 @@ class KVCache:
             hidden = torch.zeros(visible.shape, dtype=like.dtype, device=like.device)
             self._masks[window, shared] = hidden.masked_fill_(~visible, -torch.inf)
         return self._masks[window, shared]
-
-
-class LayerCache:
-    """Keys and values of one layer: of this rank's heads, ordered by position."""
-
-    def __init__(self, cache: KVCache) -> None:
-        self.cache = cache
-        self.keys_values: tuple[Tensor, Tensor] | None = None
-
-    def keep(self, k_BKSH: Tensor, v_BKSH: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores the current keys and values; returns all stored ones, [B, K, slots, H] each."""
-        now = self.cache.now
-        if self.keys_values is None:
-            batch, heads, _, width = k_BKSH.shape
-            size = (batch, heads, self.cache.capacity, width)
-            self.keys_values = k_BKSH.new_zeros(size), v_BKSH.new_zeros(size)
-        for kept, fresh in zip(self.keys_values, (k_BKSH, v_BKSH)):
-            if now.is_even:
-                kept.narrow(2, now.starts[0], now.length).copy_(fresh)
-            else:
-                kept.scatter_(2, self.cache.slots(fresh.device).expand_as(fresh), fresh)
-        return self.keys_values
 
 
 class ActiveCache:

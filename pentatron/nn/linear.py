@@ -112,14 +112,10 @@ class ColumnParallelLinear(WeightedModule):
         super().__init__(axis.linear, is_split=axis.size > 1)
         self.axis = axis
         local = sum(r.count for r in rows)
-        self.weight = self.declare_weight(
-            (local, inputs), ShardingSpec((outputs, inputs), _row_pieces(rows, (inputs,)), Initialization())
-        )
-        self.bias = (
-            self.declare("bias", (local,), ShardingSpec((outputs,), _row_pieces(rows, ()), ZEROS))
-            if bias
-            else None
-        )
+        declared = ShardingSpec((outputs, inputs), _row_pieces(rows, (inputs,)), Initialization())
+        self.weight = self.declare_weight((local, inputs), declared)
+        of_bias = ShardingSpec((outputs,), _row_pieces(rows, ()), ZEROS)
+        self.bias = self.declare("bias", (local,), of_bias) if bias else None
 
     def forward(self, x: Tensor, gates: bool = False) -> Tensor:
         return self.multiplied(self.axis.enter(x), self.bias, gates)
@@ -146,13 +142,11 @@ class RowParallelLinear(WeightedModule):
         self.axis = axis
         share = axis.share(inputs)
         piece = Shard((0, axis.rank * share), (0, 0), (outputs, share))
-        self.weight = self.declare_weight(
-            (outputs, share), ShardingSpec((outputs, inputs), (piece,), Initialization(scale))
-        )
+        declared = ShardingSpec((outputs, inputs), (piece,), Initialization(scale))
+        self.weight = self.declare_weight((outputs, share), declared)
         # Added after the reduction, so once; with sequence parallelism each rank adds it to its own tokens.
-        self.bias = (
-            self.declare("bias", (outputs,), whole((outputs,), ZEROS, axis.partial_axes)) if bias else None
-        )
+        of_bias = whole((outputs,), ZEROS, axis.partial_axes)
+        self.bias = self.declare("bias", (outputs,), of_bias) if bias else None
 
     def forward(self, x: Tensor, gates: bool = False) -> Tensor:
         """With `gates`, multiplies `silu(gate) * up` of `x` without saving it.
@@ -228,9 +222,8 @@ class PositionEmbedding(ShardedModule):
 
     def __init__(self, rows: int, width: int, axis: TensorAxis) -> None:
         super().__init__()
-        self.weight = self.declare(
-            "weight", (rows, width), whole((rows, width), Initialization(), axis.partial_axes)
-        )
+        shape = (rows, width)
+        self.weight = self.declare("weight", shape, whole(shape, Initialization(), axis.partial_axes))
 
     def forward(self, positions_BS: Tensor) -> Tensor:
         return F.embedding(positions_BS, self.weight)

@@ -7,7 +7,9 @@ The plain implementation is torch's, over fp32 logits.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, cast
+from functools import partial
+from types import ModuleType
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -42,10 +44,9 @@ class CrossEntropy:
     chunk: int = 32768
 
     def fuses(self, x: Tensor) -> bool:
+        wanted = self.fusion == "on" or (self.fusion == "auto" and x.is_cuda)
         # A compiled graph generates its own kernels for the plain implementation.
-        return (
-            self.fusion == "on" or (self.fusion == "auto" and x.is_cuda)
-        ) and not torch.compiler.is_compiling()
+        return wanted and not torch.compiler.is_compiling()
 
     def from_logits(
         self, logits_BSV: Tensor, labels_BS: Tensor, vocabulary: int, first: int = 0, group: Group = ALONE
@@ -108,38 +109,17 @@ def _in_chunks(
 
     Saves the logits of the last chunk, where backward begins, and recomputes the others.
     """
-    chunks = list(zip(x_TD.split(chunk), labels_T.split(chunk)))
-    outputs: list[Tensor] = []
-    for number, (x, labels) in enumerate(chunks, 1):
-        recomputed = torch.is_grad_enabled() and number < len(chunks)
-        outputs.append(
-            checkpoint(losses, x, labels, use_reentrant=False, preserve_rng_state=False)
-            if recomputed
-            else losses(x, labels)
-        )
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    *chunks, last = zip(x_TD.split(chunk), labels_T.split(chunk))
+    if not chunks:
+        return losses(*last)
+    run = losses
+    if torch.is_grad_enabled():
+        run = partial(checkpoint, losses, use_reentrant=False, preserve_rng_state=False)
+    return torch.cat([*(run(x, labels) for x, labels in chunks), losses(*last)])
 
 
-class _Passes(Protocol):
-    """Interface of `ops.cross_entropy` and of the Triton kernels."""
-
-    def row_sums(
-        self, logits: Tensor, labels: Tensor, words: int, first: int
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
-
-    def write_gradient(
-        self,
-        gradient: Tensor,
-        logits: Tensor,
-        labels: Tensor,
-        log_sums: Tensor,
-        weights: Tensor,
-        words: int,
-        first: int,
-    ) -> None: ...
-
-
-def _passes(implementation: str, logits: Tensor) -> _Passes:
+def _passes(implementation: str, logits: Tensor) -> ModuleType:
+    """Returns the module of the two passes: `ops.cross_entropy`, or its Triton kernels."""
     if implementation != "native" and uses_triton(logits):
         from pentatron.ops import triton_cross_entropy
 
@@ -165,7 +145,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
         vocabulary: int,
         first: int,
         group: Group,
-        passes: _Passes,
+        passes: ModuleType,
         overwrite: bool,
     ) -> Tensor:
         # Logits of users may have any strides; the kernels read row by row.
@@ -185,9 +165,8 @@ class _FusedCrossEntropy(torch.autograd.Function):
         ctx.passes, ctx.overwrite = passes, overwrite
         # An invalid label gives NaN, so that it is noticed.
         ignored_or_nan = torch.where(flat == _IGNORED, 0.0, torch.nan)
-        return torch.where(_is_valid(flat, vocabulary), log_sums - of_label, ignored_or_nan).view(
-            labels.shape
-        )
+        losses = torch.where(_is_valid(flat, vocabulary), log_sums - of_label, ignored_or_nan)
+        return losses.view(labels.shape)
 
     @staticmethod
     @once_differentiable

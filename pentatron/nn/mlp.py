@@ -55,14 +55,10 @@ class MLP(nn.Module):
         inner: Tensor = first(x)
         if self.fuses_gate and type(second) is RowParallelLinear and second.is_plain and uses_triton(inner):
             return second(inner, gates=True)
-        by_halves = (
-            self.gated
-            and inner.device.type == "cpu"
-            and torch.is_grad_enabled()
-            and not torch.compiler.is_compiling()
-        )
-        activation = _GatedByHalves.apply(inner) if by_halves else mlp_activation(inner, self.gated)
-        return second(activation)
+        trains_on_cpu = inner.device.type == "cpu" and torch.is_grad_enabled()
+        if self.gated and trains_on_cpu and not torch.compiler.is_compiling():
+            return second(_GatedByHalves.apply(inner))
+        return second(mlp_activation(inner, self.gated))
 
 
 class _GatedByHalves(torch.autograd.Function):

@@ -48,13 +48,21 @@ def all_to_all(
     sizes = torch.stack((sent_GE, received_GE)).tolist()
     sent, received = ([sum(row) for row in rows] for rows in sizes)
     rows_ND = _gathered_rows(x_TD, order[: sum(sent) // axis.cut], topk)
-    arrived_ND = axis.all_to_all(_for_each_part(rows_ND, sent, axis.cut), sent, received)
+    if axis.cut > 1:
+        # Once for each rank that shares an expert.
+        blocks = rows_ND.split(sent[:: axis.cut])
+        rows_ND = torch.cat([block for block in blocks for _ in range(axis.cut)])
+    arrived_ND = axis.all_to_all(rows_ND, sent, received)
     sorting = _by_local_expert(received_GE, sum(received))
     counts = [sum(column) for column in zip(*sizes[1])]
     output_ND = experts(_gathered_rows(arrived_ND, sorting, 1), counts, received_GE.sum(0))
     returned_ND = axis.all_to_all(_scatter_rows(output_ND, sorting, len(sorting)), received, sent)
-    summed_ND = _sum_of_parts(returned_ND, sent, axis.cut)
-    output_TKD = _scatter_rows(summed_ND, order[: len(summed_ND)], tokens * topk).unflatten(0, (tokens, topk))
+    if axis.cut > 1:
+        blocks = returned_ND.split(sent)
+        parts = (blocks[first : first + axis.cut] for first in range(0, len(blocks), axis.cut))
+        returned_ND = torch.cat([torch.stack(of_expert).sum(0) for of_expert in parts])
+    order = order[: len(returned_ND)]
+    output_TKD = _scatter_rows(returned_ND, order, tokens * topk).unflatten(0, (tokens, topk))
     return _weighted(output_TKD, routing.weights_TK)
 
 
@@ -96,22 +104,6 @@ def _by_local_expert(received_GE: Tensor, rows: int) -> Tensor:
     experts = torch.arange(local_experts, device=received_GE.device).repeat(ranks)
     # `output_size` avoids a synchronization of host and device.
     return experts.repeat_interleave(received_GE.flatten(), output_size=rows).argsort(stable=True)
-
-
-def _for_each_part(rows_ND: Tensor, sent: Sequence[int], cut: int) -> Tensor:
-    """Repeats the rows for each holder of an expert once per rank that shares it."""
-    if cut == 1:
-        return rows_ND
-    blocks = rows_ND.split(list(sent[::cut]))
-    return torch.cat([block for block in blocks for _ in range(cut)])
-
-
-def _sum_of_parts(rows_ND: Tensor, sent: Sequence[int], cut: int) -> Tensor:
-    """Sums the partial outputs of the ranks that share an expert."""
-    if cut == 1:
-        return rows_ND
-    blocks = rows_ND.split(list(sent))
-    return torch.cat([torch.stack(blocks[i : i + cut]).sum(0) for i in range(0, len(blocks), cut)])
 
 
 def _weighted(output_TKD: Tensor, weights_TK: Tensor) -> Tensor:

@@ -140,9 +140,8 @@ class ModelOptions:
 
     def linear_of_layer(self, layer: int) -> LinearOptions:
         """Options of the linear layers of a layer."""
-        return replace(
-            self._linear(self.fp8 is not None and layer in self.fp8.layers), in_graph=self.compile is not None
-        )
+        in_fp8 = self.fp8 is not None and layer in self.fp8.layers
+        return replace(self._linear(in_fp8), in_graph=self.compile is not None)
 
     def linear_of_head(self) -> LinearOptions:
         """Options of the output layer."""

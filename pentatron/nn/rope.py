@@ -7,7 +7,6 @@ training. Frequencies are computed in fp32 on the CPU: every device gets the sam
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -17,32 +16,21 @@ from pentatron.settings.model import TransformerConfig
 _CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True)
-class Frequencies:
-    """Inverse frequency of each pair of channels, and the factor of its cosine and sine."""
-
-    inverse: Tensor
-    attention_factor: float = 1.0
-
-
 def rope_frequencies(channels: int, base: float) -> Tensor:
-    """Unscaled frequencies."""
+    """Unscaled inverse frequency of each pair of channels."""
     return 1.0 / _wave_lengths(channels, base)
 
 
-def scale_frequencies(inverse: Tensor, config: TransformerConfig) -> Frequencies:
+def scale_frequencies(inverse: Tensor, config: TransformerConfig) -> Tensor:
     """Scales the frequencies as configured."""
-    kind, factor = config.rope_scaling_type, config.rope_scaling_factor
-    if kind is None:
-        return Frequencies(inverse)
-    if kind == "linear":
-        return Frequencies(inverse / factor)
-    original_length = config.rope_scaling_original_max_position_embeddings
-    if kind == "llama3":
-        bounds = config.rope_scaling_low_freq_factor, config.rope_scaling_high_freq_factor
-        return Frequencies(_llama3(inverse, factor, original_length, *bounds))
-    low, high = _yarn_range(2 * inverse.numel(), original_length, config)
-    return Frequencies(_yarn(config.rotary_base, factor, inverse, low, high), yarn_attention_factor(config))
+    match config.rope_scaling_type:
+        case None:
+            return inverse
+        case "linear":
+            return inverse / config.rope_scaling_factor
+        case "llama3":
+            return _llama3(inverse, config)
+    return _yarn(inverse, config)
 
 
 def _wave_lengths(channels: int, base: float) -> Tensor:
@@ -51,10 +39,12 @@ def _wave_lengths(channels: int, base: float) -> Tensor:
     return torch.pow(base, first / channels)
 
 
-def _llama3(inverse: Tensor, factor: float, original_length: int, low: float, high: float) -> Tensor:
+def _llama3(inverse: Tensor, config: TransformerConfig) -> Tensor:
     """Keeps wavelengths that fit `high` times into the original length, scales those that fit `low` times or
     less.
     """
+    factor, original_length = config.rope_scaling_factor, config.rope_scaling_original_max_position_embeddings
+    low, high = config.rope_scaling_low_freq_factor, config.rope_scaling_high_freq_factor
     lengths = 2 * math.pi / inverse
     kept = (original_length / lengths - low) / (high - low)
     between = (1 - kept) * inverse / factor + kept * inverse
@@ -62,28 +52,26 @@ def _llama3(inverse: Tensor, factor: float, original_length: int, low: float, hi
     return torch.where(lengths < original_length / high, inverse, slow)
 
 
-def _yarn(base: float, factor: float, inverse: Tensor, low: float, high: float) -> Tensor:
-    """Keeps the frequencies up to pair `low`, scales those from pair `high` on, and interpolates between."""
-    pairs = inverse.numel()
-    # Avoids a division by zero.
-    width = high - low if high != low else 0.001
-    index = torch.arange(pairs, dtype=torch.float32, device=_CPU)
-    kept = 1 - ((index - low) / width).clamp(0, 1)
-    stretched = 1.0 / (factor * _wave_lengths(2 * pairs, base))
-    return stretched * (1 - kept) + inverse * kept
-
-
-def _yarn_range(channels: int, original_length: int, config: TransformerConfig) -> tuple[float, float]:
-    """The pairs that rotate `yarn_beta_fast` and `yarn_beta_slow` times within the original length."""
+def _yarn(inverse: Tensor, config: TransformerConfig) -> Tensor:
+    """Keeps the frequencies up to the pair that rotates `yarn_beta_fast` times within the original length,
+    scales those from the pair on that rotates `yarn_beta_slow` times, and interpolates between.
+    """
+    pairs, base = inverse.numel(), config.rotary_base
 
     def pair(turns: float) -> float:
-        waves = original_length / (turns * 2 * math.pi)
-        return channels * math.log(waves) / (2 * math.log(config.rotary_base))
+        waves = config.rope_scaling_original_max_position_embeddings / (turns * 2 * math.pi)
+        return 2 * pairs * math.log(waves) / (2 * math.log(base))
 
     low, high = pair(config.yarn_beta_fast), pair(config.yarn_beta_slow)
     if config.yarn_truncate:
         low, high = math.floor(low), math.ceil(high)
-    return max(low, 0), min(high, channels - 1)
+    low, high = max(low, 0), min(high, 2 * pairs - 1)
+    # Avoids a division by zero.
+    width = high - low if high != low else 0.001
+    index = torch.arange(pairs, dtype=torch.float32, device=_CPU)
+    kept = 1 - ((index - low) / width).clamp(0, 1)
+    stretched = 1.0 / (config.rope_scaling_factor * _wave_lengths(2 * pairs, base))
+    return stretched * (1 - kept) + inverse * kept
 
 
 def yarn_attention_factor(config: TransformerConfig) -> float:
@@ -101,13 +89,13 @@ class RotaryEmbedding(nn.Module):
 
     inverse_frequencies: Tensor
 
-    def __init__(self, frequencies: Frequencies, interleaved: bool) -> None:
+    def __init__(self, inverse: Tensor, interleaved: bool, attention_factor: float = 1.0) -> None:
         super().__init__()
-        self.rotated = 2 * frequencies.inverse.numel()
+        self.rotated = 2 * inverse.numel()
         self.interleaved = interleaved
-        self.attention_factor = frequencies.attention_factor
-        inverse = frequencies.inverse.to(torch.get_default_device())
-        self.register_buffer("inverse_frequencies", inverse, persistent=False)
+        self.attention_factor = attention_factor
+        on_device = inverse.to(torch.get_default_device())
+        self.register_buffer("inverse_frequencies", on_device, persistent=False)
 
     def forward(self, positions_BS: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of shape [B, 1, S, rotated/2], in fp32."""
@@ -137,4 +125,5 @@ def build_rope(config: TransformerConfig) -> RotaryEmbedding | None:
     if config.position_embedding_type != "rope":
         return None
     inverse = rope_frequencies(int(config.kv_channels * config.rotary_percent), config.rotary_base)
-    return RotaryEmbedding(scale_frequencies(inverse, config), config.rotary_interleaved)
+    factor = yarn_attention_factor(config) if config.rope_scaling_type == "yarn" else 1.0
+    return RotaryEmbedding(scale_frequencies(inverse, config), config.rotary_interleaved, factor)

@@ -43,10 +43,7 @@ def weighted_activation_backward(
     grad_weights = (gradient * activated).sum(1)
     grad_activated = gradient * weights
     if gated:
-        gate, up = inner.chunk(2, dim=-1)
-        sigmoid = gate.sigmoid()
-        grad_gate = grad_activated * up * sigmoid * (1 + gate * (1 - sigmoid))
-        grad_inner = torch.cat((grad_gate, grad_activated * gate * sigmoid), dim=-1)
+        grad_inner = _gate_gradient(grad_activated, inner)
     else:
         sigmoid = (2 * _SLOPE * (inner + _CUBE * inner**3)).sigmoid()
         steepness = 2 * _SLOPE * (1 + 3 * _CUBE * inner**2)
@@ -57,6 +54,14 @@ def weighted_activation_backward(
 
 def _activation(inner: Tensor, is_gated: bool) -> Tensor:
     return gated(inner) if is_gated else F.gelu(inner, approximate="tanh")
+
+
+def _gate_gradient(gradient: Tensor, inner: Tensor) -> Tensor:
+    """Backward of `silu(gate) * up`, in fp32."""
+    gate, up = inner.chunk(2, dim=-1)
+    sigmoid = gate.sigmoid()
+    grad_gate = gradient * up * sigmoid * (1 + gate * (1 - sigmoid))
+    return torch.cat((grad_gate, gradient * gate * sigmoid), dim=-1)
 
 
 # Backward of the gate also computes the largest element of the gradient, so that rounding to fp8 need not
@@ -81,10 +86,7 @@ def gate_backward(gradient: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
         from pentatron.ops.triton_activation import gate_backward as by_triton
 
         return by_triton(gradient.contiguous(), inner.contiguous())
-    gate, up = inner.float().chunk(2, dim=-1)
-    sigmoid, grad_output = gate.sigmoid(), gradient.float()
-    grad_gate = grad_output * up * sigmoid * (1 + gate * (1 - sigmoid))
-    grad_inner = torch.cat((grad_gate, grad_output * gate * sigmoid), dim=-1).to(inner.dtype)
+    grad_inner = _gate_gradient(gradient.float(), inner.float()).to(inner.dtype)
     return grad_inner, grad_inner.abs().amax(-1).float().flatten()
 
 
@@ -115,10 +117,8 @@ def swiglu_backward(gradient: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
 
         return by_triton(gradient.contiguous(), inner.contiguous())
     gate, up = inner.float().chunk(2, dim=-1)
-    sigmoid, grad_output = gate.sigmoid(), gradient.float()
-    grad_gate = grad_output * up * sigmoid * (1 + gate * (1 - sigmoid))
-    grad_inner = torch.cat((grad_gate, grad_output * gate * sigmoid), dim=-1)
-    return grad_inner.to(inner.dtype), (gate * sigmoid * up).to(inner.dtype)
+    grad_inner = _gate_gradient(gradient.float(), inner.float())
+    return grad_inner.to(inner.dtype), (gate * gate.sigmoid() * up).to(inner.dtype)
 
 
 # Dispatch of rows to several places (MoE tokens), and their combination; each is the other's backward.

@@ -77,11 +77,10 @@ def quantize(
     if rows and columns:
         row_maxima, column_maxima = _largest_of_tiles(matrix)
         columns_scale = scale_for(column_maxima.amax(0)[:, None], dtype)
-        return _quantize(
-            matrix, scale_for(row_maxima.amax(0)[:, None], dtype), columns_scale, dtype, rows, columns
-        )
+        rows_scale = scale_for(row_maxima.amax(0)[:, None], dtype)
+        return quantize_with_scale(matrix, rows_scale, dtype, columns_scale=columns_scale)
     maxima = torch.linalg.vector_norm(matrix, float("inf"), dim=-1 if rows else 0).float()[:, None]
-    return _quantize(matrix, scale_for(maxima, dtype), None, dtype, rows, columns)
+    return quantize_with_scale(matrix, scale_for(maxima, dtype), dtype, rows, columns)
 
 
 def quantize_with_scale(
@@ -91,37 +90,24 @@ def quantize_with_scale(
     rows: bool = True,
     columns: bool = True,
     unscale: Tensor | None = None,
+    columns_scale: Tensor | None = None,
 ) -> Fp8Matrix:
-    """Same as `quantize`, with a known scale of the whole matrix, and its inverse if it is known too."""
-    return _quantize(matrix, scale, None, dtype, rows, columns, unscale)
+    """Same as `quantize`, with a known scale of the whole matrix, and its inverse if it is known too.
+
+    With `columns_scale` both scales have one number per written row.
+    """
+    # A single number, for which a compiler would generate a kernel of its own.
+    unscale = scale.reciprocal() if unscale is None else unscale
+    columns_unscale = unscale if columns_scale is None else columns_scale.reciprocal()
+    written = _rounded(matrix, scale, columns_scale, dtype, rows, columns)
+    of_rows, of_columns = written[0] if rows else None, written[-1] if columns else None
+    return Fp8Matrix(of_rows, of_columns, unscale, columns_unscale, scale)
 
 
 def scales_of(matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Returns the scales of whole matrices, computed with few kernels for all of them."""
     largest = torch._foreach_norm(list(matrices), float("inf"))
     return scale_for(torch.stack(largest).float(), dtype)
-
-
-def _quantize(
-    matrix: Tensor,
-    scale: Tensor,
-    columns_scale: Tensor | None,
-    dtype: torch.dtype,
-    rows: bool,
-    columns: bool,
-    unscale: Tensor | None = None,
-) -> Fp8Matrix:
-    # A single number, for which a compiler would generate a kernel of its own.
-    unscale = scale.reciprocal() if unscale is None else unscale
-    columns_unscale = unscale if columns_scale is None else columns_scale.reciprocal()
-    written_rows = written_columns = None
-    if rows and columns:
-        written_rows, written_columns = _rounded_both(matrix, scale, columns_scale, dtype)
-    elif rows:
-        written_rows = _rounded_rows(matrix, scale, dtype)
-    else:
-        written_columns = _rounded_columns(matrix, scale, dtype)
-    return Fp8Matrix(written_rows, written_columns, unscale, columns_unscale, scale)
 
 
 def product(
@@ -137,14 +123,8 @@ def product(
     """
     left_unscale, right_unscale = unscale[0], unscale[1].t()
     if left_rows.device.type == "cuda":
-        return torch._scaled_mm(
-            left_rows,
-            right_columns.t(),
-            scale_a=left_unscale,
-            scale_b=right_unscale,
-            out_dtype=dtype,
-            use_fast_accum=fast,
-        )
+        factors = (left_rows, right_columns.t(), left_unscale, right_unscale)
+        return torch._scaled_mm(*factors, out_dtype=dtype, use_fast_accum=fast)
     return ((left_rows.float() @ right_columns.float().t()) * (left_unscale * right_unscale)).to(dtype)
 
 
@@ -152,6 +132,26 @@ def rounded(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Reference of the kernel in torch operations."""
     limit = torch.finfo(dtype).max
     return (matrix.float() * scale).clamp(-limit, limit).to(dtype)
+
+
+def _like_rounded(
+    matrix: Tensor, scale: Tensor, columns_scale: Tensor | None, dtype: torch.dtype, rows: bool, columns: bool
+) -> list[Tensor]:
+    shapes = [matrix.shape] if rows else []
+    if columns:
+        shapes.append(matrix.shape[::-1])
+    return [matrix.new_empty(shape, dtype=dtype) for shape in shapes]
+
+
+@operator("fp8_rounded", _like_rounded)
+def _rounded(
+    matrix: Tensor, scale: Tensor, columns_scale: Tensor | None, dtype: torch.dtype, rows: bool, columns: bool
+) -> list[Tensor]:
+    """Returns the matrix row-major if `rows`, then transposed if `columns`."""
+    written = _like_rounded(matrix, scale, columns_scale, dtype, rows, columns)
+    of_rows, of_columns = written[0] if rows else None, written[-1] if columns else None
+    _write(matrix, of_rows, of_columns, scale, scale if columns_scale is None else columns_scale)
+    return written
 
 
 def _write(
@@ -167,48 +167,11 @@ def _write(
             output.copy_(rounded(values, scale, output.dtype))
 
 
-def _like_both(
-    matrix: Tensor, scale: Tensor, columns_scale: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    return _empty_rows(matrix, dtype), _empty_columns(matrix, dtype)
-
-
-def _like_rows(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return _empty_rows(matrix, dtype)
-
-
-def _like_columns(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return _empty_columns(matrix, dtype)
-
-
 def empty_tile_maxima(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Returns empty tensors for row maxima per strip of columns, and column maxima per strip of rows."""
     height, width = matrix.shape
     row_maxima = matrix.new_empty((-(-width // TILE), height), dtype=torch.float32)
     return row_maxima, matrix.new_empty((-(-height // TILE), width), dtype=torch.float32)
-
-
-@operator("fp8_rounded_both", _like_both)
-def _rounded_both(
-    matrix: Tensor, scale: Tensor, columns_scale: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    rows, columns = _empty_rows(matrix, dtype), _empty_columns(matrix, dtype)
-    _write(matrix, rows, columns, scale, scale if columns_scale is None else columns_scale)
-    return rows, columns
-
-
-@operator("fp8_rounded_rows", _like_rows)
-def _rounded_rows(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    rows = _empty_rows(matrix, dtype)
-    _write(matrix, rows, None, scale, scale)
-    return rows
-
-
-@operator("fp8_rounded_columns", _like_columns)
-def _rounded_columns(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    columns = _empty_columns(matrix, dtype)
-    _write(matrix, None, columns, scale, scale)
-    return columns
 
 
 @operator("fp8_largest_of_tiles", empty_tile_maxima)
@@ -223,11 +186,3 @@ def _largest_of_tiles(matrix: Tensor) -> tuple[Tensor, Tensor]:
     tiles = padded.unflatten(1, (-1, TILE)).unflatten(0, (-1, TILE))
     row_maxima = tiles.amax(3).flatten(0, 1)[:height].t()
     return row_maxima.contiguous(), tiles.amax(1).flatten(1)[:, :width].contiguous()
-
-
-def _empty_rows(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    return matrix.new_empty(matrix.shape, dtype=dtype)
-
-
-def _empty_columns(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    return matrix.new_empty((matrix.shape[1], matrix.shape[0]), dtype=dtype)

@@ -8,8 +8,8 @@ A gate after the product is part of the autograd function: its backward then com
 gradient that it writes, from which the products of backward are scaled.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +27,7 @@ from pentatron.ops.fp8 import (
     scale_of,
     scales_of,
 )
-from pentatron.ops.linear import DeferredGradients
+from pentatron.ops.linear import DeferredGradients, compute_or_defer
 
 
 @dataclass(frozen=True)
@@ -49,19 +49,6 @@ Scale = tuple[Tensor | None, Tensor | None]
 UNKNOWN: Scale = (None, None)
 
 
-@dataclass
-class Fp8Product:
-    """A deferred weight gradient; both factors are fp8 and transposed, with the tokens last."""
-
-    weight: nn.Parameter
-    inputs: Tensor
-    gradient: Tensor
-    unscale: tuple[Tensor, Tensor]
-
-    def compute(self) -> Tensor:
-        return product(self.gradient, self.inputs, self.unscale, self.weight.dtype)
-
-
 def fp8_supports(x: Tensor) -> bool:
     """Whether the number of tokens suits fp8 products: weight gradients sum over tokens."""
     return x.shape[:-1].numel() % FP8_MULTIPLE == 0
@@ -80,14 +67,12 @@ def fp8_linear(
 
     With `deferred` the weight gradient may be deferred.
     """
-    if gates and torch.is_grad_enabled():
-        return _ScaledGatedLinear.apply(x, weight, bias, *scale, fp8.gradients, fp8.by_rows, deferred)
     if torch.is_grad_enabled():
-        product_rows = _ScaledLinear.apply(x, weight, *scale, fp8.gradients, fp8.by_rows, deferred)
-    else:
-        flat = x.flatten(0, -2)
-        product_rows = _forward(flat, weight, scale, fp8.by_rows, columns=False)[0].view(*x.shape[:-1], -1)
-    whole = product_rows if bias is None else product_rows + bias
+        # A gate in the function needs the bias there.
+        output = _ScaledLinear.apply(x, weight, bias if gates else None, *scale, fp8, deferred, gates)
+        return output if gates or bias is None else output + bias
+    rows = _forward(x.flatten(0, -2), weight, scale, fp8.by_rows, columns=False)[0].view(*x.shape[:-1], -1)
+    whole = rows if bias is None else rows + bias
     return gated(whole) if gates else whole
 
 
@@ -110,89 +95,50 @@ class _ScaledLinear(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         weight: nn.Parameter,
-        scale: Tensor | None,
-        unscale: Tensor | None,
-        gradients: torch.dtype,
-        by_rows: bool,
-        deferred: DeferredGradients | None,
-    ) -> Tensor:
-        output, x8, w8 = _forward(x.flatten(0, -2), weight, (scale, unscale), by_rows, columns=True)
-        ctx.save_for_backward(x8.columns, weight, x8.columns_unscale, w8.scale, w8.unscale)
-        # With recomputation, the saved weight is unpacked as another tensor, so keep the parameter itself.
-        ctx.parameter, ctx.gradients, ctx.by_rows, ctx.deferred = weight, gradients, by_rows, deferred
-        return output.view(*x.shape[:-1], -1)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        gradient = gradients[0]
-        g = quantize(gradient.flatten(0, -2), ctx.gradients, by_rows=ctx.by_rows)
-        grad_input, grad_weight = _backward(ctx, ctx.saved_tensors, g, gradient)
-        return grad_input, grad_weight, None, None, None, None, None
-
-
-class _ScaledGatedLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: nn.Parameter,
         bias: Tensor | None,
         scale: Tensor | None,
         unscale: Tensor | None,
-        gradients: torch.dtype,
-        by_rows: bool,
+        fp8: Fp8Format,
         deferred: DeferredGradients | None,
+        gates: bool,
     ) -> Tensor:
-        output, x8, w8 = _forward(x.flatten(0, -2), weight, (scale, unscale), by_rows, columns=True)
+        output, x8, w8 = _forward(x.flatten(0, -2), weight, (scale, unscale), fp8.by_rows, columns=True)
         inner = output if bias is None else output + bias
-        ctx.save_for_backward(x8.columns, weight, x8.columns_unscale, w8.scale, w8.unscale, inner)
-        ctx.parameter, ctx.gradients, ctx.by_rows, ctx.deferred = weight, gradients, by_rows, deferred
-        return gated(inner).view(*x.shape[:-1], -1)
+        saved = (x8.columns, weight, x8.columns_unscale, w8.scale, w8.unscale)
+        ctx.save_for_backward(*saved, inner if gates else None)
+        # With recomputation, the saved weight is unpacked as another tensor, so keep the parameter itself.
+        ctx.parameter, ctx.fp8, ctx.deferred = weight, fp8, deferred
+        return (gated(inner) if gates else inner).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        gradient = gradients[0]
-        *saved, inner = ctx.saved_tensors
-        grad_inner, largest = gate_backward(gradient.flatten(0, -2), inner)
-        if ctx.by_rows:
-            g = quantize(grad_inner, ctx.gradients, by_rows=True)
+        x_columns, weight, x_unscale, w_scale, w_unscale, inner = ctx.saved_tensors
+        fp8, dtype, gradient = ctx.fp8, gradients[0].dtype, gradients[0].flatten(0, -2)
+        largest = None
+        if inner is not None:
+            gradient, largest = gate_backward(gradient, inner)
+        if largest is None or fp8.by_rows:
+            g = quantize(gradient, fp8.gradients, by_rows=fp8.by_rows)
         else:
-            scale, unscale = scale_of(largest, ctx.gradients)
-            g = quantize_with_scale(grad_inner, scale, ctx.gradients, unscale=unscale)
-        grad_input, grad_weight = _backward(ctx, saved, g, gradient)
-        grad_bias = grad_inner.sum(0) if ctx.needs_input_grad[2] else None
+            scale, unscale = scale_of(largest, fp8.gradients)
+            g = quantize_with_scale(gradient, scale, fp8.gradients, unscale=unscale)
+        assert g.rows is not None and g.columns is not None
+        grad_input = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            # With scales by rows, the transposed weight has scales of its own.
+            w = (
+                quantize(weight, E4M3, rows=False, by_rows=True)
+                if fp8.by_rows
+                else quantize_with_scale(weight, w_scale, E4M3, rows=False, unscale=w_unscale)
+            )
+            assert w.columns is not None
+            flat = product(g.rows, w.columns, (g.unscale, w.columns_unscale), dtype)
+            grad_input = flat.view(*gradients[0].shape[:-1], -1)
+        if ctx.needs_input_grad[1]:
+            function = partial(product, unscale=(g.columns_unscale, x_unscale), dtype=weight.dtype)
+            grad_weight = compute_or_defer(ctx.deferred, ctx.parameter, function, g.columns, x_columns)
+        grad_bias = gradient.sum(0) if ctx.needs_input_grad[2] else None
         return grad_input, grad_weight, grad_bias, None, None, None, None, None
-
-
-def _backward(
-    ctx: Any, saved: Sequence[Tensor], g: Fp8Matrix, gradient: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the gradients of input and weight.
-
-    `g` is the fp8 gradient of the product; `gradient` determines the dtype and, except for the last
-    dimension, the shape.
-    """
-    x_columns, weight, x_unscale, w_scale, w_unscale = saved
-    assert g.rows is not None and g.columns is not None
-    grad_input = grad_weight = None
-    if ctx.needs_input_grad[0]:
-        # With scales by rows, the transposed weight has scales of its own.
-        w = (
-            quantize(weight, E4M3, rows=False, by_rows=True)
-            if ctx.by_rows
-            else quantize_with_scale(weight, w_scale, E4M3, rows=False, unscale=w_unscale)
-        )
-        assert w.columns is not None
-        flat = product(g.rows, w.columns, (g.unscale, w.columns_unscale), gradient.dtype)
-        grad_input = flat.view(*gradient.shape[:-1], -1)
-    if ctx.needs_input_grad[1]:
-        unscale = (g.columns_unscale, x_unscale)
-        if ctx.deferred is None:
-            grad_weight = product(g.columns, x_columns, unscale, weight.dtype)
-        else:
-            deferred_product = Fp8Product(ctx.parameter, x_columns, g.columns, unscale)
-            grad_weight = None if ctx.deferred.take(deferred_product) else deferred_product.compute()
-    return grad_input, grad_weight
 
 
 # --- options of linear layers, chosen before a layer is built and passed to it with its tensor axis ---

@@ -11,13 +11,12 @@ products that sum over rows.
 """
 
 import platform
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -92,37 +91,42 @@ def _by_onednn(rows: Tensor, matrix: Tensor) -> bool:
     """Whether oneDNN is faster, for many rows."""
     return (
         _MKL_IGNORES_AVX512
-        and _ONEDNN is not None
         and matrix.numel() >= _MIN_ELEMENTS
         and rows.numel() >= _MANY_ROWS * rows.shape[-1]
-        and rows.dtype is torch.float32
-        and matrix.dtype is torch.float32
+        and _suits_onednn(rows, matrix)
+    )
+
+
+def _suits_onednn(rows: Tensor, matrix: Tensor) -> bool:
+    return (
+        _ONEDNN is not None
+        and rows.dtype is matrix.dtype is torch.float32
         and rows.device.type == "cpu"
         and not torch.compiler.is_compiling()
     )
 
 
+def _onednn_product(rows: Tensor, matrix_OI: Tensor, bias: Tensor | None = None) -> Tensor:
+    assert _ONEDNN is not None
+    return _ONEDNN(rows, matrix_OI, bias, "none", [], "")
+
+
 def linear_inference(rows: Tensor, matrix_OI: Tensor, bias: Tensor | None = None) -> Tensor:
     """Returns `x Wᵀ + b`; uses oneDNN for few rows if gradients are disabled."""
     if (
-        _ONEDNN is None
-        or torch.is_grad_enabled()
+        torch.is_grad_enabled()
         or matrix_OI.numel() < _UNCACHED_ELEMENTS
         or rows.numel() >= _MANY_ROWS * rows.shape[-1]
-        or rows.dtype is not torch.float32
-        or matrix_OI.dtype is not torch.float32
-        or rows.device.type != "cpu"
-        or torch.compiler.is_compiling()
+        or not _suits_onednn(rows, matrix_OI)
     ):
         return F.linear(rows, matrix_OI, bias)
-    return _ONEDNN(rows, matrix_OI, bias, "none", [], "")
+    return _onednn_product(rows, matrix_OI, bias)
 
 
 def rows_times(rows: Tensor, matrix_OI: Tensor, bias: Tensor | None = None) -> Tensor:
     """Returns `x Wᵀ + b`."""
     if _by_onednn(rows, matrix_OI):
-        assert _ONEDNN is not None
-        return _ONEDNN(rows, matrix_OI, bias, "none", [], "")
+        return _onednn_product(rows, matrix_OI, bias)
     if not through_fp32(rows):
         return F.linear(rows, matrix_OI, bias)
     exact_bias = None if bias is None else bias.float()
@@ -132,13 +136,13 @@ def rows_times(rows: Tensor, matrix_OI: Tensor, bias: Tensor | None = None) -> T
 def product(left: Tensor, right: Tensor) -> Tensor:
     """Returns `left @ right`."""
     if right.dim() == 2 and _by_onednn(left, right):
-        assert _ONEDNN is not None
-        return _ONEDNN(left, right.t(), None, "none", [], "")
+        return _onednn_product(left, right.t())
     return (left.float() @ right.float()).to(left.dtype) if through_fp32(left) else left @ right
 
 
-def outer_products(left_NO: Tensor, right_NI: Tensor) -> Tensor:
+def outer_products(left: Tensor, right: Tensor) -> Tensor:
     """Returns `leftᵀ @ right`, the sum of the outer products of the rows: [O, I]."""
+    left_NO, right_NI = left.flatten(0, -2), right.flatten(0, -2)
     if not through_fp32(left_NO):
         return left_NO.t() @ right_NI
     return (left_NO.float().t() @ right_NI.float()).to(left_NO.dtype)
@@ -147,21 +151,9 @@ def outer_products(left_NO: Tensor, right_NI: Tensor) -> Tensor:
 # --- grouped products: consecutive groups of rows, each with its own matrix ---
 
 
-class GroupedRows(Protocol):
-    """Rows sorted into groups, some of which may be empty."""
-
-    def times(self, rows_NI: Tensor, matrices_GIO: Tensor) -> Tensor:
-        """Multiplies each row by the matrix of its group: [N, O]."""
-        ...
-
-    def outer(self, left_NO: Tensor, right_NI: Tensor) -> Tensor:
-        """Returns for each group the sum of the outer products of its rows: [G, O, I]."""
-        ...
-
-
 @dataclass(frozen=True)
 class DeviceGroups:
-    """Groups whose ends are known on the device only (int32).
+    """Groups, some of which may be empty, of sorted rows. Their ends are known on the device only (int32).
 
     Every product is one kernel; the last group has all remaining rows.
     """
@@ -169,9 +161,11 @@ class DeviceGroups:
     ends: Tensor
 
     def times(self, rows_NI: Tensor, matrices_GIO: Tensor) -> Tensor:
+        """Multiplies each row by the matrix of its group: [N, O]."""
         return F.grouped_mm(rows_NI, matrices_GIO, offs=self.ends)
 
     def outer(self, left_NO: Tensor, right_NI: Tensor) -> Tensor:
+        """Returns for each group the sum of the outer products of its rows: [G, O, I]."""
         return F.grouped_mm(left_NO.t(), right_NI, offs=self.ends)
 
 
@@ -221,6 +215,9 @@ class Groups:
         return rows.split(list(self.counts))
 
 
+GroupedRows = DeviceGroups | Groups
+
+
 def grouped_mm_supports(rows: Tensor, *widths: int) -> bool:
     """Whether torch's grouped kernel supports these: bf16 on a GPU, all rows aligned to 16 bytes."""
     return rows.is_cuda and rows.dtype == torch.bfloat16 and fit_grouped_matmul(*widths)
@@ -239,34 +236,13 @@ Cell = tuple[int, int]
 
 
 @dataclass
-class Product(ABC):
-    """A weight gradient that has not been computed yet, as the factors of its product."""
+class Product:
+    """A weight gradient that has not been computed yet: the function of the product, and its factors."""
 
     weight: nn.Parameter
-    inputs: Tensor
+    function: Callable[[Tensor, Tensor], Tensor]
     gradient: Tensor
-
-    @abstractmethod
-    def compute(self) -> Tensor:
-        """Returns the weight gradient."""
-
-
-@dataclass
-class DenseProduct(Product):
-    """The weight gradient of `y = x Wᵀ`."""
-
-    def compute(self) -> Tensor:
-        return outer_products(self.gradient.flatten(0, -2), self.inputs.flatten(0, -2))
-
-
-@dataclass
-class GroupedProduct(Product):
-    """The weight gradient of `grouped_linear`."""
-
-    groups: GroupedRows
-
-    def compute(self) -> Tensor:
-        return self.groups.outer(self.gradient, self.inputs)
+    inputs: Tensor
 
 
 class DeferredGradients:
@@ -301,7 +277,7 @@ class DeferredGradients:
         while products:
             product = products.pop()
             with torch.no_grad():
-                gradient = product.compute()
+                gradient = product.function(product.gradient, product.inputs)
             torch.autograd.backward(product.weight, gradient)
 
     @property
@@ -344,7 +320,7 @@ class _Linear(torch.autograd.Function):
         grad_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
         grad_weight = None
         if ctx.needs_input_grad[1]:
-            grad_weight = compute_or_defer(DenseProduct(ctx.parameter, x, gradient), ctx.deferred)
+            grad_weight = compute_or_defer(ctx.deferred, ctx.parameter, outer_products, gradient, x)
         return grad_input, grad_weight, grad_bias, None
 
 
@@ -371,12 +347,18 @@ class _GroupedLinear(torch.autograd.Function):
         grad_input = ctx.groups.times(gradient, weight) if ctx.needs_input_grad[0] else None
         grad_weight = None
         if ctx.needs_input_grad[1]:
-            grad_weight = compute_or_defer(
-                GroupedProduct(ctx.parameter, rows, gradient, ctx.groups), ctx.deferred
-            )
+            grad_weight = compute_or_defer(ctx.deferred, ctx.parameter, ctx.groups.outer, gradient, rows)
         return grad_input, grad_weight, None, None
 
 
-def compute_or_defer(product: Product, deferred: DeferredGradients | None) -> Tensor | None:
-    """Returns the weight gradient, or None if it is deferred."""
-    return None if deferred is not None and deferred.take(product) else product.compute()
+def compute_or_defer(
+    deferred: DeferredGradients | None,
+    weight: nn.Parameter,
+    function: Callable[[Tensor, Tensor], Tensor],
+    gradient: Tensor,
+    inputs: Tensor,
+) -> Tensor | None:
+    """Returns the weight gradient, `function(gradient, inputs)`, or None if it is deferred."""
+    if deferred is not None and deferred.take(Product(weight, function, gradient, inputs)):
+        return None
+    return function(gradient, inputs)

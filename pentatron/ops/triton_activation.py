@@ -4,6 +4,7 @@ One program computes one row.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import triton
@@ -93,17 +94,9 @@ def weighted_activation_backward(
     grad_inner, grad_weights = inner_NI.new_empty(inner_NI.shape), weights_N.new_empty(rows)
     output = inner_NI.new_empty(rows, width)
     if output.numel():
-        _activation_backward[(rows,)](
-            gradient_NI.contiguous(),
-            inner_NI.contiguous(),
-            weights_N.contiguous(),
-            grad_inner,
-            grad_weights,
-            output,
-            WIDTH=width,
-            GATED=gated,
-            BLOCK=_block(width),
-        )
+        given = [t.contiguous() for t in (gradient_NI, inner_NI, weights_N)]
+        made = (grad_inner, grad_weights, output)
+        _activation_backward[(rows,)](*given, *made, WIDTH=width, GATED=gated, BLOCK=_block(width))
     return grad_inner, grad_weights, output
 
 
@@ -247,24 +240,19 @@ def _sum(rows, places, out, width, COUNT: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def dispatch_rows(x_TD: Tensor, places_TK: Tensor) -> Tensor:
-    tokens, count = places_TK.shape
-    width = x_TD.shape[1]
-    out = x_TD.new_empty(tokens * count, width)
-    block = min(triton.next_power_of_2(width), _WIDEST_ROW)
-    if out.numel():
-        grid = (tokens, triton.cdiv(width, block))
-        _deal[grid](x_TD, places_TK.contiguous(), out, width, COUNT=count, BLOCK=block)
-    return out
+    return _token_by_token(_deal, x_TD, places_TK, x_TD.new_empty(places_TK.numel(), x_TD.shape[1]))
 
 
 def combine_rows(rows_ND: Tensor, places_TK: Tensor) -> Tensor:
-    tokens, count = places_TK.shape
-    width = rows_ND.shape[1]
-    out = torch.empty(tokens, width, dtype=rows_ND.dtype, device=rows_ND.device)
+    return _token_by_token(_sum, rows_ND, places_TK, rows_ND.new_empty(len(places_TK), rows_ND.shape[1]))
+
+
+def _token_by_token(kernel: Any, rows: Tensor, places_TK: Tensor, out: Tensor) -> Tensor:
+    (tokens, count), width = places_TK.shape, rows.shape[1]
     block = min(triton.next_power_of_2(width), _WIDEST_ROW)
     if out.numel():
         grid = (tokens, triton.cdiv(width, block))
-        _sum[grid](rows_ND, places_TK.contiguous(), out, width, COUNT=count, BLOCK=block)
+        kernel[grid](rows, places_TK.contiguous(), out, width, COUNT=count, BLOCK=block)
     return out
 
 

@@ -35,20 +35,9 @@ def write_gradient(
 ) -> None:
     """As `cross_entropy.write_gradient`."""
     rows, width = logits.shape
-    _cross_entropy_gradient[(rows, triton.cdiv(width, block))](
-        gradient,
-        logits,
-        labels,
-        log_sums,
-        weights,
-        words,
-        width,
-        first,
-        gradient.stride(0),
-        logits.stride(0),
-        block,
-        num_warps=warps,
-    )
+    tensors = (gradient, logits, labels, log_sums, weights)
+    sizes = (words, width, first, gradient.stride(0), logits.stride(0))
+    _cross_entropy_gradient[(rows, triton.cdiv(width, block))](*tensors, *sizes, block, num_warps=warps)
 
 
 @triton.jit

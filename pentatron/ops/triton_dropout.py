@@ -129,15 +129,12 @@ def dropout(
     # A view that does not begin at a word boundary cannot be read word by word.
     if x.element_size() == 2 and width % 2 == 0 and all(t.storage_offset() % 2 == 0 for t in tensors):
         tensors, kernel, columns = [t.view(torch.int32) for t in tensors], _drop_pairs, width // 2
-    pairs = min(triton.next_power_of_2((width + 1) // 2), _PAIRS)
+    pairs, numbers = min(triton.next_power_of_2((width + 1) // 2), _PAIRS), (columns, site, limit, scale)
     kernel[(x.numel() // width, triton.cdiv(width, 2 * pairs))](
         *tensors[:2],
         rows_BS.contiguous(),
         tensors[2],
-        columns,
-        site,
-        limit,
-        scale,
+        *numbers,
         HAS_STREAM=stream_BSD is not None,
         SITE_IN_MEMORY=isinstance(site, Tensor),
         PAIRS=pairs,

@@ -71,16 +71,14 @@ def write_rounded(
     assert wanted is not None, "one of the two"
     high, wide = 128, 128
     tiles = triton.cdiv(height, high) * triton.cdiv(width, wide)
+    written = (wanted if rows is None else rows, wanted if columns is None else columns)
+    sizes = (height, width, matrix.stride(0), matrix.stride(1))
     _write_rounded[(tiles,)](
         matrix,
         of_rows,
         of_columns,
-        rows if rows is not None else wanted,
-        columns if columns is not None else wanted,
-        height,
-        width,
-        matrix.stride(0),
-        matrix.stride(1),
+        *written,
+        *sizes,
         LIMIT=torch.finfo(wanted.dtype).max,
         ROWS=rows is not None,
         COLUMNS=columns is not None,

@@ -125,27 +125,18 @@ class FusedAdamWKernel:
         """
         kinds = tuple(None if g is None else (g.dtype, g.numel()) for g in gradients)
         if kinds != self._known:
-            self._known, self._launches = kinds, list(self._plan(gradients))
+            self._known, self._launches = kinds, self._plan(gradients)
         for launch in self._launches:
             self._launch(launch, gradients, control, numbers)
 
-    def _plan(self, gradients: Sequence[Tensor | None]) -> "list[_Launch]":
+    def _plan(self, gradients: Sequence[Tensor | None]) -> list[_Launch]:
         groups: dict[tuple[torch.dtype | None, torch.dtype | None], list[int]] = {}
         for number, (target, gradient) in enumerate(zip(self.targets, gradients, strict=True)):
-            key = (
-                None if gradient is None else gradient.dtype,
-                None if target.rounded is None else target.rounded.dtype,
-            )
-            groups.setdefault(key, []).append(number)
-        return [self._plan_launch(*key, targets, gradients) for key, targets in groups.items()]
+            groups.setdefault((_dtype_of(gradient), _dtype_of(target.rounded)), []).append(number)
+        return [self._plan_launch(targets, gradients) for targets in groups.values()]
 
-    def _plan_launch(
-        self,
-        gradient: torch.dtype | None,
-        rounded: torch.dtype | None,
-        targets: Sequence[int],
-        gradients: Sequence[Tensor | None],
-    ) -> _Launch:
+    def _plan_launch(self, targets: Sequence[int], gradients: Sequence[Tensor | None]) -> _Launch:
+        """`targets` have gradients of one dtype and weights of one dtype."""
         rows, sizes = [], []
         for number in targets:
             target, gradient_of_target = self.targets[number], gradients[number]
@@ -157,29 +148,26 @@ class FusedAdamWKernel:
             # Weight decay is a flag in the table, which keeps rows short.
             rows.append([*addresses, elements, int(target.decays)])
             sizes.append(elements)
-        device = self.targets[targets[0]].values.device
+        first, device = targets[0], self.targets[targets[0]].values.device
+        dtypes = _dtype_of(gradients[first]), _dtype_of(self.targets[first].rounded)
         fixed, programs = torch.tensor(rows).to(device), programs_of(sizes, self.block, device)
-        return _Launch(targets, gradient, rounded, fixed, programs, Addresses(device))
+        return _Launch(targets, *dtypes, fixed, programs, Addresses(device))
 
     def _launch(
         self, launch: _Launch, gradients: Sequence[Tensor | None], control: Tensor, numbers: AdamWParameters
     ) -> None:
         launch_gradients = [gradients[number] for number in launch.targets]
         assert all(g is None or g.is_contiguous() for g in launch_gradients), "gradients must be contiguous"
-        correction1 = 1 - numbers.beta1**numbers.update
-        correction2 = 1 - numbers.beta2**numbers.update
-        _update[(len(launch.programs.row_of),)](
-            launch.programs.row_of,
-            launch.programs.first_of,
-            launch.fixed,
-            launch.addresses(launch_gradients),
+        rate, beta1, beta2 = numbers.learning_rate, numbers.beta1, numbers.beta2
+        correction1, correction2 = 1 - beta1**numbers.update, 1 - beta2**numbers.update
+        factors = (rate / correction1, rate * numbers.decay, beta1, 1 - beta1, beta2, 1 - beta2)
+        programs, tables = launch.programs, (launch.fixed, launch.addresses(launch_gradients))
+        _update[(len(programs.row_of),)](
+            programs.row_of,
+            programs.first_of,
+            *tables,
             control,
-            numbers.learning_rate / correction1,
-            numbers.learning_rate * numbers.decay,
-            numbers.beta1,
-            1 - numbers.beta1,
-            numbers.beta2,
-            1 - numbers.beta2,
+            *factors,
             correction2**-0.5,
             numbers.epsilon,
             GRADIENT=None if launch.gradient is None else TYPES[launch.gradient],
@@ -187,6 +175,10 @@ class FusedAdamWKernel:
             BLOCK=self.block,
             num_warps=self.warps,
         )
+
+
+def _dtype_of(tensor: Tensor | None) -> torch.dtype | None:
+    return None if tensor is None else tensor.dtype
 
 
 @triton.jit

@@ -1,12 +1,10 @@
 """Construction of the optimizer for the ZeRO stage and the layout."""
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
-from torch import nn
 
-from pentatron.optim.optimizer import Optimizer
+from pentatron.optim.optimizer import Chunks, Optimizer
 from pentatron.parallel.sharding import sharded_parameters
 from pentatron.parallel.world import World
 from pentatron.settings.decision_types import OptimizerOptions
@@ -19,11 +17,7 @@ AnyOptimizer: TypeAlias = "Optimizer | ShardedOptimizer"
 
 
 def build_optimizer(
-    chunks: Mapping[int, nn.Module],
-    world: World,
-    config: OptimConfig,
-    options: OptimizerOptions,
-    dtype: torch.dtype,
+    chunks: Chunks, world: World, config: OptimConfig, options: OptimizerOptions, dtype: torch.dtype
 ) -> AnyOptimizer:
     """Returns a ZeRO 3 optimizer if there are ranks to shard over, otherwise one on flat buckets."""
     if options.zero_stage == 3 and has_replicas(chunks, world):
@@ -36,7 +30,7 @@ def build_optimizer(
     return Optimizer(chunks, world, config, options, dtype)
 
 
-def has_replicas(chunks: Mapping[int, nn.Module], world: World) -> bool:
+def has_replicas(chunks: Chunks, world: World) -> bool:
     """Whether other ranks hold replicas of a parameter.
 
     Includes experts, so that all ranks of a stage agree.

@@ -22,74 +22,45 @@ from pentatron.settings.training import OptimConfig
 
 
 class FusedAdamW(UpdateRule):
-    rounds = True
-    skips_on_device = True
+    in_one_pass = True
 
     def __init__(self, parts: Sequence[Part], config: OptimConfig) -> None:
         super().__init__(parts, config, MOMENTS)
         self._updates = 0
         self._device = parts[0].values.device
-        self._one_pass = FusedAdamWKernel([self._target(part) for part in parts])
-
-    def _target(self, part: Part) -> Target:
-        exp_avg, exp_avg_sq = (self._moments[id(part)][name] for name in MOMENTS)
-        return Target(part.values, exp_avg, exp_avg_sq, part.weights, part.decays)
+        targets = [
+            Target(part.values, kept["exp_avg"], kept["exp_avg_sq"], part.weights, part.decays)
+            for part, kept in zip(parts, self._moments.values())
+        ]
+        self._one_pass = FusedAdamWKernel(targets)
 
     @torch.no_grad()
     def step(
-        self,
-        gradients: Gradients,
-        learning_rate: float,
-        norm: float,
-        scale: float,
-        weight_decay: float | None = None,
+        self, gradients: Gradients, learning_rate: float, norm: float, scale: float, decay: float
     ) -> None:
         factor = clip_factor(norm, self.config.clip_grad, scale)
         control = torch.tensor([factor, 1.0], dtype=torch.float32).to(self._device)
-        self._launch(gradients, learning_rate, control, weight_decay)
+        self._launch(gradients, learning_rate, control, decay)
         self.settle(updated=True)
 
     @torch.no_grad()
     def start(
-        self,
-        gradients: Gradients,
-        learning_rate: float,
-        loss_and_norm: Tensor,
-        scale: float,
-        weight_decay: float | None = None,
+        self, gradients: Gradients, learning_rate: float, loss_and_norm: Tensor, scale: float, decay: float
     ) -> None:
         factor = clip_factor_on_device(loss_and_norm[1], self.config.clip_grad, scale)
         if len(loss_and_norm) > 2:
             factor = factor * loss_and_norm[2]
         control = torch.stack((factor, torch.isfinite(loss_and_norm).all().double())).float()
-        self._launch(gradients, learning_rate, control, weight_decay)
+        self._launch(gradients, learning_rate, control, decay)
 
-    def _launch(
-        self, gradients: Gradients, learning_rate: float, control: Tensor, weight_decay: float | None
-    ) -> None:
+    def _launch(self, gradients: Gradients, learning_rate: float, control: Tensor, decay: float) -> None:
         self.before()
-        numbers = AdamWParameters(
-            learning_rate,
-            self._decay(weight_decay),
-            self.config.adam_beta1,
-            self.config.adam_beta2,
-            self.config.adam_eps,
-            self._updates + 1,
-        )
+        betas = self.config.adam_beta1, self.config.adam_beta2
+        numbers = AdamWParameters(learning_rate, decay, *betas, self.config.adam_eps, self._updates + 1)
         self._one_pass(gradients, control, numbers)
 
     def settle(self, updated: bool) -> None:
         self._updates += updated
-
-    def _update(
-        self,
-        parts: Sequence[Part],
-        gradients: Sequence[Tensor],
-        learning_rate: float,
-        weight_decay: float,
-        divisor: Tensor | None,
-    ) -> None:
-        raise AssertionError("a single kernel updates all parts")
 
     def set_updates(self, updates: int) -> None:
         self._updates = updates

@@ -42,6 +42,8 @@ from pentatron.parallel.world import World
 from pentatron.settings.decision_types import OptimizerOptions
 from pentatron.settings.training import OptimConfig
 
+# The stages of this rank by number.
+Chunks = Mapping[int, nn.Module]
 # The stages of this rank that use some parameters.
 Stages = tuple[int, ...]
 
@@ -78,7 +80,7 @@ class OptimizerBase(ABC):
 
     def _build_update(self, parts: Sequence[Part], one_pass: bool) -> None:
         self._update: UpdateRule = build_update(parts, self.config, one_pass)
-        self._norm = build_norm(self.world.device, self._update.skips_on_device)
+        self._norm = build_norm(self.world.device, self._update.in_one_pass)
 
     @abstractmethod
     def zero_gradients(self) -> None:
@@ -92,7 +94,7 @@ class OptimizerBase(ABC):
     def _publish(self, rounded: bool = False) -> None:
         """Makes the updated master weights available to the model.
 
-        `rounded`: an update rule with `rounds` has already rounded them into the model's weights.
+        `rounded`: an update in one pass has already rounded them into the model's weights.
         """
 
     @abstractmethod
@@ -115,20 +117,17 @@ class OptimizerBase(ABC):
         """
         assert math.isfinite(norm), "a step with NaN or inf gradients"
         self.wait_for_weights()
-        self._update.step(self._gradients(), learning_rate, norm, scale, weight_decay)
+        decay = self.config.weight_decay if weight_decay is None else weight_decay
+        self._update.step(self._gradients(), learning_rate, norm, scale, decay)
         self._publish(rounded=True)
 
     @property
     def skips_on_device(self) -> bool:
         """Whether `start_step` is supported: the device itself skips updates with NaN or inf."""
-        return self._update.skips_on_device
+        return self._update.in_one_pass
 
     def start_step(
-        self,
-        learning_rate: float,
-        loss_and_norm: Tensor,
-        scale: float = 1.0,
-        weight_decay: float | None = None,
+        self, learning_rate: float, loss_and_norm: Tensor, scale: float, weight_decay: float | None
     ) -> None:
         """Starts an update that the device skips if loss or norm are NaN or inf, without a host
         synchronization.
@@ -137,7 +136,8 @@ class OptimizerBase(ABC):
         report the outcome later.
         """
         self.wait_for_weights()
-        self._update.start(self._gradients(), learning_rate, loss_and_norm, scale, weight_decay)
+        decay = self.config.weight_decay if weight_decay is None else weight_decay
+        self._update.start(self._gradients(), learning_rate, loss_and_norm, scale, decay)
         self._publish(rounded=True)
 
     def finish_step(self, updated: bool) -> None:
@@ -159,12 +159,7 @@ class Optimizer(OptimizerBase):
     """Optimizer on flat buckets: ZeRO 0, 1 and 2."""
 
     def __init__(
-        self,
-        chunks: Mapping[int, nn.Module],
-        world: World,
-        config: OptimConfig,
-        options: OptimizerOptions,
-        dtype: torch.dtype,
+        self, chunks: Chunks, world: World, config: OptimConfig, options: OptimizerOptions, dtype: torch.dtype
     ) -> None:
         super().__init__(world, config)
         self._sharded = options.zero_stage > 0
@@ -256,7 +251,7 @@ class Optimizer(OptimizerBase):
     def _publish(self, rounded: bool = False) -> None:
         # Weights in the model's dtype.
         separate = [bucket for bucket in self._buckets if bucket.master_is_separate]
-        if separate and not (rounded and self._update.rounds):
+        if separate and not (rounded and self._update.in_one_pass):
             torch._foreach_copy_([b.kept.of(b.weights) for b in separate], [b.master for b in separate])
         if self._sharded:
             self._gathering.start()
@@ -307,9 +302,7 @@ class Optimizer(OptimizerBase):
         }
 
 
-def plan_stage_buckets(
-    chunks: Mapping[int, nn.Module], world: World, bucket_size: int
-) -> dict[Stages, list[Plan]]:
+def plan_stage_buckets(chunks: Chunks, world: World, bucket_size: int) -> dict[Stages, list[Plan]]:
     """Plans buckets of at most `bucket_size` elements, by the stages that use them.
 
     Parameters belong to one stage, or to both ends of a folded pipeline if the ends share them.
@@ -328,10 +321,8 @@ def _reductions(
     buckets: Mapping[Stages, Sequence[Bucket]], world: World, options: OptimizerOptions
 ) -> dict[Stages, Reduction]:
     overlap, scatter = options.overlap_reduce, options.zero_stage > 0
-    largest = max(
-        (b.size for stages, stage_buckets in buckets.items() if len(stages) == 1 for b in stage_buckets),
-        default=0,
-    )
+    of_one_stage = [bucket for stages in buckets if len(stages) == 1 for bucket in buckets[stages]]
+    largest = max((bucket.size for bucket in of_one_stage), default=0)
     buffers = ScatterBuffers(largest, world.device, overlap)
 
     def reduction(stages: Stages, stage_buckets: Sequence[Bucket]) -> Reduction:

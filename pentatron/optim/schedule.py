@@ -91,12 +91,11 @@ def learning_rate(config: RunConfig) -> LearningRate:
 
 
 def weight_decay(config: RunConfig) -> WeightDecay:
-    optim = config.optim
-    if optim.weight_decay_incr_style == "constant":
-        return WeightDecay("constant", optim.weight_decay, optim.weight_decay, config.spans.total)
-    return WeightDecay(
-        optim.weight_decay_incr_style, optim.start_weight_decay, optim.end_weight_decay, config.spans.total
-    )
+    optim, style = config.optim, config.optim.weight_decay_incr_style
+    bounds = (optim.start_weight_decay, optim.end_weight_decay)
+    if style == "constant":
+        bounds = (optim.weight_decay, optim.weight_decay)
+    return WeightDecay(style, *bounds, config.spans.total)
 
 
 def get_cosine_schedule_with_warmup(

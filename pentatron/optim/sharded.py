@@ -6,13 +6,13 @@ gradients are all-reduced over the groups once a step.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pentatron.layout.actions import Kind
-from pentatron.optim.optimizer import OptimizerBase
+from pentatron.optim.optimizer import Chunks, OptimizerBase
 from pentatron.optim.update_rules import Gradients, Part
 from pentatron.parallel.buckets import storage_bytes
 from pentatron.parallel.collectives import PendingWork, start_all_reduce_
@@ -28,12 +28,7 @@ class ShardedOptimizer(OptimizerBase):
     """Optimizer on parameters sharded by `fully_shard`: ZeRO 3."""
 
     def __init__(
-        self,
-        chunks: Mapping[int, nn.Module],
-        world: World,
-        config: OptimConfig,
-        options: OptimizerOptions,
-        dtype: torch.dtype,
+        self, chunks: Chunks, world: World, config: OptimConfig, options: OptimizerOptions, dtype: torch.dtype
     ) -> None:
         super().__init__(world, config)
         self._stages = {number: ShardedStage(chunk, world, dtype) for number, chunk in chunks.items()}

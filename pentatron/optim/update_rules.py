@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,13 +24,17 @@ def squared_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     """Returns the squared L2 norm over all gradients in fp64, as squares of scaled gradients may be large."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
+    # The norms of bf16 gradients are computed in fp32, too, which is not torch's default.
+    norms_of = _exact_norms if device.type == "cpu" else _norms
+    norms = [norm for tensors in _by_dtype(gradients).values() for norm in norms_of(tensors)]
+    return torch.linalg.vector_norm(torch.stack(norms)).double().square()
+
+
+def _by_dtype(gradients: Sequence[Tensor]) -> dict[torch.dtype, list[Tensor]]:
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for gradient in gradients:
         by_dtype.setdefault(gradient.dtype, []).append(gradient)
-    # The norms of bf16 gradients are computed in fp32, too, which is not torch's default.
-    norms_of = _exact_norms if device.type == "cpu" else _norms
-    norms = [norm for tensors in by_dtype.values() for norm in norms_of(tensors)]
-    return torch.linalg.vector_norm(torch.stack(norms)).double().square()
+    return by_dtype
 
 
 def _norms(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -47,11 +51,8 @@ def _exact_norms(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 def _norm_by_rows(flat: Tensor) -> Tensor:
     whole = flat.numel() // _ROW * _ROW
     # Tensors in lower precision are converted to fp32: a few rows at a time, which stay in the cache.
-    chunks = (
-        flat[:whole]
-        .view(-1, _ROW)
-        .split(_ROWS_PER_CHUNK if flat.dtype != torch.float32 else max(1, whole // _ROW))
-    )
+    rows_at_once = _ROWS_PER_CHUNK if flat.dtype != torch.float32 else max(1, whole // _ROW)
+    chunks = flat[:whole].view(-1, _ROW).split(rows_at_once)
     rows = torch.cat([torch.linalg.vector_norm(chunk, dim=1, dtype=torch.float32) for chunk in chunks])
     rest = torch.linalg.vector_norm(flat[whole:], dtype=torch.float32)
     return torch.linalg.vector_norm(torch.cat((rows, rest[None])), dtype=torch.float64).float()
@@ -66,9 +67,7 @@ def build_norm(device: torch.device, by_one_kernel: bool) -> Callable[[Sequence[
     kernels: dict[torch.dtype, SumOfSquares] = {}
 
     def norm_by_kernel(gradients: Sequence[Tensor]) -> Tensor:
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for gradient in gradients:
-            by_dtype.setdefault(gradient.dtype, []).append(gradient.contiguous())
+        by_dtype = _by_dtype([gradient.contiguous() for gradient in gradients])
         norms = [kernels.setdefault(dtype, SumOfSquares())(tensors) for dtype, tensors in by_dtype.items()]
         return torch.stack(norms).sum() if norms else squared_norm((), device)
 
@@ -117,14 +116,14 @@ class UpdateRule(ABC):
     `kept` are the names of its state tensors, one element for each element of a part.
     """
 
-    # Whether an update also rounds the values into the `weights` of the parts.
-    rounds = False
-    # Whether the device can skip an update by itself, so that `start` is supported.
-    skips_on_device = False
+    # Whether one kernel makes an update: it also rounds the values into the `weights` of the parts, and the
+    # device can skip it by itself, so that `start` is supported.
+    in_one_pass = False
 
     def __init__(self, parts: Sequence[Part], config: OptimConfig, kept: Sequence[str]) -> None:
         self.config = config
         self._parts = parts
+        self._kept = kept
         # Called before each update; blocks until a background save has copied the old values.
         self.before: Callable[[], None] = lambda: None
         # Allocated now rather than at the first step, so that saving and loading always see the same tensors.
@@ -132,37 +131,36 @@ class UpdateRule(ABC):
 
     @torch.no_grad()
     def step(
-        self,
-        gradients: Gradients,
-        learning_rate: float,
-        norm: float,
-        scale: float,
-        weight_decay: float | None = None,
+        self, gradients: Gradients, learning_rate: float, norm: float, scale: float, decay: float
     ) -> None:
-        """Updates the values with gradients that are multiplied by `scale`; `norm` is the norm without it.
-
-        `weight_decay` is that of this step, if it changes during a run.
-        """
+        """Updates the values with gradients that are multiplied by `scale`; `norm` is the norm without it."""
         self.before()
         factor = clip_factor(norm, self.config.clip_grad, scale)
         # Filled by the device itself: a copy from the host would synchronize for every chunk.
         device = self._parts[0].values.device if self._parts else None
         divisor = None if factor == 1 else torch.full((), 1 / factor, dtype=torch.float32, device=device)
         for decays in (True, False):
-            decay = self._decay(weight_decay) if decays else 0.0
             pairs = [(p, g) for p, g in zip(self._parts, gradients, strict=True) if p.decays is decays]
             for chunk in _chunks(pairs):
                 parts = [part for part, _ in chunk]
                 exact = [torch.zeros_like(p.values) if g is None else g.to(torch.float32) for p, g in chunk]
-                self._update(parts, exact, learning_rate, decay, divisor)
+                values = [beside(part.values, gradient) for part, gradient in zip(parts, exact)]
+                moments = [
+                    [beside(self._moments[id(part)][name], gradient) for part, gradient in zip(parts, exact)]
+                    for name in self._kept
+                ]
+                self._update(
+                    parts,
+                    values,
+                    [gradient.to(part.values.device) for part, gradient in zip(parts, exact)],
+                    *moments,
+                    lr=learning_rate,
+                    weight_decay=decay if decays else 0.0,
+                    grad_scale=divisor,
+                )
 
     def start(
-        self,
-        gradients: Gradients,
-        learning_rate: float,
-        loss_and_norm: Tensor,
-        scale: float,
-        weight_decay: float | None = None,
+        self, gradients: Gradients, learning_rate: float, loss_and_norm: Tensor, scale: float, decay: float
     ) -> None:
         """Starts an update that the device skips if loss or squared norm, in `loss_and_norm` (fp64), are NaN or inf.
 
@@ -176,25 +174,13 @@ class UpdateRule(ABC):
         """Reports whether an update that was started was made or skipped."""
         raise NotImplementedError
 
-    def _decay(self, of_step: float | None) -> float:
-        return self.config.weight_decay if of_step is None else of_step
+    def _update(self, parts: Sequence[Part], *tensors: list[Tensor], **options: Any) -> None:
+        """Updates the values and the state of parts with a fused kernel of torch.
 
-    @abstractmethod
-    def _update(
-        self,
-        parts: Sequence[Part],
-        gradients: Sequence[Tensor],
-        learning_rate: float,
-        weight_decay: float,
-        divisor: Tensor | None,
-    ) -> None:
-        """Updates the values and the state of parts.
-
-        Fused kernels first divide the gradients by `divisor`, if any.
+        `tensors` are the values, the gradients and the state tensors of the parts. `options` are arguments of
+        the kernel, which first divides the gradients by `grad_scale`, if any.
         """
-
-    def _state_of(self, moment: str, parts: Sequence[Part], gradients: Sequence[Tensor]) -> list[Tensor]:
-        return [beside(self._moments[id(part)][moment], g) for part, g in zip(parts, gradients)]
+        raise NotImplementedError
 
     def state(self, part: Part) -> dict[str, Tensor]:
         """Returns the tensors of a part that a checkpoint stores, as views for loading."""
@@ -241,38 +227,27 @@ class Adam(UpdateRule):
         super().__init__(parts, config, MOMENTS)
         self._steps = {id(p): torch.zeros((), dtype=torch.float32, device=p.values.device) for p in parts}
 
-    def _update(
-        self,
-        parts: Sequence[Part],
-        gradients: Sequence[Tensor],
-        learning_rate: float,
-        weight_decay: float,
-        divisor: Tensor | None,
-    ) -> None:
+    def _update(self, parts: Sequence[Part], *tensors: list[Tensor], **options: Any) -> None:
+        values, gradients, averages, squares = tensors
         adamw(
-            [beside(part.values, gradient) for part, gradient in zip(parts, gradients)],
-            [gradient.to(part.values.device) for part, gradient in zip(parts, gradients)],
-            self._state_of("exp_avg", parts, gradients),
-            self._state_of("exp_avg_sq", parts, gradients),
+            values,
+            gradients,
+            averages,
+            squares,
             [],
             [self._steps[id(part)] for part in parts],
             fused=True,
-            grad_scale=divisor,
             amsgrad=False,
             beta1=self.config.adam_beta1,
             beta2=self.config.adam_beta2,
-            lr=learning_rate,
-            weight_decay=weight_decay,
             eps=self.config.adam_eps,
             maximize=False,
+            **options,
         )
 
     def set_updates(self, updates: int) -> None:
         for step in self._steps.values():
             step.fill_(float(updates))
-
-
-_MOMENTUM = "momentum_buffer"
 
 
 class Sgd(UpdateRule):
@@ -282,30 +257,21 @@ class Sgd(UpdateRule):
     """
 
     def __init__(self, parts: Sequence[Part], config: OptimConfig) -> None:
-        super().__init__(parts, config, (_MOMENTUM,) if config.sgd_momentum else ())
+        super().__init__(parts, config, ("momentum_buffer",) if config.sgd_momentum else ())
 
-    def _update(
-        self,
-        parts: Sequence[Part],
-        gradients: Sequence[Tensor],
-        learning_rate: float,
-        weight_decay: float,
-        divisor: Tensor | None,
-    ) -> None:
-        momentum = self.config.sgd_momentum
+    def _update(self, parts: Sequence[Part], *tensors: list[Tensor], **options: Any) -> None:
+        values, gradients, *momentum = tensors
         no_momentum: list[Tensor | None] = [None] * len(parts)
         sgd(
-            [beside(part.values, gradient) for part, gradient in zip(parts, gradients)],
-            [gradient.to(part.values.device) for part, gradient in zip(parts, gradients)],
-            [*self._state_of(_MOMENTUM, parts, gradients)] if momentum else no_momentum,
+            values,
+            gradients,
+            [*momentum[0]] if momentum else no_momentum,
             fused=True,
-            grad_scale=divisor,
-            weight_decay=weight_decay,
-            momentum=momentum,
-            lr=learning_rate,
+            momentum=self.config.sgd_momentum,
             dampening=0.0,
             nesterov=False,
             maximize=False,
+            **options,
         )
 
     def set_updates(self, updates: int) -> None:
@@ -334,7 +300,5 @@ def _suits_one_pass(parts: Sequence[Part]) -> bool:
 
 def rule_of_checkpoint(tensors: Iterable[str]) -> str | None:
     """Returns the update rule whose state a checkpoint's tensors include, or None."""
-    return next(
-        (rule for name in tensors for prefix, rule in _RULE_BY_PREFIX.items() if name.startswith(prefix)),
-        None,
-    )
+    rules = _RULE_BY_PREFIX.items()
+    return next((rule for name in tensors for prefix, rule in rules if name.startswith(prefix)), None)

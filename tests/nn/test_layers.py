@@ -7,14 +7,14 @@ from pentatron.nn.linear import mlp_activation
 from pentatron.nn.mlp import _GatedByHalves
 from pentatron.nn.norm import NORMS
 from pentatron.nn.options import AttentionKernels, allowed_kernels
-from pentatron.nn.rope import Frequencies, RotaryEmbedding, rope_frequencies
+from pentatron.nn.rope import RotaryEmbedding, rope_frequencies
 from pentatron.parallel.sharding import sharded_parameters
 
 CPU = torch.device("cpu")
 
 
 def test_rotated_products_depend_on_the_distance_alone() -> None:
-    rope = RotaryEmbedding(Frequencies(rope_frequencies(16, base=100.0)), interleaved=False)
+    rope = RotaryEmbedding(rope_frequencies(16, base=100.0), interleaved=False)
     torch.manual_seed(0)
     q, k = torch.randn(1, 1, 1, 16), torch.randn(1, 1, 1, 16)
 

@@ -18,10 +18,10 @@ BATCH = torch.randn(2, 32, 16, device=DEVICE)
 SITE = torch.tensor(3, device=DEVICE)
 SAMPLES: list[tuple[Any, tuple[Any, ...]]] = [
     (fp8.scale_of, (X.abs().amax(1), E4M3)),
-    (fp8._rounded_both, (X, ONE, None, E4M3)),
-    (fp8._rounded_both, (X, torch.ones(32, 1, device=DEVICE), torch.ones(48, 1, device=DEVICE), E5M2)),
-    (fp8._rounded_rows, (X, ONE, E4M3)),
-    (fp8._rounded_columns, (X, ONE, E5M2)),
+    (fp8._rounded, (X, ONE, None, E4M3, True, True)),
+    (fp8._rounded, (X, torch.ones(32, 1, device=DEVICE), torch.ones(48, 1, device=DEVICE), E5M2, True, True)),
+    (fp8._rounded, (X, ONE, None, E4M3, True, False)),
+    (fp8._rounded, (X, ONE, None, E5M2, False, True)),
     (fp8._largest_of_tiles, (X,)),
     (activation.gate_backward, (X[:, :24], X)),
     (activation.swiglu_backward, (X[:, :24].clone(), X)),

@@ -37,7 +37,7 @@ from pentatron.nn.linear import (
 )
 from pentatron.nn.loss import _SplitCrossEntropy
 from pentatron.nn.norm import LayerNorm, RMSNorm
-from pentatron.ops.linear import DeferredGradients, DenseProduct
+from pentatron.ops.linear import DeferredGradients, Product, outer_products
 from pentatron.optim.optimizer import Optimizer
 from pentatron.parallel.axes import TensorAxis
 from pentatron.parallel.collectives import Group, RingExchange
@@ -290,7 +290,7 @@ def weight_gradient_of_another_micro_batch() -> None:
     def mixing(self: DeferredGradients, cell: tuple[int, int]) -> None:
         latest = self._pending[max(c for c in self.cells if c[0] == cell[0])]
         own = self._pending[cell]
-        own[:] = [DenseProduct(p.weight, q.inputs, p.gradient) for p, q in zip(own, latest)]
+        own[:] = [dataclasses.replace(p, inputs=q.inputs) for p, q in zip(own, latest)]
         compute(self, cell)
 
     DeferredGradients.compute = mixing  # type: ignore[method-assign]
@@ -313,7 +313,7 @@ def deferred_gradient_for_a_copy() -> None:
 
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         x, weight = ctx.saved_tensors
-        assert ctx.deferred.take(DenseProduct(weight, x, gradients[0]))
+        assert ctx.deferred.take(Product(weight, outer_products, gradients[0], x))
         return gradients[0] @ weight, None, None, None
 
     deferral_module._Linear.backward = staticmethod(backward)  # type: ignore[method-assign]
