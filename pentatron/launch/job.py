@@ -171,10 +171,7 @@ def cuda_connections(config: RunConfig) -> Variable | None:
     computation it was launched before. Not with an overlapped parameter all-gather (ZeRO 3,
     --overlap-param-gather): in one queue, the prefetch would block the computation launched after it.
     """
-    sizes = config.parallel
-    if sizes.tensor_model_parallel_size * sizes.context_parallel_size == 1:
-        return None
-    if decide(config, DeviceFacts()).param_overlap.on:
+    if config.grid.tensor * config.grid.context == 1 or decide(config, DeviceFacts()).param_overlap.on:
         return None
     return Variable(CONNECTIONS, "1", "so that kernels start in the order in which they were queued")
 
@@ -185,8 +182,7 @@ def job_variables(job: Job, config: RunConfig) -> list[Variable]:
     counted = f"$(( $(nproc) > {job.processes} ? $(nproc) / {job.processes} : 1 ))"
     threads = str(max(1, job.cpus // job.processes)) if job.cpus else counted
     variables = [Variable("OMP_NUM_THREADS", threads, "the cores of a node divided among its workers")]
-    connections = cuda_connections(config)
-    if job.uses_gpus and connections is not None:
+    if job.uses_gpus and (connections := cuda_connections(config)) is not None:
         variables.append(connections)
     if job.uses_gpus and job.nodes > 1:
         variables.append(Variable("NCCL_DEBUG", "WARN", "NCCL prints warnings and errors only"))
@@ -204,9 +200,8 @@ def environment_notices(environment: Mapping[str, str], on_gpu: bool, nccl: bool
     if given and nccl:
         lines.append(f"NCCL reads from the environment: {', '.join(given)}")
     elif given:
-        reason = (
-            "one process sends no messages" if alone else "messages go through gloo here, not through NCCL"
-        )
+        by_gloo = "messages go through gloo here, not through NCCL"
+        reason = "one process sends no messages" if alone else by_gloo
         lines.append(f"{', '.join(given)}: {reason}, so this changes nothing")
     if CONNECTIONS in environment:
         written = f"{CONNECTIONS}={environment[CONNECTIONS]}"
@@ -223,14 +218,12 @@ def matching_interfaces(pattern: str, interfaces: Sequence[str]) -> list[str]:
     """
     exclude, text = pattern.startswith("^"), pattern.lstrip("^")
     exact, text = text.startswith("="), text.lstrip("=")
-    names = [name for name in text.split(",") if name]
-    if not names:
-        return list(interfaces)
-
-    def matches(interface: str) -> bool:
-        return any(interface == name if exact else interface.startswith(name) for name in names)
-
-    return [interface for interface in interfaces if matches(interface) != exclude]
+    names = tuple(filter(None, text.split(",")))
+    return [
+        interface
+        for interface in interfaces
+        if not names or (interface in names if exact else interface.startswith(names)) != exclude
+    ]
 
 
 def interface_problem(environment: Mapping[str, str], interfaces: Sequence[str]) -> str | None:
