@@ -42,14 +42,13 @@ class Candidate:
     @property
     def words(self) -> list[str]:
         """The layout as flags of a training command."""
-        flags = []
-        for flag, size in (
-            ("--tensor-model-parallel-size", self.tensor),
-            ("--context-parallel-size", self.context),
-            ("--pipeline-model-parallel-size", self.pipeline),
-            ("--expert-model-parallel-size", self.expert),
-        ):
-            flags += [flag, str(size)] if size > 1 else []
+        sizes = {
+            "--tensor-model-parallel-size": self.tensor,
+            "--context-parallel-size": self.context,
+            "--pipeline-model-parallel-size": self.pipeline,
+            "--expert-model-parallel-size": self.expert,
+        }
+        flags = [word for flag, size in sizes.items() if size > 1 for word in (flag, str(size))]
         flags += ["--zero-stage", str(self.zero)] if self.zero is not None else []
         if self.sequence is not None:
             flags.append("--sequence-parallel" if self.sequence else "--no-sequence-parallel")

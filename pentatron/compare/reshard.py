@@ -37,7 +37,7 @@ from pentatron.parallel.world import World
 from pentatron.settings.entry_points import EntryPoint
 from pentatron.settings.resolve import gather, resolve
 from pentatron.settings.run_config import RunConfig, table
-from pentatron.settings.settings import Draft, Facts, Settings
+from pentatron.settings.settings import Facts, Settings
 
 _META = torch.device("meta")
 
@@ -51,10 +51,8 @@ def fragments_of_rank(config: RunConfig, rank: int) -> Iterator[Fragment]:
     parts = {number: config.stages[number] for number in config.placement.stages_of(world.at.pipeline)}
     axes = axes_of(world, config.parallel)
     stages = build_stages(config.model, config.moe, parts, axes, None, _META)
-    if config.parallel.zero_stage == 3 and has_replicas(stages, world):
-        fragments = _zero3_shards(stages, world)
-    else:
-        fragments = _bucket_shares(stages, world, config)
+    is_zero3 = config.parallel.zero_stage == 3 and has_replicas(stages, world)
+    fragments = _zero3_shards(stages, world) if is_zero3 else _bucket_shares(stages, world, config)
     for fragment in fragments:
         yield dataclasses.replace(fragment, tensor=f"{WEIGHTS}{fragment.tensor}")
     yield from RouterLoads(config, world, stages).fragments(owned_only=True)
@@ -120,15 +118,11 @@ class Resharded:
 def layout_for(source: Checkpoint, words: Sequence[str]) -> RunConfig:
     """Returns the configuration of a step in the layout of the flags; sizes that are not given are 1."""
     draft = gather(words, ENTRY)
-    other_flags = [
-        table()[name].flag
-        for name, item in table().items()
-        if draft.given(name) and item.section != "parallel" and name not in _COUNTS
-    ]
-    if other_flags:
-        raise UserError(
-            f"{other_flags[0]} does not change the files; reshard takes the flags of the layout (pentatron checkpoint reshard --help)"
-        )
+    for name, item in table().items():
+        if draft.given(name) and item.section != "parallel" and name not in _COUNTS:
+            raise UserError(
+                f"{item.flag} does not change the files; reshard takes the flags of the layout (pentatron checkpoint reshard --help)"
+            )
     saved = saved_settings(source)
     settings = Settings.defaults(**saved)
     if settings.spec:
@@ -145,17 +139,11 @@ def layout_for(source: Checkpoint, words: Sequence[str]) -> RunConfig:
     draft.assign(f"{source.folder}", seq_length=length)
     stages = max(1, draft.pipeline_model_parallel_size)
     draft.assign(f"default of {ENTRY.name}", gradient_accumulation_steps=4 * stages)
-    return resolve(draft, _facts(draft)).config
-
-
-def _facts(draft: Draft) -> Facts:
-    """The world size that is given, or the product of the sizes."""
     world = draft.world_size or draft.nproc_per_node
     if world is None:
-        world = draft.data_parallel_size or 1
-        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
-            world *= getattr(draft, name)
-    return Facts(max(1, world), max(1, world))
+        world = draft.tensor_model_parallel_size * draft.pipeline_model_parallel_size
+        world *= draft.context_parallel_size * (draft.data_parallel_size or 1)
+    return resolve(draft, Facts(max(1, world), max(1, world))).config
 
 
 def reshard(source: Checkpoint, out: Path, config: RunConfig, display: Display) -> Resharded:
@@ -172,8 +160,7 @@ def reshard(source: Checkpoint, out: Path, config: RunConfig, display: Display) 
         copy_files(small_files(source.folder.parent / FOLDER_NAME), folder / FOLDER_NAME)
         _require_equal(ComparedTensors(str(source.folder), outlines, reader.read), step, display)
         files = len(list(step.glob("*.safetensors")))
-        name = step.name
-    return Resharded(out / name, files, len(outlines), total, progress.seconds)
+    return Resharded(out / step.name, files, len(outlines), total, progress.seconds)
 
 
 def outlines_of(manifest: Manifest) -> dict[str, TensorSpec]:
@@ -226,9 +213,8 @@ def _sharded_alike(tensor: str, kinds: Sequence[str], manifest: Manifest) -> lis
 def _writer(name: str, world: int) -> int | None:
     """The rank that writes an unsharded tensor, such as a random generator's state; None if it is sharded."""
     match = _OF_RANK.fullmatch(name)
-    if match is None:
-        return None
-    return int(match[1]) if int(match[1]) < world else 0
+    rank = None if match is None else int(match[1])
+    return rank if rank is None or rank < world else 0
 
 
 def _require_equal(source: ComparedTensors, step: Path, display: Display) -> None:

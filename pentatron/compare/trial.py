@@ -198,9 +198,8 @@ def run_trial(config: RunConfig, world: World) -> Trajectory:
     """Trains a new model on this rank of the layout."""
     model = build_parallel_model(config, world)
     perturb_norms_and_biases(model)
-    optimizer = build_optimizer(
-        model.stages, world, config.optim, model.decisions.optimizer, model_dtype(config)
-    )
+    dtype, decision = model_dtype(config), model.decisions.optimizer
+    optimizer = build_optimizer(model.stages, world, config.optim, decision, dtype)
     return train_and_record(config, world, model, optimizer)
 
 
@@ -238,12 +237,10 @@ def train_and_record(
         trajectory.losses.append(result.loss)
         trajectory.norms.append(result.gradient_norm)
         trajectory.tokens.append(result.tokens)
-    trajectory.fragments["weights"] = [
-        s for s in copy_fragments(optimizer.fragments(owned_only=True)) if s[0].startswith("weights/")
-    ]
-    trajectory.held = {
-        (f.tensor, f.start, tuple(f.values.shape)): digest(f.values) for f in optimizer.model_weights()
-    }
+    kept = copy_fragments(optimizer.fragments(owned_only=True))
+    trajectory.fragments["weights"] = [s for s in kept if s[0].startswith("weights/")]
+    held = optimizer.model_weights()
+    trajectory.held = {(f.tensor, f.start, tuple(f.values.shape)): digest(f.values) for f in held}
     valid = itertools.islice(micro_batches(config, world, 0), config.accumulation)
     trajectory.validation = validation_loss(model, valid, config.accumulation)
     return trajectory
@@ -252,9 +249,8 @@ def train_and_record(
 def micro_batches(config: RunConfig, world: World, consumed: int) -> Iterator[Any]:
     vocabulary = config.model.vocab_size
     boundaries = boundaries_of(config.data, lambda: vocabulary - 1)
-    samples = UnevenMasks(
-        2 * STEPS * config.train.global_batch_size, vocabulary, config.model.seq_length, boundaries
-    )
+    count = 2 * STEPS * config.train.global_batch_size
+    samples = UnevenMasks(count, vocabulary, config.model.seq_length, boundaries)
     loader = build_loader(samples, consumed, config.train.micro_batch_size, world.data.rank, world.data.size)
     return (batch.to(world.device) for batch in loader)
 

@@ -20,11 +20,14 @@ _WORD = re.compile(r"[^\s\x00-\x1f\x7f'\"\\`$;&|<>{}()#]+")
 _SET_BY_SCRIPT = (
     "nodes", "ntasks-per-node", "ntasks", "signal", "requeue", "no-requeue", "open-mode", "array",
 )  # fmt: skip
-# sbatch options that have a flag here, which checks them and counts the threads of the workers.
-_FLAGS = (
-    "job-name", "cpus-per-task", "gres", "mem", "time", "partition", "account", "qos", "constraint", "output",
-    "container-image", "container-mounts",
-)  # fmt: skip
+# sbatch options that have a flag here, which checks them and counts the threads of the workers: fields of `Job`.
+SBATCH_FIELDS = {
+    "job-name": "name",
+    "cpus-per-task": "cpus",
+    "gres": "gres",
+    "mem": "memory",
+    **{name: name for name in ("time", "partition", "account", "qos", "constraint", "output")},
+}
 
 
 @dataclass(frozen=True)
@@ -128,12 +131,10 @@ def job_problems(job: Job) -> list[str]:
 def _time_problems(job: Job) -> list[str]:
     if job.grace < 0:
         return [f"--grace {job.grace} must not be negative"]
-    if not job.time:
-        return []
     limit = parse_time_limit(job.time)
-    if limit is None:
+    if job.time and limit is None:
         return [f"--time {job.time} must look like 12:00:00, 2-00:00:00 or a number of minutes"]
-    if limit <= job.grace:
+    if limit is not None and limit <= job.grace:
         return [
             f"--time {job.time} ({limit} s) leaves nothing to train: the job is asked to save --grace {job.grace} seconds "
             f"before its end; give more time, or a shorter --grace"
@@ -149,18 +150,16 @@ def _sbatch_problems(job: Job) -> list[str]:
     problems = []
     for line in lines:
         name = line.removeprefix("--").partition("=")[0]
+        problem = ""
         if not line.startswith("--") or not _WORD.fullmatch(line):
-            problems.append(
-                f"--sbatch: '{one_line(line)}' must be an option of sbatch in one word, such as --exclusive or --mail-type=END"
-            )
+            problem = f"'{one_line(line)}' must be an option of sbatch in one word, such as --exclusive or --mail-type=END"
         elif name in _SET_BY_SCRIPT:
-            problems.append(
-                f"--sbatch: --{name} is set by the script itself; use --nodes, --gpus-per-node, --grace or --no-requeue"
+            problem = (
+                f"--{name} is set by the script itself; use --nodes, --gpus-per-node, --grace or --no-requeue"
             )
-        elif name in _FLAGS:
-            problems.append(
-                f"--sbatch: {line} would bypass the checks of launch; give it as a flag, without --sbatch"
-            )
+        elif name in (*SBATCH_FIELDS, "container-image", "container-mounts"):
+            problem = f"{line} would bypass the checks of launch; give it as a flag, without --sbatch"
+        problems += [f"--sbatch: {problem}"] if problem else []
     return problems
 
 
