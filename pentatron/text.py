@@ -201,10 +201,7 @@ def divisors(number: int) -> list[int]:
 
 def join_choices(choices: list[int], limit: int = 12) -> str:
     """Joins choices with `or`: `[1, 2, 3]` gives `1, 2 or 3`. Elides the middle of a long list."""
+    *others, last = map(str, choices)
     if len(choices) > limit:
-        shown = [*map(str, choices[: limit - 2]), "...", str(choices[-1])]
-    else:
-        shown = [str(c) for c in choices]
-    if len(shown) == 1:
-        return shown[0]
-    return f"{', '.join(shown[:-1])} or {shown[-1]}"
+        others[limit - 2 :] = ["..."]
+    return f"{', '.join(others)} or {last}" if others else last
