@@ -129,12 +129,12 @@ def _model(manifest: Manifest) -> str:
 
 
 def _state(state: Mapping[str, Any]) -> str:
-    # A manifest may have any value in place of a count, which is then shown as it is.
-    counts = {word: state[name] for name, word in _COUNTS.items() if state.get(name)}
-    return ", ".join(
-        f"{value:,} {word}" if isinstance(value, int | float) else f"{value!r:.60} {word}"
-        for word, value in counts.items()
-    )
+    parts = []
+    for name, word in _COUNTS.items():
+        if value := state.get(name):
+            # A manifest may have any value in place of a count, which is then shown as it is.
+            parts.append(f"{value:,} {word}" if isinstance(value, int | float) else f"{value!r:.60} {word}")
+    return ", ".join(parts)
 
 
 def _learning_rate(manifest: Manifest) -> str:
@@ -154,9 +154,8 @@ def _learning_rate(manifest: Manifest) -> str:
 
 
 def _pairs(table: Any) -> str:
-    if not isinstance(table, Mapping):
-        return ""
-    return ", ".join(f"{name} {value}" for name, value in table.items())
+    pairs = table.items() if isinstance(table, Mapping) else ()
+    return ", ".join(f"{name} {value}" for name, value in pairs)
 
 
 def _tensor_data(facts: ListedStep, pattern: str, with_statistics: bool) -> Iterator[dict[str, Any]]:
@@ -201,16 +200,16 @@ def _shortened(value: float | None) -> str:
 
 
 def _step_data(facts: ListedStep, pattern: str | None, with_statistics: bool) -> dict[str, Any]:
+    manifest = facts.manifest
     data: dict[str, Any] = {
         "folder": str(facts.folder),
         "saved": _when(facts.saved_at),
         "bytes": facts.bytes,
-        "state": "set aside" if facts.is_set_aside else "damaged" if facts.manifest is None else "whole",
+        "state": "set aside" if facts.is_set_aside else "damaged" if manifest is None else "whole",
         "base": facts.is_base,
         "latest": facts.is_latest,
         "problem": facts.problem or None,
     }
-    manifest = facts.manifest
     if manifest is None:
         return data
     data |= {
@@ -220,11 +219,9 @@ def _step_data(facts: ListedStep, pattern: str | None, with_statistics: bool) ->
         "run_state": manifest.run_state,
         "config": manifest.config,
         "files": {name: record.bytes for name, record in manifest.files.items()},
-        "tensors": len(manifest.tensors),
     }
-    if pattern is not None:
-        data["tensors"] = list(_tensor_data(facts, pattern, with_statistics))
-    return data
+    rows = None if pattern is None else list(_tensor_data(facts, pattern, with_statistics))
+    return {**data, "tensors": len(manifest.tensors) if rows is None else rows}
 
 
 def _when(seconds: float) -> str:

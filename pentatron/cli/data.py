@@ -227,9 +227,9 @@ def _ranges(positions: Sequence[int]) -> Iterator[str]:
 
 
 def _wrapped(title: str, text: str) -> list[str]:
-    return textwrap.wrap(text, _WIDTH, initial_indent=f"  {title + ':':<11}", subsequent_indent=" " * 13) or [
-        f"  {title}: none"
-    ]
+    first = f"  {title + ':':<11}"
+    lines = textwrap.wrap(text, _WIDTH, initial_indent=first, subsequent_indent=" " * 13)
+    return lines or [f"  {title}: none"]
 
 
 @dataclass(frozen=True)

@@ -220,18 +220,18 @@ def _launch(request: Request, restart: Sequence[str]) -> int:
     _open_model(request)
     world = _ranks(request).world_size
     set_worker_environment(_threads(request, world))
+    port = request.options.master_port or None
     with scratch_folder("generate") as folder:
         file = folder / "request.json"
         file.write_text(json.dumps(asdict(request)), encoding="utf-8")
-        port = request.options.master_port or None
         ended = run_workers([*restart, _WORKER, str(file)], world, port, os.environ, os.getpid())
     if ended.stopped_by is not None:
         raise KeyboardInterrupt
     # For these exit codes a rank has printed the error, or there is none.
-    if ended.exit_code not in (0, UserError.exit_code, BROKEN_PIPE):
-        print_error(ended.story(world))
-        return 1
-    return ended.exit_code
+    if ended.exit_code in (0, UserError.exit_code, BROKEN_PIPE):
+        return ended.exit_code
+    print_error(ended.story(world))
+    return 1
 
 
 def _work(request: Request, worker: Worker | None) -> int:

@@ -137,32 +137,13 @@ def _tensors(
     ]
 
 
-def disagreements(ranks: Sequence[Trajectory]) -> list[str]:
-    """Lists regions of weights that differ between the ranks that hold them."""
-    digests: dict[tuple[str, tuple[int, ...], tuple[int, ...]], str] = {}
-    return [
-        f"{region[0]} on rank {number}"
-        for number, rank in enumerate(ranks)
-        for region, digest in rank.held.items()
-        if digests.setdefault(region, digest) != digest
-    ]
-
-
 def _bare(name: str) -> str:
     """The name of the parameter without the kind of fragment in front of it."""
     return name.partition("/")[2] or name
 
 
-def largest_gap(judged: Sequence[Gap]) -> Gap:
-    return max(judged, key=gap_size)
-
-
 def gap_size(gap: Gap) -> float:
     return math.inf if math.isnan(gap.ratio) else gap.ratio
-
-
-def failures(judged: Sequence[Gap]) -> list[str]:
-    return [f"{gap.what}: {gap.ratio:.3g} times what is allowed" for gap in judged if gap.fails]
 
 
 class UnevenMasks:

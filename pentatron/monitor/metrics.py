@@ -18,6 +18,12 @@ _NUMBERS = frozenset(
     "loss validation_loss test_loss learning_rate gradient_norm loss_scale tokens consumed_samples seconds "
     "tokens_per_second global_batch_size teraflops_per_device memory_bytes".split()
 )
+# Fields of a report in a row, in their order, and the digits of those that are rounded.
+_ROW = (
+    "step loss learning_rate gradient_norm tokens consumed_samples seconds tokens_per_second "
+    "global_batch_size teraflops_per_device memory_bytes".split()
+)
+_DIGITS = {"seconds": 6, "tokens_per_second": 1, "teraflops_per_device": 6}
 # Limit of values: beyond any run, and small enough that sums and squares are finite in double precision.
 _LARGEST = 1e39
 _LARGEST_STEP = 2**53
@@ -80,17 +86,8 @@ class MetricsFile(Recorder):
 
 def metrics_row(report: StepReport) -> dict[str, Any]:
     return {
-        "step": report.step,
-        "loss": report.loss,
-        "learning_rate": report.learning_rate,
-        "gradient_norm": report.gradient_norm,
-        "tokens": report.tokens,
-        "consumed_samples": report.consumed_samples,
-        "seconds": round(report.seconds, 6),
-        "tokens_per_second": round(report.tokens_per_second, 1),
-        "global_batch_size": report.global_batch_size,
-        "teraflops_per_device": round(report.teraflops_per_device, 6),
-        "memory_bytes": report.memory_bytes,
+        **{name: getattr(report, name) for name in _ROW},
+        **{name: round(getattr(report, name), digits) for name, digits in _DIGITS.items()},
         **({"loss_scale": report.loss_scale} if report.loss_scale != 1.0 else {}),
         **({"skipped": True} if report.is_skipped else {}),
         **({"reported": dict(report.reported)} if report.reported else {}),

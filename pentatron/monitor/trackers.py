@@ -177,8 +177,8 @@ class WeightsAndBiases(Recorder):
         self._run.log({**values, "samples vs steps": report.consumed_samples}, step=report.step)
 
     def evaluated(self, step: int, losses: Mapping[str, float]) -> None:
-        if values := evaluation_scalars(losses, self.choices):
-            self._run.log(values, step=step)
+        if losses:
+            self._run.log(evaluation_scalars(losses, self.choices), step=step)
 
     def close(self) -> None:
         self._run.finish()
