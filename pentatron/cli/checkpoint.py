@@ -272,11 +272,10 @@ def reshard_step(words: Sequence[str]) -> int:
         for complaint in complaints:
             say(f"note: {complaint}; {step.folder.name} is taken")
         with contextlib.closing(open_display(options.progress_bar)) as display:
-            summary = reshard(step, out, config, display)
+            written, amount = reshard(step, out, config, display)
         before, after = format_layout(step.manifest.config), format_layout(config.nested())
         say(
-            f"{summary.step}: {before} as {after}, {format_count(summary.tensors, 'tensor')} in {format_count(summary.files, 'file')}, {decimal_size(summary.bytes)} in "
-            f"{summary.seconds:.1f} s, bit by bit what {step.folder} holds (any layout loads either)"
+            f"{written}: {before} as {after}, {amount}, bit by bit what {step.folder} holds (any layout loads either)"
         )
         return 0
 

@@ -136,13 +136,7 @@ def run_import(source: str, out: Path, options: ImportOptions) -> int:
 
 
 def _export(checkpoint: str, out: Path, options: ExportOptions) -> int:
-    from pentatron.checkpoint.find import (
-        find_megatron_checkpoint,
-        find_step,
-        find_steps_folder,
-        is_step,
-        resolve_latest,
-    )
+    from pentatron.checkpoint import find
     from pentatron.checkpoint.format import DamagedCheckpoint, Manifest
     from pentatron.compare.logits import require_transformers
     from pentatron.hf.convert import DamagedStep
@@ -151,8 +145,8 @@ def _export(checkpoint: str, out: Path, options: ExportOptions) -> int:
     if options.verify:
         require_transformers()
     tokenizer = _tokenizer_files(options)
-    path = resolve_latest(Path(checkpoint))
-    if options.ckpt_format and find_megatron_checkpoint(path) and not find_steps_folder(path):
+    path = find.resolve_latest(Path(checkpoint))
+    if options.ckpt_format and find.find_megatron_checkpoint(path) and not find.find_steps_folder(path):
         step, remarks = read_megatron(path)
         return _export_step(step, [f"note: {remark}" for remark in remarks], out, tokenizer, options)
     damaged: dict[Path, str] = {}
@@ -162,12 +156,12 @@ def _export(checkpoint: str, out: Path, options: ExportOptions) -> int:
             raise DamagedCheckpoint(damaged[folder])
 
     while True:
-        step, complaints = find_step(path, refuse_damaged)
+        step, complaints = find.find_step(path, refuse_damaged)
         notes = [f"note: {complaint}; {step.folder.name} is exported" for complaint in complaints]
         try:
             return _export_step(step, notes, out, tokenizer, options)
         except DamagedStep as error:
-            if is_step(path):
+            if find.is_step(path):
                 raise
             # Checksums are compared while writing. As in training, the previous step is taken instead.
             damaged[step.folder] = str(error.__cause__)

@@ -218,12 +218,9 @@ def _shortened(ids: Sequence[int], tokenizer: "Tokenizer") -> str:
 
 def _ranges(positions: Sequence[int]) -> Iterator[str]:
     """Yields the ranges in which positions increase by one, as in `0-11`, `0-4`."""
-    start = 0
-    for position in range(1, len(positions) + 1):
-        if position == len(positions) or positions[position] != positions[position - 1] + 1:
-            first, last = positions[start], positions[position - 1]
-            yield f"{first}-{last}" if last > first else str(first)
-            start = position
+    for _, run in groupby(enumerate(positions), lambda entry: entry[1] - entry[0]):
+        values = [position for _, position in run]
+        yield f"{values[0]}-{values[-1]}" if len(values) > 1 else str(values[0])
 
 
 def _wrapped(title: str, text: str) -> list[str]:

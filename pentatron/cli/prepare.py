@@ -182,25 +182,24 @@ def _print_summary(job: "PrepareJob", outcome: "Outcome") -> None:
     from pentatron.data.indexed import IndexedDataset
     from pentatron.data.inspect import document_lengths
 
-    names = ", ".join(str(path) for path in job.outputs)
     if outcome.already_there:
+        names = ", ".join(map(str, job.outputs))
         say(
             f"{names}: already prepared from the same inputs with the same settings (--overwrite does it again)"
         )
     else:
         counts = outcome.counts
         speed = outcome.tokens_now / max(outcome.seconds, 1e-9)
+        resumed = ", resumed after an interruption" if outcome.resumed else ""
         say(
             f"{format_count(counts.documents, 'document')}, {counts.tokens:,} tokens in {outcome.seconds:.1f} s "
-            f"({speed:,.0f} tokens/s, {job.workers} {plural(job.workers, 'worker')})"
-            f"{', resumed after an interruption' if outcome.resumed else ''}"
+            f"({speed:,.0f} tokens/s, {job.workers} {plural(job.workers, 'worker')}){resumed}"
         )
         if counts.blank_lines:
             say(f"{format_count(counts.blank_lines, 'blank line')} left out")
         if counts.bad_lines:
-            say(f"{format_count(counts.bad_lines, 'bad line')} left out, the first:")
-            for line in outcome.bad:
-                say(f"  {line}")
+            lines = [f"{format_count(counts.bad_lines, 'bad line')} left out, the first:", *outcome.bad]
+            say("\n  ".join(lines))
     for prefix in job.outputs:
         lengths = document_lengths(IndexedDataset(prefix))
         if not lengths.tokens:

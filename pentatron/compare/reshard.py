@@ -10,7 +10,6 @@ import itertools
 import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -38,6 +37,7 @@ from pentatron.settings.entry_points import EntryPoint
 from pentatron.settings.resolve import gather, resolve
 from pentatron.settings.run_config import RunConfig, table
 from pentatron.settings.settings import Facts, Settings
+from pentatron.text import decimal_size, format_count
 
 _META = torch.device("meta")
 
@@ -60,11 +60,8 @@ def fragments_of_rank(config: RunConfig, rank: int) -> Iterator[Fragment]:
 
 def _world(grid: Grid, rank: int) -> World:
     """The world of a rank without process groups: it knows its place in every group but cannot send."""
-    groups: dict[Axis, Group] = {}
-    for axis in typing.get_args(Axis):
-        members = next(group for group in grid.groups(axis) if rank in group)
-        if len(members) > 1:
-            groups[axis] = Group(members.index(rank), len(members))
+    of_axis = {axis: next(g for g in grid.groups(axis) if rank in g) for axis in typing.get_args(Axis)}
+    groups = {axis: Group(g.index(rank), len(g)) for axis, g in of_axis.items() if len(g) > 1}
     whole_world = Group(rank, grid.world_size)
     return World(grid, grid.coordinates(rank), whole_world, 0, _META, groups)
 
@@ -74,8 +71,7 @@ def _bucket_shares(stages: Mapping[int, CausalLM], world: World, config: RunConf
     plans = plan_stage_buckets(stages, world, config.parallel.ddp_bucket_size)
     for plan in itertools.chain.from_iterable(plans.values()):
         share = plan.own_share()
-        values = torch.empty(len(share), device=_META)
-        for piece, fragment in plan.pieces(share, values, share.first):
+        for piece, fragment in plan.pieces(share, torch.empty(len(share), device=_META), share.first):
             if world.is_first_of(piece.replicated_over):
                 yield fragment
 
@@ -104,15 +100,6 @@ _COUNTS = ("world_size", "nproc_per_node")
 # Sections that determine what the ranks hold. All others are copied as saved.
 _MODEL_SECTIONS = ("model", "moe", "precision", "optim")
 _OF_RANK = re.compile(r".*/rank-(\d+)")
-
-
-@dataclass(frozen=True)
-class Resharded:
-    step: Path
-    files: int
-    tensors: int
-    bytes: int
-    seconds: float
 
 
 def layout_for(source: Checkpoint, words: Sequence[str]) -> RunConfig:
@@ -146,8 +133,11 @@ def layout_for(source: Checkpoint, words: Sequence[str]) -> RunConfig:
     return resolve(draft, Facts(max(1, world), max(1, world))).config
 
 
-def reshard(source: Checkpoint, out: Path, config: RunConfig, display: Display) -> Resharded:
-    """Writes the step into the new folder `out`, and compares it with the source before the final rename."""
+def reshard(source: Checkpoint, out: Path, config: RunConfig, display: Display) -> tuple[Path, str]:
+    """Writes the step into the new folder `out`, and compares it with the source before the final rename.
+
+    Returns the new step, and in words how much was written.
+    """
     manifest = source.manifest
     outlines = outlines_of(manifest)
     total = sum(outline.bytes for outline in outlines.values())
@@ -159,8 +149,9 @@ def reshard(source: Checkpoint, out: Path, config: RunConfig, display: Display) 
         step = save_rectangles(store, manifest, progress.counting(reader.read), contents, settings)
         copy_files(small_files(source.folder.parent / FOLDER_NAME), folder / FOLDER_NAME)
         _require_equal(ComparedTensors(str(source.folder), outlines, reader.read), step, display)
-        files = len(list(step.glob("*.safetensors")))
-    return Resharded(out / step.name, files, len(outlines), total, progress.seconds)
+        files = format_count(len(list(step.glob("*.safetensors"))), "file")
+    tensors, size = format_count(len(outlines), "tensor"), decimal_size(total)
+    return out / step.name, f"{tensors} in {files}, {size} in {progress.seconds:.1f} s"
 
 
 def outlines_of(manifest: Manifest) -> dict[str, TensorSpec]:
@@ -202,11 +193,9 @@ def _contents(source: Checkpoint, config: RunConfig) -> Iterator[tuple[str, list
 
 def _sharded_alike(tensor: str, kinds: Sequence[str], manifest: Manifest) -> list[str]:
     """Returns the tensors of a step that are sharded like this one: a weight and its optimizer states."""
-    if tensor.startswith(ROUTERS):
-        return [tensor] if tensor in manifest.tensors else []
-    if not tensor.startswith(WEIGHTS):
-        return []
-    names = (f"{kind}/{tensor.removeprefix(WEIGHTS)}" for kind in kinds)
+    names = [tensor] if tensor.startswith(ROUTERS) else []
+    if tensor.startswith(WEIGHTS):
+        names = [f"{kind}/{tensor.removeprefix(WEIGHTS)}" for kind in kinds]
     return [name for name in names if name in manifest.tensors]
 
 

@@ -124,17 +124,14 @@ def _tensors(
     kind: str, tensors: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float
 ) -> list[Gap]:
     total_norm = math.sqrt(sum(float(g.square().sum()) for g in expected.values()))
-    return [
-        Gap(
-            f"{kind} of {_bare(name)}",
-            float((tensors[name] - g).norm()) / (tolerance * max(float(g.norm()), SMALL * total_norm)),
-            _bare(name),
-            kind,
-        )
-        if name in tensors
-        else Gap(f"{kind}: {_bare(name)} is missing", math.inf, _bare(name), kind)
-        for name, g in expected.items()
-    ]
+    result = []
+    for name, g in expected.items():
+        what, ratio = f"{kind}: {_bare(name)} is missing", math.inf
+        if name in tensors:
+            allowed = tolerance * max(float(g.norm()), SMALL * total_norm)
+            what, ratio = f"{kind} of {_bare(name)}", float((tensors[name] - g).norm()) / allowed
+        result.append(Gap(what, ratio, _bare(name), kind))
+    return result
 
 
 def _bare(name: str) -> str:
