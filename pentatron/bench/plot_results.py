@@ -48,9 +48,6 @@ class Chart:
     mark: float | None = None
     mark_label: str = ""
 
-    def total(self, row: Row) -> float:
-        return sum(part.value(row) for part in self.parts)
-
 
 def _number(name: str, factor: float = 1) -> Callable[[Row], float]:
     return lambda row: factor * float(row[name] or 0)
@@ -117,7 +114,8 @@ def draw(chart: Chart, rows: Sequence[Row], others: int) -> str:
     """Returns the chart as SVG. `others`: number of rows without a result."""
     left = 16 + _LETTER * max(len(row["layout"]) for row in rows)
     height = _TOP + _ROW * len(rows) + _BOTTOM
-    step, end = _scale(chart.largest or max(chart.total(row) for row in rows))
+    longest = max(sum(part.value(row) for part in chart.parts) for row in rows)
+    step, end = _scale(chart.largest or longest)
     largest = chart.largest or end
     per_unit = (_WIDTH - left - _RIGHT - _VALUE) / largest
     bottom = _TOP + _ROW * len(rows)

@@ -214,16 +214,13 @@ def summary_lines(rows: Sequence[Row]) -> list[str]:
     shares = [m.communication_share for _, m in finished if m.communication_share is not None]
     if shares:
         below = sum(share <= MOST_COMMUNICATION for share in shares)
-        lines.append(
-            f"communication below {MOST_COMMUNICATION:.0%} of the step, the usual aim: {below} of "
-            f"{len(shares)} layouts"
-        )
+        aim = f"communication below {MOST_COMMUNICATION:.0%} of the step, the usual aim"
+        lines.append(f"{aim}: {below} of {len(shares)} layouts")
     used = [m.utilisation for _, m in finished if m.utilisation is not None]
     if used:
         enough = sum(percent / 100 > LEAST_UTILISATION for percent in used)
-        lines.append(
-            f"GPU utilisation above {LEAST_UTILISATION:.0%}, the usual aim: {enough} of {len(used)} layouts"
-        )
+        aim = f"GPU utilisation above {LEAST_UTILISATION:.0%}, the usual aim"
+        lines.append(f"{aim}: {enough} of {len(used)} layouts")
     return lines
 
 

@@ -182,9 +182,8 @@ def verify(words: Sequence[str]) -> int:
                 continue
             for problem in problems:
                 display.say(f"{folder}: DAMAGED: {problem.sentence}")
-            verdicts.append(
-                {"step": str(folder), "ok": not problems, "problems": [asdict(p) for p in problems]}
-            )
+            found = [asdict(problem) for problem in problems]
+            verdicts.append({"step": str(folder), "ok": not found, "problems": found})
     if options.json:
         say_json(verdicts)
     return 0 if all(verdict["ok"] for verdict in verdicts) else 1
@@ -248,9 +247,8 @@ def foreign_kind(path: Path) -> str | None:
         found = f"{pickled[0]} alone, which is pickle" if pickled else "no weights"
         found = format_count(len(weights), "safetensors file") if weights else found
         return f"a Hugging Face folder with {found}; load it with --load, or import it with: pentatron import {path} OUT"
-    return (
-        "a folder with pickled files, which are not read here: reading them may run code" if pickled else None
-    )
+    kind = "a folder with pickled files, which are not read here: reading them may run code"
+    return kind if pickled else None
 
 
 def reshard_step(words: Sequence[str]) -> int:

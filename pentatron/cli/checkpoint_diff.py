@@ -54,10 +54,8 @@ def diff(words: Sequence[str]) -> int:
     with contextlib.ExitStack() as closing:
         (first, first_step), (second, second_step) = (_open(Path(path), closing) for path in paths)
         weights_only = options.weights_only or first_step is None or second_step is None
-        a, b = (
-            {n for n in side.outlines if n.startswith(WEIGHTS) or not weights_only}
-            for side in (first, second)
-        )
+        kind = WEIGHTS if weights_only else ""
+        a, b = ({name for name in side.outlines if name.startswith(kind)} for side in (first, second))
         common = [name for name in first.outlines if name in a & b]
         total = sum(side.outlines[name].bytes for name in common for side in (first, second))
         display = SilentDisplay() if options.json else open_display(options.progress_bar)

@@ -183,14 +183,13 @@ def use_named_step(draft: Draft, own_checkpoints: Path) -> None:
         known = ", ".join(step.name for step in steps) or "none"
         raise UserError(f"--ckpt-step {number}: {load} has no such step, but {known}; name one of them")
     assert folder is not None
-    if folder.resolve() == own_checkpoints.resolve():
-        if chosen[-1] != steps[-1]:
-            raise UserError(
-                f"--ckpt-step {number}: this run has continued to {steps[-1].name}, and a run does not go back in its own folder; give "
-                f"another --run-dir and --save to resume from step {number}"
-            )
-        return
-    draft.assign(origin, load=str(chosen[-1]))
+    if folder.resolve() != own_checkpoints.resolve():
+        draft.assign(origin, load=str(chosen[-1]))
+    elif chosen[-1] != steps[-1]:
+        raise UserError(
+            f"--ckpt-step {number}: this run has continued to {steps[-1].name}, and a run does not go back in its own folder; give "
+            f"another --run-dir and --save to resume from step {number}"
+        )
 
 
 def require_checkpoint(draft: Draft) -> None:

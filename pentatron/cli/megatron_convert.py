@@ -7,7 +7,6 @@ one format; each is accepted with a note or refused with a reason.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pentatron.cli.convert import ImportOptions, run_import, run_interruptible
 from pentatron.cli.options import Options, option, options_help, parse_options
@@ -118,11 +117,10 @@ def convert_command(words: Sequence[str]) -> int:
         if options.model_size:
             _check_family(source, options.model_size)
         dtype = "bf16" if options.bf16 else "fp16" if options.fp16 else None
-        same = ("allow_narrowing", "verify", "progress_bar")
-        shared: dict[str, Any] = {name: getattr(options, name) for name in same}
-        return run_import(
-            source, out, ImportOptions(dtype=dtype, tokenizer=options.tokenizer_model, **shared)
+        chosen = ImportOptions(
+            dtype, options.allow_narrowing, options.tokenizer_model, options.verify, options.progress_bar
         )
+        return run_import(source, out, chosen)
 
     return run_interruptible(out, convert)
 

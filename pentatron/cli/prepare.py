@@ -118,29 +118,13 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 def prepare_command(words: Sequence[str]) -> int:
-    from pentatron.data.prepare import prepare
+    from pentatron.data.encode import EncodingSettings
+    from pentatron.data.prepare import PrepareJob, prepare
 
     if "--help" in words or "-h" in words:
         say(USAGE)
         return 0
     ignore_output_errors()
-    job, log_interval = _read(words)
-    # Threads of the tokenizer in every worker process would oversubscribe the cores.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    try:
-        with closing(_open_progress(log_interval)) as progress:
-            outcome = prepare(job, progress.report, progress.say)
-    except KeyboardInterrupt:
-        print_error("stopped; the same command resumes where this one stopped")
-        return 130
-    _print_summary(job, outcome)
-    return 0
-
-
-def _read(words: Sequence[str]) -> "tuple[PrepareJob, int]":
-    from pentatron.data.encode import EncodingSettings
-    from pentatron.data.prepare import PrepareJob
-
     stray = "'{word}' is no flag; write --input {word}"
     options, _ = parse_options(PrepareOptions, words, "pentatron prepare", REFUSED, stray)
     for notice in options_without_effect(options):
@@ -148,17 +132,25 @@ def _read(words: Sequence[str]) -> "tuple[PrepareJob, int]":
     model, size = _resolve_tokenizer(options.tokenizer_model), options.vocab_size or None
     files = (options.vocab_file, options.merge_file)
     choice = TokenizerSettings(options.tokenizer_type, model, size, *files)
-    recipe = EncodingSettings(choice, options.json_keys, options.append_eod, options.split_sentences)
     job = PrepareJob(
         expand_inputs(options.input),
         Path(options.output_prefix),
-        recipe,
+        EncodingSettings(choice, options.json_keys, options.append_eod, options.split_sentences),
         options.workers or usable_cores(),
         options.text_documents,
         options.skip_bad_lines,
         options.overwrite,
     )
-    return job, options.log_interval or 0
+    # Threads of the tokenizer in every worker process would oversubscribe the cores.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        with closing(_open_progress(options.log_interval or 0)) as progress:
+            outcome = prepare(job, progress.report, progress.say)
+    except KeyboardInterrupt:
+        print_error("stopped; the same command resumes where this one stopped")
+        return 130
+    _print_summary(job, outcome)
+    return 0
 
 
 def _resolve_tokenizer(name: str | None) -> str | None:

@@ -185,9 +185,8 @@ def describe_config(config: RunConfig) -> str:
             f"; {moe.num_experts} experts of {moe.moe_ffn_hidden_size} in {len(config.layers_with_experts)} of the layers, "
             f"{moe.moe_router_topk} for a token{f', and a shared one of {shared}' if shared else ''}"
         )
-        ranks = (
-            f" ({grid.expert_tensor} expert tensor × {grid.expert} expert × {grid.expert_data} expert data)"
-        )
+        sizes = f"{grid.expert_tensor} expert tensor × {grid.expert} expert × {grid.expert_data} expert data"
+        ranks = f" ({sizes})"
     return (
         f"{m.num_layers} layers × {m.hidden_size}, {m.num_attention_heads} heads of {m.kv_channels} in "
         f"{m.num_query_groups} groups, MLP {m.ffn_hidden_size}, vocabulary {m.vocab_size} padded to "
@@ -267,10 +266,9 @@ class Verdict:
     def numbers(self) -> list[tuple[str, float]]:
         """The largest gap of loss, gradient norm and validation loss over ranks and steps."""
         largest: dict[str, float] = {}
-        for gap in self.judged:
-            if not gap.tensor:
-                name = gap.what.partition(" on rank")[0]
-                largest[name] = max(largest.get(name, 0.0), gap_size(gap))
+        for gap in (gap for gap in self.judged if not gap.tensor):
+            name = gap.what.partition(" on rank")[0]
+            largest[name] = max(largest.get(name, 0.0), gap_size(gap))
         return list(largest.items())
 
     def tensors(self) -> list[tuple[str, dict[str, float]]]:

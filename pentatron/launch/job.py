@@ -204,9 +204,8 @@ def environment_notices(environment: Mapping[str, str], on_gpu: bool, nccl: bool
         lines.append(f"{', '.join(given)}: {reason}, so this changes nothing")
     if CONNECTIONS in environment:
         written = f"{CONNECTIONS}={environment[CONNECTIONS]}"
-        lines.append(
-            f"CUDA reads from the environment: {written}" if on_gpu else f"{written}: there is no GPU here"
-        )
+        read = f"CUDA reads from the environment: {written}"
+        lines.append(read if on_gpu else f"{written}: there is no GPU here")
     return lines
 
 

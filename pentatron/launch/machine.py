@@ -1,5 +1,6 @@
 """Inspects a machine for `pentatron doctor`, and tests a matmul and an all-reduce."""
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -124,11 +125,9 @@ def _row(name: str, value: str, is_bad: bool, state: str, advice: str) -> Row:
 
 
 def _software() -> Iterator[Row]:
-    version, advice = (
-        platform.python_version(),
-        "Python 3.11 or newer is needed: create the environment with one",
-    )
-    yield _row("Python", f"{version}, {sys.executable}", sys.version_info < _OLDEST_PYTHON, PROBLEM, advice)
+    advice = "Python 3.11 or newer is needed: create the environment with one"
+    python = f"{platform.python_version()}, {sys.executable}"
+    yield _row("Python", python, sys.version_info < _OLDEST_PYTHON, PROBLEM, advice)
     if importlib.util.find_spec("torch") is None:
         yield "torch", "missing", PROBLEM, "pip install 'torch>=2.11'"
         return
@@ -244,20 +243,17 @@ def _packages() -> Iterator[Row]:
 
 
 def _version(name: str) -> str:
-    try:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    return ""
 
 
 def _first_output_line(*words: str) -> str:
     """Runs a program and returns its first line of output; "" if it is missing, fails or prints nothing."""
-    try:
-        result = subprocess.run(words, capture_output=True, text=True, check=False, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    output = result.stdout.strip()
-    return output.splitlines()[0] if result.returncode == 0 and output else ""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        result = subprocess.run(words, capture_output=True, text=True, check=True, timeout=20)
+        return next(iter(result.stdout.strip().splitlines()), "")
+    return ""
 
 
 def check_matmul(device: str, size: int = 512) -> Finding:
@@ -289,11 +285,12 @@ def check_all_reduce(backend: str, size: int, environment: Mapping[str, str]) ->
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     words = python_command(["-m", "pentatron.launch.all_reduce_probe", backend])
-    variables = {**loopback_variables(environment), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    start = partial(subprocess.Popen, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    processes = [
-        start([*words, str(rank), str(size), port], env={**environment, **variables}) for rank in range(size)
-    ]
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    variables = {**environment, **loopback_variables(environment), **address}
+    start = partial(
+        subprocess.Popen, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    processes = [start([*words, str(rank), str(size), port]) for rank in range(size)]
     finding = partial(Finding, "trials", f"all-reduce, {backend}")
     if backend == "nccl":
         advice = "export NCCL_DEBUG=INFO and look at its lines; NCCL_P2P_DISABLE=1 or NCCL_SHM_DISABLE=1 show which path is at fault"

@@ -196,9 +196,8 @@ def _speed(seen: RunMetrics, screen: Screen) -> list[str]:
         parts.append(f"{format_significant(rate)} TFLOP/s per process")
     lines = [f"speed         {'  '.join(parts)}"]
     if "gradient_norm" in last and "learning_rate" in last:
-        lines.append(
-            f"optimizer     learning rate {last['learning_rate']:.2e}  gradient norm {last['gradient_norm']:.3f}"
-        )
+        rate, norm = last["learning_rate"], last["gradient_norm"]
+        lines.append(f"optimizer     learning rate {rate:.2e}  gradient norm {norm:.3f}")
     return lines + _health(seen, screen)
 
 
@@ -235,9 +234,8 @@ def _ranks(seen: RunMetrics, screen: Screen) -> list[str]:
     memory = [max(of_rank) for of_rank in zip(*(of_step["memory_bytes"] for of_step in ranks))]
     if len(memory) == 1:
         return [f"memory        {in_mib(memory[0])} MiB"]
-    busy, collectives, messages = (
-        _medians(ranks, f"{name}_seconds") for name in ("busy", "collective", "message")
-    )
+    kinds = ("busy_seconds", "collective_seconds", "message_seconds")
+    busy, collectives, messages = (_medians(ranks, kind) for kind in kinds)
     waiting = [a + b for a, b in zip(collectives, messages)]
     if not busy:
         most, least = in_mib(max(memory)), in_mib(min(memory))
