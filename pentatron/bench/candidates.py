@@ -166,10 +166,7 @@ def find_largest(
     while low + 1 < high:
         trial = attempt(sizes[at])
         trials.append(trial)
-        if trial.fits:
-            low = at
-        else:
-            high = at
+        low, high = (at, high) if trial.fits else (low, at)
         if low + 1 >= high:
             break
         # A prediction is tried once: after a wrong one, the next size comes from the search.
