@@ -71,9 +71,10 @@ def parameter_count(number: float) -> str:
 
 def _scaled(number: float, units: Sequence[tuple[str, float]], digits: int) -> str:
     """Formats a number in its largest fitting unit; returns an empty string if it is below all units."""
-    return next(
-        (f"{format_significant(number / size, digits)} {unit}" for unit, size in units if number >= size), ""
+    fitting = (
+        f"{format_significant(number / size, digits)} {unit}" for unit, size in units if number >= size
     )
+    return next(fitting, "")
 
 
 def seconds_text(seconds: float) -> str:
@@ -201,10 +202,7 @@ def divisors(number: int) -> list[int]:
 
 def join_choices(choices: list[int], limit: int = 12) -> str:
     """Joins choices with `or`: `[1, 2, 3]` gives `1, 2 or 3`. Elides the middle of a long list."""
+    *others, last = map(str, choices)
     if len(choices) > limit:
-        shown = [*map(str, choices[: limit - 2]), "...", str(choices[-1])]
-    else:
-        shown = [str(c) for c in choices]
-    if len(shown) == 1:
-        return shown[0]
-    return f"{', '.join(shown[:-1])} or {shown[-1]}"
+        others[limit - 2 :] = ["..."]
+    return f"{', '.join(others)} or {last}" if others else last

@@ -22,15 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from pentatron.compare.trial import (  # noqa: E402
-    GRADIENTS,
-    NUMBERS,
-    SMALL,
-    STEPS,
-    WEIGHTS,
-    failures,
-    largest_gap,
-)
+from pentatron.compare.trial import GRADIENTS, NUMBERS, SMALL, STEPS, WEIGHTS  # noqa: E402
 from tests.harness import GLOO, NCCL  # noqa: E402
 from tests.parity import ledger  # noqa: E402
 from tests.parity.bf16 import ALLOWED, BF16_CASES, FP16, FP16_CASES, excess  # noqa: E402
@@ -38,6 +30,7 @@ from tests.parity.bugs import BUGS  # noqa: E402
 from tests.parity.cases import FAMILIES, LAYOUTS, MIXTURES, Layout  # noqa: E402
 from tests.parity.judge import Cell, Task, judge_all  # noqa: E402
 from tests.parity.mixtures import MIXTURE_LAYOUTS  # noqa: E402
+from tests.parity.verdicts import failures, largest_gap  # noqa: E402
 
 PAGE = ROOT / "docs" / "parity.md"
 WIDTH = 10

@@ -42,14 +42,13 @@ class Candidate:
     @property
     def words(self) -> list[str]:
         """The layout as flags of a training command."""
-        flags = []
-        for flag, size in (
-            ("--tensor-model-parallel-size", self.tensor),
-            ("--context-parallel-size", self.context),
-            ("--pipeline-model-parallel-size", self.pipeline),
-            ("--expert-model-parallel-size", self.expert),
-        ):
-            flags += [flag, str(size)] if size > 1 else []
+        sizes = {
+            "--tensor-model-parallel-size": self.tensor,
+            "--context-parallel-size": self.context,
+            "--pipeline-model-parallel-size": self.pipeline,
+            "--expert-model-parallel-size": self.expert,
+        }
+        flags = [word for flag, size in sizes.items() if size > 1 for word in (flag, str(size))]
         flags += ["--zero-stage", str(self.zero)] if self.zero is not None else []
         if self.sequence is not None:
             flags.append("--sequence-parallel" if self.sequence else "--no-sequence-parallel")
@@ -167,10 +166,7 @@ def find_largest(
     while low + 1 < high:
         trial = attempt(sizes[at])
         trials.append(trial)
-        if trial.fits:
-            low = at
-        else:
-            high = at
+        low, high = (at, high) if trial.fits else (low, at)
         if low + 1 >= high:
             break
         # A prediction is tried once: after a wrong one, the next size comes from the search.

@@ -35,9 +35,9 @@ class RankExits:
 
         SIGABRT counts only with `or_aborted`: a process may abort itself because another rank was lost.
         """
-        for rank in self.first:
+        for rank in self.first if not self.timed_out else ():
             code = self.exit_codes[rank]
-            if code < 0 and not self.timed_out and (or_aborted or code != -signal.SIGABRT):
+            if code < 0 and (or_aborted or code != -signal.SIGABRT):
                 reason = " (the system does that when memory runs out)" if code == -signal.SIGKILL else ""
                 return f"rank {rank} was killed by {signal.Signals(-code).name}{reason}"
         return None
@@ -59,13 +59,10 @@ class ForkServer:
         tick: Callable[[], None],
     ) -> RankExits:
         """Starts the processes and waits for them; calls `tick` at each poll."""
-        workers = [
-            # Not daemons, because a rank starts data workers and daemons may not have children.
-            self._context.Process(target=target, args=arguments_of(rank))
-            for rank in range(processes)
-        ]
-        deadline = time.monotonic() + timeout
-        timed_out = False
+        # Not daemons, because a rank starts data workers and daemons may not have children.
+        start = self._context.Process
+        workers = [start(target=target, args=arguments_of(rank)) for rank in range(processes)]
+        deadline, timed_out = time.monotonic() + timeout, False
         first: list[int] = []
         try:
             for worker in workers:
@@ -82,15 +79,15 @@ class ForkServer:
                     break
             codes = [worker.exitcode for worker in workers]
         finally:
-            for worker in workers:
-                if worker.pid is not None and worker.exitcode is None:
+            started = [worker for worker in workers if worker.pid is not None]
+            for worker in started:
+                if worker.exitcode is None:
                     worker.kill()
-            for worker in workers:
-                if worker.pid is not None:
-                    worker.join()
+            for worker in started:
+                worker.join()
         # `codes` is from before the kill, so ranks that were killed above do not count as failed.
         first = first or [rank for rank, code in enumerate(codes) if code]
-        return RankExits([0 if code is None else code for code in codes], timed_out, first)
+        return RankExits([code or 0 for code in codes], timed_out, first)
 
 
 def free_port() -> int:

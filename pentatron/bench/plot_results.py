@@ -48,16 +48,13 @@ class Chart:
     mark: float | None = None
     mark_label: str = ""
 
-    def total(self, row: Row) -> float:
-        return sum(part.value(row) for part in self.parts)
+
+def _number(name: str, factor: float = 1) -> Callable[[Row], float]:
+    return lambda row: factor * float(row[name] or 0)
 
 
-def _number(name: str) -> Callable[[Row], float]:
-    return lambda row: float(row[name] or 0)
-
-
-def _percent(name: str) -> Callable[[Row], float]:
-    return lambda row: 100 * float(row[name] or 0)
+def _computing_percent(row: Row) -> float:
+    return 100 - 100 * float(row["communication_share"] or 0)
 
 
 CHARTS = (
@@ -80,11 +77,11 @@ CHARTS = (
         "Where the time of a step goes",
         "% of a step, mean of all ranks",
         [
-            Segment("computing", _BLUE, lambda row: 100 - _percent("communication_share")(row)),
-            Segment("waiting in collectives", _ORANGE, _percent("collective_share")),
-            Segment("waiting for the pipeline", _GREY, _percent("pipeline_wait_share")),
+            Segment("computing", _BLUE, _computing_percent),
+            Segment("waiting in collectives", _ORANGE, _number("collective_share", 100)),
+            Segment("waiting for the pipeline", _GREY, _number("pipeline_wait_share", 100)),
         ],
-        lambda row: f"{100 - _percent('communication_share')(row):.0f} %",
+        lambda row: f"{_computing_percent(row):.0f} %",
         largest=100.0,
         mark=80.0,
         mark_label="aim: 80 %",
@@ -117,8 +114,9 @@ def draw(chart: Chart, rows: Sequence[Row], others: int) -> str:
     """Returns the chart as SVG. `others`: number of rows without a result."""
     left = 16 + _LETTER * max(len(row["layout"]) for row in rows)
     height = _TOP + _ROW * len(rows) + _BOTTOM
-    step, largest = _scale(chart.largest or max(chart.total(row) for row in rows))
-    largest = chart.largest or largest
+    longest = max(sum(part.value(row) for part in chart.parts) for row in rows)
+    step, end = _scale(chart.largest or longest)
+    largest = chart.largest or end
     per_unit = (_WIDTH - left - _RIGHT - _VALUE) / largest
     bottom = _TOP + _ROW * len(rows)
     elements = [
@@ -128,12 +126,12 @@ def draw(chart: Chart, rows: Sequence[Row], others: int) -> str:
         f'<text x="16" y="46" fill="#555">{escape(subtitle(rows))}</text>',
         *(_legend(chart) if len(chart.parts) > 1 else ()),
     ]
-    for i in range(round(largest / step) + 1):
-        x = round(left + i * step * per_unit, 1)
-        elements.append(f'<line x1="{x}" y1="{_TOP - 6}" x2="{x}" y2="{bottom}" stroke="#e5e5e5"/>')
-        elements.append(
-            f'<text x="{x}" y="{bottom + 16}" text-anchor="middle" fill="#555">{_short(i * step)}</text>'
-        )
+    for value in (i * step for i in range(round(largest / step) + 1)):
+        x = round(left + value * per_unit, 1)
+        elements += [
+            f'<line x1="{x}" y1="{_TOP - 6}" x2="{x}" y2="{bottom}" stroke="#e5e5e5"/>',
+            f'<text x="{x}" y="{bottom + 16}" text-anchor="middle" fill="#555">{_short(value)}</text>',
+        ]
     for i, row in enumerate(rows):
         elements += _bar(chart, row, left, _TOP + _ROW * i, per_unit)
     if chart.mark is not None:
@@ -184,10 +182,8 @@ def _scale(largest: float) -> tuple[float, float]:
 
 
 def _short(number: float) -> str:
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if number >= size:
-            return f"{number / (1e3 if unit == 'k' else size):g} {unit}"
-    return f"{number:g}"
+    units = ((1e9, 1e9, " G"), (1e6, 1e6, " M"), (1e4, 1e3, " k"), (-math.inf, 1, ""))
+    return next(f"{number / size:g}{unit}" for least, size, unit in units if number >= least)
 
 
 def draw_png(chart: Chart, rows: Sequence[Row], file: Path) -> bool:
@@ -200,9 +196,7 @@ def draw_png(chart: Chart, rows: Sequence[Row], file: Path) -> bool:
     figure = Figure(figsize=(9, 1.6 + 0.32 * len(rows)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    names = [row["layout"] for row in rows]
-    start = [0.0] * len(rows)
-    bars = None
+    names, start, bars = [row["layout"] for row in rows], [0.0] * len(rows), None
     for part in chart.parts:
         values = [part.value(row) for row in rows]
         bars = axes.barh(names, values, left=start, color=part.colour, label=part.label)
@@ -227,13 +221,10 @@ def draw_all(folder: Path) -> list[Path]:
     for chart in CHARTS:
         # With ZeRO 3 on a GPU torch itself communicates, and the waiting time is unknown.
         shown = [row for row in rows if chart.file != "time" or row["communication_share"]]
-        if not shown:
-            continue
-        picture = folder / f"{chart.file}.svg"
-        picture.write_text(draw(chart, shown, others + len(rows) - len(shown)), encoding="utf-8")
-        written.append(picture)
-        if draw_png(chart, shown, picture.with_suffix(".png")):
-            written.append(picture.with_suffix(".png"))
+        if shown:
+            svg, png = (folder / f"{chart.file}.{suffix}" for suffix in ("svg", "png"))
+            svg.write_text(draw(chart, shown, others + len(rows) - len(shown)), encoding="utf-8")
+            written += [svg, png] if draw_png(chart, shown, png) else [svg]
     return written
 
 

@@ -4,7 +4,7 @@ import csv
 import io
 import shutil
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -99,57 +99,41 @@ class Row:
 
     def cells(self) -> dict[str, Any]:
         """Returns the values by column, without those that are unknown."""
-        c = self.candidate
+        layout, config, m = self.candidate, self.config, self.measured
         cells: dict[str, Any] = {
-            "layout": c.name,
-            "status": self.status,
-            "reason": self.reason,
-            "processes": self.processes,
-            "data": c.data,
-            "tensor": c.tensor,
-            "context": c.context,
-            "pipeline": c.pipeline,
-            "expert": c.expert,
-            "command": self.command,
+            **{name: getattr(self, name) for name in ("status", "reason", "processes", "command")},
+            **{axis: getattr(layout, axis) for axis in ("data", "tensor", "context", "pipeline", "expert")},
+            "layout": layout.name,
         }
-        if self.config is not None:
-            cells |= _settings(self.config)
-        if self.measured is not None:
-            cells |= _measurements(self.measured) | {
+        if config is not None:
+            cells |= {
+                "zero_stage": config.parallel.zero_stage,
+                "sequence_parallel": int(config.parallel.sequence_parallel),
+                "pipeline_schedule": config.parallel.pipeline_schedule if config.grid.pipeline > 1 else None,
+                "micro_batch_size": config.train.micro_batch_size,
+                "micro_batches": config.accumulation,
+                "global_batch_size": config.train.global_batch_size,
+                "seq_length": config.model.seq_length,
+                "precision": config.precision.name,
+            }
+        if m is not None:
+            memory = [round(size / _MIB, 1) for size in m.memory_bytes]
+            cells |= {
+                "steps": m.steps,
+                "step_seconds": round(m.step_seconds, 6),
+                "samples_per_second": round(m.samples_per_second, 3),
+                "tokens_per_second": round(m.tokens_per_second, 1),
+                "memory_mib_per_rank": max(memory),
+                "memory_mib_of_ranks": " ".join(map(str, memory)),
+                "communication_share": _rounded(m.communication_share, 4),
+                "collective_share": _rounded(m.collective_share, 4),
+                "pipeline_wait_share": _rounded(m.message_share, 4),
+                "gpu_utilisation": _rounded(m.utilisation, 1),
                 "teraflops_per_process": _rounded(self.teraflops, 6),
                 "mfu": _rounded(self.mfu, 4),
                 "device": self.device,
             }
         return {name: value for name, value in cells.items() if value is not None}
-
-
-def _settings(config: RunConfig) -> dict[str, Any]:
-    return {
-        "zero_stage": config.parallel.zero_stage,
-        "sequence_parallel": int(config.parallel.sequence_parallel),
-        "pipeline_schedule": config.parallel.pipeline_schedule if config.grid.pipeline > 1 else None,
-        "micro_batch_size": config.train.micro_batch_size,
-        "micro_batches": config.accumulation,
-        "global_batch_size": config.train.global_batch_size,
-        "seq_length": config.model.seq_length,
-        "precision": config.precision.name,
-    }
-
-
-def _measurements(measured: Measured) -> dict[str, Any]:
-    memory = [round(size / _MIB, 1) for size in measured.memory_bytes]
-    return {
-        "steps": measured.steps,
-        "step_seconds": round(measured.step_seconds, 6),
-        "samples_per_second": round(measured.samples_per_second, 3),
-        "tokens_per_second": round(measured.tokens_per_second, 1),
-        "memory_mib_per_rank": max(memory),
-        "memory_mib_of_ranks": " ".join(map(str, memory)),
-        "communication_share": _rounded(measured.communication_share, 4),
-        "collective_share": _rounded(measured.collective_share, 4),
-        "pipeline_wait_share": _rounded(measured.message_share, 4),
-        "gpu_utilisation": _rounded(measured.utilisation, 1),
-    }
 
 
 def _rounded(number: float | None, digits: int) -> float | None:
@@ -168,36 +152,48 @@ def write_summary(file: Path, rows: Sequence[Row]) -> None:
     write_file(file, out.getvalue().encode())
 
 
+# Columns of the table beside the layout, with their widths; `GPU` only on GPUs.
+_TABLE = {
+    "samples/s": 9,
+    "tokens/s": 9,
+    "step": 8,
+    "MiB/rank": 8,
+    "comm.": 6,
+    "GPU": 5,
+    "TFLOP/s": 8,
+    "MFU": 6,
+}
+
+
 class Table:
     """Formats rows for the terminal one by one; the column width follows from the names of all layouts."""
 
     def __init__(self, names: Sequence[str], on_gpu: bool) -> None:
         self.width = max([len("layout"), *map(len, names)])
-        self.on_gpu = on_gpu
+        self.columns = {name: width for name, width in _TABLE.items() if on_gpu or name != "GPU"}
 
     def header(self) -> str:
-        columns = f"{'layout':<{self.width}}  {'samples/s':>9}  {'tokens/s':>9}  {'step':>8}  {'MiB/rank':>8}  {'comm.':>6}"
-        return columns + (f"  {'GPU':>5}" if self.on_gpu else "") + f"  {'TFLOP/s':>8}  {'MFU':>6}"
+        return self._joined("layout", {name: name for name in _TABLE})
 
     def line(self, row: Row) -> str:
-        name, m = f"{row.candidate.name:<{self.width}}", row.measured
+        name, m = row.candidate.name, row.measured
         if m is None:
-            return f"{name}  {row.status}: {row.reason}"
-        cells = [
-            f"{m.samples_per_second:>9,.1f}",
-            f"{m.tokens_per_second:>9,.0f}",
-            f"{_seconds(m.step_seconds):>8}",
-            f"{in_mib(max(m.memory_bytes), '>8,.0f')}",
-            f"{_percent(m.communication_share):>6}",
-            *([f"{'-' if m.utilisation is None else f'{m.utilisation:.0f}%':>5}"] if self.on_gpu else []),
-            f"{'-' if row.teraflops is None else format_significant(row.teraflops):>8}",
-            f"{_percent(row.mfu):>6}",
-        ]
-        return "  ".join([name, *cells])
+            return f"{name:<{self.width}}  {row.status}: {row.reason}"
+        seconds = m.step_seconds
+        cells = {
+            "samples/s": f"{m.samples_per_second:,.1f}",
+            "tokens/s": f"{m.tokens_per_second:,.0f}",
+            "step": f"{seconds * 1000:.0f} ms" if seconds < 10 else f"{seconds:.1f} s",
+            "MiB/rank": in_mib(max(m.memory_bytes)),
+            "comm.": _percent(m.communication_share),
+            "GPU": "-" if m.utilisation is None else f"{m.utilisation:.0f}%",
+            "TFLOP/s": "-" if row.teraflops is None else format_significant(row.teraflops),
+            "MFU": _percent(row.mfu),
+        }
+        return self._joined(name, cells)
 
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds * 1000:.0f} ms" if seconds < 10 else f"{seconds:.1f} s"
+    def _joined(self, name: str, cells: Mapping[str, str]) -> str:
+        return "  ".join([f"{name:<{self.width}}", *(f"{cells[n]:>{w}}" for n, w in self.columns.items())])
 
 
 def _percent(share: float | None) -> str:
@@ -218,16 +214,13 @@ def summary_lines(rows: Sequence[Row]) -> list[str]:
     shares = [m.communication_share for _, m in finished if m.communication_share is not None]
     if shares:
         below = sum(share <= MOST_COMMUNICATION for share in shares)
-        lines.append(
-            f"communication below {MOST_COMMUNICATION:.0%} of the step, the usual aim: {below} of "
-            f"{len(shares)} layouts"
-        )
+        aim = f"communication below {MOST_COMMUNICATION:.0%} of the step, the usual aim"
+        lines.append(f"{aim}: {below} of {len(shares)} layouts")
     used = [m.utilisation for _, m in finished if m.utilisation is not None]
     if used:
         enough = sum(percent / 100 > LEAST_UTILISATION for percent in used)
-        lines.append(
-            f"GPU utilisation above {LEAST_UTILISATION:.0%}, the usual aim: {enough} of {len(used)} layouts"
-        )
+        aim = f"GPU utilisation above {LEAST_UTILISATION:.0%}, the usual aim"
+        lines.append(f"{aim}: {enough} of {len(used)} layouts")
     return lines
 
 
@@ -254,7 +247,13 @@ class ResultsFolder:
         moved = None
         try:
             if self.path.is_dir() and any(self.path.iterdir()):
-                moved = self._move_aside()
+                if not self.summary.exists() and not (self.path / "plot_results.py").exists():
+                    raise UserError(
+                        f"{self.path} holds other files than a benchmark's, so it is not moved aside; name another folder with --out"
+                    )
+                path = self.path.resolve()
+                moved = next_numbered_name(path, ".")
+                rename(path, moved)
             self.path.mkdir(parents=True, exist_ok=True)
             # Copied, so that the results can be drawn on a machine without this package.
             shutil.copyfile(plot_results.__file__, self.path / "plot_results.py")
@@ -263,13 +262,3 @@ class ResultsFolder:
                 f"the folder {self.path} cannot be used for results ({error.strerror}); name another with --out"
             ) from None
         return moved
-
-    def _move_aside(self) -> Path:
-        if not self.summary.exists() and not (self.path / "plot_results.py").exists():
-            raise UserError(
-                f"{self.path} holds other files than a benchmark's, so it is not moved aside; name another folder with --out"
-            )
-        path = self.path.resolve()
-        aside = next_numbered_name(path, ".")
-        rename(path, aside)
-        return aside

@@ -4,8 +4,8 @@ import contextlib
 import dataclasses
 import os
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,14 +21,14 @@ from pentatron.cli.options import (
     section_help,
     synopsis,
 )
-from pentatron.cli.output import file_errors_as_user_errors, print_note, say, say_json
+from pentatron.cli.output import print_note, say, say_json
+from pentatron.cli.subcommands import run_subcommand
 from pentatron.errors import UserError
-from pentatron.settings.command_line import did_you_mean, is_flag
+from pentatron.settings.command_line import is_flag
 from pentatron.settings.declaration import NON_NEGATIVE, ONE_OR_MORE, Limit
 from pentatron.text import decimal_size, format_count
 
 if TYPE_CHECKING:
-    from pentatron.checkpoint.verify import Problem
     from pentatron.checksums import ProgressCallback
 
 # File name patterns of pickled weights.
@@ -120,31 +120,26 @@ if it is not that of one replica. OUT is compared with STEP, bit by bit, before 
 
 The settings of a layout:
 """
+COMMANDS = {
+    "inspect": "checkpoint_inspect.inspect",
+    "verify": "checkpoint.verify",
+    "diff": "checkpoint_diff.diff",
+    "reshard": "checkpoint.reshard_step",
+    "prune": "checkpoint_prune.prune",
+}
 T = TypeVar("T", bound=Options)
 
 
 def checkpoint_command(words: Sequence[str]) -> int:
-    with file_errors_as_user_errors():
-        return _run(words)
+    if not words or words[0] == "help" or "--help" in words or "-h" in words:
+        if words[:1] == ["reshard"]:
+            from pentatron.compare.reshard import ENTRY
 
-
-def _run(words: Sequence[str]) -> int:
-    asks_help = not words or words[0] == "help" or "--help" in words or "-h" in words
-    if asks_help and words[:1] == ["reshard"]:
-        from pentatron.compare.reshard import ENTRY
-
-        say("\n".join([RESHARD_USAGE, *section_help(ENTRY, "parallel")]))
+            say("\n".join([RESHARD_USAGE, *section_help(ENTRY, "parallel")]))
+        else:
+            say(USAGE)
         return 0
-    if asks_help:
-        say(USAGE)
-        return 0
-    command, rest = words[0], words[1:]
-    if command not in COMMANDS:
-        guess = did_you_mean(command, COMMANDS)
-        raise UserError(
-            f"unknown command 'checkpoint {command}'{guess}; `pentatron checkpoint --help` lists the commands"
-        )
-    return COMMANDS[command](rest)
+    return run_subcommand("checkpoint", COMMANDS, words)
 
 
 def read_checkpoint_options(
@@ -157,13 +152,7 @@ def read_checkpoint_options(
     return options, plain
 
 
-def _inspect(words: Sequence[str]) -> int:
-    from pentatron.cli.checkpoint_inspect import inspect
-
-    return inspect(words)
-
-
-def _verify(words: Sequence[str]) -> int:
+def verify(words: Sequence[str]) -> int:
     options, paths = read_checkpoint_options(VerifyOptions, words, 1, None, "verify PATH")
     from pentatron.checkpoint.streaming import Progress
     from pentatron.checkpoint.verify import find_non_finite, open_manifest, verify_digests
@@ -172,9 +161,9 @@ def _verify(words: Sequence[str]) -> int:
     folders = [folder for path in paths for folder in step_folders(Path(path))]
     threads = options.threads or min(8, os.cpu_count() or 1)
     verdicts: list[dict[str, Any]] = []
-    with contextlib.closing(
-        SilentDisplay() if options.json else open_display(options.progress_bar)
-    ) as display:
+    # A silent display drops the lines as well, which JSON replaces.
+    shown = SilentDisplay() if options.json else open_display(options.progress_bar)
+    with contextlib.closing(shown) as display:
         for folder in folders:
             manifest, problems = open_manifest(folder)
             if manifest is not None:
@@ -183,21 +172,21 @@ def _verify(words: Sequence[str]) -> int:
                 problems = verify_digests(folder, manifest, threads, _thread_safe(progress.add))
                 if options.numbers and not problems:
                     problems = find_non_finite(folder, manifest, progress.add)
-                size = f"{format_count(len(manifest.files), 'file')}, {decimal_size(total)}"
-                if not problems and not options.json:
+                if not problems:
+                    size = f"{format_count(len(manifest.files), 'file')}, {decimal_size(total)}"
+                    tensors = format_count(len(manifest.tensors), "tensor")
                     numbers = ", every number finite" if options.numbers else ""
-                    display.say(
-                        f"{folder}: ok ({size}, {format_count(len(manifest.tensors), 'tensor')}{numbers})"
-                    )
+                    display.say(f"{folder}: ok ({size}, {tensors}{numbers})")
             if problems and not folder.exists():
                 print_note(f"{folder} was removed while this command ran, as a run does with old steps")
                 continue
-            for problem in problems if not options.json else ():
+            for problem in problems:
                 display.say(f"{folder}: DAMAGED: {problem.sentence}")
-            verdicts.append(_verdict(folder, problems))
+            found = [asdict(problem) for problem in problems]
+            verdicts.append({"step": str(folder), "ok": not found, "problems": found})
     if options.json:
         say_json(verdicts)
-    return 1 if any(not verdict["ok"] for verdict in verdicts) else 0
+    return 0 if all(verdict["ok"] for verdict in verdicts) else 1
 
 
 def _thread_safe(function: "ProgressCallback") -> "ProgressCallback":
@@ -208,15 +197,6 @@ def _thread_safe(function: "ProgressCallback") -> "ProgressCallback":
             function(count)
 
     return locked
-
-
-def _verdict(folder: Path, problems: "Sequence[Problem]") -> dict[str, Any]:
-    fields = ("sentence", "file", "tensors", "expected", "found")
-    return {
-        "step": str(folder),
-        "ok": not problems,
-        "problems": [{name: getattr(problem, name) for name in fields} for problem in problems],
-    }
 
 
 def step_folders(path: Path) -> list[Path]:
@@ -261,70 +241,40 @@ def foreign_kind(path: Path) -> str | None:
         return f"a checkpoint of Megatron-LM in its legacy format, a pickled file for each rank{count}"
     if next(inside.glob("global_step*"), None) is not None or (path / "zero_to_fp32.py").exists():
         return "a checkpoint of DeepSpeed, in pickled files"
+    pickled = sorted(p.name for pattern in _PICKLED for p in path.glob(pattern))
     if (path / "config.json").is_file():
-        weights = sorted(p.name for p in path.glob("*.safetensors"))
-        pickled = sorted(p.name for pattern in _PICKLED for p in path.glob(pattern))
-        weights_text = (
-            format_count(len(weights), "safetensors file")
-            if weights
-            else f"{pickled[0]} alone, which is pickle"
-            if pickled
-            else "no weights"
-        )
-        return f"a Hugging Face folder with {weights_text}; load it with --load, or import it with: pentatron import {path} OUT"
-    if next((p for pattern in _PICKLED for p in path.glob(pattern)), None) is not None:
-        return "a folder with pickled files, which are not read here: reading them may run code"
-    return None
+        weights = list(path.glob("*.safetensors"))
+        found = f"{pickled[0]} alone, which is pickle" if pickled else "no weights"
+        found = format_count(len(weights), "safetensors file") if weights else found
+        return f"a Hugging Face folder with {found}; load it with --load, or import it with: pentatron import {path} OUT"
+    kind = "a folder with pickled files, which are not read here: reading them may run code"
+    return kind if pickled else None
 
 
-def _diff(words: Sequence[str]) -> int:
-    from pentatron.cli.checkpoint_diff import diff
-
-    return diff(words)
-
-
-def _reshard(words: Sequence[str]) -> int:
-    from pentatron.compare.reshard import ENTRY
+def reshard_step(words: Sequence[str]) -> int:
+    from pentatron.checkpoint.find import find_step, format_layout
+    from pentatron.checkpoint.format import verify_files
+    from pentatron.compare.reshard import ENTRY, layout_for, reshard
+    from pentatron.monitor.display import open_display
 
     plain = list(takewhile(lambda word: not is_flag(word), words[:2]))
     entry = dataclasses.replace(ENTRY, own=flags_of(ReshardOptions))
     options, rest = parse_options_and_settings(ReshardOptions, words[len(plain) :], entry)
     if len(plain) < 2:
         raise UserError("name the step and the output first: pentatron checkpoint reshard STEP OUT [...]")
-    source, out = Path(plain[0]), Path(plain[1])
-    return run_interruptible(out, lambda: _run_reshard(source, out, rest, options))
+    source, out = map(Path, plain)
 
+    def write() -> int:
+        step, complaints = find_step(source, None if options.no_check else verify_files)
+        config = layout_for(step, rest)
+        for complaint in complaints:
+            say(f"note: {complaint}; {step.folder.name} is taken")
+        with contextlib.closing(open_display(options.progress_bar)) as display:
+            written, amount = reshard(step, out, config, display)
+        before, after = format_layout(step.manifest.config), format_layout(config.nested())
+        say(
+            f"{written}: {before} as {after}, {amount}, bit by bit what {step.folder} holds (any layout loads either)"
+        )
+        return 0
 
-def _run_reshard(source: Path, out: Path, words: Sequence[str], options: ReshardOptions) -> int:
-    from pentatron.checkpoint.find import find_step, format_layout
-    from pentatron.checkpoint.format import verify_files
-    from pentatron.compare.reshard import layout_for, reshard
-    from pentatron.monitor.display import open_display
-
-    step, complaints = find_step(source, None if options.no_check else verify_files)
-    config = layout_for(step, words)
-    for complaint in complaints:
-        say(f"note: {complaint}; {step.folder.name} is taken")
-    with contextlib.closing(open_display(options.progress_bar)) as display:
-        summary = reshard(step, out, config, display)
-    before, after = format_layout(step.manifest.config), format_layout(config.nested())
-    say(
-        f"{summary.step}: {before} as {after}, {format_count(summary.tensors, 'tensor')} in {format_count(summary.files, 'file')}, {decimal_size(summary.bytes)} in "
-        f"{summary.seconds:.1f} s, bit by bit what {step.folder} holds (any layout loads either)"
-    )
-    return 0
-
-
-def _prune(words: Sequence[str]) -> int:
-    from pentatron.cli.checkpoint_prune import prune
-
-    return prune(words)
-
-
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    "inspect": _inspect,
-    "verify": _verify,
-    "diff": _diff,
-    "reshard": _reshard,
-    "prune": _prune,
-}
+    return run_interruptible(out, write)

@@ -7,27 +7,32 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from pentatron.checkpoint.compare import (
+    NO_STATE,
+    ComparedTensors,
+    Difference,
+    compare_tensor,
+    differing_values,
+)
+from pentatron.checkpoint.find import find_step, find_steps_folder, is_step
+from pentatron.checkpoint.load import WEIGHTS, StepReader
+from pentatron.checkpoint.store import Checkpoint
+from pentatron.checkpoint.streaming import Progress
+from pentatron.checkpoint.verify import verify_digests
 from pentatron.cli.checkpoint import DiffOptions, no_checkpoint_error, read_checkpoint_options
 from pentatron.cli.output import print_note, show_report
-
-if TYPE_CHECKING:
-    from pentatron.checkpoint.compare import ComparedTensors, Difference
-    from pentatron.checkpoint.store import Checkpoint
+from pentatron.compare.reshard import outlines_of
+from pentatron.monitor.display import SilentDisplay, open_display
 
 # Entries of each kind in the text report.
 _MOST_ENTRIES = 20
-
-
-@dataclass(frozen=True)
-class _Opened:
-    """A step or a Hugging Face folder, which has no `step`, opened for comparison."""
-
-    side: "ComparedTensors"
-    config: dict[str, Any]
-    run_state: dict[str, Any]
-    step: "Checkpoint | None"
+# Fields of a `Difference` in the JSON report.
+_FIELDS = (
+    *("name", "elements", "differing", "largest", "largest_relative", "relative_norm"),
+    *("ulps", "first", "types", "shapes"),
+)
 
 
 @dataclass(frozen=True)
@@ -38,132 +43,94 @@ class _Comparison:
     paths: Sequence[str]
     same: bool
     differences: dict[str, list[Any]]
-    differing: "Sequence[Difference]"
-    beyond: "Sequence[Difference]"
+    differing: Sequence[Difference]
+    beyond: Sequence[Difference]
     compared: int
     tolerance: float
 
 
 def diff(words: Sequence[str]) -> int:
     options, paths = read_checkpoint_options(DiffOptions, words, 2, 2, "diff A B")
-    from pentatron.checkpoint.compare import NO_STATE, compare_tensor, differing_values
-    from pentatron.checkpoint.load import WEIGHTS
-    from pentatron.checkpoint.streaming import Progress
-    from pentatron.monitor.display import SilentDisplay, open_display
-
     with contextlib.ExitStack() as closing:
-        first, second = (_open(Path(path), closing) for path in paths)
-        # A Hugging Face folder has weights only.
-        weights_only = options.weights_only or first.step is None or second.step is None
-        names = [
-            [n for n in opened.side.outlines if n.startswith(WEIGHTS) or not weights_only]
-            for opened in (first, second)
-        ]
-        common = [name for name in names[0] if name in second.side.outlines]
-        total = sum(opened.side.outlines[name].bytes for name in common for opened in (first, second))
+        (first, first_step), (second, second_step) = (_open(Path(path), closing) for path in paths)
+        weights_only = options.weights_only or first_step is None or second_step is None
+        kind = WEIGHTS if weights_only else ""
+        a, b = ({name for name in side.outlines if name.startswith(kind)} for side in (first, second))
+        common = [name for name in first.outlines if name in a & b]
+        total = sum(side.outlines[name].bytes for name in common for side in (first, second))
         display = SilentDisplay() if options.json else open_display(options.progress_bar)
         closing.callback(display.close)
         progress = Progress(display, "comparing", total)
-        results = [compare_tensor(name, first.side, second.side, progress.add) for name in common]
+        results = [compare_tensor(name, first, second, progress.add) for name in common]
+    differences: dict[str, list[Any]] = {"settings": [], "run state": []}
+    if first_step is not None and second_step is not None and not weights_only:
+        saved = first_step.manifest, second_step.manifest
+        differences["settings"] += differing_values(saved[0].config, saved[1].config)
+        differences["run state"] += differing_values(saved[0].run_state, saved[1].run_state)
+    differences |= {"only in A": sorted(a - b), "only in B": sorted(b - a)}
     differing = [result for result in results if not result.is_equal]
-    differences: dict[str, list[Any]] = {
-        "settings": [] if weights_only else list(differing_values(first.config, second.config)),
-        "run state": [] if weights_only else list(differing_values(first.run_state, second.run_state)),
-        "only in A": sorted(set(names[0]) - set(names[1])),
-        "only in B": sorted(set(names[1]) - set(names[0])),
-    }
     beyond = [result for result in differing if not result.within(options.tolerance)]
     # Settings do not decide: another layout or machine may save the same numbers.
     states = [name for name, _, _ in differences["run state"] if name.partition(".")[0] not in NO_STATE]
-    same = not (beyond or differences["only in A"] or differences["only in B"] or states)
-    if not same:
-        _report_damage([opened.step for opened in (first, second) if opened.step is not None])
+    same = not (beyond or a ^ b or states)
+    # Two steps may differ because of damage after saving.
+    for step in [step for step in (first_step, second_step) if step is not None and not same]:
+        for problem in verify_digests(
+            step.folder, step.manifest, min(8, os.cpu_count() or 1), lambda _: None
+        ):
+            print_note(f"{problem.sentence}; the difference may be this damage")
     comparison = _Comparison(paths, same, differences, differing, beyond, len(common), options.tolerance)
     show_report(comparison, options.json, _as_text, _as_data)
     return 0 if same else 1
 
 
-def _report_damage(steps: "Sequence[Checkpoint]") -> None:
-    """Reports damaged files, since two steps may differ because of damage after saving."""
-    from pentatron.checkpoint.verify import verify_digests
-
-    for step in steps:
-        for problem in verify_digests(
-            step.folder, step.manifest, min(8, os.cpu_count() or 1), lambda _: None
-        ):
-            print_note(f"{problem.sentence}; the difference may be this damage")
-
-
-def _open(path: Path, closing: contextlib.ExitStack) -> _Opened:
-    from pentatron.checkpoint.compare import ComparedTensors
-    from pentatron.checkpoint.find import find_step, find_steps_folder, is_step
-    from pentatron.checkpoint.load import StepReader
-    from pentatron.compare.reshard import outlines_of
-
-    if not is_step(path) and find_steps_folder(path) is None:
-        if (path / "config.json").is_file():
-            return _open_huggingface(path, closing)
+def _open(path: Path, closing: contextlib.ExitStack) -> tuple[ComparedTensors, Checkpoint | None]:
+    """Opens a step, or a Hugging Face folder, which has only weights and no step."""
+    if is_step(path) or find_steps_folder(path) is not None:
+        step, complaints = find_step(path)
+        for complaint in complaints:
+            print_note(f"{complaint}; {step.folder.name} is compared")
+        reader = closing.enter_context(StepReader(step.folder, step.manifest))
+        return ComparedTensors(str(step.folder), outlines_of(step.manifest), reader.read), step
+    if not (path / "config.json").is_file():
         raise no_checkpoint_error(path)
-    step, complaints = find_step(path)
-    for complaint in complaints:
-        print_note(f"{complaint}; {step.folder.name} is compared")
-    reader = closing.enter_context(StepReader(step.folder, step.manifest))
-    side = ComparedTensors(str(step.folder), outlines_of(step.manifest), reader.read)
-    return _Opened(side, step.manifest.config, step.manifest.run_state, step)
-
-
-def _open_huggingface(path: Path, closing: contextlib.ExitStack) -> _Opened:
-    from pentatron.checkpoint.compare import ComparedTensors
-    from pentatron.checkpoint.load import WEIGHTS
     from pentatron.hf.convert import ImportOptions, config_for, tensors_of
     from pentatron.hf.folder import open_folder
     from pentatron.hf.model_config import settings_from_folder
 
     folder = closing.enter_context(open_folder(path))
     outlines, read = tensors_of(folder, config_for(settings_from_folder(folder)), ImportOptions())
-    side = ComparedTensors(
-        str(path),
-        {f"{WEIGHTS}{name}": outline for name, outline in outlines.items()},
-        lambda name, start, size: read(name.removeprefix(WEIGHTS), start, size),
-    )
-    return _Opened(side, {}, {}, None)
+    weights = {f"{WEIGHTS}{name}": outline for name, outline in outlines.items()}
+    return ComparedTensors(
+        str(path), weights, lambda name, start, size: read(name.removeprefix(WEIGHTS), start, size)
+    ), None
 
 
 def _as_data(report: _Comparison) -> dict[str, Any]:
-    paths, differences = report.paths, report.differences
+    settings, state = (
+        [{"name": name, "a": a, "b": b} for name, a, b in report.differences[kind]]
+        for kind in ("settings", "run state")
+    )
     return {
-        "a": paths[0],
-        "b": paths[1],
+        "a": report.paths[0],
+        "b": report.paths[1],
         "same": report.same,
         "compared": report.compared,
-        **{
-            kind.replace(" ", "_"): [{"name": n, "a": a, "b": b} for n, a, b in differences[kind]]
-            for kind in ("settings", "run state")
-        },
-        "only_in_a": differences["only in A"],
-        "only_in_b": differences["only in B"],
+        "settings": settings,
+        "run_state": state,
+        "only_in_a": report.differences["only in A"],
+        "only_in_b": report.differences["only in B"],
         "tensors": [
-            {
-                "name": f.name,
-                "elements": f.elements,
-                "differing": f.differing,
-                "largest": _json_number(f.largest),
-                "largest_relative": _json_number(f.largest_relative),
-                "relative_norm": _json_number(f.relative_norm),
-                "ulps": f.ulps,
-                "first": f.first,
-                "types": f.types,
-                "shapes": f.shapes,
-                "within_tolerance": f not in report.beyond,
-            }
-            for f in report.differing
+            {name: _json_value(getattr(tensor, name)) for name in _FIELDS}
+            | {"within_tolerance": tensor not in report.beyond}
+            for tensor in report.differing
         ],
     }
 
 
-def _json_number(value: float) -> float | str:
+def _json_value(value: Any) -> Any:
     """Converts infinity and NaN to strings, since JSON has no such numbers."""
-    return value if math.isfinite(value) else str(value)
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _as_text(report: _Comparison) -> list[str]:

@@ -6,18 +6,21 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from pentatron.checkpoint.find import ListedStep, count_elements, format_layout, is_resumable, list_steps
+from pentatron.checkpoint.format import Manifest
+from pentatron.checkpoint.load import WEIGHTS, StepReader
+from pentatron.checkpoint.verify import tensor_statistics
 from pentatron.cli.checkpoint import InspectOptions, no_checkpoint_error, read_checkpoint_options
 from pentatron.cli.output import show_report
 from pentatron.errors import UserError
 from pentatron.settings.settings import Settings
 from pentatron.text import decimal_size, format_count
-
-if TYPE_CHECKING:
-    from pentatron.checkpoint.find import ListedStep
-    from pentatron.checkpoint.format import Manifest
+from pentatron.train.preflight import describe_environment
+from pentatron.train.schedules import Schedule
 
 _SHOWN_FILES = 12
 # Entries of the run state in the text report; --json has all of them.
@@ -32,19 +35,15 @@ _COUNTS = {
 
 def inspect(words: Sequence[str]) -> int:
     options, paths = read_checkpoint_options(InspectOptions, words, 0, 1, "inspect PATH")
-    pattern = options.tensors
-    if not paths and pattern not in (None, "*"):
+    pattern = options.tensors or ("*" if options.stats else None)
+    if not paths and options.tensors not in (None, "*"):
         # A lone word after --tensors is the path.
-        paths, pattern = [str(pattern)], "*"
+        paths, pattern = [str(options.tensors)], "*"
     if not paths:
         raise UserError("name a checkpoint: pentatron checkpoint inspect PATH")
-    from pentatron.checkpoint.find import list_steps
-
     steps = list_steps(Path(paths[0]))
     if not steps:
         raise no_checkpoint_error(Path(paths[0]))
-    if options.stats:
-        pattern = pattern or "*"
     if len(steps) > 1 and pattern is not None:
         raise UserError(f"--tensors and --stats want one step: name it, such as {steps[-1].folder}")
     show_report(
@@ -56,33 +55,25 @@ def inspect(words: Sequence[str]) -> int:
     return 0
 
 
-def _table(steps: "Sequence[ListedStep]") -> list[str]:
-    from pentatron.checkpoint.find import format_layout, is_resumable
-
-    head = ("step", "saved", "size", "files", "layout", "holds", "state")
-    rows = []
+def _table(steps: Sequence[ListedStep]) -> list[str]:
+    rows = [("step", "saved", "size", "files", "layout", "holds", "state")]
     for facts in steps:
-        manifest = facts.manifest
-        files = layout = content = "?"
-        if manifest is not None:
+        known = ("?", "?", "?")
+        if (manifest := facts.manifest) is not None:
             content = "resumable" if is_resumable(manifest) else "weights only"
-            layout, files = format_layout(manifest.config), str(len(manifest.files))
-        saved, size = _when(facts.saved_at), decimal_size(facts.bytes)
-        rows.append((facts.folder.name, saved, size, files, layout, content, facts.state))
-    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-    lines = [
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip() for row in (head, *rows)
-    ]
+            known = (str(len(manifest.files)), format_layout(manifest.config), content)
+        rows.append(
+            (facts.folder.name, _when(facts.saved_at), decimal_size(facts.bytes), *known, facts.state)
+        )
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     total = sum(facts.bytes for facts in steps)
     problems = [f"{facts.folder.name}: {facts.problem}" for facts in steps if facts.problem]
     note = "sizes and structure are checked here; `pentatron checkpoint verify` compares every checksum"
     return [*lines, "", f"{format_count(len(steps), 'step')}, {decimal_size(total)}; {note}", *problems]
 
 
-def _step_lines(facts: "ListedStep", pattern: str | None, with_statistics: bool) -> Iterator[str]:
-    from pentatron.checkpoint.find import format_layout, is_resumable
-    from pentatron.train.preflight import describe_environment
-
+def _step_lines(facts: ListedStep, pattern: str | None, with_statistics: bool) -> Iterator[str]:
     yield f"{facts.folder}: {facts.state}"
     if facts.manifest is None:
         yield f"  {facts.problem}"
@@ -108,25 +99,18 @@ def _step_lines(facts: "ListedStep", pattern: str | None, with_statistics: bool)
         if text:
             yield f"  {name:<14} {text}"
     yield "files"
-    names = list(manifest.files)
-    for name in names[:_SHOWN_FILES]:
-        record = manifest.files[name]
+    for name, record in islice(manifest.files.items(), _SHOWN_FILES):
         yield f"  {name:<28} {decimal_size(record.bytes):>12}  {format_count(len(manifest.tensors_in(name)), 'tensor')}  sha256 {record.sha256[:12]}…"
-    if len(names) > _SHOWN_FILES:
-        yield f"  and {len(names) - _SHOWN_FILES} more (--json has all)"
+    if len(manifest.files) > _SHOWN_FILES:
+        yield f"  and {len(manifest.files) - _SHOWN_FILES} more (--json has all)"
     kinds = Counter(name.partition("/")[0] for name in manifest.tensors)
-    yield f"tensors: {', '.join(f'{count} {kind}' for kind, count in kinds.items())}" + (
-        "" if pattern else " (--tensors [PATTERN] lists them, --stats with numbers)"
-    )
+    how = "" if pattern else " (--tensors [PATTERN] lists them, --stats with numbers)"
+    yield f"tensors: {', '.join(f'{count} {kind}' for kind, count in kinds.items())}{how}"
     if pattern is not None:
-        for row in _tensor_data(facts, pattern, with_statistics):
-            yield _tensor_line(row)
+        yield from map(_tensor_line, _tensor_data(facts, pattern, with_statistics))
 
 
-def _model(manifest: "Manifest") -> str:
-    from pentatron.checkpoint.find import count_elements
-    from pentatron.checkpoint.load import WEIGHTS
-
+def _model(manifest: Manifest) -> str:
     sections = {name: manifest.config.get(name, {}) for name in ("model", "moe")}
     settings = Settings.of_sections(sections)
     weights = count_elements(manifest, WEIGHTS)
@@ -145,18 +129,16 @@ def _model(manifest: "Manifest") -> str:
 
 
 def _state(state: Mapping[str, Any]) -> str:
-    # A manifest may have any value in place of a count, which is then shown as it is.
-    counts = {word: state[name] for name, word in _COUNTS.items() if state.get(name)}
-    return ", ".join(
-        f"{value:,} {word}" if isinstance(value, int | float) else f"{value!r:.60} {word}"
-        for word, value in counts.items()
-    )
+    parts = []
+    for name, word in _COUNTS.items():
+        if value := state.get(name):
+            # A manifest may have any value in place of a count, which is then shown as it is.
+            parts.append(f"{value:,} {word}" if isinstance(value, int | float) else f"{value!r:.60} {word}")
+    return ", ".join(parts)
 
 
-def _learning_rate(manifest: "Manifest") -> str:
+def _learning_rate(manifest: Manifest) -> str:
     """Formats the learning rate of the schedule after the consumed samples."""
-    from pentatron.train.schedules import Schedule
-
     saved = manifest.run_state.get("schedule")
     samples = manifest.run_state.get("scheduled_samples")
     if not saved or samples is None:
@@ -172,15 +154,11 @@ def _learning_rate(manifest: "Manifest") -> str:
 
 
 def _pairs(table: Any) -> str:
-    if not isinstance(table, Mapping):
-        return ""
-    return ", ".join(f"{name} {value}" for name, value in table.items())
+    pairs = table.items() if isinstance(table, Mapping) else ()
+    return ", ".join(f"{name} {value}" for name, value in pairs)
 
 
-def _tensor_data(facts: "ListedStep", pattern: str, with_statistics: bool) -> Iterator[dict[str, Any]]:
-    from pentatron.checkpoint.load import StepReader
-    from pentatron.checkpoint.verify import tensor_statistics
-
+def _tensor_data(facts: ListedStep, pattern: str, with_statistics: bool) -> Iterator[dict[str, Any]]:
     manifest = facts.manifest
     assert manifest is not None
     # A pattern without wildcards matches any part of a name.
@@ -201,15 +179,10 @@ def _tensor_data(facts: "ListedStep", pattern: str, with_statistics: bool) -> It
                 "files": sorted({piece.file for piece in record.pieces}),
             }
             if with_statistics:
-                statistics = tensor_statistics(reader, name)
-                row |= {
-                    "min": statistics.least if statistics.finite else None,
-                    "max": statistics.most if statistics.finite else None,
-                    "mean": statistics.mean if statistics.finite else None,
-                    "norm": statistics.norm,
-                    "nan": statistics.nans,
-                    "inf": statistics.infinities,
-                }
+                s = tensor_statistics(reader, name)
+                least, most, mean = (s.least, s.most, s.mean) if s.finite else (None, None, None)
+                row |= {"min": least, "max": most, "mean": mean}
+                row |= {"norm": s.norm, "nan": s.nans, "inf": s.infinities}
             yield row
 
 
@@ -226,19 +199,17 @@ def _shortened(value: float | None) -> str:
     return "none" if value is None or math.isnan(value) else f"{value:.4g}"
 
 
-def _step_data(facts: "ListedStep", pattern: str | None, with_statistics: bool) -> dict[str, Any]:
-    from pentatron.checkpoint.find import format_layout, is_resumable
-
+def _step_data(facts: ListedStep, pattern: str | None, with_statistics: bool) -> dict[str, Any]:
+    manifest = facts.manifest
     data: dict[str, Any] = {
         "folder": str(facts.folder),
         "saved": _when(facts.saved_at),
         "bytes": facts.bytes,
-        "state": "set aside" if facts.is_set_aside else "damaged" if facts.manifest is None else "whole",
+        "state": "set aside" if facts.is_set_aside else "damaged" if manifest is None else "whole",
         "base": facts.is_base,
         "latest": facts.is_latest,
         "problem": facts.problem or None,
     }
-    manifest = facts.manifest
     if manifest is None:
         return data
     data |= {
@@ -248,11 +219,9 @@ def _step_data(facts: "ListedStep", pattern: str | None, with_statistics: bool) 
         "run_state": manifest.run_state,
         "config": manifest.config,
         "files": {name: record.bytes for name, record in manifest.files.items()},
-        "tensors": len(manifest.tensors),
     }
-    if pattern is not None:
-        data["tensors"] = list(_tensor_data(facts, pattern, with_statistics))
-    return data
+    rows = None if pattern is None else list(_tensor_data(facts, pattern, with_statistics))
+    return {**data, "tensors": len(manifest.tensors) if rows is None else rows}
 
 
 def _when(seconds: float) -> str:

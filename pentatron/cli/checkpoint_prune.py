@@ -2,11 +2,10 @@
 one."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pentatron.checkpoint.lock import FolderLock, lock_folder
 from pentatron.checkpoint.retention import Retention, read_base_steps, remove_steps
@@ -74,41 +73,26 @@ def prune(words: Sequence[str]) -> int:
     rule = Retention(options.keep, options.keep_every or None)
     with exclusive_access(steps):
         pruning = plan_pruning(steps, rule, min(8, os.cpu_count() or 1), lambda _: None)
-        sizes = {
-            step: sum(file.lstat().st_size for file in step.rglob("*") if file.is_file())
-            for step in pruning.removed
-        }
+        files = {step: filter(Path.is_file, step.rglob("*")) for step in pruning.removed}
+        sizes = {step.name: sum(file.lstat().st_size for file in held) for step, held in files.items()}
         if not options.dry_run:
             remove_steps(steps, pruning.removed)
-    show_report(
-        pruning,
-        options.json,
-        lambda pruning: _as_text(pruning, steps, sizes, options.dry_run),
-        lambda pruning: _as_data(pruning, sizes, options.dry_run),
+    word = "would remove" if options.dry_run else "removed"
+    notes = [f"note: {problem.sentence}; it is not counted, and stays" for problem in pruning.damaged]
+    lines = [f"{word} {name}: {decimal_size(size)}" for name, size in sizes.items()]
+    total, stay = sum(sizes.values()), len(pruning.bases) + len(pruning.kept)
+    lines.append(
+        f"{steps}: {word} {format_count(len(sizes), 'step')}, {decimal_size(total)}; "
+        f"{stay} stay{'s' * (stay == 1)}, and {pruning.verified.name} is verified"
     )
-    return 0
-
-
-def _as_text(pruning: Pruning, steps: Path, sizes: Mapping[Path, int], dry_run: bool) -> Iterator[str]:
-    for problem in pruning.damaged:
-        yield f"note: {problem.sentence}; it is not counted, and stays"
-    word = "would remove" if dry_run else "removed"
-    for step, size in sizes.items():
-        yield f"{word} {step.name}: {decimal_size(size)}"
-    kept = [*pruning.bases, *pruning.kept]
-    yield (
-        f"{steps}: {word} {format_count(len(sizes), 'step')}, {decimal_size(sum(sizes.values()))}; "
-        f"{len(kept)} stay{'s' * (len(kept) == 1)}, and {pruning.verified.name} is verified"
-    )
-
-
-def _as_data(pruning: Pruning, sizes: Mapping[Path, int], dry_run: bool) -> dict[str, Any]:
-    return {
-        "removed": {step.name: size for step, size in sizes.items()},
-        "bytes": sum(sizes.values()),
-        "dry_run": dry_run,
+    data = {
+        "removed": sizes,
+        "bytes": total,
+        "dry_run": options.dry_run,
         "kept": [step.name for step in pruning.kept],
         "bases": [step.name for step in pruning.bases],
         "verified": pruning.verified.name,
         "damaged": [problem.sentence for problem in pruning.damaged],
     }
+    show_report(pruning, options.json, lambda _: [*notes, *lines], lambda _: data)
+    return 0

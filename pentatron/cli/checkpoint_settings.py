@@ -40,12 +40,9 @@ def adopt_checkpoint_settings(draft: Draft, facts: Facts, start: Start) -> None:
 
         own = find_source(save)
         if own is not None and not own.is_foreign:
-            settings = _adopt_from_own_run(draft, facts, own)
-            keep_global_batch(draft, facts, settings, str(own.folder))
+            _adopt_from_own_run(draft, facts, own)
             return
-    if is_unset(draft.load):
-        return
-    if Path(draft.load).resolve() == save.resolve():
+    if not is_unset(draft.load) and Path(draft.load).resolve() == save.resolve():
         # The folder may hold a foreign model that the run saves beside; the run's own steps are handled
         # above.
         from pentatron.generate.source import find_source
@@ -61,7 +58,7 @@ def adopt_checkpoint_settings(draft: Draft, facts: Facts, start: Start) -> None:
     adopt_named_checkpoint(draft, facts)
 
 
-def _adopt_from_own_run(draft: Draft, facts: Facts, own: "Source") -> Mapping[str, Any]:
+def _adopt_from_own_run(draft: Draft, facts: Facts, own: "Source") -> None:
     """Adopts the settings of the run in the folder.
 
     Contradictions in a default folder may mean that it holds another run.
@@ -74,10 +71,9 @@ def _adopt_from_own_run(draft: Draft, facts: Facts, own: "Source") -> Mapping[st
     settings = _adopt_source(draft, facts, own, way_out, is_own=True)
     if not (draft.given("run_dir") or draft.given("save")):
         for name in draft.wrong.keys() - known:
-            draft.wrong[name] = (
-                f"{other_run_error(derived_settings(draft, facts).run_dir)}: {draft.wrong[name]}"
-            )
-    return settings
+            other_run = other_run_error(derived_settings(draft, facts).run_dir)
+            draft.wrong[name] = f"{other_run}: {draft.wrong[name]}"
+    keep_global_batch(draft, facts, settings, str(own.folder))
 
 
 def settings_from_checkpoint(draft: Draft) -> set[str]:
@@ -148,11 +144,8 @@ def keep_global_batch(draft: Draft, facts: Facts, saved: Mapping[str, Any], orig
     if is_unset(total) or not is_unset(draft.global_batch_size) or draft.step_batch_size_schedule:
         return
     now = derived_settings(draft, facts)
-    is_unchanged = all(
-        getattr(draft, name) == getattr(before, name)
-        for name in _BY_RANK
-        if draft.given(name) or name == "rank_batch_size"
-    )
+    compared = [name for name in _BY_RANK if draft.given(name) or name == "rank_batch_size"]
+    is_unchanged = all(getattr(draft, name) == getattr(before, name) for name in compared)
     data = now.data_parallel_size
     if not is_unchanged or now.global_batch_size in (None, total):
         return
@@ -190,14 +183,13 @@ def use_named_step(draft: Draft, own_checkpoints: Path) -> None:
         known = ", ".join(step.name for step in steps) or "none"
         raise UserError(f"--ckpt-step {number}: {load} has no such step, but {known}; name one of them")
     assert folder is not None
-    if folder.resolve() == own_checkpoints.resolve():
-        if chosen[-1] != steps[-1]:
-            raise UserError(
-                f"--ckpt-step {number}: this run has continued to {steps[-1].name}, and a run does not go back in its own folder; give "
-                f"another --run-dir and --save to resume from step {number}"
-            )
-        return
-    draft.assign(origin, load=str(chosen[-1]))
+    if folder.resolve() != own_checkpoints.resolve():
+        draft.assign(origin, load=str(chosen[-1]))
+    elif chosen[-1] != steps[-1]:
+        raise UserError(
+            f"--ckpt-step {number}: this run has continued to {steps[-1].name}, and a run does not go back in its own folder; give "
+            f"another --run-dir and --save to resume from step {number}"
+        )
 
 
 def require_checkpoint(draft: Draft) -> None:
@@ -213,11 +205,8 @@ def adopt_layout(draft: Draft, saved: Mapping[str, Any], origin: str) -> None:
     """Takes parallel sizes that are not given from the checkpoint (`--use-mp-args-from-checkpoint-args`)."""
     if not draft.use_mp_args_from_checkpoint_args:
         return
-    adopted = [
-        name
-        for name in LAYOUT_OF_STEP
-        if name in saved and not draft.given(name) and getattr(draft, name) != saved[name]
-    ]
+    known = [name for name in LAYOUT_OF_STEP if name in saved and not draft.given(name)]
+    adopted = [name for name in known if getattr(draft, name) != saved[name]]
     for name in adopted:
         draft.assign(f"{LOADED_PREFIX}{origin}", **{name: saved[name]})
     if adopted:

@@ -17,18 +17,12 @@ if TYPE_CHECKING:
     import torch
 
     from pentatron.checkpoint.store import Checkpoint
-    from pentatron.hf.convert import ExportOptions as HfExportOptions
+    from pentatron.checkpoint.streaming import Summary
+    from pentatron.compare.logits import Comparison
+    from pentatron.monitor.display import Display
 
-_UNITS = {
-    "": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-}
+_DECIMAL = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS = {**_DECIMAL, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def _size(written: str, flag: str) -> int:
@@ -97,15 +91,13 @@ T = TypeVar("T", bound=ImportOptions)
 
 
 def import_command(words: Sequence[str]) -> int:
-    return _convert(
-        words, IMPORT_USAGE, ImportOptions, "import HF_DIR OUT", "which folder to import", run_import
-    )
+    call, what = "import HF_DIR OUT", "which folder to import"
+    return _convert(words, IMPORT_USAGE, ImportOptions, call, what, run_import)
 
 
 def export_command(words: Sequence[str]) -> int:
-    return _convert(
-        words, EXPORT_USAGE, ExportOptions, "export CHECKPOINT HF_DIR", "which checkpoint to export", _export
-    )
+    call, what = "export CHECKPOINT HF_DIR", "which checkpoint to export"
+    return _convert(words, EXPORT_USAGE, ExportOptions, call, what, _export)
 
 
 def _convert(
@@ -128,56 +120,35 @@ def run_import(source: str, out: Path, options: ImportOptions) -> int:
     from pentatron.hf.convert import ImportOptions as HfImportOptions
     from pentatron.hf.convert import import_folder
     from pentatron.hf.hub import resolve_folder
-    from pentatron.hf.small_files import tokenizer_files
-    from pentatron.monitor.display import open_display
 
     if options.verify:
         require_transformers()
     dtype = _dtype(options.dtype)
     folder = resolve_folder(source)
-    tokenizer = tokenizer_files(Path(options.tokenizer)) if options.tokenizer else ()
-    lines: list[str] = []
-
-    def compare(checkpoint: Path) -> None:
-        display.work("comparing with transformers", 0, 1)
-        lines.append(compare_logits(find_step(checkpoint)[0], folder, dtype).sentence())
-
-    with contextlib.closing(open_display(options.progress_bar)) as display:
-        conversion = HfImportOptions(dtype, options.allow_narrowing, tokenizer)
-        summary = import_folder(folder, out, conversion, display, compare if options.verify else None)
-    say("\n".join([*lines, f"{out}: {summary.sentence()}"]))
-    return 0
+    conversion = HfImportOptions(dtype, options.allow_narrowing, _tokenizer_files(options))
+    return _write(
+        out,
+        options,
+        [],
+        lambda display, check: import_folder(folder, out, conversion, display, check),
+        lambda checkpoint: compare_logits(find_step(checkpoint)[0], folder, dtype),
+    )
 
 
 def _export(checkpoint: str, out: Path, options: ExportOptions) -> int:
-    from pentatron.checkpoint.find import (
-        find_megatron_checkpoint,
-        find_step,
-        find_steps_folder,
-        is_step,
-        resolve_latest,
-    )
+    from pentatron.checkpoint import find
     from pentatron.checkpoint.format import DamagedCheckpoint, Manifest
     from pentatron.compare.logits import require_transformers
     from pentatron.hf.convert import DamagedStep
-    from pentatron.hf.convert import ExportOptions as HfExportOptions
-    from pentatron.hf.small_files import tokenizer_files
     from pentatron.interchange.reading import read_megatron
 
     if options.verify:
         require_transformers()
-    tokenizer = tokenizer_files(Path(options.tokenizer)) if options.tokenizer else ()
-    conversion = HfExportOptions(
-        _dtype(options.dtype),
-        options.allow_narrowing,
-        tokenizer,
-        options.max_shard_size,
-        not options.no_check,
-    )
-    path = resolve_latest(Path(checkpoint))
-    if options.ckpt_format and find_megatron_checkpoint(path) and not find_steps_folder(path):
+    tokenizer = _tokenizer_files(options)
+    path = find.resolve_latest(Path(checkpoint))
+    if options.ckpt_format and find.find_megatron_checkpoint(path) and not find.find_steps_folder(path):
         step, remarks = read_megatron(path)
-        return _export_step(step, [f"note: {remark}" for remark in remarks], out, conversion, options)
+        return _export_step(step, [f"note: {remark}" for remark in remarks], out, tokenizer, options)
     damaged: dict[Path, str] = {}
 
     def refuse_damaged(folder: Path, manifest: Manifest) -> None:
@@ -185,57 +156,75 @@ def _export(checkpoint: str, out: Path, options: ExportOptions) -> int:
             raise DamagedCheckpoint(damaged[folder])
 
     while True:
-        step, complaints = find_step(path, refuse_damaged)
+        step, complaints = find.find_step(path, refuse_damaged)
         notes = [f"note: {complaint}; {step.folder.name} is exported" for complaint in complaints]
         try:
-            return _export_step(step, notes, out, conversion, options)
+            return _export_step(step, notes, out, tokenizer, options)
         except DamagedStep as error:
-            if is_step(path):
+            if find.is_step(path):
                 raise
             # Checksums are compared while writing. As in training, the previous step is taken instead.
             damaged[step.folder] = str(error.__cause__)
 
 
 def _export_step(
-    step: "Checkpoint", notes: Sequence[str], out: Path, conversion: "HfExportOptions", options: ExportOptions
+    step: "Checkpoint", lines: list[str], out: Path, tokenizer: Sequence[Path], options: ExportOptions
 ) -> int:
+    from pentatron.checkpoint.links import dtype_name
     from pentatron.compare.logits import compare_logits
     from pentatron.generate.source import tokenizer_path
-    from pentatron.hf.convert import export_step, trained_dtype
+    from pentatron.hf.convert import ExportOptions as HfExportOptions
+    from pentatron.hf.convert import export_step, stored_dtypes, trained_dtype
     from pentatron.hf.small_files import FOLDER_NAME, has_tokenizer, small_files
+
+    dtype = _dtype(options.dtype)
+    trained, stored = trained_dtype(step.manifest), stored_dtypes(step.manifest)
+    if dtype is None and trained is not None and stored != {trained}:
+        names = ", ".join(sorted(map(dtype_name, stored)))
+        lines.append(
+            f"note: the weights are written as {dtype_name(trained)}, which the run computed with (--dtype {names} writes its master "
+            f"weights)"
+        )
+    if not has_tokenizer(small_files(step.folder.parent / FOLDER_NAME, tokenizer)):
+        origin = tokenizer_path(step.folder, step.manifest.config)
+        flag = f"{origin} adds the one it was trained with" if origin else "DIR adds one"
+        lines.append(f"note: no tokenizer came with this model, so the folder has none; --tokenizer {flag}")
+    conversion = HfExportOptions(
+        dtype, options.allow_narrowing, tokenizer, options.max_shard_size, not options.no_check
+    )
+    return _write(
+        out,
+        options,
+        lines,
+        lambda display, check: export_step(step, out, conversion, display, check),
+        lambda folder: compare_logits(step, folder, dtype or trained),
+    )
+
+
+def _write(
+    out: Path,
+    options: ImportOptions,
+    lines: list[str],
+    convert: "Callable[[Display, Callable[[Path], None] | None], Summary]",
+    compare: "Callable[[Path], Comparison]",
+) -> int:
+    """Converts, compares with transformers for `--verify`, and prints `lines` and what was written."""
     from pentatron.monitor.display import open_display
 
-    lines = [*notes, *_dtype_notes(step, conversion.dtype)]
-    if not has_tokenizer(small_files(step.folder.parent / FOLDER_NAME, conversion.tokenizer)):
-        tokenizer = tokenizer_path(step.folder, step.manifest.config)
-        flag = f"{tokenizer} adds the one it was trained with" if tokenizer else "DIR adds one"
-        lines.append(f"note: no tokenizer came with this model, so the folder has none; --tokenizer {flag}")
-
-    def compare(folder: Path) -> None:
+    def check(made: Path) -> None:
         display.work("comparing with transformers", 0, 1)
-        lines.append(
-            compare_logits(step, folder, conversion.dtype or trained_dtype(step.manifest)).sentence()
-        )
+        lines.append(compare(made).sentence())
 
     with contextlib.closing(open_display(options.progress_bar)) as display:
-        summary = export_step(step, out, conversion, display, compare if options.verify else None)
+        summary = convert(display, check if options.verify else None)
     say("\n".join([*lines, f"{out}: {summary.sentence()}"]))
     return 0
 
 
-def _dtype_notes(step: "Checkpoint", dtype: "torch.dtype | None") -> list[str]:
-    """Returns a note if the run stored its weights in another type than it computed with."""
-    from pentatron.checkpoint.links import dtype_name
-    from pentatron.hf.convert import stored_dtypes, trained_dtype
+def _tokenizer_files(options: ImportOptions) -> Sequence[Path]:
+    from pentatron.hf.small_files import tokenizer_files
 
-    trained, stored = trained_dtype(step.manifest), stored_dtypes(step.manifest)
-    if dtype is not None or trained is None or stored == {trained}:
-        return []
-    names = ", ".join(sorted(map(dtype_name, stored)))
-    return [
-        f"note: the weights are written as {dtype_name(trained)}, which the run computed with (--dtype {names} writes its master "
-        f"weights)"
-    ]
+    return tokenizer_files(Path(options.tokenizer)) if options.tokenizer else ()
 
 
 def _dtype(name: str | None) -> "torch.dtype | None":

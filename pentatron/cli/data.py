@@ -3,11 +3,11 @@
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from pentatron.cli.checkpoint_settings import adopt_named_checkpoint
 from pentatron.cli.configure import count_epoch_samples, download_tokenizer, set_vocabulary_size
@@ -21,10 +21,10 @@ from pentatron.cli.options import (
     synopsis,
     usage,
 )
-from pentatron.cli.output import file_errors_as_user_errors, say, say_json, show_report
+from pentatron.cli.output import say, say_json, show_report
+from pentatron.cli.subcommands import run_subcommand
 from pentatron.errors import UserError
 from pentatron.monitor.terminal import ignore_output_errors
-from pentatron.settings.command_line import did_you_mean
 from pentatron.settings.data_paths import training_files_flag
 from pentatron.settings.entry_points import EntryPoint
 from pentatron.settings.files import read_data_files
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from pentatron.data.loader import SampleSource
     from pentatron.data.sampling import Sample
     from pentatron.data.tokenizer import Tokenizer
-    from pentatron.settings.training import DataConfig
 
 _PARTS = ("train", "valid", "test")
 _FIRST_SAMPLES = range(8)
@@ -122,9 +121,14 @@ def show_samples(words: Sequence[str]) -> int:
             display.say(f"note: {notice}")
         opened = open_data(config, world, folder, display)
         datasets = build_datasets(opened, config, world, TrainState(), folder, display)
-        source = {"train": datasets.train, "valid": datasets.valid, "test": datasets.test}[options.part]
+        source: SampleSource | None = getattr(datasets, options.part)
         if source is None:
-            raise UserError(_empty_part(config.data, options.part, datasets.untested))
+            if options.part == "test" and datasets.untested:
+                raise UserError(f"{datasets.untested}; give it a larger share")
+            purpose, share = {"valid": ("validate", "second"), "test": ("test", "third")}[options.part]
+            by_share = f"--split {config.data.split} a {share} share"
+            way_out = f"--{options.part}-data-path" if config.data.train_data_path else by_share
+            raise UserError(f"there is nothing to {purpose} with; give {way_out}")
         count = config.spans.total if options.part == "train" else None
         number, sentence = _available(source, count) or (indices.stop, "")
         if options.index is not None and options.index.stop > number:
@@ -133,25 +137,15 @@ def show_samples(words: Sequence[str]) -> int:
         samples = {i: source[i] for i in indices if i < number}
     if options.json:
         # Masks are 0 or 1, so that the conversion to integers is exact.
-        rows = [
-            {"index": i, **{name: values.astype(int).tolist() for name, values in sample.items()}}
-            for i, sample in samples.items()
-        ]
-        say_json(rows, indent=None)
+        rows = {
+            i: {name: v.astype(int).tolist() for name, v in sample.items()} for i, sample in samples.items()
+        }
+        say_json([{"index": i, **row} for i, row in rows.items()], indent=None)
     else:
         if opened.depends_on_length:
             say(f"samples of a run that reads {config.spans.total} of them (--train-samples)\n")
         say("\n\n".join(_sample_text(i, sample, datasets.tokenizer) for i, sample in samples.items()))
     return 0
-
-
-def _empty_part(data: "DataConfig", part: str, untested: str) -> str:
-    purpose, share = {"valid": ("validate", "second"), "test": ("test", "third")}[part]
-    if part == "test" and untested:
-        return f"{untested}; give it a larger share"
-    if data.train_data_path:
-        return f"there is nothing to {purpose} with; give --{part}-data-path"
-    return f"there is nothing to {purpose} with; give --split {data.split} a {share} share"
 
 
 def _resolve(words: Sequence[str], part: str, stop: int) -> Resolved:
@@ -224,18 +218,15 @@ def _shortened(ids: Sequence[int], tokenizer: "Tokenizer") -> str:
 
 def _ranges(positions: Sequence[int]) -> Iterator[str]:
     """Yields the ranges in which positions increase by one, as in `0-11`, `0-4`."""
-    start = 0
-    for position in range(1, len(positions) + 1):
-        if position == len(positions) or positions[position] != positions[position - 1] + 1:
-            first, last = positions[start], positions[position - 1]
-            yield f"{first}-{last}" if last > first else str(first)
-            start = position
+    for _, run in groupby(enumerate(positions), lambda entry: entry[1] - entry[0]):
+        values = [position for _, position in run]
+        yield f"{values[0]}-{values[-1]}" if len(values) > 1 else str(values[0])
 
 
 def _wrapped(title: str, text: str) -> list[str]:
-    return textwrap.wrap(text, _WIDTH, initial_indent=f"  {title + ':':<11}", subsequent_indent=" " * 13) or [
-        f"  {title}: none"
-    ]
+    first = f"  {title + ':':<11}"
+    lines = textwrap.wrap(text, _WIDTH, initial_indent=first, subsequent_indent=" " * 13)
+    return lines or [f"  {title}: none"]
 
 
 @dataclass(frozen=True)
@@ -265,62 +256,63 @@ A PREFIX is the name of a .bin/.idx pair without its ending.
 """
 
 
+COMMANDS = {
+    "show": "data.show_samples",
+    "describe": "data.describe_pairs",
+    "verify": "data.verify_pairs",
+    "merge": "data.merge_pairs",
+    "seal": "data.seal_pairs",
+}
+T = TypeVar("T", bound=Options)
+
+
 def data_command(words: Sequence[str]) -> int:
-    with file_errors_as_user_errors():
-        return _run(words)
-
-
-def _run(words: Sequence[str]) -> int:
     asks_help = "--help" in words or "-h" in words
     if words[:1] == ["show"] and (len(words) == 1 or asks_help):
         say(SHOW_USAGE)
-        return 0
-    if not words or words[0] == "help" or asks_help:
+    elif not words or words[0] == "help" or asks_help:
         say(USAGE)
-        return 0
-    command, rest = words[0], words[1:]
-    if command not in COMMANDS:
-        guess = did_you_mean(command, COMMANDS)
-        raise UserError(
-            f"unknown command 'data {command}'{guess}; `pentatron data --help` lists the commands"
-        )
-    return COMMANDS[command](rest)
-
-
-def _describe(words: Sequence[str]) -> int:
-    from pentatron.data.inspect import describe, format_description
-
-    options, prefixes = parse_options(DescribeOptions, words, "pentatron data")
-    _need(prefixes, 1, "describe PREFIX")
-    pairs = [describe(_stem(prefix)) for prefix in prefixes]
-    show_report(
-        pairs, options.json, lambda pairs: "\n\n".join(map(format_description, pairs)), lambda pairs: pairs
-    )
+    else:
+        return run_subcommand("data", COMMANDS, words)
     return 0
 
 
-def _verify(words: Sequence[str]) -> int:
+def _read(cls: type[T], words: Sequence[str], least: int, example: str) -> tuple[T, list[str]]:
+    """Reads options and at least `least` prefixes, without the ending of a file, as completed by a shell."""
+    options, prefixes = parse_options(cls, words, "pentatron data")
+    if len(prefixes) < least:
+        raise UserError(f"name the data to use: pentatron data {example}")
+    return options, [p.removesuffix(".bin").removesuffix(".idx").removesuffix(".meta") for p in prefixes]
+
+
+def describe_pairs(words: Sequence[str]) -> int:
+    from pentatron.data.inspect import describe, format_description
+
+    options, prefixes = _read(DescribeOptions, words, 1, "describe PREFIX")
+    pairs = list(map(describe, prefixes))
+    show_report(pairs, options.json, lambda pairs: "\n\n".join(map(format_description, pairs)), list)
+    return 0
+
+
+def verify_pairs(words: Sequence[str]) -> int:
     from pentatron.data.inspect import verify
 
-    options, prefixes = parse_options(VerifyOptions, words, "pentatron data")
-    _need(prefixes, 1, "verify PREFIX")
-    wrong = 0
-    for prefix in map(_stem, prefixes):
+    options, prefixes = _read(VerifyOptions, words, 1, "verify PREFIX")
+    code = 0
+    for prefix in prefixes:
         try:
             say(f"{prefix}: {verify(prefix, options.vocab_size or None)}")
         except UserError as error:
-            wrong += 1
+            code = 1
             say(f"{prefix}: WRONG: {error}")
-    return 1 if wrong else 0
+    return code
 
 
-def _merge(words: Sequence[str]) -> int:
+def merge_pairs(words: Sequence[str]) -> int:
     from pentatron.data.indexed_writer import merge
 
-    options, prefixes = parse_options(MergeOptions, words, "pentatron data")
-    _need(prefixes, 2, "merge OUT PREFIX")
+    options, (output, *sources) = _read(MergeOptions, words, 2, "merge OUT PREFIX")
     ignore_output_errors()
-    output, *sources = map(_stem, prefixes)
     if output in sources:
         raise UserError(f"{output} cannot be merged into itself; choose another name for the result")
     for source, count in Counter(str(Path(source).resolve()) for source in sources).items():
@@ -335,34 +327,14 @@ def _merge(words: Sequence[str]) -> int:
     return 0
 
 
-def _seal(words: Sequence[str]) -> int:
+def seal_pairs(words: Sequence[str]) -> int:
     from pentatron.data.inspect import seal
 
-    _, prefixes = parse_options(Options, words, "pentatron data")
-    _need(prefixes, 1, "seal PREFIX")
+    _, prefixes = _read(Options, words, 1, "seal PREFIX")
     ignore_output_errors()
-    for prefix in map(_stem, prefixes):
+    for prefix in prefixes:
         facts = seal(prefix)
         say(
             f"{prefix}.meta: checksums of {facts.tokens:,} tokens in {facts.documents:,} documents, as they are now"
         )
     return 0
-
-
-def _need(prefixes: Sequence[str], least: int, example: str) -> None:
-    if len(prefixes) < least:
-        raise UserError(f"name the data to use: pentatron data {example}")
-
-
-def _stem(word: str) -> str:
-    """Removes the ending of either file of a pair, as completed by a shell."""
-    return word.removesuffix(".bin").removesuffix(".idx").removesuffix(".meta")
-
-
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    "show": show_samples,
-    "describe": _describe,
-    "verify": _verify,
-    "merge": _merge,
-    "seal": _seal,
-}

@@ -147,7 +147,6 @@ _DEFAULT_PROMPT = "\n"
 _WORKER = "--worker"
 _RESTART = ("-m", "pentatron", "generate")
 _TIMEOUT_MINUTES = 10.0
-_USER_ERROR = 2
 
 
 @dataclass(frozen=True)
@@ -169,7 +168,10 @@ def generate_command(words: Sequence[str], restart: Sequence[str] = _RESTART) ->
         return 0
     worker = find_worker(os.environ)
     if words[:1] == [_WORKER]:
-        return _work(_read_request(Path(words[1])), worker)
+        written = json.loads(Path(words[1]).read_text(encoding="utf-8"))
+        given: dict[str, Any] = written.pop("options")
+        given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+        return _work(Request(**written, options=GenerateOptions(**given)), worker)
     options, plain = parse_options(GenerateOptions, words, "pentatron generate")
     if options.greedy:
         options = replace(options, temperature=0.0)
@@ -190,30 +192,6 @@ def generate_command(words: Sequence[str], restart: Sequence[str] = _RESTART) ->
     return _launch(request, restart)
 
 
-def _read_request(file: Path) -> Request:
-    """Reads the request that the launcher wrote for the workers."""
-    written = json.loads(file.read_text(encoding="utf-8"))
-    options: dict[str, Any] = {
-        name: tuple(v) if isinstance(v, list) else v for name, v in written.pop("options").items()
-    }
-    return Request(**written, options=GenerateOptions(**options))
-
-
-def _unused_options(options: GenerateOptions, processes: int) -> list[str]:
-    """Returns why given options have no effect."""
-    notes = []
-    changed = [
-        f"--{name.replace('_', '-')} {getattr(options, name)}"
-        for name in _RANDOM_SAMPLING
-        if getattr(options, name) != getattr(GenerateOptions, name)
-    ]
-    if changed and options.temperature == 0:
-        notes.append(f"{' '.join(changed)}: the likeliest token is always taken, so this changes nothing")
-    if options.master_port and processes == 1:
-        notes.append(f"--master-port {options.master_port}: there is one process, so this changes nothing")
-    return notes
-
-
 def _prompts(words: Sequence[str], options: GenerateOptions) -> list[Any]:
     if options.tokens is not None:
         if words or options.prompt_file:
@@ -221,16 +199,14 @@ def _prompts(words: Sequence[str], options: GenerateOptions) -> list[Any]:
         return [list(prompt) for prompt in options.tokens]
     prompts = [sys.stdin.read() if word == "-" else word for word in words]
     if options.prompt_file:
-        path = Path(options.prompt_file)
+        named = f"--prompt-file {Path(options.prompt_file)}"
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            prompts += filter(None, Path(options.prompt_file).read_text(encoding="utf-8").splitlines())
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(
-                f"--prompt-file {path} cannot be read: {getattr(error, 'strerror', None) or error}"
-            ) from None
-        prompts += [line for line in lines if line]
+            reason = getattr(error, "strerror", None) or error
+            raise UserError(f"{named} cannot be read: {reason}") from None
         if not prompts:
-            raise UserError(f"--prompt-file {path} has no line to continue")
+            raise UserError(f"{named} has no line to continue")
     return prompts or [_DEFAULT_PROMPT]
 
 
@@ -244,18 +220,18 @@ def _launch(request: Request, restart: Sequence[str]) -> int:
     _open_model(request)
     world = _ranks(request).world_size
     set_worker_environment(_threads(request, world))
+    port = request.options.master_port or None
     with scratch_folder("generate") as folder:
         file = folder / "request.json"
         file.write_text(json.dumps(asdict(request)), encoding="utf-8")
-        port = request.options.master_port or None
         ended = run_workers([*restart, _WORKER, str(file)], world, port, os.environ, os.getpid())
     if ended.stopped_by is not None:
         raise KeyboardInterrupt
     # For these exit codes a rank has printed the error, or there is none.
-    if ended.exit_code not in (0, _USER_ERROR, BROKEN_PIPE):
-        print_error(ended.story(world))
-        return 1
-    return ended.exit_code
+    if ended.exit_code in (0, UserError.exit_code, BROKEN_PIPE):
+        return ended.exit_code
+    print_error(ended.story(world))
+    return 1
 
 
 def _work(request: Request, worker: Worker | None) -> int:
@@ -275,12 +251,11 @@ def _work(request: Request, worker: Worker | None) -> int:
     if worker.world_size > 1:
         export_rank_variables(worker, None)
     device = choose_device(request.options.device, worker.local_rank)
-    ranks = (worker.rank, worker.local_rank)
+    place = (config.grid, worker.rank, worker.local_rank, device)
     shared = {**config.shared(), "folder": request.folder}
-    point = rendezvous_address(worker)
     try:
         with (
-            open_world(config.grid, *ranks, device, _TIMEOUT_MINUTES, shared, point) as world,
+            open_world(*place, _TIMEOUT_MINUTES, shared, rendezvous_address(worker)) as world,
             torch.no_grad(),
         ):
             _generate(request, source, config, world)
@@ -288,7 +263,7 @@ def _work(request: Request, worker: Worker | None) -> int:
         raise
     except UserError as error:
         print_error(str(error) if worker.world_size == 1 else f"rank {worker.rank}: {error}")
-        return _USER_ERROR
+        return UserError.exit_code
     return 0
 
 
@@ -332,10 +307,10 @@ def _generate(request: Request, source: "ModelSource", config: "RunConfig", worl
     half = options.dtype in ("bfloat16", "bf16") or (options.dtype == "auto" and world.device.type == "cuda")
     dtype = torch.bfloat16 if half else torch.float32
 
-    def tokenized() -> PromptTexts:
-        return PromptTexts(request.prompts, options.tokens is not None, source, options.tokenizer_model)
-
-    words = run_on_some_ranks(world.is_first, tokenized, world.everyone)
+    as_tokens, named = options.tokens is not None, options.tokenizer_model
+    words = run_on_some_ranks(
+        world.is_first, lambda: PromptTexts(request.prompts, as_tokens, source, named), world.everyone
+    )
     prompts, stop = broadcast_object((words.ids, words.stop) if words else None, world.everyone)
     stages = run_on_some_ranks(True, lambda: load_stages(source, config, world, dtype), world.everyone)
     assert stages is not None
@@ -347,8 +322,15 @@ def _generate(request: Request, source: "ModelSource", config: "RunConfig", worl
         for _ in texts:
             pass
         return
-    for note in _unused_options(options, config.grid.world_size):
-        print_note(note)
+    changed = [
+        f"--{name.replace('_', '-')} {getattr(options, name)}"
+        for name in _RANDOM_SAMPLING
+        if getattr(options, name) != getattr(GenerateOptions, name)
+    ]
+    if changed and options.temperature == 0:
+        print_note(f"{' '.join(changed)}: the likeliest token is always taken, so this changes nothing")
+    if options.master_port and config.grid.world_size == 1:
+        print_note(f"--master-port {options.master_port}: there is one process, so this changes nothing")
     type_name = str(dtype).removeprefix("torch.")
     print_note(f"{request.folder}: {type_name} on {world.device.type}, {_layout_text(request)}")
     words.show(texts, options.json)

@@ -30,7 +30,11 @@ class PromptTexts:
                 f"{source.folder} has no tokenizer; give one with --tokenizer-model DIR, or token ids with --tokens 1,2,3"
             )
         # An empty prompt is continued from the end-of-document token.
-        end = _end_of_document(self.tokenizer)
+        end: list[int] = []
+        try:
+            end = [] if self.tokenizer is None else [self.tokenizer.eod]
+        except UserError as error:
+            print_note(f"texts end at --max-new-tokens alone: {error}")
         self.stop = source.stop or frozenset(end)
         self.ids = [prompt if as_tokens else self._encoded(prompt, source) or end for prompt in prompts]
         check_prompts(self.ids, model.vocab_size, self.positions)
@@ -42,7 +46,7 @@ class PromptTexts:
             if not self.as_tokens:
                 raise
             print_note(f"tokens are not shown as text: {error}")
-            return None
+        return None
 
     def _encoded(self, prompt: str, source: ModelSource) -> list[int]:
         assert self.tokenizer is not None
@@ -77,8 +81,7 @@ class PromptTexts:
                 show_generated(shown.more(text))
             elif text.end != "stop":
                 show_generated(f",{text.tokens[-1]}")
-        show_generated("\n")
-        self._note_position_limit(0, text)
+        self._end_text("", text)
 
     def _print_complete(self, number: int, text: Text) -> None:
         show_generated(f"--- prompt {number + 1} of {len(self.prompts)} ---\n{self._prompt(number)}")
@@ -86,31 +89,18 @@ class PromptTexts:
             show_generated(text.decoded(self.tokenizer))
         else:
             show_generated("".join(f",{token}" for token in text.tokens))
-        show_generated("\n")
-        self._note_position_limit(number, text)
+        self._end_text(f" of prompt {number + 1}", text)
 
     def _prompt(self, number: int) -> str:
         prompt = self.prompts[number]
         return ",".join(map(str, prompt)) if self.as_tokens else str(prompt)
 
-    def _note_position_limit(self, number: int, text: Text | None) -> None:
+    def _end_text(self, which: str, text: Text | None) -> None:
+        show_generated("\n")
         if text is not None and text.end == "positions":
-            which = f" of prompt {number + 1}" if len(self.prompts) > 1 else ""
             print_note(f"the text{which} ends here: the model is made for {self.positions} tokens in all")
 
     def _data(self, number: int, text: Text) -> dict[str, Any]:
-        return {
-            "prompt": self.prompts[number],
-            "text": None if self.tokenizer is None else text.decoded(self.tokenizer),
-            "tokens": text.tokens,
-            "logprobs": text.logprobs,
-            "end": text.end,
-        }
-
-
-def _end_of_document(tokenizer: Tokenizer | None) -> list[int]:
-    try:
-        return [] if tokenizer is None else [tokenizer.eod]
-    except UserError as error:
-        print_note(f"texts end at --max-new-tokens alone: {error}")
-        return []
+        decoded = None if self.tokenizer is None else text.decoded(self.tokenizer)
+        rest = {"tokens": text.tokens, "logprobs": text.logprobs, "end": text.end}
+        return {"prompt": self.prompts[number], "text": decoded, **rest}

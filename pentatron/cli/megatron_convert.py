@@ -4,7 +4,7 @@ Flags for layouts, padding and formats have no effect here, because a checkpoint
 one format; each is accepted with a note or refused with a reason.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,39 +116,28 @@ def convert_command(words: Sequence[str]) -> int:
     def convert() -> int:
         if options.model_size:
             _check_family(source, options.model_size)
-        return run_import(
-            source,
-            out,
-            ImportOptions(
-                dtype="bf16" if options.bf16 else "fp16" if options.fp16 else None,
-                allow_narrowing=options.allow_narrowing,
-                tokenizer=options.tokenizer_model,
-                verify=options.verify,
-                progress_bar=options.progress_bar,
-            ),
+        dtype = "bf16" if options.bf16 else "fp16" if options.fp16 else None
+        chosen = ImportOptions(
+            dtype, options.allow_narrowing, options.tokenizer_model, options.verify, options.progress_bar
         )
+        return run_import(source, out, chosen)
 
     return run_interruptible(out, convert)
 
 
-def _notes(options: ConvertOptions) -> list[str]:
-    """Returns why given options have no effect."""
-    notes = []
-    sizes = {
-        axis: getattr(options, f"target_{axis}_parallel_size") for axis in ("tensor", "pipeline", "expert")
-    }
+def _notes(options: ConvertOptions) -> Iterator[str]:
+    """Yields why given options have no effect."""
+    axes = ("tensor", "pipeline", "expert")
+    sizes = {axis: getattr(options, f"target_{axis}_parallel_size") for axis in axes}
     if given := [f"--target-{axis}-parallel-size {size}" for axis, size in sizes.items() if size]:
-        notes.append(f"{' '.join(given)}: a checkpoint here loads in any layout, so it is not split for one")
-    if options.make_vocab_size_divisible_by:
-        notes.append(
-            f"--make-vocab-size-divisible-by {options.make_vocab_size_divisible_by}: a checkpoint here holds no padding; a run "
+        yield f"{' '.join(given)}: a checkpoint here loads in any layout, so it is not split for one"
+    if divisor := options.make_vocab_size_divisible_by:
+        yield (
+            f"--make-vocab-size-divisible-by {divisor}: a checkpoint here holds no padding; a run "
             f"pads the vocabulary by its own flag of that name"
         )
-    if options.loader_transformer_impl:
-        notes.append(
-            f"--loader-transformer-impl {options.loader_transformer_impl}: there is one implementation here, in PyTorch"
-        )
-    return notes
+    if name := options.loader_transformer_impl:
+        yield f"--loader-transformer-impl {name}: there is one implementation here, in PyTorch"
 
 
 def _family(size: str) -> str | None:

@@ -8,7 +8,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,54 +74,57 @@ def monitor_command(words: Sequence[str]) -> int:
             )
         raise UserError(f"{folder} holds no metrics.jsonl; is it the folder of a run?")
     try:
-        seen = follower.poll()
-        run = look(folder, seen)
+        run, seen = next(_states(folder, follower, options.interval))
         if options.once or run.state in _ENDED:
             say_unescaped("\n".join(render_view(run, seen, _screen())))
         elif sys.stdout.isatty():
-            _redraw_until_end(folder, follower, options.interval)
+            _redraw_until_end(_states(folder, follower, options.interval))
         else:
-            _print_until_end(folder, follower, options.interval)
+            say(f"watching {folder}")
+            _print_until_end(_states(folder, follower, options.interval))
     except KeyboardInterrupt:
         # Ctrl-C ends the monitor, not the run.
         say("")
     return 0
 
 
-def _redraw_until_end(folder: Path, follower: MetricsFollower, interval: float) -> None:
+def _states(
+    folder: Path, follower: MetricsFollower, interval: float
+) -> Iterator[tuple[RunStatus, RunMetrics]]:
+    """Yields the state of the run at every update, the last time when it has ended."""
+    while True:
+        seen = follower.poll()
+        run = look(folder, seen)
+        yield run, seen
+        if run.state in _ENDED:
+            return
+        time.sleep(interval)
+
+
+def _redraw_until_end(states: Iterable[tuple[RunStatus, RunMetrics]]) -> None:
     out = sys.stdout
     out.write(_CLEAR + _HIDE_CURSOR)
     try:
-        while True:
-            seen = follower.poll()
-            run = look(folder, seen)
-            lines = [*render_view(run, seen, _screen()), "", "Ctrl-C leaves; the run continues"]
-            ended = run.state in _ENDED
-            shown = lines[:-2] if ended else lines
-            frame = f"{_REST_OF_LINE}\n".join(shown[: max(1, _screen().height - 1)])
+        for run, seen in states:
+            lines = render_view(run, seen, _screen())
+            if run.state not in _ENDED:
+                lines += ["", "Ctrl-C leaves; the run continues"]
+            frame = f"{_REST_OF_LINE}\n".join(lines[: max(1, _screen().height - 1)])
             out.write(f"{_HOME}{frame}{_REST_OF_LINE}\n{_REST_OF_SCREEN}")
             out.flush()
-            if ended:
-                return
-            time.sleep(interval)
     finally:
         out.write(_SHOW_CURSOR)
         out.flush()
 
 
-def _print_until_end(folder: Path, follower: MetricsFollower, interval: float) -> None:
-    say(f"watching {folder}")
+def _print_until_end(states: Iterable[tuple[RunStatus, RunMetrics]]) -> None:
     shown = -1
-    while True:
-        seen = follower.poll()
-        run = look(folder, seen)
+    for run, seen in states:
         if seen.recent and seen.step != shown:
             shown = seen.step
             say(status_line(run, seen))
         if run.state in _ENDED:
             say_unescaped("\n".join(["", *render_view(run, seen, _screen())]))
-            return
-        time.sleep(interval)
 
 
 def _screen() -> Screen:
@@ -150,27 +153,24 @@ def look(folder: Path, seen: RunMetrics) -> RunStatus:
         raise UserError(
             f"{folder / 'config.yaml'} has no length of the run (train_iters); is {folder} the folder of a run?"
         )
-    state, details = _state(folder, seen, total)
-    samples_left, checkpoint = _samples_left(saved, seen, total), _checkpoint(folder, saved)
-    return RunStatus(str(folder), state, details, total, checkpoint, samples_left, _restarts(folder))
+    checkpoint, samples_left = _checkpoint(folder, saved), _samples_left(saved, seen, total)
+    state = _state(folder, seen, total)
+    return RunStatus(str(folder), *state, total, checkpoint, samples_left, _restarts(folder))
 
 
 def _restarts(folder: Path) -> str:
     """Formats the number of restarts and the reason of the last one; empty if restarts.jsonl is missing or
     unreadable."""
+    rows: list[Any] = []
     try:
-        rows = list(_intact_rows((folder / "restarts.jsonl").read_bytes()))
+        for line in (folder / "restarts.jsonl").read_bytes().splitlines():
+            # Lines may be truncated or damaged.
+            with contextlib.suppress(ValueError):
+                rows.append(parse_json(line))
         last, lost = rows[-1], sum(row["steps_lost"] for row in rows)
         return f"{len(rows)}, {format_count(lost, 'step')} lost; the last: rank {last['rank']} {last['how']} after step {last['after_step']}"
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return ""
-
-
-def _intact_rows(text: bytes) -> Iterator[Any]:
-    """Yields the rows of a JSONL file, without lines that are truncated or damaged."""
-    for line in text.splitlines():
-        with contextlib.suppress(ValueError):
-            yield parse_json(line)
 
 
 def _saved_settings(folder: Path) -> Settings:
@@ -193,11 +193,9 @@ def _samples_left(saved: Settings, seen: RunMetrics, total: int) -> int | None:
     consumed = seen.recent[-1].get("consumed_samples") if seen.recent else None
     if not isinstance(consumed, int) or not saved.global_batch_size:
         return None
-    try:
-        plan = batch_plan_of(saved)
-        return plan.advance(consumed, max(0, total - seen.step)) - consumed
-    except (ValueError, TypeError):
-        return None
+    with contextlib.suppress(ValueError, TypeError):
+        return batch_plan_of(saved).advance(consumed, max(0, total - seen.step)) - consumed
+    return None
 
 
 def _state(folder: Path, seen: RunMetrics, total: int) -> tuple[str, str]:
@@ -211,14 +209,10 @@ def _state(folder: Path, seen: RunMetrics, total: int) -> tuple[str, str]:
         return _end_state(folder, seen)
     timeout = max(_SILENT_SECONDS, _SILENT_STEPS * seconds_per_step(seen)) if seen.recent else math.inf
     if silence > timeout:
-        process = (
-            "its process is alive" if alive else "whether its process is alive cannot be determined from here"
-        )
-        return "silent", f"no step for {duration(silence)}; {process}"
-    return (
-        "running",
-        "all steps are done; the final checkpoint and evaluation are not yet" if is_done else "",
-    )
+        unknown = "whether its process is alive cannot be determined from here"
+        return "silent", f"no step for {duration(silence)}; {'its process is alive' if alive else unknown}"
+    remark = "all steps are done; the final checkpoint and evaluation are not yet"
+    return "running", remark if is_done else ""
 
 
 def _log_lines(folder: Path) -> list[str]:
@@ -243,10 +237,8 @@ def _is_alive(folder: Path) -> bool | None:
     another machine."""
     try:
         owner = parse_json((folder / ".lock").read_text(encoding="utf-8"))
-        if owner["host"] != socket.gethostname():
-            return None
-        if owner["pid"] < 1:
-            # os.kill() would signal a process group.
+        # For a number below 1, os.kill() would signal a process group.
+        if owner["host"] != socket.gethostname() or owner["pid"] < 1:
             return None
         os.kill(owner["pid"], 0)
     except ProcessLookupError:
@@ -266,10 +258,8 @@ def _end_state(folder: Path, seen: RunMetrics) -> tuple[str, str]:
             return "stopped", line.strip()
         if line.startswith(ERROR_PREFIX):
             return "crashed", line.strip()
-    return (
-        "crashed",
-        f"it ended after step {seen.step} without a message in {folder / 'train.log'}: it failed or was killed",
-    )
+    log = folder / "train.log"
+    return "crashed", f"it ended after step {seen.step} without a message in {log}: it failed or was killed"
 
 
 def _checkpoint(folder: Path, saved: Settings) -> str:

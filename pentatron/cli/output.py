@@ -2,12 +2,9 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from pentatron.errors import UserError, describe_os_error
-from pentatron.monitor.terminal import OutputLost
 from pentatron.text import printable_without_secrets
 
 Report = TypeVar("Report")
@@ -75,15 +72,3 @@ def say_json(data: Any, *, indent: int | None = 1, ascii_only: bool = True) -> N
 def say_json_rows(rows: Iterable[Any]) -> None:
     """Prints a JSON array with one element per line."""
     say("[\n " + ",\n ".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n]")
-
-
-@contextmanager
-def file_errors_as_user_errors() -> Iterator[None]:
-    """Converts an `OSError` about a file of the command to a `UserError`."""
-    try:
-        yield
-    except OutputLost:
-        # An OSError too, but about standard output, which `guarded` handles.
-        raise
-    except OSError as error:
-        raise UserError(describe_os_error(error)) from error

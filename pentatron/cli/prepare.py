@@ -14,6 +14,7 @@ from pentatron.cli.output import print_error, say
 from pentatron.data.text_files import TEXT_DOCUMENTS, expand_inputs
 from pentatron.data.tokenizer import TOKENIZER_TYPES, TokenizerSettings
 from pentatron.errors import UserError
+from pentatron.launch.machine import usable_cores
 from pentatron.monitor.terminal import ignore_output_errors
 from pentatron.settings.declaration import ONE_OR_MORE
 from pentatron.text import format_abbreviated, format_count, plural
@@ -117,53 +118,39 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 def prepare_command(words: Sequence[str]) -> int:
-    from pentatron.data.prepare import prepare
+    from pentatron.data.encode import EncodingSettings
+    from pentatron.data.prepare import PrepareJob, prepare
 
     if "--help" in words or "-h" in words:
         say(USAGE)
         return 0
     ignore_output_errors()
-    job, log_interval = _read(words)
-    # Threads of the tokenizer in every worker process would oversubscribe the cores.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    with closing(_open_progress(log_interval)) as progress:
-        try:
-            outcome = prepare(job, progress.report, progress.say)
-        except KeyboardInterrupt:
-            progress.close()
-            print_error("stopped; the same command resumes where this one stopped")
-            return 130
-    _print_summary(job, outcome)
-    return 0
-
-
-def _read(words: Sequence[str]) -> "tuple[PrepareJob, int]":
-    from pentatron.data.encode import EncodingSettings
-    from pentatron.data.prepare import PrepareJob
-
     stray = "'{word}' is no flag; write --input {word}"
     options, _ = parse_options(PrepareOptions, words, "pentatron prepare", REFUSED, stray)
     for notice in options_without_effect(options):
         say(f"note: {notice}")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    choice = TokenizerSettings(
-        options.tokenizer_type,
-        _resolve_tokenizer(options.tokenizer_model),
-        options.vocab_size or None,
-        options.vocab_file,
-        options.merge_file,
-    )
-    recipe = EncodingSettings(choice, options.json_keys, options.append_eod, options.split_sentences)
+    model, size = _resolve_tokenizer(options.tokenizer_model), options.vocab_size or None
+    files = (options.vocab_file, options.merge_file)
+    choice = TokenizerSettings(options.tokenizer_type, model, size, *files)
     job = PrepareJob(
         expand_inputs(options.input),
         Path(options.output_prefix),
-        recipe,
-        options.workers or cores,
+        EncodingSettings(choice, options.json_keys, options.append_eod, options.split_sentences),
+        options.workers or usable_cores(),
         options.text_documents,
         options.skip_bad_lines,
         options.overwrite,
     )
-    return job, options.log_interval or 0
+    # Threads of the tokenizer in every worker process would oversubscribe the cores.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        with closing(_open_progress(options.log_interval or 0)) as progress:
+            outcome = prepare(job, progress.report, progress.say)
+    except KeyboardInterrupt:
+        print_error("stopped; the same command resumes where this one stopped")
+        return 130
+    _print_summary(job, outcome)
+    return 0
 
 
 def _resolve_tokenizer(name: str | None) -> str | None:
@@ -187,25 +174,24 @@ def _print_summary(job: "PrepareJob", outcome: "Outcome") -> None:
     from pentatron.data.indexed import IndexedDataset
     from pentatron.data.inspect import document_lengths
 
-    names = ", ".join(str(path) for path in job.outputs)
     if outcome.already_there:
+        names = ", ".join(map(str, job.outputs))
         say(
             f"{names}: already prepared from the same inputs with the same settings (--overwrite does it again)"
         )
     else:
         counts = outcome.counts
         speed = outcome.tokens_now / max(outcome.seconds, 1e-9)
+        resumed = ", resumed after an interruption" if outcome.resumed else ""
         say(
             f"{format_count(counts.documents, 'document')}, {counts.tokens:,} tokens in {outcome.seconds:.1f} s "
-            f"({speed:,.0f} tokens/s, {job.workers} {plural(job.workers, 'worker')})"
-            f"{', resumed after an interruption' if outcome.resumed else ''}"
+            f"({speed:,.0f} tokens/s, {job.workers} {plural(job.workers, 'worker')}){resumed}"
         )
         if counts.blank_lines:
             say(f"{format_count(counts.blank_lines, 'blank line')} left out")
         if counts.bad_lines:
-            say(f"{format_count(counts.bad_lines, 'bad line')} left out, the first:")
-            for line in outcome.bad:
-                say(f"  {line}")
+            lines = [f"{format_count(counts.bad_lines, 'bad line')} left out, the first:", *outcome.bad]
+            say("\n  ".join(lines))
     for prefix in job.outputs:
         lengths = document_lengths(IndexedDataset(prefix))
         if not lengths.tokens:
@@ -232,20 +218,19 @@ class _LineProgress:
         say(text)
 
     def report(self, counts: "Counts", total: int) -> None:
-        now = time.monotonic()
         if self._before < 0:
             self._before = counts.tokens
-        if self._every:
-            due = counts.documents // self._every > self._marks
-            self._marks = counts.documents // self._every
-        else:
-            due = now - self._last >= _SECONDS_BETWEEN_LINES
-        if due:
+        new_tokens = counts.tokens - self._before
+        self.show(counts, total, new_tokens / max(time.monotonic() - self._started, 1e-9))
+
+    def show(self, counts: "Counts", total: int, speed: float) -> None:
+        now = time.monotonic()
+        marks = counts.documents // self._every if self._every else 0
+        if marks > self._marks or (not self._every and now - self._last >= _SECONDS_BETWEEN_LINES):
             self._last = now
             text = f"{100 * counts.read / max(1, total):.0f} %  {counts.documents:,} documents, {counts.tokens:,} tokens"
-            if new_tokens := counts.tokens - self._before:
-                text += f", {new_tokens / max(now - self._started, 1e-9):,.0f} tokens/s"
-            say(text)
+            say(f"{text}, {speed:,.0f} tokens/s" if speed else text)
+        self._marks = marks
 
     def close(self) -> None:
         pass
@@ -273,10 +258,7 @@ class _BarProgress(_LineProgress):
     def say(self, text: str) -> None:
         self._progress.console.print(text, markup=False, highlight=False)
 
-    def report(self, counts: "Counts", total: int) -> None:
-        if self._before < 0:
-            self._before = counts.tokens
-        speed = (counts.tokens - self._before) / max(time.monotonic() - self._started, 1e-9)
+    def show(self, counts: "Counts", total: int, speed: float) -> None:
         facts = f"{counts.documents:,} documents, {format_abbreviated(counts.tokens)} tokens, {format_abbreviated(speed)}/s"
         self._progress.update(self._task, completed=counts.read, total=total, facts=facts)
 
@@ -288,8 +270,8 @@ def _open_progress(log_interval: int) -> _LineProgress:
     if sys.stdout.isatty() and not log_interval:
         try:
             from rich.console import Console
+
+            return _BarProgress(Console())
         except ImportError:
             say("no progress bar: the rich library is not installed (pip install rich)")
-        else:
-            return _BarProgress(Console())
     return _LineProgress(log_interval)

@@ -10,7 +10,6 @@ import itertools
 import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -37,7 +36,8 @@ from pentatron.parallel.world import World
 from pentatron.settings.entry_points import EntryPoint
 from pentatron.settings.resolve import gather, resolve
 from pentatron.settings.run_config import RunConfig, table
-from pentatron.settings.settings import Draft, Facts, Settings
+from pentatron.settings.settings import Facts, Settings
+from pentatron.text import decimal_size, format_count
 
 _META = torch.device("meta")
 
@@ -51,10 +51,8 @@ def fragments_of_rank(config: RunConfig, rank: int) -> Iterator[Fragment]:
     parts = {number: config.stages[number] for number in config.placement.stages_of(world.at.pipeline)}
     axes = axes_of(world, config.parallel)
     stages = build_stages(config.model, config.moe, parts, axes, None, _META)
-    if config.parallel.zero_stage == 3 and has_replicas(stages, world):
-        fragments = _zero3_shards(stages, world)
-    else:
-        fragments = _bucket_shares(stages, world, config)
+    is_zero3 = config.parallel.zero_stage == 3 and has_replicas(stages, world)
+    fragments = _zero3_shards(stages, world) if is_zero3 else _bucket_shares(stages, world, config)
     for fragment in fragments:
         yield dataclasses.replace(fragment, tensor=f"{WEIGHTS}{fragment.tensor}")
     yield from RouterLoads(config, world, stages).fragments(owned_only=True)
@@ -62,11 +60,8 @@ def fragments_of_rank(config: RunConfig, rank: int) -> Iterator[Fragment]:
 
 def _world(grid: Grid, rank: int) -> World:
     """The world of a rank without process groups: it knows its place in every group but cannot send."""
-    groups: dict[Axis, Group] = {}
-    for axis in typing.get_args(Axis):
-        members = next(group for group in grid.groups(axis) if rank in group)
-        if len(members) > 1:
-            groups[axis] = Group(members.index(rank), len(members))
+    of_axis = {axis: next(g for g in grid.groups(axis) if rank in g) for axis in typing.get_args(Axis)}
+    groups = {axis: Group(g.index(rank), len(g)) for axis, g in of_axis.items() if len(g) > 1}
     whole_world = Group(rank, grid.world_size)
     return World(grid, grid.coordinates(rank), whole_world, 0, _META, groups)
 
@@ -76,8 +71,7 @@ def _bucket_shares(stages: Mapping[int, CausalLM], world: World, config: RunConf
     plans = plan_stage_buckets(stages, world, config.parallel.ddp_bucket_size)
     for plan in itertools.chain.from_iterable(plans.values()):
         share = plan.own_share()
-        values = torch.empty(len(share), device=_META)
-        for piece, fragment in plan.pieces(share, values, share.first):
+        for piece, fragment in plan.pieces(share, torch.empty(len(share), device=_META), share.first):
             if world.is_first_of(piece.replicated_over):
                 yield fragment
 
@@ -108,27 +102,14 @@ _MODEL_SECTIONS = ("model", "moe", "precision", "optim")
 _OF_RANK = re.compile(r".*/rank-(\d+)")
 
 
-@dataclass(frozen=True)
-class Resharded:
-    step: Path
-    files: int
-    tensors: int
-    bytes: int
-    seconds: float
-
-
 def layout_for(source: Checkpoint, words: Sequence[str]) -> RunConfig:
     """Returns the configuration of a step in the layout of the flags; sizes that are not given are 1."""
     draft = gather(words, ENTRY)
-    other_flags = [
-        table()[name].flag
-        for name, item in table().items()
-        if draft.given(name) and item.section != "parallel" and name not in _COUNTS
-    ]
-    if other_flags:
-        raise UserError(
-            f"{other_flags[0]} does not change the files; reshard takes the flags of the layout (pentatron checkpoint reshard --help)"
-        )
+    for name, item in table().items():
+        if draft.given(name) and item.section != "parallel" and name not in _COUNTS:
+            raise UserError(
+                f"{item.flag} does not change the files; reshard takes the flags of the layout (pentatron checkpoint reshard --help)"
+            )
     saved = saved_settings(source)
     settings = Settings.defaults(**saved)
     if settings.spec:
@@ -145,21 +126,18 @@ def layout_for(source: Checkpoint, words: Sequence[str]) -> RunConfig:
     draft.assign(f"{source.folder}", seq_length=length)
     stages = max(1, draft.pipeline_model_parallel_size)
     draft.assign(f"default of {ENTRY.name}", gradient_accumulation_steps=4 * stages)
-    return resolve(draft, _facts(draft)).config
-
-
-def _facts(draft: Draft) -> Facts:
-    """The world size that is given, or the product of the sizes."""
     world = draft.world_size or draft.nproc_per_node
     if world is None:
-        world = draft.data_parallel_size or 1
-        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
-            world *= getattr(draft, name)
-    return Facts(max(1, world), max(1, world))
+        world = draft.tensor_model_parallel_size * draft.pipeline_model_parallel_size
+        world *= draft.context_parallel_size * (draft.data_parallel_size or 1)
+    return resolve(draft, Facts(max(1, world), max(1, world))).config
 
 
-def reshard(source: Checkpoint, out: Path, config: RunConfig, display: Display) -> Resharded:
-    """Writes the step into the new folder `out`, and compares it with the source before the final rename."""
+def reshard(source: Checkpoint, out: Path, config: RunConfig, display: Display) -> tuple[Path, str]:
+    """Writes the step into the new folder `out`, and compares it with the source before the final rename.
+
+    Returns the new step, and in words how much was written.
+    """
     manifest = source.manifest
     outlines = outlines_of(manifest)
     total = sum(outline.bytes for outline in outlines.values())
@@ -171,9 +149,9 @@ def reshard(source: Checkpoint, out: Path, config: RunConfig, display: Display) 
         step = save_rectangles(store, manifest, progress.counting(reader.read), contents, settings)
         copy_files(small_files(source.folder.parent / FOLDER_NAME), folder / FOLDER_NAME)
         _require_equal(ComparedTensors(str(source.folder), outlines, reader.read), step, display)
-        files = len(list(step.glob("*.safetensors")))
-        name = step.name
-    return Resharded(out / name, files, len(outlines), total, progress.seconds)
+        files = format_count(len(list(step.glob("*.safetensors"))), "file")
+    tensors, size = format_count(len(outlines), "tensor"), decimal_size(total)
+    return out / step.name, f"{tensors} in {files}, {size} in {progress.seconds:.1f} s"
 
 
 def outlines_of(manifest: Manifest) -> dict[str, TensorSpec]:
@@ -215,20 +193,17 @@ def _contents(source: Checkpoint, config: RunConfig) -> Iterator[tuple[str, list
 
 def _sharded_alike(tensor: str, kinds: Sequence[str], manifest: Manifest) -> list[str]:
     """Returns the tensors of a step that are sharded like this one: a weight and its optimizer states."""
-    if tensor.startswith(ROUTERS):
-        return [tensor] if tensor in manifest.tensors else []
-    if not tensor.startswith(WEIGHTS):
-        return []
-    names = (f"{kind}/{tensor.removeprefix(WEIGHTS)}" for kind in kinds)
+    names = [tensor] if tensor.startswith(ROUTERS) else []
+    if tensor.startswith(WEIGHTS):
+        names = [f"{kind}/{tensor.removeprefix(WEIGHTS)}" for kind in kinds]
     return [name for name in names if name in manifest.tensors]
 
 
 def _writer(name: str, world: int) -> int | None:
     """The rank that writes an unsharded tensor, such as a random generator's state; None if it is sharded."""
     match = _OF_RANK.fullmatch(name)
-    if match is None:
-        return None
-    return int(match[1]) if int(match[1]) < world else 0
+    rank = None if match is None else int(match[1])
+    return rank if rank is None or rank < world else 0
 
 
 def _require_equal(source: ComparedTensors, step: Path, display: Display) -> None:

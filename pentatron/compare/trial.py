@@ -124,28 +124,14 @@ def _tensors(
     kind: str, tensors: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float
 ) -> list[Gap]:
     total_norm = math.sqrt(sum(float(g.square().sum()) for g in expected.values()))
-    return [
-        Gap(
-            f"{kind} of {_bare(name)}",
-            float((tensors[name] - g).norm()) / (tolerance * max(float(g.norm()), SMALL * total_norm)),
-            _bare(name),
-            kind,
-        )
-        if name in tensors
-        else Gap(f"{kind}: {_bare(name)} is missing", math.inf, _bare(name), kind)
-        for name, g in expected.items()
-    ]
-
-
-def disagreements(ranks: Sequence[Trajectory]) -> list[str]:
-    """Lists regions of weights that differ between the ranks that hold them."""
-    digests: dict[tuple[str, tuple[int, ...], tuple[int, ...]], str] = {}
-    return [
-        f"{region[0]} on rank {number}"
-        for number, rank in enumerate(ranks)
-        for region, digest in rank.held.items()
-        if digests.setdefault(region, digest) != digest
-    ]
+    result = []
+    for name, g in expected.items():
+        what, ratio = f"{kind}: {_bare(name)} is missing", math.inf
+        if name in tensors:
+            allowed = tolerance * max(float(g.norm()), SMALL * total_norm)
+            what, ratio = f"{kind} of {_bare(name)}", float((tensors[name] - g).norm()) / allowed
+        result.append(Gap(what, ratio, _bare(name), kind))
+    return result
 
 
 def _bare(name: str) -> str:
@@ -153,16 +139,8 @@ def _bare(name: str) -> str:
     return name.partition("/")[2] or name
 
 
-def largest_gap(judged: Sequence[Gap]) -> Gap:
-    return max(judged, key=gap_size)
-
-
 def gap_size(gap: Gap) -> float:
     return math.inf if math.isnan(gap.ratio) else gap.ratio
-
-
-def failures(judged: Sequence[Gap]) -> list[str]:
-    return [f"{gap.what}: {gap.ratio:.3g} times what is allowed" for gap in judged if gap.fails]
 
 
 class UnevenMasks:
@@ -198,9 +176,8 @@ def run_trial(config: RunConfig, world: World) -> Trajectory:
     """Trains a new model on this rank of the layout."""
     model = build_parallel_model(config, world)
     perturb_norms_and_biases(model)
-    optimizer = build_optimizer(
-        model.stages, world, config.optim, model.decisions.optimizer, model_dtype(config)
-    )
+    dtype, decision = model_dtype(config), model.decisions.optimizer
+    optimizer = build_optimizer(model.stages, world, config.optim, decision, dtype)
     return train_and_record(config, world, model, optimizer)
 
 
@@ -238,12 +215,10 @@ def train_and_record(
         trajectory.losses.append(result.loss)
         trajectory.norms.append(result.gradient_norm)
         trajectory.tokens.append(result.tokens)
-    trajectory.fragments["weights"] = [
-        s for s in copy_fragments(optimizer.fragments(owned_only=True)) if s[0].startswith("weights/")
-    ]
-    trajectory.held = {
-        (f.tensor, f.start, tuple(f.values.shape)): digest(f.values) for f in optimizer.model_weights()
-    }
+    kept = copy_fragments(optimizer.fragments(owned_only=True))
+    trajectory.fragments["weights"] = [s for s in kept if s[0].startswith("weights/")]
+    held = optimizer.model_weights()
+    trajectory.held = {(f.tensor, f.start, tuple(f.values.shape)): digest(f.values) for f in held}
     valid = itertools.islice(micro_batches(config, world, 0), config.accumulation)
     trajectory.validation = validation_loss(model, valid, config.accumulation)
     return trajectory
@@ -252,9 +227,8 @@ def train_and_record(
 def micro_batches(config: RunConfig, world: World, consumed: int) -> Iterator[Any]:
     vocabulary = config.model.vocab_size
     boundaries = boundaries_of(config.data, lambda: vocabulary - 1)
-    samples = UnevenMasks(
-        2 * STEPS * config.train.global_batch_size, vocabulary, config.model.seq_length, boundaries
-    )
+    count = 2 * STEPS * config.train.global_batch_size
+    samples = UnevenMasks(count, vocabulary, config.model.seq_length, boundaries)
     loader = build_loader(samples, consumed, config.train.micro_batch_size, world.data.rank, world.data.size)
     return (batch.to(world.device) for batch in loader)
 

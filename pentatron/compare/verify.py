@@ -60,7 +60,6 @@ _IN_SAMPLES = (
     *("train_samples", "lr_decay_samples", "lr_wsd_decay_samples"),
     *("lr_warmup_samples", "lr_warmup_fraction"),
 )
-_CHANGING_SIZES: dict[str, Any] = {"rampup_batch_size": (), "step_batch_size_schedule": ()}
 _DEFAULT_IF_ALONE = (
     "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size data_parallel_size "
     "sequence_parallel pipeline_schedule virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage "
@@ -74,8 +73,13 @@ _DEFAULT_IF_ALONE = (
 
 def small_twin(config: RunConfig, replicas: int | None = None) -> RunConfig:
     """Returns the layout and structure of a run in small sizes; `replicas` are its data-parallel ranks."""
-    values = {**config.flat(), **_REVEALING, **_LEFT_OUT, **_CHANGING_SIZES}
-    values |= dict.fromkeys((*_BATCH_SIZE_ALIASES, *_IN_SAMPLES))
+    values = {
+        **config.flat(),
+        **_REVEALING,
+        **_LEFT_OUT,
+        **dict.fromkeys((*_BATCH_SIZE_ALIASES, *_IN_SAMPLES)),
+    }
+    values |= {"rampup_batch_size": (), "step_batch_size_schedule": ()}
     tensor, context = config.grid.tensor, config.grid.context
     copies, micro = replicas or config.grid.data, min(config.train.micro_batch_size, 2)
     length = _rounded_up(_SEQUENCE, math.lcm(2 * context, context * tensor))
@@ -92,8 +96,12 @@ def small_twin(config: RunConfig, replicas: int | None = None) -> RunConfig:
         "padded_vocab_size": _rounded_up(vocabulary, 16 * tensor),
         "data_parallel_size": copies,
         **_experts(config),
-        **_long_range(config, length),
     }
+    # Attention windows and RoPE scaling fit the short sequences.
+    if config.model.window_size and config.model.window_size[0] >= 0:
+        values["window_size"] = (length // 3, 0)
+    if config.model.rope_scaling_original_max_position_embeddings:
+        values["rope_scaling_original_max_position_embeddings"] = length // 2
     twin = Settings(values).changed(
         # The number of replicas may not be divisible by the configured number of instances.
         num_distributed_optimizer_instances=math.gcd(config.grid.instances, copies * context),
@@ -101,7 +109,10 @@ def small_twin(config: RunConfig, replicas: int | None = None) -> RunConfig:
     )
     for count in (min(config.accumulation, max(4, 2 * config.grid.pipeline)), config.accumulation):
         twin = twin.changed(global_batch_size=micro * copies * count)
-        problems = _problems(twin)
+        world = tensor * config.grid.pipeline * context * copies
+        started = twin.changed(world_size=None, nproc_per_node=world)
+        started.facts = Facts(world, world)
+        problems = problems_of(started)
         if not problems:
             return RunConfig.of(twin)
     raise ConfigError(problems)
@@ -130,14 +141,6 @@ def _experts(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _long_range(config: RunConfig, length: int) -> dict[str, Any]:
-    """Scales attention windows and RoPE scaling to the short sequences."""
-    model = config.model
-    window = (length // 3, 0) if model.window_size and model.window_size[0] >= 0 else model.window_size
-    first = model.rope_scaling_original_max_position_embeddings
-    return {"window_size": window, "rope_scaling_original_max_position_embeddings": first and length // 2}
-
-
 def _layers(config: RunConfig) -> int:
     """Two layers per stage, or one more than a recompute chunk; an uneven division stays uneven.
 
@@ -159,78 +162,55 @@ def _rounded_up(number: int, multiple: int) -> int:
     return math.ceil(number / multiple) * multiple
 
 
-def _problems(s: Settings) -> list[str]:
-    world = s.tensor_model_parallel_size * s.pipeline_model_parallel_size * s.context_parallel_size
-    world *= s.data_parallel_size
-    started = s.changed(world_size=None, nproc_per_node=world)
-    started.facts = Facts(world, world)
-    return problems_of(started)
-
-
 def single_process_config(config: RunConfig) -> RunConfig:
     """Returns the configuration of the same model on one process, without recompute and sharding.
 
     The whole batch is one micro-batch, unless balancing or capacity depends on micro-batches.
     """
-    defaults = {name: table()[name].default for name in _DEFAULT_IF_ALONE}
+    defaults = {name: table()[name].default for name in _DEFAULT_IF_ALONE} | {"data_parallel_size": 1}
     by_micro_batch = config.moe.num_experts is not None and (
         "aux_loss" in loss_weights(config.moe) or config.moe.moe_expert_capacity_factor is not None
     )
     taken = config.train.micro_batch_size if by_micro_batch else config.train.global_batch_size
-    return RunConfig.of(
-        config.settings.changed(**{**defaults, "data_parallel_size": 1}, micro_batch_size=taken)
-    )
+    return RunConfig.of(config.settings.changed(**defaults, micro_batch_size=taken))
 
 
 def describe_config(config: RunConfig) -> str:
     """Describes the configuration of a comparison."""
-    m, t, grid = config.model, config.train, config.grid
+    m, t, moe, grid = config.model, config.train, config.moe, config.grid
+    experts = ranks = ""
+    if moe.num_experts is not None:
+        shared = moe.moe_shared_expert_intermediate_size
+        experts = (
+            f"; {moe.num_experts} experts of {moe.moe_ffn_hidden_size} in {len(config.layers_with_experts)} of the layers, "
+            f"{moe.moe_router_topk} for a token{f', and a shared one of {shared}' if shared else ''}"
+        )
+        sizes = f"{grid.expert_tensor} expert tensor × {grid.expert} expert × {grid.expert_data} expert data"
+        ranks = f" ({sizes})"
     return (
         f"{m.num_layers} layers × {m.hidden_size}, {m.num_attention_heads} heads of {m.kv_channels} in "
         f"{m.num_query_groups} groups, MLP {m.ffn_hidden_size}, vocabulary {m.vocab_size} padded to "
-        f"{m.padded_vocab_size}, {m.seq_length} tokens{_experts_in_words(config)}\n"
-        f"{grid.tensor} tensor × {grid.pipeline} pipeline × {grid.context} context × {grid.data} data"
-        f"{_expert_ranks_in_words(config)}, "
+        f"{m.padded_vocab_size}, {m.seq_length} tokens{experts}\n"
+        f"{grid.tensor} tensor × {grid.pipeline} pipeline × {grid.context} context × {grid.data} data{ranks}, "
         f"ZeRO {config.parallel.zero_stage}; a step of {t.global_batch_size} samples in {config.accumulation} "
         f"micro-batches of {t.micro_batch_size}; {STEPS} steps in fp32"
     )
 
 
-def _experts_in_words(config: RunConfig) -> str:
-    moe, layers = config.moe, len(config.layers_with_experts)
-    if moe.num_experts is None:
-        return ""
-    shared = moe.moe_shared_expert_intermediate_size
-    return (
-        f"; {moe.num_experts} experts of {moe.moe_ffn_hidden_size} in {layers} of the layers, {moe.moe_router_topk} for a token"
-        f"{f', and a shared one of {shared}' if shared else ''}"
-    )
-
-
-def _expert_ranks_in_words(config: RunConfig) -> str:
-    grid = config.grid
-    if config.moe.num_experts is None:
-        return ""
-    return f" ({grid.expert_tensor} expert tensor × {grid.expert} expert × {grid.expert_data} expert data)"
-
-
 def uncompared_settings(config: RunConfig) -> list[str]:
     """Lists the settings that are not compared, with the reason."""
-    notes, decisions = [], decide(config, DeviceFacts())
-    if config.precision.bf16 or config.precision.fp16:
-        name = "bf16" if config.precision.bf16 else "fp16"
-        notes.append(f"{name} is left out: its rounding depends on the layout")
-    if decisions.fp8.format is not None:
-        notes.append("fp8 is left out: what it rounds depends on the layout")
-    if config.model.attention_dropout > 0:
-        notes.append("attention dropout is left out: what it drops depends on the layout")
-    if decisions.compilation.required:
-        notes.append("the compiler is left out: where it rounds depends on the layout")
-    if config.launch.device == "cuda":
-        notes.append("--device cuda has no effect: the comparison runs on a CPU")
-    if decisions.graphs.required:
-        notes.append("CUDA graphs are left out: the comparison runs on a CPU")
-    return notes
+    decisions, half = decide(config, DeviceFacts()), "bf16" if config.precision.bf16 else "fp16"
+    notes = {
+        f"{half} is left out: its rounding depends on the layout": config.precision.bf16
+        or config.precision.fp16,
+        "fp8 is left out: what it rounds depends on the layout": decisions.fp8.format is not None,
+        "attention dropout is left out: what it drops depends on the layout": config.model.attention_dropout
+        > 0,
+        "the compiler is left out: where it rounds depends on the layout": decisions.compilation.required,
+        "--device cuda has no effect: the comparison runs on a CPU": config.launch.device == "cuda",
+        "CUDA graphs are left out: the comparison runs on a CPU": decisions.graphs.required,
+    }
+    return [note for note, applies in notes.items() if applies]
 
 
 # --- between processes ---
@@ -286,10 +266,9 @@ class Verdict:
     def numbers(self) -> list[tuple[str, float]]:
         """The largest gap of loss, gradient norm and validation loss over ranks and steps."""
         largest: dict[str, float] = {}
-        for gap in self.judged:
-            if not gap.tensor:
-                name = gap.what.partition(" on rank")[0]
-                largest[name] = max(largest.get(name, 0.0), gap_size(gap))
+        for gap in (gap for gap in self.judged if not gap.tensor):
+            name = gap.what.partition(" on rank")[0]
+            largest[name] = max(largest.get(name, 0.0), gap_size(gap))
         return list(largest.items())
 
     def tensors(self) -> list[tuple[str, dict[str, float]]]:

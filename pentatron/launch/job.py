@@ -20,11 +20,14 @@ _WORD = re.compile(r"[^\s\x00-\x1f\x7f'\"\\`$;&|<>{}()#]+")
 _SET_BY_SCRIPT = (
     "nodes", "ntasks-per-node", "ntasks", "signal", "requeue", "no-requeue", "open-mode", "array",
 )  # fmt: skip
-# sbatch options that have a flag here, which checks them and counts the threads of the workers.
-_FLAGS = (
-    "job-name", "cpus-per-task", "gres", "mem", "time", "partition", "account", "qos", "constraint", "output",
-    "container-image", "container-mounts",
-)  # fmt: skip
+# sbatch options that have a flag here, which checks them and counts the threads of the workers: fields of `Job`.
+SBATCH_FIELDS = {
+    "job-name": "name",
+    "cpus-per-task": "cpus",
+    "gres": "gres",
+    "mem": "memory",
+    **{name: name for name in ("time", "partition", "account", "qos", "constraint", "output")},
+}
 
 
 @dataclass(frozen=True)
@@ -128,12 +131,10 @@ def job_problems(job: Job) -> list[str]:
 def _time_problems(job: Job) -> list[str]:
     if job.grace < 0:
         return [f"--grace {job.grace} must not be negative"]
-    if not job.time:
-        return []
     limit = parse_time_limit(job.time)
-    if limit is None:
+    if job.time and limit is None:
         return [f"--time {job.time} must look like 12:00:00, 2-00:00:00 or a number of minutes"]
-    if limit <= job.grace:
+    if limit is not None and limit <= job.grace:
         return [
             f"--time {job.time} ({limit} s) leaves nothing to train: the job is asked to save --grace {job.grace} seconds "
             f"before its end; give more time, or a shorter --grace"
@@ -149,18 +150,16 @@ def _sbatch_problems(job: Job) -> list[str]:
     problems = []
     for line in lines:
         name = line.removeprefix("--").partition("=")[0]
+        problem = ""
         if not line.startswith("--") or not _WORD.fullmatch(line):
-            problems.append(
-                f"--sbatch: '{one_line(line)}' must be an option of sbatch in one word, such as --exclusive or --mail-type=END"
-            )
+            problem = f"'{one_line(line)}' must be an option of sbatch in one word, such as --exclusive or --mail-type=END"
         elif name in _SET_BY_SCRIPT:
-            problems.append(
-                f"--sbatch: --{name} is set by the script itself; use --nodes, --gpus-per-node, --grace or --no-requeue"
+            problem = (
+                f"--{name} is set by the script itself; use --nodes, --gpus-per-node, --grace or --no-requeue"
             )
-        elif name in _FLAGS:
-            problems.append(
-                f"--sbatch: {line} would bypass the checks of launch; give it as a flag, without --sbatch"
-            )
+        elif name in (*SBATCH_FIELDS, "container-image", "container-mounts"):
+            problem = f"{line} would bypass the checks of launch; give it as a flag, without --sbatch"
+        problems += [f"--sbatch: {problem}"] if problem else []
     return problems
 
 
@@ -171,10 +170,7 @@ def cuda_connections(config: RunConfig) -> Variable | None:
     computation it was launched before. Not with an overlapped parameter all-gather (ZeRO 3,
     --overlap-param-gather): in one queue, the prefetch would block the computation launched after it.
     """
-    sizes = config.parallel
-    if sizes.tensor_model_parallel_size * sizes.context_parallel_size == 1:
-        return None
-    if decide(config, DeviceFacts()).param_overlap.on:
+    if config.grid.tensor * config.grid.context == 1 or decide(config, DeviceFacts()).param_overlap.on:
         return None
     return Variable(CONNECTIONS, "1", "so that kernels start in the order in which they were queued")
 
@@ -185,8 +181,7 @@ def job_variables(job: Job, config: RunConfig) -> list[Variable]:
     counted = f"$(( $(nproc) > {job.processes} ? $(nproc) / {job.processes} : 1 ))"
     threads = str(max(1, job.cpus // job.processes)) if job.cpus else counted
     variables = [Variable("OMP_NUM_THREADS", threads, "the cores of a node divided among its workers")]
-    connections = cuda_connections(config)
-    if job.uses_gpus and connections is not None:
+    if job.uses_gpus and (connections := cuda_connections(config)) is not None:
         variables.append(connections)
     if job.uses_gpus and job.nodes > 1:
         variables.append(Variable("NCCL_DEBUG", "WARN", "NCCL prints warnings and errors only"))
@@ -204,15 +199,13 @@ def environment_notices(environment: Mapping[str, str], on_gpu: bool, nccl: bool
     if given and nccl:
         lines.append(f"NCCL reads from the environment: {', '.join(given)}")
     elif given:
-        reason = (
-            "one process sends no messages" if alone else "messages go through gloo here, not through NCCL"
-        )
+        by_gloo = "messages go through gloo here, not through NCCL"
+        reason = "one process sends no messages" if alone else by_gloo
         lines.append(f"{', '.join(given)}: {reason}, so this changes nothing")
     if CONNECTIONS in environment:
         written = f"{CONNECTIONS}={environment[CONNECTIONS]}"
-        lines.append(
-            f"CUDA reads from the environment: {written}" if on_gpu else f"{written}: there is no GPU here"
-        )
+        read = f"CUDA reads from the environment: {written}"
+        lines.append(read if on_gpu else f"{written}: there is no GPU here")
     return lines
 
 
@@ -223,14 +216,12 @@ def matching_interfaces(pattern: str, interfaces: Sequence[str]) -> list[str]:
     """
     exclude, text = pattern.startswith("^"), pattern.lstrip("^")
     exact, text = text.startswith("="), text.lstrip("=")
-    names = [name for name in text.split(",") if name]
-    if not names:
-        return list(interfaces)
-
-    def matches(interface: str) -> bool:
-        return any(interface == name if exact else interface.startswith(name) for name in names)
-
-    return [interface for interface in interfaces if matches(interface) != exclude]
+    names = tuple(filter(None, text.split(",")))
+    return [
+        interface
+        for interface in interfaces
+        if not names or (interface in names if exact else interface.startswith(names)) != exclude
+    ]
 
 
 def interface_problem(environment: Mapping[str, str], interfaces: Sequence[str]) -> str | None:

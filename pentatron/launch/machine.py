@@ -1,5 +1,6 @@
 """Inspects a machine for `pentatron doctor`, and tests a matmul and an all-reduce."""
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -9,8 +10,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from pentatron.devices import find_chip
@@ -122,46 +124,45 @@ def _row(name: str, value: str, is_bad: bool, state: str, advice: str) -> Row:
     return (name, value, state, advice) if is_bad else (name, value)
 
 
-def _software() -> list[Row]:
-    rows = [
-        _row(
-            "Python",
-            f"{platform.python_version()}, {sys.executable}",
-            sys.version_info < _OLDEST_PYTHON,
-            PROBLEM,
-            "Python 3.11 or newer is needed: create the environment with one",
-        )
-    ]
+def _software() -> Iterator[Row]:
+    advice = "Python 3.11 or newer is needed: create the environment with one"
+    python = f"{platform.python_version()}, {sys.executable}"
+    yield _row("Python", python, sys.version_info < _OLDEST_PYTHON, PROBLEM, advice)
     if importlib.util.find_spec("torch") is None:
-        return [*rows, ("torch", "missing", PROBLEM, "pip install 'torch>=2.11'")]
+        yield "torch", "missing", PROBLEM, "pip install 'torch>=2.11'"
+        return
     import torch
 
     numbers = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
     advice = "pip install --upgrade 'torch>=2.11'"
-    rows.append(_row("torch", f"{torch.__version__}, {built}", numbers < _OLDEST_TORCH, PROBLEM, advice))
+    yield _row("torch", f"{torch.__version__}, {built}", numbers < _OLDEST_TORCH, PROBLEM, advice)
     if torch.version.cuda and torch.distributed.is_nccl_available():
-        rows.append(("NCCL", ".".join(map(str, torch.cuda.nccl.version()))))
-    return rows
+        yield "NCCL", ".".join(map(str, torch.cuda.nccl.version()))
 
 
-def _gpus() -> list[Row]:
+def _gpus() -> Iterator[Row]:
     driver = _first_output_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    rows: list[Row] = [("driver", driver)] if driver else []
+    if driver:
+        yield "driver", driver
     if importlib.util.find_spec("torch") is None:
-        return rows
+        return
     import torch
 
-    if not torch.cuda.is_available():
-        if driver:
-            advice = "torch does not use the GPUs that the driver knows: install a CUDA build of torch that fits the driver"
-            return [*rows, ("count", "0 for torch", PROBLEM, advice)]
-        advice = "enough for small models and for trying things out"
-        return [("count", "none: runs compute on the CPU", NOTE, advice)]
-    for number in range(torch.cuda.device_count()):
-        gpu = torch.cuda.get_device_properties(number)
-        rows.append((f"GPU {number}", f"{gpu.name}, {binary_size(gpu.total_memory)}{_peak(gpu.name)}"))
-    return rows
+    if torch.cuda.is_available():
+        for number in range(torch.cuda.device_count()):
+            gpu = torch.cuda.get_device_properties(number)
+            yield f"GPU {number}", f"{gpu.name}, {binary_size(gpu.total_memory)}{_peak(gpu.name)}"
+    elif driver:
+        advice = "torch does not use the GPUs that the driver knows: install a CUDA build of torch that fits the driver"
+        yield "count", "0 for torch", PROBLEM, advice
+    else:
+        yield (
+            "count",
+            "none: runs compute on the CPU",
+            NOTE,
+            "enough for small models and for trying things out",
+        )
 
 
 def _peak(name: str) -> str:
@@ -170,55 +171,51 @@ def _peak(name: str) -> str:
     return f", {chip.half:.0f} TFLOP/s in half precision by its maker" if chip is not None else ""
 
 
-def _hardware(folder: Path) -> list[Row]:
+def _hardware(folder: Path) -> Iterator[Row]:
     cores = usable_cores()
     installed = os.cpu_count() or cores
     of = f" of {installed} (this process may use no more)" if cores < installed else ""
-    rows: list[Row] = [("cores", f"{cores}{of}")]
+    yield "cores", f"{cores}{of}"
     if (memory := host_memory()) is not None:
         total, free = memory
         value = f"{binary_size(free)} of {binary_size(total)} free"
-        rows.append(_row("memory", value, free < _MIN_MEMORY, NOTE, "end other programs first"))
+        yield _row("memory", value, free < _MIN_MEMORY, NOTE, "end other programs first")
     if folder.exists():
         free = shutil.disk_usage(folder).free
         advice = "checkpoints of large models will not fit; choose another --run-dir"
-        rows.append(_row("disk", f"{binary_size(free)} free in {folder}", free < _MIN_DISK, NOTE, advice))
+        yield _row("disk", f"{binary_size(free)} free in {folder}", free < _MIN_DISK, NOTE, advice)
     shared = Path("/dev/shm")
     if shared.exists():
         free = shutil.disk_usage(shared).free
         advice = "NCCL and readers of data need more; start the container with --shm-size=8g or --ipc=host"
-        rows.append(_row("/dev/shm", f"{binary_size(free)} free", free < _MIN_SHARED_MEMORY, NOTE, advice))
-    return rows
+        yield _row("/dev/shm", f"{binary_size(free)} free", free < _MIN_SHARED_MEMORY, NOTE, advice)
 
 
-def _network(environment: Mapping[str, str]) -> list[Row]:
+def _network(environment: Mapping[str, str]) -> Iterator[Row]:
     interfaces = [name for _, name in socket.if_nameindex()]
     problem = interface_problem(environment, interfaces)
-    rows = [_row("interfaces", ", ".join(interfaces), problem is not None, PROBLEM, problem or "")]
+    yield _row("interfaces", ", ".join(interfaces), problem is not None, PROBLEM, problem or "")
     gloo = environment.get("GLOO_SOCKET_IFNAME", "")
     if gloo and gloo not in interfaces:
         advice = f"GLOO_SOCKET_IFNAME={gloo} is none of them: export one that is, or unset it"
-        rows.append(("gloo", gloo, PROBLEM, advice))
+        yield "gloo", gloo, PROBLEM, advice
     host = socket.gethostname()
     try:
         addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(host, None)})
     except OSError:
         advice = "other machines cannot find this one by its name: enter it in DNS or /etc/hosts, or use an address as MASTER_ADDR"
-        return [*rows, ("this machine", f"{host} is unknown", NOTE, advice)]
+        yield "this machine", f"{host} is unknown", NOTE, advice
+        return
     is_loopback = all(address.startswith("127.") or address == "::1" for address in addresses)
     advice = "its name means itself only: use an address as MASTER_ADDR where several machines train together"
-    return [*rows, _row("this machine", f"{host} is {', '.join(addresses)}", is_loopback, NOTE, advice)]
+    yield _row("this machine", f"{host} is {', '.join(addresses)}", is_loopback, NOTE, advice)
 
 
-def _slurm(environment: Mapping[str, str]) -> list[Row]:
+def _slurm(environment: Mapping[str, str]) -> Iterator[Row]:
     version = _first_output_line("sbatch", "--version")
-    if not version:
-        return [("sbatch", "not here: `pentatron launch torchrun` starts runs on several machines")]
-    rows: list[Row] = [("sbatch", version)]
-    if "SLURM_JOB_ID" in environment:
-        nodes = environment.get("SLURM_NNODES", "?")
-        rows.append(("inside job", f"{environment['SLURM_JOB_ID']}, {nodes} nodes"))
-    return rows
+    yield "sbatch", version or "not here: `pentatron launch torchrun` starts runs on several machines"
+    if version and "SLURM_JOB_ID" in environment:
+        yield "inside job", f"{environment['SLURM_JOB_ID']}, {environment.get('SLURM_NNODES', '?')} nodes"
 
 
 def _variables(environment: Mapping[str, str]) -> list[Row]:
@@ -234,41 +231,36 @@ def _variables(environment: Mapping[str, str]) -> list[Row]:
     return rows or [("NCCL, CUDA, launchers", "none is set; sensible values are used")]
 
 
-def _packages() -> list[Row]:
-    rows = []
+def _packages() -> Iterator[Row]:
     for name in _NEEDED:
         version = _version(name)
-        rows.append(_row(name, version or "missing", not version, PROBLEM, f"pip install {name}"))
+        yield _row(name, version or "missing", not version, PROBLEM, f"pip install {name}")
     for name, purpose in _OPTIONAL.items():
-        rows.append((name, _version(name) or f"not here; pip install {name} for {purpose}"))
+        yield name, _version(name) or f"not here; pip install {name} for {purpose}"
     flash = _version("flash-attn")
     installed = f"{flash}, not used" if flash else "not here, not needed"
-    return [*rows, ("flash-attn", f"{installed}: attention is torch's own")]
+    yield "flash-attn", f"{installed}: attention is torch's own"
 
 
 def _version(name: str) -> str:
-    try:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    return ""
 
 
 def _first_output_line(*words: str) -> str:
     """Runs a program and returns its first line of output; "" if it is missing, fails or prints nothing."""
-    run: Callable[..., subprocess.CompletedProcess[str]] = subprocess.run
-    try:
-        result = run(words, capture_output=True, text=True, check=False, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    output = result.stdout.strip()
-    return output.splitlines()[0] if result.returncode == 0 and output else ""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        result = subprocess.run(words, capture_output=True, text=True, check=True, timeout=20)
+        return next(iter(result.stdout.strip().splitlines()), "")
+    return ""
 
 
 def check_matmul(device: str, size: int = 512) -> Finding:
     """Compares an fp32 matmul on the device with a float64 matmul on the CPU."""
     import torch
 
-    name = f"matmul on {device}"
+    finding = partial(Finding, "trials", f"matmul on {device}")
     try:
         left, right = (torch.randn(size, size, generator=torch.Generator().manual_seed(n)) for n in (1, 2))
         a, b = left.to(device), right.to(device)
@@ -280,13 +272,11 @@ def check_matmul(device: str, size: int = 512) -> Finding:
         error = float((result.double() - left.double() @ right.double()).abs().max())
     except RuntimeError as failure:
         reason = str(failure).strip().splitlines()[0]
-        advice = "the build of torch does not fit this device or its driver"
-        return Finding("trials", name, reason, PROBLEM, advice)
+        return finding(reason, PROBLEM, "the build of torch does not fit this device or its driver")
     # TF32 rounds each factor to a mantissa of ten bits.
     if error > size * 2**-9:
-        advice = "the device computes wrongly: do not train on it"
-        return Finding("trials", name, f"off by {error:.3g}", PROBLEM, advice)
-    return Finding("trials", name, f"{2 * size**3 / seconds / 1e9:.0f} GFLOP/s in fp32, off by {error:.1e}")
+        return finding(f"off by {error:.3g}", PROBLEM, "the device computes wrongly: do not train on it")
+    return finding(f"{2 * size**3 / seconds / 1e9:.0f} GFLOP/s in fp32, off by {error:.1e}")
 
 
 def check_all_reduce(backend: str, size: int, environment: Mapping[str, str]) -> Finding:
@@ -295,18 +285,13 @@ def check_all_reduce(backend: str, size: int, environment: Mapping[str, str]) ->
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     words = python_command(["-m", "pentatron.launch.all_reduce_probe", backend])
-    variables = {**loopback_variables(environment), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    processes = [
-        subprocess.Popen(
-            [*words, str(rank), str(size), port],
-            env={**environment, **variables},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    name = f"all-reduce, {backend}"
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    variables = {**environment, **loopback_variables(environment), **address}
+    start = partial(
+        subprocess.Popen, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    processes = [start([*words, str(rank), str(size), port]) for rank in range(size)]
+    finding = partial(Finding, "trials", f"all-reduce, {backend}")
     if backend == "nccl":
         advice = "export NCCL_DEBUG=INFO and look at its lines; NCCL_P2P_DISABLE=1 or NCCL_SHM_DISABLE=1 show which path is at fault"
     else:
@@ -317,10 +302,9 @@ def check_all_reduce(backend: str, size: int, environment: Mapping[str, str]) ->
         for process in processes:
             process.kill()
             process.communicate()
-        return Finding("trials", name, f"no answer within {_TRIAL_TIMEOUT_SECONDS} s", PROBLEM, advice)
+        return finding(f"no answer within {_TRIAL_TIMEOUT_SECONDS} s", PROBLEM, advice)
     failure = next((err for process, (_, err) in zip(processes, outputs) if process.returncode), None)
     if failure is not None:
-        reason = failure.strip().splitlines()[-1] if failure.strip() else "a process died"
-        return Finding("trials", name, reason, PROBLEM, advice)
+        return finding((failure.strip().splitlines() or ["a process died"])[-1], PROBLEM, advice)
     slowest = max(float(out.split()[-1]) for out, _ in outputs)
-    return Finding("trials", name, f"{size} {plural(size, 'process')}, 1 MiB in {slowest * 1e3:.1f} ms")
+    return finding(f"{size} {plural(size, 'process')}, 1 MiB in {slowest * 1e3:.1f} ms")

@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from pentatron.launch.job import Job
+from pentatron.launch.job import SBATCH_FIELDS, Job
 from pentatron.parallel.rendezvous import SECRET
 from pentatron.text import redact
 
@@ -59,10 +59,11 @@ def _setup(job: Job, strict: str) -> list[str]:
 
 def _exports(job: Job) -> list[str]:
     """Returns the exports for the workers; values that the user has exported take precedence."""
-    lines = []
-    for item in job.variables:
-        lines += [f"# {item.name}: {item.reason}", f'export {item.name}="${{{item.name}:-{item.value}}}"']
-    return lines
+    return [
+        line
+        for item in job.variables
+        for line in (f"# {item.name}: {item.reason}", f'export {item.name}="${{{item.name}:-{item.value}}}"')
+    ]
 
 
 def _safe_path(job: Job) -> list[str]:
@@ -83,10 +84,7 @@ def _new_secret() -> list[str]:
 
 def _restarts(run_id: str) -> list[str]:
     """Returns the lines that restarts by torchrun need."""
-    return [
-        f'export RUN_ID="{run_id}"',
-        *_NEW_STORE,
-    ]
+    return [f'export RUN_ID="{run_id}"', *_NEW_STORE]
 
 
 def _command_array(words: Iterable[str]) -> list[str]:
@@ -141,27 +139,14 @@ def batch_script(job: Job, command: Sequence[str], equation: str) -> str:
 
 
 def _sbatch_lines(job: Job) -> list[str]:
-    options = {
-        "job-name": job.name,
-        "nodes": str(job.nodes),
-        "ntasks-per-node": "1",
-        "cpus-per-task": str(job.cpus or ""),
-        "gres": job.gres or (f"gpu:{job.processes}" if job.uses_gpus else ""),
-        "mem": job.memory,
-        "time": job.time,
-        "partition": job.partition,
-        "account": job.account,
-        "qos": job.qos,
-        "constraint": job.constraint,
-        "output": job.output,
-    }
-    lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value]
+    gres = job.gres or (f"gpu:{job.processes}" if job.uses_gpus else "")
+    options: dict[str, object] = {"job-name": job.name, "nodes": job.nodes, "ntasks-per-node": 1}
+    options |= {option: getattr(job, name) for option, name in SBATCH_FIELDS.items()} | {"gres": gres}
     # A job that is requeued appends to its output file instead of truncating it.
-    lines.append("#SBATCH --open-mode=append")
-    if job.grace:
-        lines.append(f"#SBATCH --signal=B:USR1@{job.grace}")
-    lines.append(f"#SBATCH --{'requeue' if job.requeues else 'no-requeue'}")
-    return [*lines, *(f"#SBATCH {line}" for line in job.sbatch_options)]
+    options |= {"open-mode": "append", "signal": f"B:USR1@{job.grace}" if job.grace else ""}
+    lines = [f"--{name}={value}" for name, value in options.items() if value]
+    lines += ["--requeue" if job.requeues else "--no-requeue", *job.sbatch_options]
+    return [f"#SBATCH {line}" for line in lines]
 
 
 def _signal_handlers(job: Job) -> list[str]:
@@ -181,13 +166,11 @@ def _signal_handlers(job: Job) -> list[str]:
 
 
 def _srun(job: Job) -> list[str]:
-    container = []
-    if job.container_image:
-        container.append(f"--container-image={job.container_image}")
-        container.append(f"--container-mounts={_mounts(job)}")
-        container.append('--container-workdir="$PWD"')
     # The workers of one node may end first; those of the others must not be killed while they save.
-    options = ["--kill-on-bad-exit=0", f"--wait={job.grace or 30}", *container]
+    options = ["--kill-on-bad-exit=0", f"--wait={job.grace or 30}"]
+    if job.container_image:
+        options += [f"--container-image={job.container_image}", f"--container-mounts={_mounts(job)}"]
+        options.append('--container-workdir="$PWD"')
     rendezvous = _rendezvous(job).replace("$NODE_RANK", "$SLURM_NODEID")
     return [
         f"# One torchrun on each of the {job.nodes} nodes, where it reads its node rank.",
@@ -278,14 +261,10 @@ def _node_variables(job: Job) -> list[str]:
         f'if [ "$NODE_RANK" -ge {job.nodes} ]; then echo "there is no machine $NODE_RANK of {job.nodes}: '
         f'count from 0" >&2; exit 2; fi',
     ]
-    if job.address:
-        lines.append(f'export MASTER_ADDR="${{MASTER_ADDR:-{job.address}}}"')
-    else:
-        lines.append(': "${MASTER_ADDR:?export MASTER_ADDR, the address of machine 0}"')
+    given = f'export MASTER_ADDR="${{MASTER_ADDR:-{job.address}}}"'
+    lines.append(given if job.address else ': "${MASTER_ADDR:?export MASTER_ADDR, the address of machine 0}"')
     lines.append(f'export MASTER_PORT="${{MASTER_PORT:-{job.port or _TORCHRUN_PORT}}}"')
-    if job.restarts:
-        lines += _restarts(f"${{RUN_ID:-{job.name}}}")
-    return lines
+    return lines + (_restarts(f"${{RUN_ID:-{job.name}}}") if job.restarts else [])
 
 
 def _torchrun(job: Job) -> list[str]:

@@ -76,7 +76,7 @@ def _tick_step(rough: float) -> float:
 def _smooth(points: Sequence[Point]) -> list[Point]:
     """Centred running mean, which does not lag behind a falling loss."""
     max_half_width = math.ceil(len(points) * _WINDOW_SHARE)
-    sums = [0.0, *accumulate(y for _, y in points)]
+    sums = [*accumulate((y for _, y in points), initial=0.0)]
     smoothed = []
     for i, (x, _) in enumerate(points):
         # The window is symmetric at the start, where the loss is steep, so the mean is not biased downwards.
@@ -99,12 +99,12 @@ def _grid(axes: Axes, step: float) -> list[str]:
     for i in range(int(axes.x_max // x_step) + 1):
         x, _ = axes.place((i * x_step, axes.y_min))
         elements.append(_label(x, bottom + 18, "middle", f"{i * x_step:.6g}"))
-    elements.append(f'<line x1="{_LEFT}" y1="{bottom}" x2="{right}" y2="{bottom}" stroke="#888"/>')
-    elements.append(_label((_LEFT + right) / 2, _HEIGHT - 8, "middle", "step"))
-    elements.append(
-        f'<text x="16" y="{_HEIGHT / 2}" text-anchor="middle" transform="rotate(-90 16 {_HEIGHT / 2})">loss</text>'
-    )
-    return elements
+    return [
+        *elements,
+        f'<line x1="{_LEFT}" y1="{bottom}" x2="{right}" y2="{bottom}" stroke="#888"/>',
+        _label((_LEFT + right) / 2, _HEIGHT - 8, "middle", "step"),
+        f'<text x="16" y="{_HEIGHT / 2}" text-anchor="middle" transform="rotate(-90 16 {_HEIGHT / 2})">loss</text>',
+    ]
 
 
 def _label(x: float, y: float, anchor: str, text: str) -> str:

@@ -55,11 +55,9 @@ class PlainLines(Display):
             self.say(f"{what} ...")
 
     def step(self, report: StepReport, eta_seconds: float) -> None:
-        now = time.monotonic()
-        if not self.shows_steps:
-            return
-        if now - self._last >= _SECONDS_BETWEEN_LINES or report.step in (1, report.total_steps):
-            self._last = now
+        is_due = time.monotonic() - self._last >= _SECONDS_BETWEEN_LINES
+        if self.shows_steps and (is_due or report.step in (1, report.total_steps)):
+            self._last = time.monotonic()
             self.say(progress_line(report, eta_seconds))
 
 
@@ -76,7 +74,6 @@ class LiveBar(Display):
             TextColumn("{task.fields[facts]}"),
             console=console,
         )
-        self._task: Any = None
         self._title = ""
         self._progress.start()
 
@@ -86,12 +83,8 @@ class LiveBar(Display):
     def work(self, what: str, done: int, total: int, facts: str = "") -> None:
         from rich.markup import escape
 
-        self._show(
-            escape(printable_without_secrets(what)),
-            done,
-            total,
-            f"{100 * done / max(total, 1):.0f} % {facts}",
-        )
+        title = escape(printable_without_secrets(what))
+        self._show(title, done, total, f"{100 * done / max(total, 1):.0f} % {facts}")
 
     def step(self, report: StepReport, eta_seconds: float) -> None:
         facts = (
@@ -103,11 +96,11 @@ class LiveBar(Display):
 
     def _show(self, title: str, done: int, total: int, facts: str) -> None:
         if title != self._title:
-            if self._task is not None:
-                self._progress.remove_task(self._task)
-            self._task = self._progress.add_task(title, total=total, facts=facts)
+            for task in self._progress.task_ids:
+                self._progress.remove_task(task)
+            self._progress.add_task(title, total=total, facts=facts)
             self._title = title
-        self._progress.update(self._task, completed=done, total=total, facts=facts)
+        self._progress.update(self._progress.task_ids[0], completed=done, total=total, facts=facts)
 
     def close(self) -> None:
         self._progress.stop()
@@ -119,12 +112,12 @@ def open_display(mode: str, out: TextIO | None = None, shows_steps: bool = True)
     `auto` shows a bar on a terminal. `shows_steps`: print steps without a bar.
     """
     stream = out or sys.stdout
+    plain = PlainLines(stream, shows_steps)
     if mode == "off" or (mode == "auto" and not stream.isatty()):
-        return PlainLines(stream, shows_steps)
+        return plain
     try:
         from rich.console import Console
     except ImportError:
-        plain = PlainLines(stream, shows_steps)
         plain.say("no progress bar: the rich library is not installed (pip install rich)")
         return plain
     return LiveBar(Console(file=stream, force_terminal=True if mode == "on" else None))

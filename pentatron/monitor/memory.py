@@ -29,10 +29,8 @@ def current_memory(device: torch.device) -> dict[str, int]:
     """Current memory in bytes: `resident`, and on a GPU also `allocated` and `reserved`."""
     figures = {"resident": _resident()}
     if device.type == "cuda":
-        figures |= {
-            "allocated": torch.cuda.memory_allocated(device),
-            "reserved": torch.cuda.memory_reserved(device),
-        }
+        figures["allocated"] = torch.cuda.memory_allocated(device)
+        figures["reserved"] = torch.cuda.memory_reserved(device)
     return figures
 
 
@@ -109,11 +107,8 @@ class MemorySampler:
         figures = current_memory(self.device)
         self.peak = {name: max(value, self.peak.get(name, 0)) for name, value in figures.items()}
         utilisation = [gpu_utilisation(self.device)] if self._has_utilisation else []
-        self._try_write(
-            lambda: self._rows.writerow(
-                [f"{time.monotonic() - self._start:.3f}", *figures.values(), *utilisation]
-            )
-        )
+        row = [f"{time.monotonic() - self._start:.3f}", *figures.values(), *utilisation]
+        self._try_write(lambda: self._rows.writerow(row))
         self._try_write(self._file.flush)
 
     def _try_write(self, write: Callable[[], object]) -> None:

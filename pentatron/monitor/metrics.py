@@ -18,6 +18,12 @@ _NUMBERS = frozenset(
     "loss validation_loss test_loss learning_rate gradient_norm loss_scale tokens consumed_samples seconds "
     "tokens_per_second global_batch_size teraflops_per_device memory_bytes".split()
 )
+# Fields of a report in a row, in their order, and the digits of those that are rounded.
+_ROW = (
+    "step loss learning_rate gradient_norm tokens consumed_samples seconds tokens_per_second "
+    "global_batch_size teraflops_per_device memory_bytes".split()
+)
+_DIGITS = {"seconds": 6, "tokens_per_second": 1, "teraflops_per_device": 6}
 # Limit of values: beyond any run, and small enough that sums and squares are finite in double precision.
 _LARGEST = 1e39
 _LARGEST_STEP = 2**53
@@ -80,17 +86,8 @@ class MetricsFile(Recorder):
 
 def metrics_row(report: StepReport) -> dict[str, Any]:
     return {
-        "step": report.step,
-        "loss": report.loss,
-        "learning_rate": report.learning_rate,
-        "gradient_norm": report.gradient_norm,
-        "tokens": report.tokens,
-        "consumed_samples": report.consumed_samples,
-        "seconds": round(report.seconds, 6),
-        "tokens_per_second": round(report.tokens_per_second, 1),
-        "global_batch_size": report.global_batch_size,
-        "teraflops_per_device": round(report.teraflops_per_device, 6),
-        "memory_bytes": report.memory_bytes,
+        **{name: getattr(report, name) for name in _ROW},
+        **{name: round(getattr(report, name), digits) for name, digits in _DIGITS.items()},
         **({"loss_scale": report.loss_scale} if report.loss_scale != 1.0 else {}),
         **({"skipped": True} if report.is_skipped else {}),
         **({"reported": dict(report.reported)} if report.reported else {}),
@@ -101,24 +98,18 @@ def metrics_row(report: StepReport) -> dict[str, Any]:
 
 def _line(row: Mapping[str, Any]) -> str:
     """Returns a row as a JSON line, without NaN and inf, which JSON cannot represent."""
-    finite = {
-        name: value for name, value in row.items() if not isinstance(value, float) or math.isfinite(value)
-    }
+    finite = {name: v for name, v in row.items() if not isinstance(v, float) or math.isfinite(v)}
     return json.dumps(finite) + "\n"
 
 
 def read_metrics(path: Path) -> Metrics:
     """Reads a metrics file. Invalid lines, from a crash or disk damage, are skipped and counted."""
-    rows = Metrics()
     if not path.exists():
-        return rows
+        return Metrics()
     with path.open("rb") as file:
-        for line in file:
-            row = parse_row(line)
-            if row is None:
-                rows.damaged += 1
-            else:
-                rows.append(row)
+        parsed = [parse_row(line) for line in file]
+    rows = Metrics(row for row in parsed if row is not None)
+    rows.damaged = parsed.count(None)
     return rows
 
 
@@ -128,14 +119,11 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
         row = parse_json(line.decode())
     except ValueError:
         return None
-    if not isinstance(row, dict):
-        return None
-    step = row.get("step")
+    step = row.get("step") if isinstance(row, dict) else None
     if type(step) is not int or not 0 <= step < _LARGEST_STEP:
         return None
-    if not all(_is_number(value) for name, value in row.items() if name in _NUMBERS):
-        return None
-    return row if _is_per_rank(row.get("ranks", {})) else None
+    is_valid = all(_is_number(value) for name, value in row.items() if name in _NUMBERS)
+    return row if is_valid and _is_per_rank(row.get("ranks", {})) else None
 
 
 def _is_number(value: object) -> bool:
@@ -173,19 +161,18 @@ class RunMetrics:
 
     def add(self, row: dict[str, Any]) -> None:
         """Adds a row, replacing one of the same step: an evaluation rewrites the last row."""
+        self.step = row["step"]
         for rows in (self.recent, self.ranks):
-            if rows and rows[-1]["step"] == row["step"]:
+            if rows and rows[-1]["step"] == self.step:
                 rows.pop()
-        self.step = int(row["step"])
         if "validation_loss" in row:
-            self.validations[row["step"]] = row["validation_loss"]
-        if "loss" not in row:
-            # The step was skipped, or its loss is NaN or inf.
-            return
-        self.recent.append(row)
-        self.losses[row["step"]] = row["loss"]
-        if "memory_bytes" in row.get("ranks", ()):
-            self.ranks.append(row)
+            self.validations[self.step] = row["validation_loss"]
+        # Without a loss, the step was skipped, or its loss is NaN or inf.
+        if "loss" in row:
+            self.recent.append(row)
+            self.losses[self.step] = row["loss"]
+            if "memory_bytes" in row.get("ranks", ()):
+                self.ranks.append(row)
 
 
 class MetricsFollower:
@@ -211,16 +198,13 @@ class MetricsFollower:
             for line in file:
                 if not line.endswith(b"\n"):
                     break
-                self._add_line(line, offset)
+                row = parse_row(line)
+                # The view needs the duration of trained steps.
+                if row is None or ("loss" in row and "seconds" not in row):
+                    self.seen.damaged.add(offset)
+                else:
+                    self.seen.damaged.discard(offset)
+                    self.seen.add(row)
                 # The last line is read again next time, as it may have been rewritten.
                 self._last_offset, offset = offset, offset + len(line)
         return self.seen
-
-    def _add_line(self, line: bytes, offset: int) -> None:
-        row = parse_row(line)
-        # The view needs the duration of trained steps.
-        if row is None or ("loss" in row and "seconds" not in row):
-            self.seen.damaged.add(offset)
-            return
-        self.seen.damaged.discard(offset)
-        self.seen.add(row)

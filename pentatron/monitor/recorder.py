@@ -5,7 +5,7 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -75,10 +75,8 @@ class AppendedFile:
     def _is_same_file(self) -> bool:
         try:
             return os.path.samestat(self.path.stat(), os.fstat(self._file.fileno()))
-        except FileNotFoundError:
-            return False
-        except ValueError:
-            # The file is closed, as it could not be opened again.
+        except (FileNotFoundError, ValueError):
+            # ValueError: the file is closed, as it could not be opened again.
             return False
 
 
@@ -135,70 +133,59 @@ class PerformanceSummary(Recorder):
         """`about`: fields that describe the run and its hardware."""
         self.path, self.about = path, about
         self._seconds: list[float] = []
-        self._tokens = self._samples = 0
+        self._tokens = self._samples = self._seen = 0
         self._flops = 0.0
-        self._seen = 0
         self._first: StepReport | None = None
         self._last: StepReport | None = None
 
     def record(self, report: StepReport, validation: float | None) -> None:
         self._seen += 1
         self._first, self._last = self._first or report, report
-        if self._seen <= _WARMUP_STEPS:
-            return
-        self._seconds.append(report.seconds)
-        self._tokens += report.tokens
-        self._samples += report.global_batch_size
-        self._flops += report.flops
+        if self._seen > _WARMUP_STEPS:
+            self._seconds.append(report.seconds)
+            self._tokens += report.tokens
+            self._samples += report.global_batch_size
+            self._flops += report.flops
 
     def close(self) -> None:
-        if self._first is None or self._last is None:
-            return
-        write_file(self.path, f"{json.dumps(self.summary(), indent=2)}\n".encode())
+        if self._first is not None and self._last is not None:
+            summary = self._summary(self._first, self._last)
+            write_file(self.path, f"{json.dumps(summary, indent=2)}\n".encode())
 
-    def summary(self) -> dict[str, Any]:
-        assert self._first is not None and self._last is not None
+    def _summary(self, first: StepReport, last: StepReport) -> dict[str, Any]:
+        # JSON cannot represent NaN and inf.
+        first_loss, last_loss = (loss if math.isfinite(loss) else None for loss in (first.loss, last.loss))
         summary = {
             **self.about,
             "steps": self._seen,
-            "first_step": self._first.step,
-            "last_step": self._last.step,
-            "first_loss": _finite_or_none(self._first.loss),
-            "last_loss": _finite_or_none(self._last.loss),
-            "first_step_seconds": round(self._first.seconds, 6),
-            "peak_memory_bytes": self._last.memory_bytes,
+            "first_step": first.step,
+            "last_step": last.step,
+            "first_loss": first_loss,
+            "last_loss": last_loss,
+            "first_step_seconds": round(first.seconds, 6),
+            "peak_memory_bytes": last.memory_bytes,
+            "measured_steps": len(self._seconds),
         }
         if not self._seconds:
-            return {
-                **summary,
-                "measured_steps": 0,
-                "remark": f"the first {_WARMUP_STEPS} steps are not measured",
-            }
-        total = sum(self._seconds)
-        ordered = sorted(self._seconds)
-        teraflops = self._flops / total / self._last.devices / 1e12
-        peak = self._last.peak_teraflops
+            return {**summary, "remark": f"the first {_WARMUP_STEPS} steps are not measured"}
+        total, peak = sum(self._seconds), last.peak_teraflops
+        teraflops = self._flops / total / last.devices / 1e12
+        seconds = {
+            "mean": total / len(self._seconds),
+            "median": statistics.median(self._seconds),
+            "fastest": min(self._seconds),
+            "slowest": max(self._seconds),
+        }
         return {
             **summary,
-            "measured_steps": len(self._seconds),
-            "step_seconds": {
-                "mean": round(total / len(ordered), 6),
-                "median": round(statistics.median(ordered), 6),
-                "fastest": round(ordered[0], 6),
-                "slowest": round(ordered[-1], 6),
-            },
+            "step_seconds": {name: round(value, 6) for name, value in seconds.items()},
             "samples_per_second": round(self._samples / total, 3),
             "tokens_per_second": round(self._tokens / total, 1),
-            "tokens_per_second_per_device": round(self._tokens / total / self._last.devices, 1),
+            "tokens_per_second_per_device": round(self._tokens / total / last.devices, 1),
             "teraflops_per_device": round(teraflops, 4),
             "model_flops_utilisation": round(teraflops / peak, 4) if peak else None,
             "peak_teraflops_per_device": peak,
         }
-
-
-def _finite_or_none(loss: float) -> float | None:
-    """Returns None for NaN and inf, which JSON cannot represent."""
-    return loss if math.isfinite(loss) else None
 
 
 # --- `progress.txt`: the events of a job over its restarts, one per line ---
@@ -252,18 +239,17 @@ class ProgressFile(Recorder):
         now = datetime.now()
         seconds = max((now - self._start).total_seconds(), 1e-3)
         total = self._flops_before + self._flops
+        rate = self._flops / seconds / self.devices / 1e12
+        cumulative_rate = total / (seconds + self._seconds_before) / self.devices / 1e12
         self._write(
             now,
             _SAVED,
             f"Iteration: {step}",
-            f"Job throughput: {self._rate(self._flops, seconds):.1f} TFLOP/s/GPU",
-            f"Cumulative throughput: {self._rate(total, seconds + self._seconds_before):.1f} TFLOP/s/GPU",
+            f"Job throughput: {rate:.1f} TFLOP/s/GPU",
+            f"Cumulative throughput: {cumulative_rate:.1f} TFLOP/s/GPU",
             f"Floating-point operations: {total:.2e}",
             f"Tokens (in billions): {self._tokens / 1e9:.2f}",
         )
-
-    def _rate(self, flops: float, seconds: float) -> float:
-        return flops / seconds / self.devices / 1e12
 
     def _write(self, now: datetime, *words: str) -> None:
         append_event(self.path, self.job_id, self.devices, *words, now=now)
@@ -272,23 +258,17 @@ class ProgressFile(Recorder):
 def earlier_seconds(path: Path) -> float:
     """Total time of earlier jobs in the file, each until its last checkpoint: later progress was lost."""
     total, start, last_save = 0.0, math.inf, -math.inf
-    for moment, event in _events(path):
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    for line in text.splitlines():
+        words = line.split("\t")
+        try:
+            moment, event = datetime.strptime(words[0], _TIME).timestamp(), words[3]
+        except (ValueError, IndexError):
+            # A partial line of a crash, or a user's note.
+            continue
         if event == STARTED:
             total += max(0.0, last_save - start)
             start, last_save = moment, -math.inf
         elif event == _SAVED:
             last_save = moment
     return total + max(0.0, last_save - start)
-
-
-def _events(path: Path) -> Iterator[tuple[float, str]]:
-    """Yields (timestamp, event) of the lines."""
-    if not path.exists():
-        return
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        words = line.split("\t")
-        try:
-            yield datetime.strptime(words[0], _TIME).timestamp(), words[3]
-        except (ValueError, IndexError):
-            # A partial line of a crash, or a user's note.
-            continue

@@ -1,5 +1,6 @@
 """Reports of a step: its metrics, those of all ranks and of experts, and Megatron-LM's log line."""
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,16 +45,14 @@ class RankReport:
 
 def gpu_utilisation(device: "torch.device") -> float | None:
     """GPU utilisation in percent as reported by the driver, or None if unavailable."""
-    if device.type != "cuda":
-        return None
-    # Imported here, as readers of reports do not need torch.
-    import torch
+    if device.type == "cuda":
+        # Imported here, as readers of reports do not need torch.
+        import torch
 
-    try:
-        return float(torch.cuda.utilization(device))
-    except Exception:
-        # pynvml is missing or the driver does not answer; exception types differ between versions.
-        return None
+        # pynvml may be missing, or the driver not answer; exception types differ between versions.
+        with contextlib.suppress(Exception):
+            return float(torch.cuda.utilization(device))
+    return None
 
 
 # Megatron-LM's names of router losses.
@@ -83,14 +82,9 @@ class ExpertReport:
         return [f"{name}: {value:.2f}" for name, value in self.by_name().items()]
 
     def as_metrics(self) -> dict[str, Any]:
-        fields: dict[str, Any] = {
-            **self.by_name(),
-            "expert_imbalance": round(self.imbalance, 4),
-            "idle_experts": self.idle,
-        }
-        if self.by_layer:
-            fields["tokens_per_expert"] = {str(layer): counts for layer, counts in self.by_layer.items()}
-        return fields
+        by_layer = {str(layer): counts for layer, counts in self.by_layer.items()}
+        fields = {"expert_imbalance": round(self.imbalance, 4), "idle_experts": self.idle}
+        return {**self.by_name(), **fields, **({"tokens_per_expert": by_layer} if by_layer else {})}
 
 
 # Prefix of the log line of an error.
@@ -175,8 +169,7 @@ class LogLines:
         due = report.step % self.interval == 0
         line = log_line(self._reports, now, self.throughput) if due or self._is_first else None
         self._is_first = False
-        if due:
-            self._reports = []
+        self._reports = [] if due else self._reports
         return line
 
 
@@ -193,10 +186,8 @@ def log_line(reports: list[StepReport], now: datetime, throughput: bool) -> str:
     fields.append(f"elapsed time per iteration (ms): {seconds * 1000:.1f}")
     if throughput:
         fields.append(f"throughput per GPU (TFLOP/s/GPU): {_teraflops(reports):.1f}")
-    fields += [
-        f"learning rate: {last.next_learning_rate:.6E}",
-        f"global batch size: {last.global_batch_size:5d}",
-    ]
+    fields.append(f"learning rate: {last.next_learning_rate:.6E}")
+    fields.append(f"global batch size: {last.global_batch_size:5d}")
     # Skipped steps are excluded: a NaN loss would make the mean NaN.
     updated = [r for r in reports if not r.is_skipped]
     if updated:
@@ -212,9 +203,8 @@ def log_line(reports: list[StepReport], now: datetime, throughput: bool) -> str:
     if last.peak_teraflops:
         fields.append(f"MFU: {100 * _teraflops(reports) / last.peak_teraflops:.1f} %")
     fields.append(f"memory (MiB): {in_mib(last.memory_bytes, '.0f')}")
-    if last.experts is not None:
-        fields.append(f"busiest expert: {last.experts.imbalance:.2f} x mean")
-        fields.append(f"idle experts: {last.experts.idle}")
+    if experts := last.experts:
+        fields += [f"busiest expert: {experts.imbalance:.2f} x mean", f"idle experts: {experts.idle}"]
     return " | ".join(fields) + " |"
 
 

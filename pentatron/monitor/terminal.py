@@ -12,7 +12,6 @@ import os
 import select
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -142,16 +141,15 @@ def append_line(file: Path, line: str) -> bool:
 
     Returns whether it was written. O_NONBLOCK refuses a FIFO without a reader.
     """
-    try:
+    with contextlib.suppress(OSError):
         opened = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
         with os.fdopen(opened, "a", encoding="utf-8", errors="replace") as log:
             log.write(f"{line}\n")
-    except OSError:
-        return False
-    return True
+        return True
+    return False
 
 
-@contextmanager
+@contextlib.contextmanager
 def require_complete_output() -> Iterator[None]:
     """Raises `OutputLost` at the end of the block if the output of a command could not be written completely.
 

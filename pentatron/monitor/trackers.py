@@ -3,8 +3,7 @@
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,34 +44,32 @@ def scalars(report: StepReport, validation: float | None, choices: OptionalScala
         over_both |= {"lm loss": report.loss, **report.reported}
         over_both |= report.experts.by_name() if report.experts else {}
     over_both |= {"loss-scale": report.loss_scale, "grad-norm": report.gradient_norm}
-    values = _over_steps_and_samples(over_both)
+    over_steps: dict[str, float] = {}
     if report.skipped_samples:
-        values.append(Scalar("skipped-train-samples", float(report.skipped_samples)))
+        over_steps["skipped-train-samples"] = float(report.skipped_samples)
     if choices.world_size is not None:
-        values.append(Scalar("world-size", float(choices.world_size)))
+        over_steps["world-size"] = float(choices.world_size)
     if choices.memory:
-        values.append(Scalar("mem-max-allocated-bytes", float(report.memory_bytes)))
-        values += [Scalar(name, value) for name, value in report.memory.items()]
+        over_steps |= {"mem-max-allocated-bytes": float(report.memory_bytes), **report.memory}
     if choices.timers:
-        values.append(Scalar("throughput", report.teraflops_per_device))
-        values.append(Scalar("iteration-time", report.seconds))
-    values.append(Scalar("tokens-per-second", report.tokens_per_second))
-    if validation is not None:
-        values += _evaluation_scalars("validation", validation, choices.perplexity)
+        over_steps |= {"throughput": report.teraflops_per_device, "iteration-time": report.seconds}
+    over_steps["tokens-per-second"] = report.tokens_per_second
+    losses = {} if validation is None else {"validation": validation}
+    return [
+        *_over_steps_and_samples(over_both),
+        *(Scalar(name, value) for name, value in over_steps.items()),
+        *_over_steps_and_samples(evaluation_scalars(losses, choices)),
+    ]
+
+
+def evaluation_scalars(losses: Mapping[str, float], choices: OptionalScalars) -> dict[str, float]:
+    """Returns evaluated losses, and their perplexities."""
+    values = {}
+    for name, loss in losses.items():
+        values[f"lm loss {name}"] = loss
+        if choices.perplexity:
+            values[f"lm loss {name} ppl"] = perplexity(loss)
     return values
-
-
-def evaluation_scalars(losses: Mapping[str, float], choices: OptionalScalars) -> list[Scalar]:
-    """Returns the losses evaluated after the last step, over steps only."""
-    values = [s for name, loss in losses.items() for s in _evaluation_scalars(name, loss, choices.perplexity)]
-    return [scalar for scalar in values if not scalar.over_samples]
-
-
-def _evaluation_scalars(name: str, loss: float, with_perplexity: bool) -> list[Scalar]:
-    values = {f"lm loss {name}": loss}
-    if with_perplexity:
-        values[f"lm loss {name} ppl"] = perplexity(loss)
-    return _over_steps_and_samples(values)
 
 
 def _over_steps_and_samples(values: Mapping[str, float]) -> list[Scalar]:
@@ -122,8 +119,8 @@ class TensorBoard(Recorder):
         self._writer.flush()
 
     def evaluated(self, step: int, losses: Mapping[str, float]) -> None:
-        for scalar in evaluation_scalars(losses, self.choices):
-            self._writer.add_scalar(scalar.name, scalar.value, step)
+        for name, value in evaluation_scalars(losses, self.choices).items():
+            self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def close(self) -> None:
@@ -140,17 +137,6 @@ class WandbDestination:
     folder: Path
 
 
-@contextmanager
-def _redacted_arguments() -> Iterator[None]:
-    """Context manager that hides secrets of the command line from `wandb.init`, which uploads `sys.argv`."""
-    original = sys.argv
-    sys.argv = [redact(word) for word in original]
-    try:
-        yield
-    finally:
-        sys.argv = original
-
-
 class WeightsAndBiases(Recorder):
     """Logs to Weights & Biases."""
 
@@ -163,20 +149,24 @@ class WeightsAndBiases(Recorder):
         except ImportError:
             raise UserError("--wandb-project needs the wandb package: pip install wandb") from None
         place.folder.mkdir(parents=True, exist_ok=True)
+        # `wandb.init` uploads `sys.argv`, which may contain secrets.
+        words = sys.argv
+        sys.argv = list(map(redact, words))
         try:
-            with _redacted_arguments():
-                self._run = wandb.init(
-                    dir=os.fspath(place.folder),
-                    name=redact(place.name),
-                    project=place.project,
-                    entity=place.entity,
-                    config=dict(settings),
-                )
+            self._run = wandb.init(
+                dir=os.fspath(place.folder),
+                name=redact(place.name),
+                project=place.project,
+                entity=place.entity,
+                config=dict(settings),
+            )
         except wandb.errors.Error as error:
             reason = str(error).strip().rstrip(".").splitlines()[0]
             raise RecorderUnavailable(
                 f"it did not start: {reason}; log in with `wandb login`, or keep the run on this machine with WANDB_MODE=offline"
             ) from None
+        finally:
+            sys.argv = words
         self.choices, self.interval = choices, interval
 
     def record(self, report: StepReport, validation: float | None) -> None:
@@ -187,8 +177,8 @@ class WeightsAndBiases(Recorder):
         self._run.log({**values, "samples vs steps": report.consumed_samples}, step=report.step)
 
     def evaluated(self, step: int, losses: Mapping[str, float]) -> None:
-        if values := {scalar.name: scalar.value for scalar in evaluation_scalars(losses, self.choices)}:
-            self._run.log(values, step=step)
+        if losses:
+            self._run.log(evaluation_scalars(losses, self.choices), step=step)
 
     def close(self) -> None:
         self._run.finish()

@@ -50,14 +50,7 @@ def draw_curve(
         y = round((rows - 1) * (high - point[1]) / (high - low))
         return min(max(x, 0), columns - 1), min(max(y, 0), rows - 1)
 
-    filled: set[tuple[int, int]] = set()
-    previous: tuple[int, int] | None = None
-    for x, y in _column_means(points, place):
-        # Connects neighbouring columns vertically.
-        start = y if previous is None or x - previous[0] > 1 else previous[1]
-        filled |= {(x, row) for row in range(min(start, y), max(start, y) + 1)}
-        filled |= _segment(previous, (x, y))
-        previous = (x, y)
+    filled = _connected_means(points, place)
     grid = [[_character(filled, column, row, braille) for column in range(cells)] for row in range(height)]
     for mark in marks:
         x, y = place(mark)
@@ -65,34 +58,35 @@ def draw_curve(
     labels = {0: format_significant(high), height - 1: format_significant(low)}
     lines = [f"{labels.get(i, ''):>{label}} {'┤' if i in labels else '│'}" for i in range(height)]
     axis = f"{'':>{label}} └" + "─" * cells
-    middle = max(1, cells - len(_step(first)) - len(_step(last)))
+    left, right = f"step {first:.0f}", f"step {last:.0f}"
+    middle = max(1, cells - len(left) - len(right))
     legend = f"{_DOT} validation" if marks and middle > 14 else ""
-    steps = f"{'':>{label}}  {_step(first)}{legend:^{middle}}{_step(last)}"
+    steps = f"{'':>{label}}  {left}{legend:^{middle}}{right}"
     drawn = [line + "".join(row).rstrip() for line, row in zip(lines, grid)] + [axis, steps]
     ascii_axes = str.maketrans("┤│└─", "||+-")
     return drawn if braille else [line.translate(ascii_axes) for line in drawn]
 
 
-def _column_means(
+def _connected_means(
     points: Sequence[Point], place: Callable[[Point], tuple[int, int]]
-) -> list[tuple[int, int]]:
-    """Returns (column, row) of the mean of the points in each column."""
+) -> set[tuple[int, int]]:
+    """Returns (column, row) of the dots of a line through the mean of the points in each column."""
     by_column: dict[int, list[Point]] = {}
     for point in points:
         by_column.setdefault(place(point)[0], []).append(point)
-    means = []
-    for column, in_column in sorted(by_column.items()):
-        mean = sum(y for _, y in in_column) / len(in_column)
-        means.append((column, place((in_column[0][0], mean))[1]))
-    return means
-
-
-def _segment(previous: tuple[int, int] | None, current: tuple[int, int]) -> set[tuple[int, int]]:
-    """Straight line over columns without points."""
-    if previous is None or current[0] - previous[0] <= 1:
-        return set()
-    (x0, y0), (x1, y1) = previous, current
-    return {(x, round(y0 + (y1 - y0) * (x - x0) / (x1 - x0))) for x in range(x0, x1 + 1)}
+    filled: set[tuple[int, int]] = set()
+    previous: tuple[int, int] | None = None
+    for x, inside in sorted(by_column.items()):
+        y = place((inside[0][0], sum(value for _, value in inside) / len(inside)))[1]
+        x0, y0 = previous or (x, y)
+        if x - x0 > 1:
+            # A straight line over columns without points.
+            filled |= {(i, round(y0 + (y - y0) * (i - x0) / (x - x0))) for i in range(x0, x + 1)}
+        else:
+            # Connects neighbouring columns vertically.
+            filled |= {(x, row) for row in range(min(y0, y), max(y0, y) + 1)}
+        previous = x, y
+    return filled
 
 
 def _character(filled: set[tuple[int, int]], column: int, row: int, braille: bool) -> str:
@@ -100,10 +94,6 @@ def _character(filled: set[tuple[int, int]], column: int, row: int, braille: boo
         return "*" if (column, row) in filled else " "
     bits = sum(_BITS[x][y] for x in range(2) for y in range(4) if (2 * column + x, 4 * row + y) in filled)
     return chr(_BLANK + bits) if bits else " "
-
-
-def _step(value: float) -> str:
-    return f"step {value:.0f}"
 
 
 # A rank is slow if its time exceeds the median by this factor.
@@ -155,8 +145,7 @@ def render_view(run: RunStatus, seen: RunMetrics, screen: Screen) -> list[str]:
     if run.restarts:
         foot.append(f"restarts      {one_line(run.restarts)}")
     room = screen.height - len(head) - len(foot) - 3
-    points = sorted(seen.losses.items())
-    marks = sorted(seen.validations.items())
+    points, marks = sorted(seen.losses.items()), sorted(seen.validations.items())
     curve = draw_curve(points, marks, screen.width, min(14, max(5, room)), screen.unicode)
     return [*head, *curve, *foot]
 
@@ -166,11 +155,10 @@ def seconds_per_step(seen: RunMetrics) -> float:
 
 
 def _seconds_left(run: RunStatus, seen: RunMetrics) -> float:
-    rows = list(seen.recent)
-    samples = sum(row.get("global_batch_size", 0) for row in rows)
+    samples = sum(row.get("global_batch_size", 0) for row in seen.recent)
     if run.samples_left is None or not samples:
         return max(0, run.total_steps - seen.step) * seconds_per_step(seen)
-    return run.samples_left * sum(row["seconds"] for row in rows) / samples
+    return run.samples_left * sum(row["seconds"] for row in seen.recent) / samples
 
 
 def _progress(run: RunStatus, seen: RunMetrics, screen: Screen) -> list[str]:
@@ -208,9 +196,8 @@ def _speed(seen: RunMetrics, screen: Screen) -> list[str]:
         parts.append(f"{format_significant(rate)} TFLOP/s per process")
     lines = [f"speed         {'  '.join(parts)}"]
     if "gradient_norm" in last and "learning_rate" in last:
-        lines.append(
-            f"optimizer     learning rate {last['learning_rate']:.2e}  gradient norm {last['gradient_norm']:.3f}"
-        )
+        rate, norm = last["learning_rate"], last["gradient_norm"]
+        lines.append(f"optimizer     learning rate {rate:.2e}  gradient norm {norm:.3f}")
     return lines + _health(seen, screen)
 
 
@@ -247,22 +234,18 @@ def _ranks(seen: RunMetrics, screen: Screen) -> list[str]:
     memory = [max(of_rank) for of_rank in zip(*(of_step["memory_bytes"] for of_step in ranks))]
     if len(memory) == 1:
         return [f"memory        {in_mib(memory[0])} MiB"]
-    busy, collectives, messages = (
-        _medians(ranks, f"{name}_seconds") for name in ("busy", "collective", "message")
-    )
+    kinds = ("busy_seconds", "collective_seconds", "message_seconds")
+    busy, collectives, messages = (_medians(ranks, kind) for kind in kinds)
     waiting = [a + b for a, b in zip(collectives, messages)]
     if not busy:
-        fullest = max(range(len(memory)), key=memory.__getitem__)
-        return [
-            f"memory        {in_mib(memory[fullest])} MiB on rank {fullest}, {in_mib(min(memory))} on the emptiest"
-        ]
-    if min(len(busy), len(waiting)) < len(memory):
-        # Rows of the file may lack ranks.
-        memory = memory[: min(len(busy), len(waiting))]
-    order = sorted(range(len(memory)), key=lambda rank: -busy[rank])
-    shown = sorted({*order[: _MAX_RANKS - 4], *sorted(range(len(memory)), key=lambda r: -memory[r])[:4]})
-    if len(memory) <= _MAX_RANKS:
-        shown = list(range(len(memory)))
+        most, least = in_mib(max(memory)), in_mib(min(memory))
+        return [f"memory        {most} MiB on rank {memory.index(max(memory))}, {least} on the emptiest"]
+    # Rows of the file may lack ranks.
+    memory = memory[: min(len(busy), len(waiting))]
+    every = range(len(memory))
+    order = sorted(every, key=lambda rank: -busy[rank])
+    chosen = {*order[: _MAX_RANKS - 4], *sorted(every, key=lambda rank: -memory[rank])[:4]}
+    shown = every if len(memory) <= _MAX_RANKS else sorted(chosen)
     slowest, median = order[0], statistics.median(busy)
     full = "█" if screen.unicode else "#"
     lines = ["ranks         busy" + " " * _BAR_WIDTH + "ms   waiting ms   memory MiB"]
@@ -270,12 +253,10 @@ def _ranks(seen: RunMetrics, screen: Screen) -> list[str]:
         bar = full * max(1, round(_BAR_WIDTH * busy[rank] / (max(busy) or 1)))
         is_slow = rank == slowest and busy[rank] > _SLOW * median
         bar = f"{screen.paint(bar, 'bad' if is_slow else 'good')}{' ' * (_BAR_WIDTH - len(bar))}"
-        numbers = (
-            f"{1000 * busy[rank]:6,.0f}   {1000 * waiting[rank]:10,.0f}   {in_mib(memory[rank], '10,.0f')}"
-        )
+        times = f"{1000 * busy[rank]:6,.0f}   {1000 * waiting[rank]:10,.0f}"
         slower = f"{busy[rank] / median:.1f} × the median" if median else "the others do not wait"
         tail = screen.paint(f"  slowest: {slower}", "bad") if is_slow else ""
-        lines.append(f"  {rank:>5}       {bar}{numbers}{tail}")
+        lines.append(f"  {rank:>5}       {bar}{times}   {in_mib(memory[rank], '10,.0f')}{tail}")
     if len(shown) < len(memory):
         lines.append(f"  {len(memory) - len(shown)} more ranks are less busy and hold less")
     return lines
@@ -289,11 +270,10 @@ def _medians(ranks: Sequence[dict[str, Any]], name: str) -> list[float]:
 
 def status_line(run: RunStatus, seen: RunMetrics) -> str:
     """Formats the view in one line, for a log."""
-    left = duration(_seconds_left(run, seen))
     last = seen.recent[-1]
     return (
         f"step {seen.step}/{run.total_steps}  {_losses(seen)}  {last.get('tokens_per_second', 0):,.0f} tokens/s  "
-        f"{in_mib(_memory(last))} MiB  left {left}"
+        f"{in_mib(_memory(last))} MiB  left {duration(_seconds_left(run, seen))}"
     )
 
 

@@ -5,15 +5,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from pentatron.compare.trial import (
-    GRADIENTS,
-    Trajectory,
-    disagreements,
-    failures,
-    gaps,
-    gather_tensors,
-    largest_gap,
-)
+from pentatron.compare.trial import GRADIENTS, Trajectory, gaps, gather_tensors
 from tests.cuda import on_ranks
 from tests.cuda.trials import Found, Rows
 from tests.harness import GLOO, NCCL, run_distributed
@@ -24,6 +16,7 @@ from tests.parity.cases import FAMILIES, LAYOUTS, MIXTURES, Layout
 from tests.parity.judge import Task, judged
 from tests.parity.mixtures import MIXTURE_LAYOUTS
 from tests.parity.trajectory import run
+from tests.parity.verdicts import disagreements, failures, largest_gap
 
 TIMEOUT = 220.0
 Cases = Sequence[tuple[str, str]]

@@ -12,15 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pentatron.compare.trial import (
-    Trajectory,
-    UnevenMasks,
-    failures,
-    gaps,
-    largest_gap,
-    perturb_norms_and_biases,
-    train_and_record,
-)
+from pentatron.compare.trial import Trajectory, UnevenMasks, gaps, perturb_norms_and_biases, train_and_record
 from pentatron.nn.router import Router
 from pentatron.optim.build import build_optimizer
 from pentatron.parallel.sharding import sharded_parameters
@@ -28,6 +20,7 @@ from pentatron.parallel.world import single_process
 from pentatron.settings.run_config import RunConfig
 from pentatron.train.model import ParallelModel, build_parallel_model, model_dtype
 from tests.parity.bf16 import ALLOWED, KINDS, distance
+from tests.parity.verdicts import failures, largest_gap
 from tests.support import resolved
 
 # What someone could have got wrong, none of it large; each must be further away than what is allowed.

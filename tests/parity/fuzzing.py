@@ -15,13 +15,14 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import pentatron.compare.trial as trial_module
-from pentatron.compare.trial import Trajectory, disagreements, failures, gap_size, gaps, largest_gap
+from pentatron.compare.trial import Trajectory, gap_size, gaps
 from pentatron.errors import UserError
 from pentatron.train.model import ParallelModel
 from tests.harness import run_distributed
 from tests.harness.report import RanksFailed
 from tests.parity.random_cases import Case, draw, setting_of
 from tests.parity.trajectory import on_a_rank, run
+from tests.parity.verdicts import disagreements, failures, largest_gap
 
 TIMEOUT = 90.0
 # Two experts whose scores lie closer than this may change places when sums are rounded in another order.

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
-from pentatron.compare.trial import Gap, Trajectory, failures, gaps, largest_gap
+from pentatron.compare.trial import Gap, Trajectory, gaps
 from tests.harness import GLOO, run_distributed
 from tests.harness.report import RanksFailed
 from tests.parity.cases import Layout
 from tests.parity.trajectory import on_a_rank, run
+from tests.parity.verdicts import failures, largest_gap
 
 TIMEOUT = 300.0
 

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 import pentatron.train.compilation as compilation
-from pentatron.compare.trial import Trajectory, failures, gaps, micro_batches
+from pentatron.compare.trial import Trajectory, gaps, micro_batches
 from pentatron.layout.actions import Kind
 from pentatron.nn.compiled import CompileOptions
 from pentatron.nn.options import ModelOptions
@@ -16,6 +16,7 @@ from pentatron.train.step import train_step
 from tests.harness import run_distributed
 from tests.parity.cases import FAMILIES, MIXTURES, SHAPE
 from tests.parity.trajectory import here, run
+from tests.parity.verdicts import failures
 from tests.support import resolved
 
 COMPILED = "--compile on"

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pentatron.compare.trial import Trajectory, disagreements, failures, gaps
+from pentatron.compare.trial import Trajectory, gaps
 from pentatron.data.gpt_dataset import next_token_sample
 from pentatron.data.loader import Batch, collate
 from pentatron.data.sampling import Boundaries
@@ -23,6 +23,7 @@ from tests.harness import run_distributed
 from tests.parity.cases import FAMILIES, Layout
 from tests.parity.net import SHORT, TIMEOUT, on_one_process, reference, spread
 from tests.parity.trajectory import here, on_a_rank
+from tests.parity.verdicts import disagreements, failures
 from tests.support import resolved
 
 RESET = "--reset-position-ids --reset-attention-mask"

@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 
-from pentatron.compare.trial import Trajectory, disagreements, failures, gaps
+from pentatron.compare.trial import Trajectory, gaps
 from pentatron.nn import attention, context_attention
 from pentatron.nn.attention_blocks import Block
 from tests.harness import run_distributed
 from tests.parity.cases import Layout
 from tests.parity.net import SHORT, TIMEOUT, on_one_process, reference, spread
 from tests.parity.trajectory import on_a_rank
+from tests.parity.verdicts import disagreements, failures
 
 LLAMA3 = "--rope-scaling-type llama3 --rope-scaling-original-max-position-embeddings 8"
 YARN = "--rope-scaling-type yarn --rope-scaling-factor 4 --rope-scaling-original-max-position-embeddings 8"

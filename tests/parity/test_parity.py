@@ -5,11 +5,12 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
-from pentatron.compare.trial import disagreements, failures, gaps
+from pentatron.compare.trial import gaps
 from tests.parity.bugs import BUGS
 from tests.parity.cases import FAMILIES, LAYOUTS, MIXTURES, Layout
 from tests.parity.mixtures import MIXTURE_LAYOUTS
 from tests.parity.net import BY_NAME, named, reference, spread
+from tests.parity.verdicts import disagreements, failures
 from tests.support import resolved
 
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from pentatron.cli.main import main
-from pentatron.compare.trial import Trajectory, disagreements, failures, gaps
+from pentatron.compare.trial import Trajectory, gaps
 from pentatron.errors import AgreedError, UserError
 from pentatron.hf.model_config import config_from_settings
 from pentatron.parallel.world import single_process
@@ -22,6 +22,7 @@ from tests.harness import run_distributed
 from tests.parity.cases import SHAPE
 from tests.parity.reshard import Continued, load_on_a_rank, save_on_a_rank
 from tests.parity.trajectory import on_a_rank, run
+from tests.parity.verdicts import disagreements, failures
 from tests.support import LLAMA, resolved
 from tests.train.test_session import final_state, losses, settings
 

@@ -1,0 +1,28 @@
+"""Dispatches `pentatron GROUP COMMAND`, for the groups `checkpoint` and `data`."""
+
+import importlib
+from collections.abc import Mapping, Sequence
+
+from pentatron.errors import UserError, describe_os_error
+from pentatron.monitor.terminal import OutputLost
+from pentatron.settings.command_line import did_you_mean
+
+
+def run_subcommand(group: str, commands: Mapping[str, str], words: Sequence[str]) -> int:
+    """Runs the command that the first word names; an `OSError` about one of its files becomes a `UserError`.
+
+    `commands`: `module.function` in this package for each name, imported when it runs.
+    """
+    if words[0] not in commands:
+        raise UserError(
+            f"unknown command '{group} {words[0]}'{did_you_mean(words[0], commands)}; `pentatron {group} --help` lists the commands"
+        )
+    module, _, function = commands[words[0]].partition(".")
+    try:
+        code: int = getattr(importlib.import_module(f"pentatron.cli.{module}"), function)(words[1:])
+    except OutputLost:
+        # An OSError too, but about standard output, which `guarded` handles.
+        raise
+    except OSError as error:
+        raise UserError(describe_os_error(error)) from error
+    return code
