@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pentatron.errors import UserError
 from pentatron.parallel.collectives import Group
-from pentatron.parallel.sharding import ShardedParameter, sharded_parameters
+from pentatron.parallel.sharding import sharded_parameters
 from pentatron.parallel.world import World
 from pentatron.train.model import Objective
 
@@ -72,25 +72,22 @@ def counting_terms_once(
     returned = call_loss_function(loss_function, leaf.view_as(leaf), world.group("context"))
     if not returned.loss.requires_grad:
         return returned
-    parameters = [h for h in sharded_parameters(module) if h.parameter.requires_grad]
-    sources = [*([output] if leaf.requires_grad else []), *(h.parameter for h in parameters)]
-    ranks = [
-        *([1] if leaf.requires_grad else []),
-        *(world.tensor.size if _is_summed(h) else 1 for h in parameters),
+    # What the loss may depend on: as autograd sees it, as the step sees it, and the ranks that repeat its term.
+    sources: list[tuple[Tensor, Tensor, int]] = [(leaf, output, 1)] if leaf.requires_grad else []
+    for held in sharded_parameters(module):
+        is_summed = any("tensor" in piece.partial_over for piece in held.declared.pieces)
+        sources.append((held.parameter, held.parameter, world.tensor.size if is_summed else 1))
+    inputs = [source for source, _, _ in sources]
+    gradients = torch.autograd.grad(returned.loss.sum(), inputs, allow_unused=True)
+    terms = [
+        (value * gradient).float().sum() / ranks
+        for (_, value, ranks), gradient in zip(sources, gradients)
+        if gradient is not None
     ]
-    gradients = torch.autograd.grad(
-        returned.loss.sum(), [leaf if s is output else s for s in sources], allow_unused=True
-    )
-    terms = [(s * g).float().sum() / count for s, g, count in zip(sources, gradients, ranks) if g is not None]
     surrogate = torch.stack(terms).sum()
     # The value of the loss with the gradient of the surrogate.
     loss = surrogate + (returned.loss.detach().float().sum() - surrogate.detach())
     return replace(returned, loss=loss)
-
-
-def _is_summed(held: ShardedParameter) -> bool:
-    """Whether the gradient of a parameter is summed over the tensor axis."""
-    return any("tensor" in piece.partial_over for piece in held.declared.pieces)
 
 
 @contextmanager

@@ -41,15 +41,12 @@ class _TableLoader(importlib.abc.Loader):
         self.name = name
         self.row = row
 
-    def create_module(self, spec: ModuleSpec) -> None:
-        return None
-
     def exec_module(self, module: ModuleType) -> None:
         # First, because a package may take names from its own submodules.
         module.__dict__["__getattr__"] = self._getattr_of(module)
         names: dict[str, Any] = {}
         for path, imported in self.row.imports.items():
-            source = importlib.import_module(path)
+            source = importlib.import_module(f"pentatron.{path}")
             if imported == "*":
                 names |= _defined_in(source)
                 continue

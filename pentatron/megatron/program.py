@@ -92,23 +92,17 @@ class UserProgram(Program):
         groups = ProcessGroups(
             axes.with_linear(options.linear), tuple(parts.values()), options, folded_ends(parts.values())
         )
-        with state.current_run().building(groups):
-            return self._stages(parts, device)
-
-    def _stages(self, parts: Mapping[int, StagePart], device: torch.device) -> dict[int, CausalLM]:
-        """Calls the model provider for every stage of this rank."""
         run = state.current_run()
         parameters = inspect.signature(self.model_provider).parameters
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        # Older providers have no `vp_stage`; GPTModel then takes it from the run.
+        takes_stage = "vp_stage" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         stages: dict[int, CausalLM] = {}
-        for number, part in parts.items():
-            run.stage = number
-            kwargs: dict[str, Any] = {"pre_process": part.embedding, "post_process": part.head}
-            # Older providers have no `vp_stage`; GPTModel then takes it from the run.
-            if "vp_stage" in parameters or takes_any:
-                kwargs["vp_stage"] = run.virtual_rank
-            with device:
-                stages[number] = _checked(self.model_provider(**kwargs))
+        with run.building(groups), device:
+            for number, part in parts.items():
+                run.stage = number
+                place = {"vp_stage": run.virtual_rank} if takes_stage else {}
+                model = self.model_provider(pre_process=part.embedding, post_process=part.head, **place)
+                stages[number] = _checked(model)
         run.stage = None
         return stages
 
@@ -116,7 +110,7 @@ class UserProgram(Program):
         run = state.current_run()
         assert isinstance(module, GPTModel), "build_stages checks the type"
         run.stage = call.stage
-        module.receive(call)
+        module.pending_call = call
         try:
             output, loss_function = self._call_forward_step(call.batch, module)
             if not call.is_last:
@@ -129,7 +123,7 @@ class UserProgram(Program):
                 self._compare_counts(returned.tokens)
             return objective_share(returned, call.objective)
         finally:
-            module.receive(None)
+            module.pending_call = None
             run.stage = None
 
     def _compare_counts(self, tokens: Tensor) -> None:

@@ -2,6 +2,8 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -15,6 +17,7 @@ from pentatron.parallel.timers import block_of
 BATCHES = "batch-generator"
 
 
+@dataclass(eq=False)
 class Timer:
     """Accumulates the time between `start` and `stop`.
 
@@ -22,16 +25,13 @@ class Timer:
     of each interval.
     """
 
-    def __init__(
-        self, name: str, barrier: Callable[[], None], idle: bool, on_stop: Callable[[float], None]
-    ) -> None:
-        self.name = name
-        self._on_stop = on_stop
-        self.idle = idle
-        self._barrier = barrier
-        self._elapsed = 0.0
-        self._active = 0.0
-        self._started: float | None = None
+    name: str
+    idle: bool
+    _barrier: Callable[[], None]
+    _on_stop: Callable[[float], None]
+    _elapsed: float = 0.0
+    _active: float = 0.0
+    _started: float | None = None
 
     def start(self, barrier: bool = False) -> None:
         if self._started is not None:
@@ -93,9 +93,7 @@ class Timers:
         """Returns the timer of that name. The first call sets its level."""
         if name not in self._timers:
             idle = (log_level or 0) > self.level
-            self._timers[name] = Timer(
-                name, self._synchronize, idle, lambda seconds: self._add(name, seconds)
-            )
+            self._timers[name] = Timer(name, idle, self._synchronize, partial(self._add, name))
         return self._timers[name]
 
     def _synchronize(self) -> None:
