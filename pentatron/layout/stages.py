@@ -1,5 +1,6 @@
 """Division of the layers into pipeline stages: by cost, by given numbers, or by a written layout."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -199,10 +200,8 @@ def parse_layout(text: str) -> list[str]:
 def _expanded(text: str) -> str:
     """Expands repetitions and parentheses and removes commas and spaces."""
     stack: list[list[str]] = [[]]
-    position = 0
-    while position < len(text):
-        letter = text[position]
-        position += 1
+    for token in re.findall(r"\*[0-9]*|[^*]", text):
+        letter, digits = token[0], token[1:]
         if letter in "EtL|":
             stack[-1].append(letter)
         elif letter == "(":
@@ -211,12 +210,8 @@ def _expanded(text: str) -> str:
             group = "".join(stack.pop())
             stack[-1].append(group)
         elif letter == "*":
-            digits = text[
-                position : position + len(text[position:]) - len(text[position:].lstrip("0123456789"))
-            ]
             if not digits or not stack[-1]:
                 raise ValueError(f"{_LAYOUT} {text}: * needs a letter or ) before it and a number after it")
-            position += len(digits)
             stack[-1][-1] *= int(digits)
         elif letter == "m":
             raise ValueError(
