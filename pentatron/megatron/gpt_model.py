@@ -110,12 +110,13 @@ class GPTModel(gpt_model.GPTModel):
         Inside a run, arguments that are None come from the micro-batch.
         """
         _refuse_others(decoder_input=(decoder_input, None), **{name: (others[name], None) for name in others})
-        if self.pending_call is None:
+        call = self.pending_call
+        if call is None:
             if input_ids is None or position_ids is None:
                 raise UserError("GPTModel: outside a run input_ids and position_ids are needed; give both")
             output = super().forward(input_ids, position_ids, attention_mask, labels, self._input)
             return self._without_padding(output, labels)
-        batch = self.pending_call.batch
+        batch = call.batch
         tokens = batch.tokens if input_ids is None else input_ids
         positions = batch.position_ids if position_ids is None else position_ids
         self._check(batch, tokens, positions)
@@ -124,13 +125,7 @@ class GPTModel(gpt_model.GPTModel):
             documents = self.documents_of(attention_mask, tokens)
         # Not `super()`, which takes documents as a mask.
         output = CausalLM.forward(
-            self,
-            tokens,
-            positions,
-            labels,
-            self.pending_call.received,
-            self.pending_call.keys,
-            documents=documents,
+            self, tokens, positions, labels, call.received, call.keys, documents=documents
         )
         return self._without_padding(output, labels)
 

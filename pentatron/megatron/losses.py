@@ -6,7 +6,7 @@ the returned scalar.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -108,14 +108,12 @@ def _differentiable_all_reduce(context: Group) -> Iterator[list[Tensor]]:
         tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
     ) -> Any:
         work = torch_all_reduce(tensor, op, group, async_op)
-        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        only_context = context.size > 1 and ranks == dist.get_process_group_ranks(context.process_group)
-        if op != dist.ReduceOp.SUM or not tensor.requires_grad:
-            return work
-        if only_context:
-            over_context.append(tensor)
-        elif len(ranks) > 1:
-            tensor.register_hook(lambda gradient: gradient * len(ranks))
+        if op == dist.ReduceOp.SUM and tensor.requires_grad:
+            ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+            if context.size > 1 and ranks == dist.get_process_group_ranks(context.process_group):
+                over_context.append(tensor)
+            elif len(ranks) > 1:
+                tensor.register_hook(lambda gradient: gradient * len(ranks))
         return work
 
     dist.all_reduce = all_reduce
@@ -127,15 +125,11 @@ def _differentiable_all_reduce(context: Group) -> Iterator[list[Tensor]]:
 
 def _pair(name: Any, value: Any, device: torch.device) -> tuple[Tensor, Tensor]:
     """Numerator and denominator of a reported value: (sum, count), or (number, 1) for a mean."""
-    tensor = value if isinstance(value, Tensor) else None
-    if tensor is None:
-        try:
-            parts = value if isinstance(value, tuple | list) else (value,)
-            tensor = torch.stack(
-                [torch.as_tensor(part, device=device).double().reshape(()) for part in parts]
-            )
-        except (TypeError, ValueError, RuntimeError):
-            tensor = torch.empty(0)
+    tensor = value if isinstance(value, Tensor) else torch.empty(0)
+    if not isinstance(value, Tensor):
+        parts = value if isinstance(value, tuple | list) else (value,)
+        with suppress(TypeError, ValueError, RuntimeError):
+            tensor = torch.stack([torch.as_tensor(p, device=device).double().reshape(()) for p in parts])
     flat = tensor.detach().to(device).reshape(-1).double()
     if flat.numel() == 1:
         return flat[0], torch.ones((), device=device)
@@ -152,14 +146,14 @@ def _parsed(result: Any) -> LossResult:
             f"the loss function returned {_described(result)}; it must return (loss, number of tokens), "
             "(loss, number of tokens, report) or, for a mean, (loss, report)"
         )
-    loss, second = result[0], result[1]
+    loss, second, *rest = result
     if loss.numel() != 1:
         raise UserError(
             f"the loss function returned a loss of {loss.numel()} numbers; return one, the sum over the tokens"
         )
     if isinstance(second, Mapping):
         return LossResult(loss, None, second)
-    report = result[2] if len(result) == 3 else {}
+    report = rest[0] if rest else {}
     if not isinstance(report, Mapping):
         raise UserError(
             f"the loss function returned a report that is a {type(report).__name__}; return a dictionary of names and values"

@@ -102,7 +102,12 @@ class UserProgram(Program):
                 run.stage = number
                 place = {"vp_stage": run.virtual_rank} if takes_stage else {}
                 model = self.model_provider(pre_process=part.embedding, post_process=part.head, **place)
-                stages[number] = _checked(model)
+                if not isinstance(model, GPTModel):
+                    kind = f"{type(model).__module__}.{type(model).__qualname__}"
+                    raise UserError(
+                        f"model_provider returned a {kind}; it must return a GPTModel of pentatron.megatron, or of a class derived from it"
+                    )
+                stages[number] = model
         run.stage = None
         return stages
 
@@ -112,7 +117,13 @@ class UserProgram(Program):
         run.stage = call.stage
         module.pending_call = call
         try:
-            output, loss_function = self._call_forward_step(call.batch, module)
+            result = self.forward_step(MicroBatchIterator(call.batch), module)
+            if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor)):
+                raise UserError(
+                    "forward_step must return (output_tensor, loss function), the output being what the model returned; "
+                    f"it returned {type(result).__name__}"
+                )
+            output, loss_function = result
             if not call.is_last:
                 return output
             if module.axis.sequence_parallel and run.world.tensor.size > 1:
@@ -146,15 +157,6 @@ class UserProgram(Program):
                     "Megatron-LM without --calculate-per-token-loss would weigh every micro-batch the same"
                 )
 
-    def _call_forward_step(self, batch: Batch, module: GPTModel) -> tuple[Tensor, Callable[[Tensor], Any]]:
-        result = self.forward_step(MicroBatchIterator(batch), module)
-        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor)):
-            raise UserError(
-                "forward_step must return (output_tensor, loss function), the output being what the model returned; "
-                f"it returned {type(result).__name__}"
-            )
-        return result
-
 
 class MicroBatchIterator(Iterator[dict[str, Tensor]]):
     """A data iterator over the single micro-batch of a forward step."""
@@ -180,12 +182,3 @@ def as_dictionary(batch: Batch) -> dict[str, Tensor]:
         "loss_mask": batch.loss_mask,
         "position_ids": batch.position_ids,
     }
-
-
-def _checked(model: Any) -> GPTModel:
-    if not isinstance(model, GPTModel):
-        kind = f"{type(model).__module__}.{type(model).__qualname__}"
-        raise UserError(
-            f"model_provider returned a {kind}; it must return a GPTModel of pentatron.megatron, or of a class derived from it"
-        )
-    return model

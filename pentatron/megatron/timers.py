@@ -13,9 +13,6 @@ from pentatron.parallel.collectives import Group, gather_objects
 from pentatron.parallel.timers import Timers as LoopTimers
 from pentatron.parallel.timers import block_of
 
-# The only timer of the training loop that programs measure: it runs inside their forward step.
-BATCHES = "batch-generator"
-
 
 @dataclass(eq=False)
 class Timer:
@@ -100,7 +97,8 @@ class Timers:
         gather_objects(None, self.everyone)
 
     def _add(self, name: str, seconds: float) -> None:
-        if self._loop is not None and name == BATCHES:
+        # The only timer of the training loop that programs measure: it runs inside their forward step.
+        if self._loop is not None and name == "batch-generator":
             self._loop.add(name, 2, seconds)
 
     def log(
@@ -125,10 +123,7 @@ class Timers:
             if not timer.idle and (names is None or name in names)
         }
         by_rank = gather_objects(local, self.everyone)
-        if not any(by_rank):
-            return
-        text = block_of(by_rank, "minmax")
-        if not rank:
-            self.say(text)
-        elif rank == self.everyone.rank:
-            say(text)
+        if any(by_rank) and rank in (None, 0):
+            self.say(block_of(by_rank, "minmax"))
+        elif any(by_rank) and rank == self.everyone.rank:
+            say(block_of(by_rank, "minmax"))
