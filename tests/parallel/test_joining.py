@@ -89,7 +89,7 @@ def test_a_world_is_left_as_it_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def nothing(*words: Any, **named: Any) -> None: ...
 
-    for name in ("join", "require_same_settings", "connect"):
+    for name in ("init_process_group", "require_same_settings", "create_groups"):
         monkeypatch.setattr(world, name, nothing)
     monkeypatch.setattr(world, "destroy_process_group", lambda failed: calls.append(failed))
     point = Rendezvous("10.0.0.1", 6000)
