@@ -1,22 +1,21 @@
 """Batch sizes: micro-batch × data-parallel ranks × accumulation steps, and their schedule during a run."""
 
 import bisect
-import functools
+import contextlib
 import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from pentatron.text import divisors, join_choices
 
 
 def accumulation_steps(global_batch: int, micro_batch: int, data_parallel: int) -> int:
     """Returns the micro-batches each data-parallel rank runs in one step."""
-    steps, rest = divmod(global_batch, micro_batch * data_parallel)
-    if rest:
-        raise ValueError(batch_size_problem(global_batch, micro_batch, data_parallel))
-    return steps
+    if problem := batch_size_problem(global_batch, micro_batch, data_parallel):
+        raise ValueError(problem)
+    return global_batch // (micro_batch * data_parallel)
 
 
 def batch_size_problem(global_batch: int, micro_batch: int, data_parallel: int) -> str | None:
@@ -105,8 +104,9 @@ class BatchSizeSchedule:
 
     def steps_within(self, samples: int) -> int:
         """Returns how many whole steps `samples` are enough for."""
-        index = bisect.bisect_right(self.stretches, samples, key=lambda s: s.first_sample) - 1
-        stretch = self.stretches[index]
+        stretch = self.stretches[
+            bisect.bisect_right(self.stretches, samples, key=lambda s: s.first_sample) - 1
+        ]
         return stretch.first_step + (samples - stretch.first_sample) // stretch.size
 
     def sizes(self, steps: int | None = None, consumed_samples: int = 0) -> list[BatchSizePhase]:
@@ -124,7 +124,7 @@ def constant(size: int) -> BatchSizeSchedule:
     return BatchSizeSchedule(((0, size),))
 
 
-@functools.lru_cache(maxsize=8)
+@lru_cache(maxsize=8)
 def linear_ramp(start: int, increment: int, samples: int, full: int) -> BatchSizeSchedule:
     """Returns Megatron's linear ramp-up: from `start` to `full` in equal increments over `samples`.
 
@@ -135,14 +135,12 @@ def linear_ramp(start: int, increment: int, samples: int, full: int) -> BatchSiz
             f"a ramp goes up: it cannot start at {start}, above the global batch size {full}; lower START or raise "
             f"--global-batch-size"
         )
-    interval = full - start
-    if interval % increment:
+    increments, rest = divmod(full - start, increment)
+    if rest:
         raise ValueError(
-            f"expected global batch size interval ({full} - {start} = {interval}) to be divisible by global batch size "
-            f"increment ({increment}); use --global-batch-size {full - interval % increment} or "
-            f"{full - interval % increment + increment}, or another increment"
+            f"expected global batch size interval ({full} - {start} = {full - start}) to be divisible by global batch size "
+            f"increment ({increment}); use --global-batch-size {full - rest} or {full - rest + increment}, or another increment"
         )
-    increments = interval // increment
     if increments == 0:
         return constant(full)
     each = samples / increments
@@ -197,12 +195,11 @@ def _number(text: str, entry: str) -> int:
     """Parses a number with an optional suffix: `250B` → 250 000 000 000, `1.5K` → 1500."""
     unit = _SUFFIXES.get(text[-1:].upper(), 1)
     digits = text[:-1] if unit > 1 else text
-    try:
+    number = -1.0
+    with contextlib.suppress(ValueError):
         number = float(digits) * unit
-        if not math.isfinite(number) or number < 0:
-            raise ValueError
-    except ValueError:
+    if not 0 <= number < math.inf:
         raise ValueError(
             f"'{entry}' must look like THRESHOLD:SIZE, whole numbers or with K, M, B or T behind them (250B:1536)"
-        ) from None
+        )
     return int(digits) * unit if digits.isdecimal() else int(number)

@@ -4,6 +4,7 @@ The check reads the finished action lists and shares no code with the generators
 schedule.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ COMPUTATIONS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
 DURATION = {Kind.FORWARD: 1, Kind.BACKWARD: 2, Kind.INPUT: 1, Kind.WEIGHT: 1}
 NAMES = {Kind.INPUT: "input gradient", Kind.WEIGHT: "weight gradient"}
 
+# Stage and micro-batch.
+Cell = tuple[int, int]
 # Identifies a message on both ends: the kind of its receive, the stage that computed it, the micro-batch.
 Message = tuple[Kind, int, int]
 # Sender, receiver and kind of message. Messages of a channel arrive in the order of their sends.
@@ -62,8 +65,14 @@ def check(schedule: Schedule) -> ScheduleProperties:
         raise ScheduleError(
             f"{len(schedule.actions)} lists of actions do not fit {schedule.placement.ranks} pipeline ranks"
         )
-    _check_complete(schedule)
-    split_cells = _split_cells(schedule)
+    # The (stage, micro-batch) cells with a backward in two halves; both halves are then required.
+    split_cells = frozenset(
+        (action.stage, action.micro_batch)
+        for actions in schedule.actions
+        for action in actions
+        if action.kind in (Kind.INPUT, Kind.WEIGHT)
+    )
+    _check_complete(schedule, split_cells)
     dependencies = [
         [tuple(_dependencies(schedule, split_cells, rank, action)) for action in actions]
         for rank, actions in enumerate(schedule.actions)
@@ -77,28 +86,19 @@ def check(schedule: Schedule) -> ScheduleProperties:
     busy = sum(slot.end - slot.start for slots in timeline for slot in slots)
     return ScheduleProperties(
         alive=tuple(
-            _most_in_flight(actions, (Kind.FORWARD,), (Kind.BACKWARD, Kind.WEIGHT))
-            for actions in schedule.actions
+            _most_in_flight(own, Kind.FORWARD, (Kind.BACKWARD, Kind.WEIGHT)) for own in schedule.actions
         ),
-        deferred=tuple(
-            _most_in_flight(actions, (Kind.INPUT,), (Kind.WEIGHT,)) for actions in schedule.actions
-        ),
+        deferred=tuple(_most_in_flight(own, Kind.INPUT, (Kind.WEIGHT,)) for own in schedule.actions),
         timeline=timeline,
         time=time,
         bubble=1 - busy / (time * len(timeline)),
     )
 
 
-def is_training(schedule: Schedule) -> bool:
-    """Whether the schedule contains more than forwards; then every backward is required."""
-    forward_only = (Kind.FORWARD, Kind.SEND_ACTIVATION, Kind.RECEIVE_ACTIVATION)
-    return any(action.kind not in forward_only for actions in schedule.actions for action in actions)
-
-
-def _check_complete(schedule: Schedule) -> None:
+def _check_complete(schedule: Schedule, split_cells: frozenset[Cell]) -> None:
     """Checks that every rank runs each action of its stages exactly once, and nothing else."""
     required: list[dict[Action, None]] = [{} for _ in schedule.actions]
-    for rank, action in _required(schedule):
+    for rank, action in _required(schedule, split_cells):
         required[rank][action] = None
     for rank, actions in enumerate(schedule.actions):
         counts = Counter(actions)
@@ -112,31 +112,25 @@ def _check_complete(schedule: Schedule) -> None:
                 raise ScheduleError(f"rank {rank}: {_describe(action)} is missing")
 
 
-def _required(schedule: Schedule) -> Iterator[tuple[int, Action]]:
-    """Yields all actions of a step with the rank that must run them."""
-    placement, training, split_cells = schedule.placement, is_training(schedule), _split_cells(schedule)
+def _required(schedule: Schedule, split_cells: frozenset[Cell]) -> Iterator[tuple[int, Action]]:
+    """Yields all actions of a step with the rank that must run them.
+
+    If the schedule contains more than forwards, every backward is required.
+    """
+    placement = schedule.placement
+    forward_only = (Kind.FORWARD, Kind.SEND_ACTIVATION, Kind.RECEIVE_ACTIVATION)
+    training = any(action.kind not in forward_only for actions in schedule.actions for action in actions)
     for stage in range(placement.stages):
         for micro_batch in range(schedule.micro_batches):
             yield placement.rank_of[stage], Action(Kind.FORWARD, stage, micro_batch)
             yield from _message_ends(placement, Kind.SEND_ACTIVATION, stage, stage + 1, micro_batch)
             if training:
-                for kind in (
-                    (Kind.INPUT, Kind.WEIGHT) if (stage, micro_batch) in split_cells else (Kind.BACKWARD,)
-                ):
+                is_split = (stage, micro_batch) in split_cells
+                for kind in (Kind.INPUT, Kind.WEIGHT) if is_split else (Kind.BACKWARD,):
                     yield placement.rank_of[stage], Action(kind, stage, micro_batch)
                 yield from _message_ends(placement, Kind.SEND_GRADIENT, stage, stage - 1, micro_batch)
         if training:
             yield placement.rank_of[stage], Action(Kind.REDUCE, stage)
-
-
-def _split_cells(schedule: Schedule) -> frozenset[tuple[int, int]]:
-    """Returns the (stage, micro-batch) cells with a backward in two halves; both halves are then required."""
-    return frozenset(
-        (action.stage, action.micro_batch)
-        for actions in schedule.actions
-        for action in actions
-        if action.kind in (Kind.INPUT, Kind.WEIGHT)
-    )
 
 
 def _message_ends(
@@ -165,7 +159,7 @@ def _check_order(schedule: Schedule, dependencies: Dependencies) -> None:
 
 
 def _dependencies(
-    schedule: Schedule, split_cells: frozenset[tuple[int, int]], rank: int, action: Action
+    schedule: Schedule, split_cells: frozenset[Cell], rank: int, action: Action
 ) -> Iterator[Action]:
     """Yields the actions that must precede `action` in a rank's list."""
     kind, stage, micro_batch = action.kind, action.stage, action.micro_batch
@@ -204,19 +198,17 @@ def _input(schedule: Schedule, rank: int, result: Action) -> Iterator[Action]:
 
 def _check_channels(schedule: Schedule) -> None:
     """Checks the order of messages: without tags (NCCL) the n-th receive of a channel gets its n-th send."""
-    sent: dict[Channel, list[Message]] = {}
-    received: dict[Channel, list[tuple[Message, Action]]] = {}
-    for rank, actions in enumerate(schedule.actions):
-        for action in actions:
-            if action.kind in SENDS:
-                sent.setdefault(_channel(rank, action), []).append(_message(action))
-            elif action.kind in RECEIVES:
-                received.setdefault(_channel(rank, action), []).append((_message(action), action))
-    for channel, arrivals in received.items():
-        for message, (expected, action) in zip(sent[channel], arrivals, strict=True):
-            if message != expected:
+    ends: dict[Channel, tuple[list[Action], list[Action]]] = {}
+    for end, kinds in enumerate((RECEIVES, SENDS)):
+        for rank, actions in enumerate(schedule.actions):
+            for action in actions:
+                if action.kind in kinds:
+                    ends.setdefault(_channel(rank, action), ([], []))[end].append(action)
+    for (sender, receiver, _), (receives, sends) in ends.items():
+        for receive, send in zip(receives, sends, strict=True):
+            if _message(send) != _message(receive):
                 raise ScheduleError(
-                    f"rank {channel[1]}: {_describe(action)} would get {_describe_message(message)}, which rank {channel[0]} "
+                    f"rank {receiver}: {_describe(receive)} would get {_describe_message(_message(send))}, which rank {sender} "
                     f"sends first"
                 )
 
@@ -229,19 +221,21 @@ def _simulate(schedule: Schedule, dependencies: Dependencies) -> tuple[tuple[Slo
     """
     clock = [0 for _ in schedule.actions]
     slots: list[list[Slot]] = [[] for _ in schedule.actions]
-    messages = _MessageTimes()
-    ended: dict[Action, int] = {}
+    # When computations ended and sends and receives were posted. Ranks post in order, so that messages of a
+    # channel arrive in order.
+    done: dict[Action, int] = {}
 
     def begins(rank: int, action: Action, required: tuple[Action, ...]) -> bool:
         if action.kind in COMPUTATIONS:
-            ready = _ready(rank, required, messages, ended)
-            if ready is None:
+            sends = [
+                Action(RECEIVES[r.kind], r.stage, r.micro_batch, rank) for r in required if r.kind in RECEIVES
+            ]
+            if not all(send in done for send in sends):
                 return False
-            start = max(clock[rank], ready)
-            clock[rank] = ended[action] = start + DURATION[action.kind]
+            start = max([clock[rank], *(done[needed] for needed in (*required, *sends))])
+            clock[rank] = start + DURATION[action.kind]
             slots[rank].append(Slot(start, clock[rank], action))
-        else:
-            messages.post(rank, action, clock[rank])
+        done[action] = clock[rank]
         return True
 
     _run(schedule, dependencies, begins, "as ranks wait for each other in a circle")
@@ -323,51 +317,10 @@ def _run(
             raise ScheduleError(f"rank {rank}: {_describe(actions[position[rank]])} deadlocks {where}")
 
 
-class _MessageTimes:
-    """Times at which the sends and the receives of every channel were posted."""
-
-    def __init__(self) -> None:
-        self._posted: dict[Channel, tuple[list[int], list[int]]] = {}
-        self._index: dict[tuple[int, Action], int] = {}
-
-    def post(self, rank: int, action: Action, time: int) -> None:
-        if action.kind is Kind.REDUCE:
-            return
-        times_of_channel = self._posted.setdefault(_channel(rank, action), ([], []))
-        times = times_of_channel[0] if action.kind in SENDS else times_of_channel[1]
-        self._index[rank, action] = len(times)
-        # Messages of a channel arrive in order.
-        times.append(max(time, times[-1]) if times else time)
-
-    def arrival(self, rank: int, receive: Action) -> int | None:
-        """Returns when the message of a posted receive arrives, or None if it has not been sent yet."""
-        sends, receives = self._posted[_channel(rank, receive)]
-        index = self._index[rank, receive]
-        return max(sends[index], receives[index]) if index < len(sends) else None
-
-
-def _ready(
-    rank: int, dependencies: tuple[Action, ...], wire: _MessageTimes, ended: dict[Action, int]
-) -> int | None:
-    """Returns the earliest start of a computation, or None if a dependency is not available yet."""
-    latest = 0
-    for dependency in dependencies:
-        time = wire.arrival(rank, dependency) if dependency.kind in RECEIVES else ended[dependency]
-        if time is None:
-            return None
-        latest = max(latest, time)
-    return latest
-
-
-def _most_in_flight(actions: tuple[Action, ...], begin: tuple[Kind, ...], end: tuple[Kind, ...]) -> int:
+def _most_in_flight(actions: tuple[Action, ...], begin: Kind, end: tuple[Kind, ...]) -> int:
     """Returns the most micro-batches that are between two actions; 0 if the second kind never occurs."""
-    if not any(action.kind in end for action in actions):
-        return 0
-    current = most = 0
-    for action in actions:
-        current += (action.kind in begin) - (action.kind in end)
-        most = max(most, current)
-    return most
+    changes = [(action.kind is begin) - (action.kind in end) for action in actions]
+    return max(itertools.accumulate(changes)) if -1 in changes else 0
 
 
 def _channel(rank: int, action: Action) -> Channel:

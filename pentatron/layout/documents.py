@@ -27,9 +27,8 @@ def document_ranges(
     bounds = [begin, *(start for start in starts if begin < start < end), end]
     merged: list[DocumentRange] = []
     for first, last in pairwise(bounds):
-        previous = merged[-1] if merged else None
-        if previous is not None and last - previous.begin <= together:
-            merged[-1] = DocumentRange(previous.begin, last, (*previous.cuts, first - previous.begin))
+        if merged and last - (begun := merged[-1].begin) <= together:
+            merged[-1] = DocumentRange(begun, last, (*merged[-1].cuts, first - begun))
         else:
             merged.append(DocumentRange(first, last))
     return merged

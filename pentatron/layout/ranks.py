@@ -40,7 +40,13 @@ Axis = Literal[
 ]
 
 
-_COMBINED: dict[Axis, tuple[Axis, ...]] = {"replicas": ("data", "context"), "sequence": ("tensor", "context")}
+_DENSE: tuple[Axis, ...] = ("tensor", "context", "data", "pipeline")
+_SPARSE: tuple[Axis, ...] = ("expert_tensor", "expert", "expert_data", "pipeline")
+_COMBINED: dict[Axis, tuple[Axis, ...]] = {
+    "replicas": ("data", "context"),
+    "sequence": ("tensor", "context"),
+    "experts": ("expert", "expert_tensor"),
+}
 
 
 @dataclass(frozen=True)
@@ -113,31 +119,20 @@ class Grid:
     def _group_key(self, axis: Axis, rank: int) -> tuple[int, ...]:
         """Returns the coordinates that all members of a rank's group share."""
         at = self.coordinates(rank)
-        dense = {"tensor": at.tensor, "context": at.context, "data": at.data, "pipeline": at.pipeline}
-        sparse = {
-            "pipeline": at.pipeline,
-            "expert_tensor": at.expert_tensor,
-            "expert": at.expert,
-            "expert_data": at.expert_data,
-        }
-        if axis in ("expert_tensor", "expert", "expert_data"):
-            return tuple(sparse[a] for a in sparse if a != axis)
         if axis == "kv":
             return (at.tensor // self.kv_copies, at.context, at.data, at.pipeline)
         if axis == "embedding":
             ends = at.pipeline in (0, self.pipeline - 1)
             return (at.tensor, at.context, at.data, -1 if ends else at.pipeline)
-        if axis == "experts":
-            return at.pipeline, at.expert_data
         if axis in ("shards", "instances"):
             number, each = at.data * self.context + at.context, self.data * self.context // self.instances
-            return at.tensor, at.pipeline, number // each if axis == "shards" else number % each
+            return at.tensor, at.pipeline, divmod(number, each)[axis == "instances"]
         if axis in ("expert_shards", "expert_instances"):
-            number, each = at.expert_data, self.expert_data // self.instances
-            part = number // each if axis == "expert_shards" else number % each
+            part = divmod(at.expert_data, self.expert_data // self.instances)[axis == "expert_instances"]
             return at.expert_tensor, at.expert, at.pipeline, part
         varying = _COMBINED.get(axis, (axis,))
-        return tuple(dense[a] for a in dense if a not in varying)
+        axes = _DENSE if varying[0] in _DENSE else _SPARSE
+        return tuple(getattr(at, name) for name in axes if name not in varying)
 
 
 def expert_size_problem(data: int, context: int, tensor: int, expert: int, expert_tensor: int) -> str | None:

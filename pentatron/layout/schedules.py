@@ -65,42 +65,32 @@ def zbv_orders(ranks: int, micro_batches: int) -> list[list[Computation]]:
 
 @dataclass
 class _RankState:
-    """Scheduler state of one rank: its order so far, pending weight gradients, held micro-batches."""
+    """Scheduler state of one rank: what is left of its lanes, its order so far, pending weight gradients, held
+    micro-batches.
+    """
 
-    lanes: Sequence[Lane]
+    lanes: Sequence[deque[Computation]]
     limit: int
-    next: list[int] = field(default_factory=list)
     order: list[Computation] = field(default_factory=list)
     waiting: deque[tuple[int, int]] = field(default_factory=deque)
     alive: int = 0
 
-    def __post_init__(self) -> None:
-        self.next = [0] * len(self.lanes)
-
-    @property
-    def has_more(self) -> bool:
-        return bool(self.waiting) or any(at < len(lane) for at, lane in zip(self.next, self.lanes))
-
-    def heads(self) -> Iterator[tuple[int, Computation]]:
-        """Yields the next computation of each lane, except forwards beyond the memory limit."""
-        for number, lane in enumerate(self.lanes):
-            if self.next[number] < len(lane):
-                computation = lane[self.next[number]]
-                if computation[0] is not Kind.FORWARD or self.alive < self.limit:
-                    yield number, computation
-
-    def take(self, lane: int | None) -> Computation:
-        """Appends the next computation of a lane or, for None, the oldest pending weight gradient."""
-        if lane is None:
-            computation: Computation = (Kind.WEIGHT, *self.waiting.popleft())
-            self.alive -= 1
+    def advance(self, placement: Placement, finished: set[Computation]) -> Computation | None:
+        """Runs the next computation of the first lane that has its inputs and memory, else the oldest pending
+        weight gradient; returns what ran.
+        """
+        for lane in filter(None, self.lanes):
+            has_memory = lane[0][0] is not Kind.FORWARD or self.alive < self.limit
+            if has_memory and _inputs(placement, lane[0]) <= finished:
+                computation = lane.popleft()
+                break
         else:
-            computation = self.lanes[lane][self.next[lane]]
-            self.next[lane] += 1
-            if computation[0] is Kind.FORWARD:
-                self.alive += 1
-            else:
-                self.waiting.append(computation[1:])
+            if not self.waiting:
+                return None
+            computation = (Kind.WEIGHT, *self.waiting.popleft())
+        self.alive += {Kind.FORWARD: 1, Kind.INPUT: 0, Kind.WEIGHT: -1}[computation[0]]
+        if computation[0] is Kind.INPUT:
+            self.waiting.append(computation[1:])
         self.order.append(computation)
         return computation
 
@@ -113,18 +103,12 @@ def greedy_orders(
     In each step a rank takes the first lane whose next computation has its inputs (from earlier steps) and
     memory. If there is none, it computes a pending weight gradient, if any.
     """
-    ranks = [_RankState(lanes_of_rank, limit) for lanes_of_rank in lanes]
+    ranks = [_RankState([deque(lane) for lane in lanes_of_rank], limit) for lanes_of_rank in lanes]
     finished: set[Computation] = set()
-    while any(rank.has_more for rank in ranks):
-        taken = []
-        for rank in ranks:
-            lane = next(
-                (n for n, computation in rank.heads() if _inputs(placement, computation) <= finished), None
-            )
-            if lane is not None or rank.waiting:
-                taken.append(rank.take(lane))
-        assert taken, "ranks wait for each other: the limit is too low for these lanes"
-        finished.update(taken)
+    while any(rank.waiting or any(rank.lanes) for rank in ranks):
+        taken = [rank.advance(placement, finished) for rank in ranks]
+        assert any(taken), "ranks wait for each other: the limit is too low for these lanes"
+        finished.update(computation for computation in taken if computation is not None)
     return [rank.order for rank in ranks]
 
 
@@ -145,75 +129,47 @@ def _inputs(placement: Placement, computation: Computation) -> set[Computation]:
 # backward can overlap; they are split only while the pipeline fills and drains.
 
 
-def fewest_micro_batches(ranks: int) -> int:
-    """Returns the fewest micro-batches with which the forwards last until the pipeline is full."""
-    return 2 * ranks
-
-
 def dualpipev_orders(ranks: int, micro_batches: int) -> list[list[Computation]]:
-    return [list(_DualPipeVOrder(ranks, micro_batches, rank).run()) for rank in range(ranks)]
+    return [_dualpipev_order(ranks, micro_batches, rank) for rank in range(ranks)]
 
 
-class _DualPipeVOrder:
-    """Generates the order of one rank; `down` and `up` are its stages on the way down and back up."""
-
-    def __init__(self, ranks: int, micro_batches: int, rank: int) -> None:
-        self.down, self.up = v_placement(ranks).stages_of(rank)
-        # The number of ranks up to and including this one, and of those after it.
-        self.above, self.below = rank + 1, ranks - rank - 1
-        self.paired = micro_batches - 2 * ranks + self.above
-        self._numbers = {
-            (kind, stage): itertools.count()
-            for kind in (Kind.FORWARD, Kind.BACKWARD)
-            for stage in (self.down, self.up)
-        }
-        self._waiting: deque[tuple[int, int]] = deque()
-
-    def run(self) -> Iterator[Computation]:
+def _dualpipev_order(ranks: int, micro_batches: int, rank: int) -> list[Computation]:
+    """Returns the order of one rank; `down` and `up` are its stages on the way down and back up."""
+    down, up = v_placement(ranks).stages_of(rank)
+    # The number of ranks up to and including this one, and of those after it.
+    above, below = rank + 1, ranks - rank - 1
+    forward_down, forward_up = (Kind.FORWARD, down), (Kind.FORWARD, up)
+    backward_down, backward_up = (Kind.BACKWARD, down), (Kind.BACKWARD, up)
+    # The oldest pending one, whatever its stage.
+    weight = (Kind.WEIGHT, -1)
+    pattern = [
         # Fill: new micro-batches enter until the first one has returned from the last rank.
-        for _ in range(2 * self.below):
-            yield self._forward(self.down)
-        for _ in range(self.above):
-            yield self._forward(self.down)
-            yield self._forward(self.up)
+        *[forward_down] * (2 * below),
+        *[forward_down, forward_up] * above,
         # The first gradients arrive: weight gradients fill the gaps between them.
-        for _ in range(self.below):
-            yield self._input(self.up)
-            yield self._weight()
-            yield self._forward(self.up)
+        *[(Kind.INPUT, up), weight, forward_up] * below,
         # Steady state: each forward is paired with a backward of the other stage.
-        for _ in range(self.paired):
-            yield self._forward(self.down)
-            yield self._backward(self.up)
-            yield self._forward(self.up)
-            yield self._backward(self.down)
+        *[forward_down, backward_up, forward_up, backward_down] * (micro_batches - 2 * ranks + above),
         # Drain: no new micro-batches, then no forwards.
-        for _ in range(self.below):
-            yield self._backward(self.up)
-            yield self._forward(self.up)
-            yield self._backward(self.down)
+        *[backward_up, forward_up, backward_down] * below,
         # The second half of the last backwards is split, so that gradients reach the other ranks sooner.
-        for place, stage in enumerate((self.up, self.down) * self.above):
-            yield self._input(stage) if place >= self.above else self._backward(stage)
-        for _ in range(self.below):
-            yield self._weight()
-            yield self._input(self.down)
-        while self._waiting:
-            yield self._weight()
-
-    def _forward(self, stage: int) -> Computation:
-        return Kind.FORWARD, stage, next(self._numbers[Kind.FORWARD, stage])
-
-    def _backward(self, stage: int) -> Computation:
-        return Kind.BACKWARD, stage, next(self._numbers[Kind.BACKWARD, stage])
-
-    def _input(self, stage: int) -> Computation:
-        cell = stage, next(self._numbers[Kind.BACKWARD, stage])
-        self._waiting.append(cell)
-        return Kind.INPUT, *cell
-
-    def _weight(self) -> Computation:
-        return Kind.WEIGHT, *self._waiting.popleft()
+        *([backward_up, backward_down] * above)[:above],
+        *([(Kind.INPUT, up), (Kind.INPUT, down)] * above)[above:],
+        *[weight, (Kind.INPUT, down)] * below,
+        *[weight] * above,
+    ]
+    numbers = {(is_forward, stage): itertools.count() for is_forward in (True, False) for stage in (down, up)}
+    waiting: deque[tuple[int, int]] = deque()
+    order: list[Computation] = []
+    for kind, stage in pattern:
+        if kind is Kind.WEIGHT:
+            cell = waiting.popleft()
+        else:
+            cell = (stage, next(numbers[kind is Kind.FORWARD, stage]))
+        if kind is Kind.INPUT:
+            waiting.append(cell)
+        order.append((kind, *cell))
+    return order
 
 
 # Schedules with two stages on each rank, the first and the last stage on rank 0.
@@ -245,25 +201,27 @@ class Stages(enum.Enum):
     TWO = "two"
     SEVERAL = "several"
 
-    def admits(self, virtual: int) -> bool:
-        return {Stages.ONE: virtual == 1, Stages.TWO: virtual == 2, Stages.SEVERAL: virtual > 1}[self]
-
 
 def required_stages(kind: str, virtual: int) -> Stages | None:
     """Returns the number of stages a schedule needs if `virtual` does not fit it, else None."""
     if kind == "zero-bubble":
         return None
-    needed = Stages.TWO if kind in FOLDED else Stages.SEVERAL if kind == "interleaved" else Stages.ONE
-    return None if needed.admits(virtual) else needed
+    if kind in FOLDED:
+        return None if virtual == 2 else Stages.TWO
+    if kind == "interleaved":
+        return None if virtual > 1 else Stages.SEVERAL
+    return None if virtual == 1 else Stages.ONE
 
 
 def micro_batches_problem(kind: str, ranks: int, micro_batches: int) -> str | None:
     """Returns why a step has too few micro-batches for a schedule, or None."""
-    if kind != "dualpipev" or micro_batches >= fewest_micro_batches(ranks):
+    # The fewest with which the forwards last until the pipeline is full.
+    fewest = 2 * ranks
+    if kind != "dualpipev" or micro_batches >= fewest:
         return None
     return (
-        f"dualpipev needs 2 × {ranks} (pipeline ranks) = {fewest_micro_batches(ranks)} or more micro-batches, "
-        f"not {micro_batches}; use {fewest_micro_batches(ranks)} or more, or the schedule zbv"
+        f"dualpipev needs 2 × {ranks} (pipeline ranks) = {fewest} or more micro-batches, "
+        f"not {micro_batches}; use {fewest} or more, or the schedule zbv"
     )
 
 
@@ -377,7 +335,8 @@ def _order(
     # Backwards in the order of micro-batches: every schedule accumulates gradients in the same order.
     backwards = list(_in_groups(Kind.BACKWARD, stages[::-1], micro_batches, group or ranks))
     ahead = warmup_forwards(kind, ranks, len(stages), rank, micro_batches, group)
-    return list(_one_forward_one_backward(forwards, backwards, ahead))
+    in_turn = itertools.chain.from_iterable(itertools.zip_longest(forwards[ahead:], backwards))
+    return [*forwards[:ahead], *(computation for computation in in_turn if computation is not None)]
 
 
 def _in_groups(kind: Kind, stages: Sequence[int], micro_batches: int, group: int) -> Iterator[Computation]:
@@ -387,17 +346,6 @@ def _in_groups(kind: Kind, stages: Sequence[int], micro_batches: int, group: int
         for stage, micro_batch in itertools.product(stages, range(first, first + size)):
             yield kind, stage, micro_batch
         first += size
-
-
-def _one_forward_one_backward(
-    forwards: Sequence[Computation], backwards: Sequence[Computation], ahead: int
-) -> Iterator[Computation]:
-    """Yields `ahead` warm-up forwards, then forwards and backwards in turn, then the remaining backwards."""
-    yield from forwards[:ahead]
-    for forward, backward in itertools.zip_longest(forwards[ahead:], backwards):
-        if forward is not None:
-            yield forward
-        yield backward
 
 
 def add_communication(
@@ -424,7 +372,7 @@ def _begin_times(placement: Placement, orders: Sequence[Sequence[Computation]]) 
     Computations that never begin are missing.
     """
     begins: dict[Computation, float] = {}
-    sent: dict[tuple[bool, int, int], float] = {}
+    sent: dict[tuple[bool, int | None, int], float] = {}
     clock, position = [0.0 for _ in orders], [0 for _ in orders]
     progressed = True
     while progressed:
@@ -432,18 +380,27 @@ def _begin_times(placement: Placement, orders: Sequence[Sequence[Computation]]) 
         for rank, order in enumerate(orders):
             for computation in order[position[rank] :]:
                 kind, stage, micro_batch = computation
-                forward = kind is Kind.FORWARD
-                source = (forward, stage - 1 if forward else stage + 1, micro_batch)
-                has_source = kind is not Kind.WEIGHT and 0 <= source[1] < placement.stages
-                if has_source and source not in sent:
+                source, _ = _neighbours(placement, computation)
+                needed = (kind is Kind.FORWARD, source, micro_batch)
+                if source is not None and needed not in sent:
                     break
-                begins[computation] = max(clock[rank], sent[source] if has_source else 0.0)
+                begins[computation] = max(clock[rank], sent.get(needed, 0.0))
                 clock[rank] = begins[computation] + DURATION[kind]
                 if kind is not Kind.WEIGHT:
-                    sent[forward, stage, micro_batch] = clock[rank]
+                    sent[kind is Kind.FORWARD, stage, micro_batch] = clock[rank]
                 position[rank] += 1
                 progressed = True
     return begins
+
+
+def _neighbours(placement: Placement, computation: Computation) -> tuple[int | None, int | None]:
+    """Returns the stages that a computation's input comes from and its result goes to; None if there is none."""
+    kind, stage, _ = computation
+    if kind is Kind.WEIGHT:
+        return None, None
+    step = 1 if kind is Kind.FORWARD else -1
+    before, after = (s if 0 <= s < placement.stages else None for s in (stage - step, stage + step))
+    return before, after
 
 
 def _global_order(computation: Computation, begins: dict[Computation, float]) -> tuple[float, bool, int]:
@@ -463,40 +420,23 @@ def _lowered(
     posted: list[list[Action]] = [[] for _ in order]
     keys = [_global_order(computation, begins) for computation in order]
     for i, computation in enumerate(order):
-        for receive in _received(placement, rank, computation):
-            producers = (Kind.FORWARD,) if computation[0] is Kind.FORWARD else (Kind.BACKWARD, Kind.INPUT)
-            sender = min(
-                _global_order((kind, receive.stage, receive.micro_batch), begins) for kind in producers
+        kind, _, micro_batch = computation
+        source, _ = _neighbours(placement, computation)
+        if source is not None and placement.rank_of[source] != rank:
+            forward = kind is Kind.FORWARD
+            producers = (Kind.FORWARD,) if forward else (Kind.BACKWARD, Kind.INPUT)
+            sender = min(_global_order((producer, source, micro_batch), begins) for producer in producers)
+            receive = Kind.RECEIVE_ACTIVATION if forward else Kind.RECEIVE_GRADIENT
+            posted[bisect.bisect_right(keys, sender, 0, i)].append(
+                Action(receive, source, micro_batch, placement.rank_of[source])
             )
-            posted[bisect.bisect_right(keys, sender, 0, i)].append(receive)
     for i, computation in enumerate(order):
         yield from posted[i]
+        yield Action(*computation)
         kind, stage, micro_batch = computation
-        yield Action(kind, stage, micro_batch)
-        yield from _sent(placement, rank, computation)
+        _, target = _neighbours(placement, computation)
+        if target is not None and placement.rank_of[target] != rank:
+            send = Kind.SEND_ACTIVATION if kind is Kind.FORWARD else Kind.SEND_GRADIENT
+            yield Action(send, stage, micro_batch, placement.rank_of[target])
         if last_backward.get(stage) == i:
             yield Action(Kind.REDUCE, stage)
-
-
-def _received(placement: Placement, rank: int, computation: Computation) -> Iterator[Action]:
-    """Yields the receive of a computation's input, if it comes from another rank."""
-    kind, stage, micro_batch = computation
-    if kind is Kind.WEIGHT:
-        return
-    forward = kind is Kind.FORWARD
-    source = stage - 1 if forward else stage + 1
-    if 0 <= source < placement.stages and placement.rank_of[source] != rank:
-        message = Kind.RECEIVE_ACTIVATION if forward else Kind.RECEIVE_GRADIENT
-        yield Action(message, source, micro_batch, placement.rank_of[source])
-
-
-def _sent(placement: Placement, rank: int, computation: Computation) -> Iterator[Action]:
-    """Yields the send of a computation's result, if another rank needs it."""
-    kind, stage, micro_batch = computation
-    if kind is Kind.WEIGHT:
-        return
-    forward = kind is Kind.FORWARD
-    target = stage + 1 if forward else stage - 1
-    if 0 <= target < placement.stages and placement.rank_of[target] != rank:
-        message = Kind.SEND_ACTIVATION if forward else Kind.SEND_GRADIENT
-        yield Action(message, stage, micro_batch, placement.rank_of[target])

@@ -1,5 +1,7 @@
 """Division of the layers into pipeline stages: by cost, by given numbers, or by a written layout."""
 
+import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -72,18 +74,14 @@ def split_layers(
     as early stages hold more micro-batches in memory.
     """
     if num_layers < stages:
-        raise ValueError(too_few_layers(num_layers, stages))
+        raise ValueError(
+            f"{num_layers} {plural(num_layers, 'layer')} cannot fill {stages} stages; "
+            f"use {stages} layers or more, or fewer stages"
+        )
     extra = [0.0] * stages
     extra[0] += embedding_cost
     extra[-1] += head_cost
     return _parts(_fill_cheapest(num_layers, [1] * stages, layer_cost, extra, list(range(stages))))
-
-
-def too_few_layers(num_layers: int, stages: int) -> str:
-    return (
-        f"{num_layers} {plural(num_layers, 'layer')} cannot fill {stages} stages; "
-        f"use {stages} layers or more, or fewer stages"
-    )
 
 
 def stage_parts(num_layers: int, division: StageDivision, costs: Costs) -> tuple[StagePart, ...]:
@@ -112,22 +110,16 @@ def _fill_cheapest(
 
 
 def _parts(counts: Sequence[int]) -> tuple[StagePart, ...]:
-    parts, first = [], 0
-    for stage, count in enumerate(counts):
-        layers = tuple(range(first, first + count))
-        parts.append(StagePart(layers, embedding=stage == 0, head=stage == len(counts) - 1))
-        first += count
-    return tuple(parts)
+    bounds = itertools.pairwise(itertools.accumulate(counts, initial=0))
+    last = len(counts) - 1
+    return tuple(StagePart(tuple(range(*b)), stage == 0, stage == last) for stage, b in enumerate(bounds))
 
 
 def _counts_with_ends(num_layers: int, division: StageDivision, costs: Costs) -> list[int]:
     """Returns the layers of every stage if those of the first or the last rank are fixed."""
     ranks, virtual = division.ranks, division.virtual
-    fixed = {
-        rank: (flag, count)
-        for rank, flag, count in ((0, _FIRST, division.first), (ranks - 1, _LAST, division.last))
-        if count is not None
-    }
+    ends = ((0, _FIRST, division.first), (ranks - 1, _LAST, division.last))
+    fixed = {rank: (flag, count) for rank, flag, count in ends if count is not None}
     flags = " and ".join(f"{flag} {count}" for flag, count in fixed.values())
     if ranks == 1:
         raise ValueError(f"{flags}: there is one pipeline rank, which has all layers")
@@ -199,10 +191,8 @@ def parse_layout(text: str) -> list[str]:
 def _expanded(text: str) -> str:
     """Expands repetitions and parentheses and removes commas and spaces."""
     stack: list[list[str]] = [[]]
-    position = 0
-    while position < len(text):
-        letter = text[position]
-        position += 1
+    for token in re.findall(r"\*[0-9]*|[^*]", text):
+        letter, digits = token[0], token[1:]
         if letter in "EtL|":
             stack[-1].append(letter)
         elif letter == "(":
@@ -211,12 +201,8 @@ def _expanded(text: str) -> str:
             group = "".join(stack.pop())
             stack[-1].append(group)
         elif letter == "*":
-            digits = text[
-                position : position + len(text[position:]) - len(text[position:].lstrip("0123456789"))
-            ]
             if not digits or not stack[-1]:
                 raise ValueError(f"{_LAYOUT} {text}: * needs a letter or ) before it and a number after it")
-            position += len(digits)
             stack[-1][-1] *= int(digits)
         elif letter == "m":
             raise ValueError(

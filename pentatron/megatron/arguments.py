@@ -109,9 +109,8 @@ def _derived(config: RunConfig, world: World) -> dict[str, Any]:
 
 def script_entry_point(args_defaults: Mapping[str, Any]) -> tuple[EntryPoint, dict[str, Any]]:
     """Returns the running script as an entry point, and those of its defaults that are not settings."""
-    known = table()
-    settings = {name: value for name, value in args_defaults.items() if name in known}
-    others = {name: value for name, value in args_defaults.items() if name not in known}
+    settings = {name: value for name, value in args_defaults.items() if name in table()}
+    others = {name: value for name, value in args_defaults.items() if name not in settings}
     script = Path(sys.argv[0])
     defaults = {**PRETRAIN_GPT.defaults, "run_dir": f"runs/{script.stem}", **settings}
     return dataclasses.replace(PRETRAIN_GPT, name=script.name, defaults=defaults), others

@@ -113,8 +113,8 @@ def core_of(config: TransformerConfig | PentatronConfig) -> CoreTransformerConfi
 
 def _shared(config: TransformerConfig, section: type) -> dict[str, Any]:
     """Values of the fields that `section` has too, in the types of `section`."""
-    names = {f.name for f in dataclasses.fields(section)} & {f.name for f in dataclasses.fields(config)}
-    values = {name: getattr(config, name) for name in names}
+    names = {f.name for f in dataclasses.fields(section)}
+    values = {name: value for name, value in vars(config).items() if name in names}
     for name in values.keys() & {"moe_router_load_balancing_type", "moe_aux_loss_coeff"}:
         value = values[name]
         values[name] = (value,) if isinstance(value, str | float | int) else tuple(value)

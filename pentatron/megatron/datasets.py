@@ -7,11 +7,12 @@ ordered. Datasets of other classes are used unchanged.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,8 @@ from pentatron.parallel.world import World
 from pentatron.settings import data_paths
 from pentatron.settings.run_config import RunConfig
 
+# Settings of a builder that are settings of the run, with the same names.
+_COPIED = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "mid_level_dataset_surplus")
 # Path prefixes, and their weights if given.
 Blend = tuple[list[str], list[float] | None]
 DatasetProvider = Callable[[Sequence[int]], Any]
@@ -74,9 +77,7 @@ def get_blend_from_list(blend: Sequence[str] | None) -> Blend | None:
 
 def core_gpt_dataset_config_from_args(args: SimpleNamespace) -> GPTDatasetConfig:
     """Builds the dataset configuration from `get_args()`."""
-    per_split = [
-        get_blend_from_list(getattr(args, f"{name}_data_path")) for name in ("train", "valid", "test")
-    ]
+    per_split = [get_blend_from_list(getattr(args, f"{name}_data_path")) for name in SPLIT_NAMES]
     return GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
@@ -84,10 +85,7 @@ def core_gpt_dataset_config_from_args(args: SimpleNamespace) -> GPTDatasetConfig
         blend_per_split=per_split if args.train_data_path else None,
         split=args.split,
         path_to_cache=args.data_cache_path,
-        reset_position_ids=args.reset_position_ids,
-        reset_attention_mask=args.reset_attention_mask,
-        eod_mask_loss=args.eod_mask_loss,
-        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        **{name: getattr(args, name) for name in _COPIED},
     )
 
 
@@ -115,7 +113,23 @@ class BlendedMegatronDatasetBuilder:
                 "BlendedMegatronDatasetBuilder.build() knows its data only inside the dataset provider given to pretrain() or "
                 "build_train_valid_test_data_iterators(); call it there"
             )
-        return plan.build(self.cls, self.sizes, self.config)
+        if self.cls not in (GPTDataset, MockGPTDataset):
+            raise UserError(
+                f"the dataset builder makes GPTDataset and MockGPTDataset, not {self.cls.__name__}; build a dataset of your own class "
+                "yourself and return it from the provider"
+            )
+        wanted = required_samples(plan.config)
+        for name, size, needed in zip(SPLIT_NAMES, self.sizes, wanted, strict=True):
+            if size is not None and size != needed:
+                raise UserError(
+                    f"the dataset builder was asked for {size} {name} samples, the run needs {needed}; pass the sizes that the "
+                    "provider is called with"
+                )
+        opened = plan.open(_merged(plan.config, self.config, self.cls is MockGPTDataset))
+        plan.planned.append(Planned(opened, wanted))
+        return [
+            PlannedDataset(plan.planned[-1], split) if count else None for split, count in enumerate(wanted)
+        ]
 
 
 class PlannedDataset:
@@ -129,8 +143,7 @@ class PlannedDataset:
         return len(self.samples)
 
     def __getitem__(self, index: int) -> Sample:
-        sample: Sample = self.samples[index]
-        return sample
+        return self.samples[index]
 
     @property
     def samples(self) -> Any:
@@ -155,32 +168,13 @@ class Planned:
         return self._parts
 
 
+@dataclass
 class DataPlan:
-    """Collects the datasets that a provider builds."""
+    """The datasets that a provider builds, from data that `open` opens."""
 
-    def __init__(self, config: RunConfig, world: World, folder: Path, display: Display) -> None:
-        self.config, self.world, self.folder, self.display = config, world, folder, display
-        self.planned: list[Planned] = []
-
-    def build(
-        self, cls: type[Any], sizes: Sequence[int | None], dataset_config: GPTDatasetConfig
-    ) -> list[PlannedDataset | None]:
-        if cls not in (GPTDataset, MockGPTDataset):
-            raise UserError(
-                f"the dataset builder makes GPTDataset and MockGPTDataset, not {cls.__name__}; build a dataset of your own class "
-                "yourself and return it from the provider"
-            )
-        wanted = required_samples(self.config)
-        for name, size, needed in zip(SPLIT_NAMES, sizes, wanted, strict=True):
-            if size is not None and size != needed:
-                raise UserError(
-                    f"the dataset builder was asked for {size} {name} samples, the run needs {needed}; pass the sizes that the "
-                    "provider is called with"
-                )
-        config = _merged(self.config, dataset_config, cls is MockGPTDataset)
-        planned = Planned(open_data(config, self.world, self.folder, self.display), wanted)
-        self.planned.append(planned)
-        return [PlannedDataset(planned, split) if wanted[split] else None for split in range(len(sizes))]
+    config: RunConfig
+    open: Callable[[RunConfig], OpenedData]
+    planned: list[Planned] = field(default_factory=list)
 
 
 class UserSamples:
@@ -216,9 +210,8 @@ def provided_data(
     provider: DatasetProvider, config: RunConfig, world: World, folder: Path, display: Display
 ) -> OpenedData:
     """Opens the data of a run whose datasets a provider returns."""
-    plan = DataPlan(config, world, folder, display)
     run = state.current_run()
-    run.data = plan
+    plan = run.data = DataPlan(config, lambda merged: open_data(merged, world, folder, display))
     try:
         datasets = _checked(provider(list(required_samples(config))))
     finally:
@@ -229,17 +222,14 @@ def provided_data(
         names, fingerprint = built.names, built.fingerprint
     else:
         names = (type(datasets.train).__name__,)
+        length = len(datasets.train) if isinstance(datasets.train, FiniteDataset) else "without end"
         # The length of a dataset around the builder's depends on the length of the run, which may change.
-        if source is not None:
-            data = source.fingerprint
-        else:
-            data = str(len(datasets.train)) if isinstance(datasets.train, FiniteDataset) else "without end"
-        fingerprint = f"{names[0]} {data}"
+        fingerprint = f"{names[0]} {length if source is None else source.fingerprint}"
 
     def order(numbers: OrderSizes, cache: IndexCache) -> SplitDatasets:
         for planned in plan.planned:
             planned.lay_out(numbers, cache)
-        train, valid, test = (_samples(dataset) for dataset in datasets)
+        train, valid, test = map(_samples, datasets)
         if built is None and config.data.dataloader_type == "cyclic":
             train = EpochShuffle(train, config.run.seed)
         return SplitDatasets(train, valid, test)
@@ -249,18 +239,12 @@ def provided_data(
     return dataclasses.replace(source, order=order, names=names, fingerprint=fingerprint)
 
 
-class _Datasets(NamedTuple):
-    train: Any
-    valid: Any
-    test: Any
-
-
-def _checked(returned: Any) -> _Datasets:
+def _checked(returned: Any) -> SplitDatasets:
     if not isinstance(returned, tuple | list) or len(returned) != 3 or returned[0] is None:
         raise UserError(
             "the dataset provider must return (train, valid, test): a dataset to train on, and None for the others if there is none"
         )
-    return _Datasets(*returned)
+    return SplitDatasets(*returned)
 
 
 def _samples(dataset: Any) -> Any:
@@ -290,25 +274,18 @@ def _merged(config: RunConfig, dataset_config: GPTDatasetConfig, mock: bool) -> 
             f"the dataset's configuration has path_to_cache={dataset_config.path_to_cache}, the run has --data-cache-path "
             f"{config.data.data_cache_path}; set the folder with the flag"
         )
-    data = dataclasses.replace(
-        config.data,
-        mock_data=mock,
-        reset_position_ids=dataset_config.reset_position_ids,
-        reset_attention_mask=dataset_config.reset_attention_mask,
-        eod_mask_loss=dataset_config.eod_mask_loss,
-        mid_level_dataset_surplus=dataset_config.mid_level_dataset_surplus,
-    )
+    changes: dict[str, Any] = {name: getattr(dataset_config, name) for name in _COPIED}
     if mock:
-        data = dataclasses.replace(data, data_path=(), train_data_path=(), corpus=None)
+        changes |= {"data_path": (), "train_data_path": (), "corpus": None}
     elif dataset_config.blend is not None:
-        data = dataclasses.replace(
-            data, data_path=_words(dataset_config.blend), split=dataset_config.split or data.split
-        )
+        changes |= {
+            "data_path": _words(dataset_config.blend),
+            "split": dataset_config.split or config.data.split,
+        }
     elif dataset_config.blend_per_split is not None:
         paths = [() if blend is None else _words(blend) for blend in dataset_config.blend_per_split]
-        data = dataclasses.replace(
-            data, train_data_path=paths[0], valid_data_path=paths[1], test_data_path=paths[2]
-        )
+        changes |= {f"{name}_data_path": path for name, path in zip(SPLIT_NAMES, paths, strict=True)}
+    data = dataclasses.replace(config.data, mock_data=mock, **changes)
     run = dataclasses.replace(config.run, seed=dataset_config.random_seed)
     return dataclasses.replace(config, data=data, run=run)
 
@@ -318,6 +295,4 @@ def _words(blend: Blend) -> tuple[str, ...]:
     prefixes, weights = blend
     if weights is None:
         return tuple(prefixes)
-    return tuple(
-        word for weight, prefix in zip(weights, prefixes, strict=True) for word in (str(weight), prefix)
-    )
+    return tuple(itertools.chain.from_iterable(zip(map(str, weights), prefixes, strict=True)))

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pentatron.data.loader import Batch
 from pentatron.errors import UserError
 from pentatron.megatron.config import TransformerConfig, core_of
 from pentatron.megatron.state import current_run, is_running
@@ -58,7 +59,7 @@ class GPTModel(gpt_model.GPTModel):
                 f"rope_scaling_factor={rope_scaling_factor}: set the factor with --rope-scaling-factor"
             )
         interpolation = core.rope_scaling_factor if core.rope_scaling_type == "linear" else None
-        if seq_len_interpolation_factor is not None and seq_len_interpolation_factor != interpolation:
+        if seq_len_interpolation_factor not in (None, interpolation):
             raise UserError(
                 f"seq_len_interpolation_factor={seq_len_interpolation_factor}: set the factor with "
                 "--rotary-seq-len-interpolation-factor"
@@ -84,13 +85,10 @@ class GPTModel(gpt_model.GPTModel):
             pg_collection,
         )
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
-        self._call: StageInputs | None = None
+        # The call of the program that the next forward belongs to.
+        self.pending_call: StageInputs | None = None
         self._input: Tensor | None = None
         self._checked_positions = False
-
-    def receive(self, call: StageInputs | None) -> None:
-        """Sets the call of the program that the next forward belongs to; None after it."""
-        self._call = call
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
         """Sets the hidden states of the previous stage, for programs that run a stage outside `pretrain`."""
@@ -111,25 +109,23 @@ class GPTModel(gpt_model.GPTModel):
 
         Inside a run, arguments that are None come from the micro-batch.
         """
-        _refuse_others(
-            **{name: (value, None) for name, value in {"decoder_input": decoder_input, **others}.items()}
-        )
-        if self._call is None:
+        _refuse_others(decoder_input=(decoder_input, None), **{name: (others[name], None) for name in others})
+        call = self.pending_call
+        if call is None:
             if input_ids is None or position_ids is None:
                 raise UserError("GPTModel: outside a run input_ids and position_ids are needed; give both")
-            return self._without_padding(
-                super().forward(input_ids, position_ids, attention_mask, labels, self._input), labels
-            )
-        batch = self._call.batch
+            output = super().forward(input_ids, position_ids, attention_mask, labels, self._input)
+            return self._without_padding(output, labels)
+        batch = call.batch
         tokens = batch.tokens if input_ids is None else input_ids
         positions = batch.position_ids if position_ids is None else position_ids
-        self._check(tokens, positions)
+        self._check(batch, tokens, positions)
         documents = batch.documents
         if attention_mask is not None and documents is None:
             documents = self.documents_of(attention_mask, tokens)
         # Not `super()`, which takes documents as a mask.
         output = CausalLM.forward(
-            self, tokens, positions, labels, self._call.received, self._call.keys, documents=documents
+            self, tokens, positions, labels, call.received, call.keys, documents=documents
         )
         return self._without_padding(output, labels)
 
@@ -138,25 +134,23 @@ class GPTModel(gpt_model.GPTModel):
         if labels is not None or not self.post_process:
             return output
         width = output.shape[-1]
-        words = self.vocab_size - self.axis.group.rank * width
+        words = self.vocab_size - self.axis.rank * width
         if words >= width:
             return output
         # Finite, not -inf: a probability of 0 times its logarithm is 0 then, not NaN.
         low = torch.finfo(output.dtype).min / 2
         return output.masked_fill(torch.arange(width, device=output.device) >= words, low)
 
-    def _check(self, tokens: Tensor, positions: Tensor) -> None:
-        assert self._call is not None
-        expected = self._call.batch.tokens.shape
-        if tokens.shape != expected:
+    def _check(self, batch: Batch, tokens: Tensor, positions: Tensor) -> None:
+        if tokens.shape != batch.tokens.shape:
             raise UserError(
-                f"forward_step gives the model tokens of shape {tuple(tokens.shape)}, but this rank computes {tuple(expected)}; "
+                f"forward_step gives the model tokens of shape {tuple(tokens.shape)}, but this rank computes {tuple(batch.tokens.shape)}; "
                 "pass those of data_iterator (with context parallelism they are this rank's part of each sequence)"
             )
         if self.split_sequences and not self._checked_positions:
             # Once per model: the comparison synchronizes host and device.
             self._checked_positions = True
-            if not torch.equal(positions, self._call.batch.position_ids):
+            if not torch.equal(positions, batch.position_ids):
                 raise UserError(
                     "with context parallelism a rank has part of each sequence, and position_ids count in the whole of it; pass "
                     "those of data_iterator"
@@ -175,11 +169,10 @@ def build_module(slot: Slot, *args: Any, **kwargs: Any) -> Any:
 
     Configurations among the arguments may be Megatron's.
     """
-    converted = [_converted(value) for value in args]
-    named = {name: _converted(value) for name, value in kwargs.items()}
     if is_running() and spec.takes(slot, object, "axes"):
-        named.setdefault("axes", current_run().groups.axes)
-    return spec.build_module(slot, *converted, **named)
+        kwargs.setdefault("axes", current_run().groups.axes)
+    named = {name: _converted(value) for name, value in kwargs.items()}
+    return spec.build_module(slot, *map(_converted, args), **named)
 
 
 def _converted(value: Any) -> Any:

@@ -4,6 +4,7 @@ import atexit
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -34,17 +35,18 @@ from pentatron.train.batches import micro_batches
 from pentatron.train.run_folder import log_failure
 from pentatron.train.session import Session, open_session
 
-SETS = ("train", "validation", "test")
+# The sets of samples, and what the datasets of a session call them.
+SETS = {"train": "train", "validation": "valid", "test": "test"}
 
 
+@dataclass(eq=False)
 class Stepwise:
     """A run whose steps the program calls itself: its session, and which parts of it have been set up."""
 
-    def __init__(self, session: Session, program: UserProgram) -> None:
-        self.session = session
-        self.program = program
-        self.has_model = False
-        self.has_data = False
+    session: Session
+    program: UserProgram
+    has_model: bool = False
+    has_data: bool = False
 
     def require(self, model: bool = False, data: bool = False) -> None:
         """Raises if a step is called before the model or the data is set up."""
@@ -67,10 +69,7 @@ class DataIterator(Iterator[dict[str, Tensor]]):
         session = self.stepwise.session
         # Late, because training continues behind the samples that were consumed up to the first call.
         if self._batches is None:
-            datasets = session.trainer.datasets
-            samples: Any = {"train": datasets.train, "validation": datasets.valid, "test": datasets.test}[
-                self.name
-            ]
+            samples: Any = getattr(session.trainer.datasets, SETS[self.name])
             consumed = session.state.consumed_samples if self.name == "train" else 0
             self._batches = micro_batches(session.config, session.world, samples, consumed)
         return next(self._batches)

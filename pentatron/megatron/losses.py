@@ -6,7 +6,7 @@ the returned scalar.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pentatron.errors import UserError
 from pentatron.parallel.collectives import Group
-from pentatron.parallel.sharding import ShardedParameter, sharded_parameters
+from pentatron.parallel.sharding import sharded_parameters
 from pentatron.parallel.world import World
 from pentatron.train.model import Objective
 
@@ -72,25 +72,22 @@ def counting_terms_once(
     returned = call_loss_function(loss_function, leaf.view_as(leaf), world.group("context"))
     if not returned.loss.requires_grad:
         return returned
-    parameters = [h for h in sharded_parameters(module) if h.parameter.requires_grad]
-    sources = [*([output] if leaf.requires_grad else []), *(h.parameter for h in parameters)]
-    ranks = [
-        *([1] if leaf.requires_grad else []),
-        *(world.tensor.size if _is_summed(h) else 1 for h in parameters),
+    # What the loss may depend on: as autograd sees it, as the step sees it, and the ranks that repeat its term.
+    sources: list[tuple[Tensor, Tensor, int]] = [(leaf, output, 1)] if leaf.requires_grad else []
+    for held in sharded_parameters(module):
+        is_summed = any("tensor" in piece.partial_over for piece in held.declared.pieces)
+        sources.append((held.parameter, held.parameter, world.tensor.size if is_summed else 1))
+    inputs = [source for source, _, _ in sources]
+    gradients = torch.autograd.grad(returned.loss.sum(), inputs, allow_unused=True)
+    terms = [
+        (value * gradient).float().sum() / ranks
+        for (_, value, ranks), gradient in zip(sources, gradients)
+        if gradient is not None
     ]
-    gradients = torch.autograd.grad(
-        returned.loss.sum(), [leaf if s is output else s for s in sources], allow_unused=True
-    )
-    terms = [(s * g).float().sum() / count for s, g, count in zip(sources, gradients, ranks) if g is not None]
     surrogate = torch.stack(terms).sum()
     # The value of the loss with the gradient of the surrogate.
     loss = surrogate + (returned.loss.detach().float().sum() - surrogate.detach())
     return replace(returned, loss=loss)
-
-
-def _is_summed(held: ShardedParameter) -> bool:
-    """Whether the gradient of a parameter is summed over the tensor axis."""
-    return any("tensor" in piece.partial_over for piece in held.declared.pieces)
 
 
 @contextmanager
@@ -111,14 +108,12 @@ def _differentiable_all_reduce(context: Group) -> Iterator[list[Tensor]]:
         tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
     ) -> Any:
         work = torch_all_reduce(tensor, op, group, async_op)
-        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        only_context = context.size > 1 and ranks == dist.get_process_group_ranks(context.process_group)
-        if op != dist.ReduceOp.SUM or not tensor.requires_grad:
-            return work
-        if only_context:
-            over_context.append(tensor)
-        elif len(ranks) > 1:
-            tensor.register_hook(lambda gradient: gradient * len(ranks))
+        if op == dist.ReduceOp.SUM and tensor.requires_grad:
+            ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+            if context.size > 1 and ranks == dist.get_process_group_ranks(context.process_group):
+                over_context.append(tensor)
+            elif len(ranks) > 1:
+                tensor.register_hook(lambda gradient: gradient * len(ranks))
         return work
 
     dist.all_reduce = all_reduce
@@ -130,15 +125,11 @@ def _differentiable_all_reduce(context: Group) -> Iterator[list[Tensor]]:
 
 def _pair(name: Any, value: Any, device: torch.device) -> tuple[Tensor, Tensor]:
     """Numerator and denominator of a reported value: (sum, count), or (number, 1) for a mean."""
-    tensor = value if isinstance(value, Tensor) else None
-    if tensor is None:
-        try:
-            parts = value if isinstance(value, tuple | list) else (value,)
-            tensor = torch.stack(
-                [torch.as_tensor(part, device=device).double().reshape(()) for part in parts]
-            )
-        except (TypeError, ValueError, RuntimeError):
-            tensor = torch.empty(0)
+    tensor = value if isinstance(value, Tensor) else torch.empty(0)
+    if not isinstance(value, Tensor):
+        parts = value if isinstance(value, tuple | list) else (value,)
+        with suppress(TypeError, ValueError, RuntimeError):
+            tensor = torch.stack([torch.as_tensor(p, device=device).double().reshape(()) for p in parts])
     flat = tensor.detach().to(device).reshape(-1).double()
     if flat.numel() == 1:
         return flat[0], torch.ones((), device=device)
@@ -155,14 +146,14 @@ def _parsed(result: Any) -> LossResult:
             f"the loss function returned {_described(result)}; it must return (loss, number of tokens), "
             "(loss, number of tokens, report) or, for a mean, (loss, report)"
         )
-    loss, second = result[0], result[1]
+    loss, second, *rest = result
     if loss.numel() != 1:
         raise UserError(
             f"the loss function returned a loss of {loss.numel()} numbers; return one, the sum over the tokens"
         )
     if isinstance(second, Mapping):
         return LossResult(loss, None, second)
-    report = result[2] if len(result) == 3 else {}
+    report = rest[0] if rest else {}
     if not isinstance(report, Mapping):
         raise UserError(
             f"the loss function returned a report that is a {type(report).__name__}; return a dictionary of names and values"

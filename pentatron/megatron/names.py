@@ -1,5 +1,6 @@
 """Import finders for the modules of the table, and for `megatron...` as another name of them."""
 
+import contextlib
 import importlib
 import importlib.abc
 import importlib.util
@@ -12,10 +13,6 @@ from typing import Any
 from pentatron.errors import UserError
 from pentatron.megatron import module_table
 from pentatron.megatron.module_table import MODULES, Module
-
-_MEGATRON, _PENTATRON = "megatron", "pentatron.megatron"
-# The part of Megatron-LM that the distribution megatron-core installs.
-_INSTALLED = "megatron.core"
 
 
 class TableFinder(importlib.abc.MetaPathFinder):
@@ -41,15 +38,12 @@ class _TableLoader(importlib.abc.Loader):
         self.name = name
         self.row = row
 
-    def create_module(self, spec: ModuleSpec) -> None:
-        return None
-
     def exec_module(self, module: ModuleType) -> None:
         # First, because a package may take names from its own submodules.
         module.__dict__["__getattr__"] = self._getattr_of(module)
         names: dict[str, Any] = {}
         for path, imported in self.row.imports.items():
-            source = importlib.import_module(path)
+            source = importlib.import_module(f"pentatron.{path}")
             if imported == "*":
                 names |= _defined_in(source)
                 continue
@@ -101,9 +95,9 @@ class MegatronNames(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != _MEGATRON and not fullname.startswith(f"{_MEGATRON}."):
+        if not _is_megatrons(fullname):
             return None
-        name = _PENTATRON + fullname.removeprefix(_MEGATRON)
+        name = f"pentatron.{fullname}"
         try:
             module = importlib.import_module(name)
         except ModuleNotFoundError as error:
@@ -130,7 +124,7 @@ def as_megatron(replace: bool = True) -> bool:
         return True
     if not replace and installed_megatron() is not None:
         return False
-    loaded = [name for name in sys.modules if name == _MEGATRON or name.startswith(f"{_MEGATRON}.")]
+    loaded = list(filter(_is_megatrons, sys.modules))
     if loaded:
         raise UserError(
             f"{loaded[0]} of the installed Megatron is imported already; call as_megatron() before anything imports it"
@@ -141,8 +135,12 @@ def as_megatron(replace: bool = True) -> bool:
 
 def installed_megatron() -> str | None:
     """Path of the installed megatron-core, or None."""
-    try:
-        spec = importlib.util.find_spec(_INSTALLED)
-    except ModuleNotFoundError:
-        return None
+    spec = None
+    with contextlib.suppress(ModuleNotFoundError):
+        # The part of Megatron-LM that the distribution megatron-core installs.
+        spec = importlib.util.find_spec("megatron.core")
     return None if spec is None else spec.origin
+
+
+def _is_megatrons(name: str) -> bool:
+    return name.partition(".")[0] == "megatron"

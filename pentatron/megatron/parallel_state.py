@@ -1,18 +1,41 @@
 """`mpu`: ranks, sizes and process groups of the parallel axes. They are available inside a run."""
 
+from collections.abc import Callable
 from typing import Any
 
 from pentatron.errors import UserError
 from pentatron.layout.ranks import Axis
 from pentatron.megatron.state import current_run, is_running
 
+# The name of an axis in `get_{name}_group()`, `get_{name}_world_size()` and `get_{name}_rank()`.
+_NAMED_AXES: dict[str, Axis] = {
+    "tensor_model_parallel": "tensor",
+    "pipeline_model_parallel": "pipeline",
+    "context_parallel": "context",
+    "expert_model_parallel": "expert",
+    "expert_tensor_parallel": "expert_tensor",
+}
 
-def _size(axis: Axis) -> int:
-    return current_run().world.group(axis).size
+
+def _functions_of(axis: Axis) -> tuple[Callable[..., Any], ...]:
+    """Returns the functions of an axis, named by what follows the axis in their names."""
+
+    def group(check_initialized: bool = True) -> Any:
+        return current_run().process_group(axis)
+
+    def world_size() -> int:
+        return current_run().world.group(axis).size
+
+    def rank() -> int:
+        return current_run().world.group(axis).rank
+
+    return group, world_size, rank
 
 
-def _rank(axis: Axis) -> int:
-    return current_run().world.group(axis).rank
+for _name, _axis in _NAMED_AXES.items():
+    for _function in _functions_of(_axis):
+        _function.__name__ = _function.__qualname__ = f"get_{_name}_{_function.__name__}"
+        globals()[_function.__name__] = _function
 
 
 def model_parallel_is_initialized() -> bool:
@@ -30,16 +53,12 @@ def initialize_model_parallel(*sizes: Any, **named: Any) -> None:
     )
 
 
-def get_tensor_model_parallel_group(check_initialized: bool = True) -> Any:
-    return current_run().process_group("tensor")
+def get_expert_data_parallel_group(check_initialized: bool = True) -> Any:
+    return current_run().process_group("expert_data")
 
 
-def get_tensor_model_parallel_world_size() -> int:
-    return _size("tensor")
-
-
-def get_tensor_model_parallel_rank() -> int:
-    return _rank("tensor")
+def get_embedding_group(check_initialized: bool = True) -> Any:
+    return current_run().process_group("embedding")
 
 
 def get_tensor_model_parallel_src_rank() -> int:
@@ -48,21 +67,13 @@ def get_tensor_model_parallel_src_rank() -> int:
     return world.everyone.rank - world.at.tensor
 
 
-def get_pipeline_model_parallel_group(check_initialized: bool = True) -> Any:
-    return current_run().process_group("pipeline")
-
-
-def get_pipeline_model_parallel_world_size() -> int:
-    return _size("pipeline")
-
-
-def get_pipeline_model_parallel_rank() -> int:
-    return _rank("pipeline")
+def _data_axis(with_context_parallel: bool) -> Axis:
+    return "replicas" if with_context_parallel else "data"
 
 
 def get_data_parallel_group(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> Any:
     """Returns the data-parallel group, optionally with the context-parallel ranks."""
-    return current_run().process_group("replicas" if with_context_parallel else "data")
+    return current_run().process_group(_data_axis(with_context_parallel))
 
 
 get_data_parallel_group_gloo = get_data_parallel_group
@@ -71,62 +82,18 @@ get_data_parallel_group_gloo = get_data_parallel_group
 def get_data_parallel_world_size(
     with_context_parallel: bool = False, partial_data_parallel: bool = False
 ) -> int:
-    return _size("replicas" if with_context_parallel else "data")
+    return current_run().world.group(_data_axis(with_context_parallel)).size
 
 
 def get_data_parallel_rank(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
-    return _rank("replicas" if with_context_parallel else "data")
+    return current_run().world.group(_data_axis(with_context_parallel)).rank
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     """Returns the global rank of the first rank of this data-parallel group."""
     world = current_run().world
-    axis: Axis = "replicas" if with_context_parallel else "data"
-    return next(members[0] for members in world.grid.groups(axis) if world.everyone.rank in members)
-
-
-def get_context_parallel_group(check_initialized: bool = True) -> Any:
-    return current_run().process_group("context")
-
-
-def get_context_parallel_world_size() -> int:
-    return _size("context")
-
-
-def get_context_parallel_rank() -> int:
-    return _rank("context")
-
-
-def get_expert_model_parallel_group(check_initialized: bool = True) -> Any:
-    return current_run().process_group("expert")
-
-
-def get_expert_model_parallel_world_size() -> int:
-    return _size("expert")
-
-
-def get_expert_model_parallel_rank() -> int:
-    return _rank("expert")
-
-
-def get_expert_tensor_parallel_group(check_initialized: bool = True) -> Any:
-    return current_run().process_group("expert_tensor")
-
-
-def get_expert_tensor_parallel_world_size() -> int:
-    return _size("expert_tensor")
-
-
-def get_expert_tensor_parallel_rank() -> int:
-    return _rank("expert_tensor")
-
-
-def get_expert_data_parallel_group(check_initialized: bool = True) -> Any:
-    return current_run().process_group("expert_data")
-
-
-def get_embedding_group(check_initialized: bool = True) -> Any:
-    return current_run().process_group("embedding")
+    groups = world.grid.groups(_data_axis(with_context_parallel))
+    return next(members[0] for members in groups if world.everyone.rank in members)
 
 
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:
@@ -143,12 +110,9 @@ def get_virtual_pipeline_model_parallel_rank() -> int | None:
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
     """Selects the stage for `is_pipeline_last_stage` and the like, until the run builds or computes one."""
     run = current_run()
-    if rank is None:
-        run.stage = None
-        return
-    if not 0 <= rank < len(run.local_stages):
+    if rank is not None and not 0 <= rank < len(run.local_stages):
         raise UserError(f"virtual pipeline rank {rank}: this rank has {len(run.local_stages)} stages")
-    run.stage = run.local_stages[rank]
+    run.stage = None if rank is None else run.local_stages[rank]
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = False, vp_stage: int | None = None) -> bool:

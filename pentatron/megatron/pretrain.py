@@ -46,7 +46,6 @@ def pretrain(
         non_loss_data_func=non_loss_data_func,
     )
     entry, extra = script_entry_point(args_defaults or {})
-    script = sys.argv[0]
     programs: list[UserProgram] = []
 
     def program(words: list[str]) -> tuple[list[str], UserProgram]:
@@ -58,7 +57,7 @@ def pretrain(
         programs.append(user_program)
         return rest, user_program
 
-    code = train_program(program, entry, list(script_command()) or [script])
+    code = train_program(program, entry, list(script_command() or sys.argv[:1]))
     if code or not any(user_program.has_run for user_program in programs):
         sys.exit(code)
 
@@ -101,10 +100,9 @@ def build_train_valid_test_data_iterators(
         session.open_data()
         session.prepare()
         stepwise.has_data = True
-    datasets = session.trainer.datasets
     train, valid, test = (
-        None if samples is None else DataIterator(stepwise, name)
-        for name, samples in zip(SETS, (datasets.train, datasets.valid, datasets.test), strict=True)
+        None if getattr(session.trainer.datasets, samples) is None else DataIterator(stepwise, name)
+        for name, samples in SETS.items()
     )
     assert train is not None
     return train, valid, test

@@ -92,23 +92,22 @@ class UserProgram(Program):
         groups = ProcessGroups(
             axes.with_linear(options.linear), tuple(parts.values()), options, folded_ends(parts.values())
         )
-        with state.current_run().building(groups):
-            return self._stages(parts, device)
-
-    def _stages(self, parts: Mapping[int, StagePart], device: torch.device) -> dict[int, CausalLM]:
-        """Calls the model provider for every stage of this rank."""
         run = state.current_run()
         parameters = inspect.signature(self.model_provider).parameters
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        # Older providers have no `vp_stage`; GPTModel then takes it from the run.
+        takes_stage = "vp_stage" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         stages: dict[int, CausalLM] = {}
-        for number, part in parts.items():
-            run.stage = number
-            kwargs: dict[str, Any] = {"pre_process": part.embedding, "post_process": part.head}
-            # Older providers have no `vp_stage`; GPTModel then takes it from the run.
-            if "vp_stage" in parameters or takes_any:
-                kwargs["vp_stage"] = run.virtual_rank
-            with device:
-                stages[number] = _checked(self.model_provider(**kwargs))
+        with run.building(groups), device:
+            for number, part in parts.items():
+                run.stage = number
+                place = {"vp_stage": run.virtual_rank} if takes_stage else {}
+                model = self.model_provider(pre_process=part.embedding, post_process=part.head, **place)
+                if not isinstance(model, GPTModel):
+                    kind = f"{type(model).__module__}.{type(model).__qualname__}"
+                    raise UserError(
+                        f"model_provider returned a {kind}; it must return a GPTModel of pentatron.megatron, or of a class derived from it"
+                    )
+                stages[number] = model
         run.stage = None
         return stages
 
@@ -116,9 +115,15 @@ class UserProgram(Program):
         run = state.current_run()
         assert isinstance(module, GPTModel), "build_stages checks the type"
         run.stage = call.stage
-        module.receive(call)
+        module.pending_call = call
         try:
-            output, loss_function = self._call_forward_step(call.batch, module)
+            result = self.forward_step(MicroBatchIterator(call.batch), module)
+            if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor)):
+                raise UserError(
+                    "forward_step must return (output_tensor, loss function), the output being what the model returned; "
+                    f"it returned {type(result).__name__}"
+                )
+            output, loss_function = result
             if not call.is_last:
                 return output
             if module.axis.sequence_parallel and run.world.tensor.size > 1:
@@ -129,7 +134,7 @@ class UserProgram(Program):
                 self._compare_counts(returned.tokens)
             return objective_share(returned, call.objective)
         finally:
-            module.receive(None)
+            module.pending_call = None
             run.stage = None
 
     def _compare_counts(self, tokens: Tensor) -> None:
@@ -151,15 +156,6 @@ class UserProgram(Program):
                     "note: the loss function counts different numbers of tokens in micro-batches, and every token weighs the same in a step; "
                     "Megatron-LM without --calculate-per-token-loss would weigh every micro-batch the same"
                 )
-
-    def _call_forward_step(self, batch: Batch, module: GPTModel) -> tuple[Tensor, Callable[[Tensor], Any]]:
-        result = self.forward_step(MicroBatchIterator(batch), module)
-        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor)):
-            raise UserError(
-                "forward_step must return (output_tensor, loss function), the output being what the model returned; "
-                f"it returned {type(result).__name__}"
-            )
-        return result
 
 
 class MicroBatchIterator(Iterator[dict[str, Tensor]]):
@@ -186,12 +182,3 @@ def as_dictionary(batch: Batch) -> dict[str, Tensor]:
         "loss_mask": batch.loss_mask,
         "position_ids": batch.position_ids,
     }
-
-
-def _checked(model: Any) -> GPTModel:
-    if not isinstance(model, GPTModel):
-        kind = f"{type(model).__module__}.{type(model).__qualname__}"
-        raise UserError(
-            f"model_provider returned a {kind}; it must return a GPTModel of pentatron.megatron, or of a class derived from it"
-        )
-    return model

@@ -116,8 +116,7 @@ def running(resolved: Resolved, world: World, display: Display, args: Arguments)
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     timers = Timers(resolved.config.loop.timing_log_level, world.everyone, display.say)
-    groups = process_groups(resolved.config, world)
-    _running = CurrentRun(resolved, world, display, args, timers, groups)
+    _running = CurrentRun(resolved, world, display, args, timers, process_groups(resolved.config, world))
     try:
         yield _running
     finally:

@@ -2,6 +2,8 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -11,10 +13,8 @@ from pentatron.parallel.collectives import Group, gather_objects
 from pentatron.parallel.timers import Timers as LoopTimers
 from pentatron.parallel.timers import block_of
 
-# The only timer of the training loop that programs measure: it runs inside their forward step.
-BATCHES = "batch-generator"
 
-
+@dataclass(eq=False)
 class Timer:
     """Accumulates the time between `start` and `stop`.
 
@@ -22,16 +22,13 @@ class Timer:
     of each interval.
     """
 
-    def __init__(
-        self, name: str, barrier: Callable[[], None], idle: bool, on_stop: Callable[[float], None]
-    ) -> None:
-        self.name = name
-        self._on_stop = on_stop
-        self.idle = idle
-        self._barrier = barrier
-        self._elapsed = 0.0
-        self._active = 0.0
-        self._started: float | None = None
+    name: str
+    idle: bool
+    _barrier: Callable[[], None]
+    _on_stop: Callable[[float], None]
+    _elapsed: float = 0.0
+    _active: float = 0.0
+    _started: float | None = None
 
     def start(self, barrier: bool = False) -> None:
         if self._started is not None:
@@ -93,16 +90,15 @@ class Timers:
         """Returns the timer of that name. The first call sets its level."""
         if name not in self._timers:
             idle = (log_level or 0) > self.level
-            self._timers[name] = Timer(
-                name, self._synchronize, idle, lambda seconds: self._add(name, seconds)
-            )
+            self._timers[name] = Timer(name, idle, self._synchronize, partial(self._add, name))
         return self._timers[name]
 
     def _synchronize(self) -> None:
         gather_objects(None, self.everyone)
 
     def _add(self, name: str, seconds: float) -> None:
-        if self._loop is not None and name == BATCHES:
+        # The only timer of the training loop that programs measure: it runs inside their forward step.
+        if self._loop is not None and name == "batch-generator":
             self._loop.add(name, 2, seconds)
 
     def log(
@@ -127,10 +123,7 @@ class Timers:
             if not timer.idle and (names is None or name in names)
         }
         by_rank = gather_objects(local, self.everyone)
-        if not any(by_rank):
-            return
-        text = block_of(by_rank, "minmax")
-        if not rank:
-            self.say(text)
-        elif rank == self.everyone.rank:
-            say(text)
+        if any(by_rank) and rank in (None, 0):
+            self.say(block_of(by_rank, "minmax"))
+        elif any(by_rank) and rank == self.everyone.rank:
+            say(block_of(by_rank, "minmax"))

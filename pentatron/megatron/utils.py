@@ -96,15 +96,8 @@ def get_batch_on_this_cp_rank(batch: dict[str, Tensor | None]) -> dict[str, Tens
     """
     run = current_run()
     context, length = run.groups.axes.context, run.config.model.seq_length
-    if context.size == 1:
-        return batch
-
-    def shard(value: Tensor | None) -> Tensor | None:
-        if value is None or value.dim() != 2 or value.shape[1] != length:
-            return value
-        return context.own_sequence(value)
-
-    return {key: shard(value) for key, value in batch.items()}
+    whole = {k: v for k, v in batch.items() if v is not None and v.dim() == 2 and v.shape[1] == length}
+    return batch | {key: context.own_sequence(value) for key, value in whole.items()}
 
 
 def get_ltor_masks_and_position_ids(

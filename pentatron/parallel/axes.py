@@ -67,13 +67,17 @@ class TensorAxis(_Axis):
         """Returns the complete hidden states, for layers whose output is split."""
         if self.size == 1:
             return x_BSD
-        return (_GatherSequence if self.sequence_parallel else _Copy).apply(x_BSD, self.group)
+        if self.sequence_parallel:
+            return _ExchangeSequence.apply(x_BSD, self.group, True)
+        return _Copy.apply(x_BSD, self.group)
 
     def leave(self, x_BSD: Tensor) -> Tensor:
         """Sums the ranks' partial outputs; with sequence parallelism keeps this rank's part."""
         if self.size == 1:
             return x_BSD
-        return (_ScatterSequence if self.sequence_parallel else _Sum).apply(x_BSD, self.group)
+        if self.sequence_parallel:
+            return _ExchangeSequence.apply(x_BSD, self.group, False)
+        return _Sum.apply(x_BSD, self.group)
 
     def own_sequence(self, x_BS: Tensor) -> Tensor:
         """Returns this rank's part of a per-token tensor that all ranks have in full; no gradient."""
@@ -115,26 +119,18 @@ class _Sum(torch.autograd.Function):
         return gradients[0], None
 
 
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _all_gather_sequence(x, group)
+class _ExchangeSequence(torch.autograd.Function):
+    """Gathers the sequence, and reduce-scatters its gradient, or the other way round."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _reduce_scatter_sequence(gradients[0], ctx.group), None
-
-
-class _ScatterSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _reduce_scatter_sequence(x, group)
+    def forward(ctx: Any, x: Tensor, group: Group, gathers: bool) -> Tensor:
+        ctx.group, ctx.gathers = group, gathers
+        return _all_gather_sequence(x, group) if gathers else _reduce_scatter_sequence(x, group)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _all_gather_sequence(gradients[0], ctx.group), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        back = _reduce_scatter_sequence if ctx.gathers else _all_gather_sequence
+        return back(gradients[0], ctx.group), None, None
 
 
 def _all_gather_sequence(part_BSD: Tensor, group: Group) -> Tensor:

@@ -9,6 +9,7 @@ with weight decay come first, so any shard of it consists of at most two ranges 
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,13 +94,11 @@ def plan_buckets(
     neighbours differ between the two stages, but both must cut it into the same shards to sum its gradients.
     `group_of` returns the group of an axis. Buckets are in the order in which they were opened.
     """
-    items = [Item(h.parameter.numel(), h.declared.copies, _is_tied(h)) for h in held]
+    items = []
+    for h in held:
+        is_tied = any("embedding" in piece.partial_over for piece in h.declared.pieces)
+        items.append(Item(h.parameter.numel(), h.declared.copies, alone=is_tied))
     return [_plan([held[i] for i in bucket.items], group_of(bucket.copies)) for bucket in pack(items, limit)]
-
-
-def _is_tied(held: ShardedParameter) -> bool:
-    """Whether the first and the last stage share the parameter."""
-    return any("embedding" in piece.partial_over for piece in held.declared.pieces)
 
 
 def _plan(group: Sequence[ShardedParameter], copies: Group) -> Plan:
@@ -213,28 +212,19 @@ class WeightGather:
         self.overlap = overlap
         self._pending: dict[int, PendingWork] = {}
         if overlap and any(bucket.copies.size > 1 for bucket in buckets):
-            for model in models:
-                self._hook(model)
+            bucket_of = {
+                id(slot.held.parameter): n for n, bucket in enumerate(buckets) for slot in bucket.plan.slots
+            }
+            for path, module, parameters in (row for model in models for row in _parameters_run_by(model)):
+                numbers = {bucket_of[id(p)] for p in parameters if id(p) in bucket_of}
+                if numbers:
+                    assert type(module).forward is not nn.Module.forward, (
+                        f"{path} has no forward, so it cannot wait for its weights"
+                    )
+                    module.register_forward_pre_hook(partial(self._before_forward, sorted(numbers)))
 
-    def _hook(self, model: nn.Module) -> None:
-        bucket_of = {
-            id(slot.held.parameter): number
-            for number, bucket in enumerate(self.buckets)
-            for slot in bucket.plan.slots
-        }
-        for path, module, parameters in _parameters_run_by(model):
-            numbers = {bucket_of[id(p)] for p in parameters if id(p) in bucket_of}
-            if numbers:
-                assert type(module).forward is not nn.Module.forward, (
-                    f"{path} has no forward, so it cannot wait for its weights"
-                )
-                module.register_forward_pre_hook(self._waiter(sorted(numbers)))
-
-    def _waiter(self, numbers: Sequence[int]) -> Callable[[nn.Module, Any], None]:
-        def wait(module: nn.Module, arguments: Any) -> None:
-            self._wait(numbers)
-
-        return wait
+    def _before_forward(self, numbers: Sequence[int], module: nn.Module, arguments: Any) -> None:
+        self._wait(numbers)
 
     def start(self) -> None:
         """Starts to gather all buckets; waits for them unless `overlap`."""

@@ -6,7 +6,7 @@ need no special case.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -124,46 +124,40 @@ class Group:
     size: int
     process_group: Any = None
     through_host: bool = False
-    waits: WaitTimer | None = field(default=None, compare=False, repr=False)
+    waits: WaitTimer = field(default_factory=WaitTimer, compare=False, repr=False)
     name: str = field(default="a group", compare=False)
     key: bytes | None = field(default=None, compare=False, repr=False)
 
-    def begins(self, what: str, tensor: Tensor | None = None) -> Call | None:
+    def begins(self, what: str, tensor: Tensor | None = None) -> Call:
         """Counts a collective.
 
         Its number is the same on all ranks unless the ranks call different collectives.
         """
-        if self.waits is None:
-            return None
         return self.waits.whereabouts.enter(what, self.name, 0 if tensor is None else tensor.numel())
 
     def standing(
         self, tensor: Tensor, cause: Cause = "collective", call: Call | None = None
     ) -> AbstractContextManager[None]:
         """Context manager around an operation that may wait for other ranks."""
-        return nullcontext() if self.waits is None else self.waits.standing(tensor.device, cause, call)
+        return self.waits.standing(tensor.device, cause, call)
 
     def object_exchange(self, what: str) -> AbstractContextManager[None]:
         """Context manager around an exchange of Python objects, whose wait time is not measured."""
-        return nullcontext() if self.waits is None else self.waits.whereabouts.inside(self.begins(what))
+        return self.waits.whereabouts.inside(self.begins(what))
 
 
 @dataclass(frozen=True)
 class _TimedWork:
     """Handle of an asynchronous collective that measures the time spent in `wait`."""
 
-    work: PendingWork
+    work: Any
     group: Group
     tensor: Tensor
-    call: Call | None = None
+    call: Call | None
 
     def wait(self) -> None:
         with self.group.standing(self.tensor, call=self.call):
             self.work.wait()
-
-
-def _counted(work: PendingWork | None, group: Group, tensor: Tensor, call: Call | None) -> PendingWork | None:
-    return None if work is None else _TimedWork(work, group, tensor, call)
 
 
 def all_reduce_(tensor: Tensor, group: Group) -> Tensor:
@@ -179,13 +173,12 @@ def start_all_reduce_(tensor: Tensor, group: Group) -> PendingWork | None:
     if group.size == 1:
         return None
     call = group.begins("all-reduce", tensor)
-    return _counted(dist.all_reduce(tensor, group=group.process_group, async_op=True), group, tensor, call)
+    return _TimedWork(dist.all_reduce(tensor, group=group.process_group, async_op=True), group, tensor, call)
 
 
 def all_gather_into(whole: Tensor, part: Tensor, group: Group) -> None:
     """Concatenates the `part` of every rank along the first dimension into `whole`."""
-    pending = start_all_gather_into(whole, part, group)
-    if pending is not None:
+    if (pending := start_all_gather_into(whole, part, group)) is not None:
         pending.wait()
 
 
@@ -196,13 +189,12 @@ def start_all_gather_into(whole: Tensor, part: Tensor, group: Group) -> PendingW
             whole.copy_(part.view_as(whole))
         return None
     gather, call = getattr(dist, _GATHER_NAME), group.begins("all-gather", whole)
-    return _counted(gather(whole, part, group=group.process_group, async_op=True), group, whole, call)
+    return _TimedWork(gather(whole, part, group=group.process_group, async_op=True), group, whole, call)
 
 
 def reduce_scatter_into(part: Tensor, whole: Tensor, group: Group) -> None:
     """Sums `whole` over the group; each rank receives its share, cut along the first dimension, in `part`."""
-    pending = start_reduce_scatter_into(part, whole, group)
-    if pending is not None:
+    if (pending := start_reduce_scatter_into(part, whole, group)) is not None:
         pending.wait()
 
 
@@ -216,7 +208,7 @@ def start_reduce_scatter_into(part: Tensor, whole: Tensor, group: Group) -> Pend
             part.copy_(whole.view_as(part))
         return None
     scatter, call = getattr(dist, _SCATTER_NAME), group.begins("reduce-scatter", whole)
-    return _counted(scatter(part, whole, group=group.process_group, async_op=True), group, part, call)
+    return _TimedWork(scatter(part, whole, group=group.process_group, async_op=True), group, part, call)
 
 
 def all_to_all_into(
@@ -326,11 +318,9 @@ def broadcast_object(value: Any, group: Group) -> Any:
         rest_tensor = _as_tensor(own_rest or bytes(rest_bytes))
         if rest_bytes:
             dist.broadcast(rest_tensor, group=group.process_group, group_src=0)
-        return (
-            value
-            if group.rank == 0
-            else verify_and_decode(_as_bytes(block), _as_bytes(rest_tensor), group.key, 0)
-        )
+        if group.rank == 0:
+            return value
+        return verify_and_decode(_as_bytes(block), _as_bytes(rest_tensor), group.key, 0)
 
 
 def gather_objects(value: Any, group: Group) -> Sequence[Any]:
@@ -385,10 +375,8 @@ def run_on_some_ranks(chosen: bool, action: Callable[[], T], group: Group) -> T 
     if chosen:
         try:
             value = action()
-        except UserError as error:
-            problem = str(error)
-        except OSError as error:
-            problem = describe_os_error(error)
+        except (UserError, OSError) as error:
+            problem = describe_os_error(error) if isinstance(error, OSError) else str(error)
     raise_on_all_ranks(problem, group)
     return value
 

@@ -10,7 +10,7 @@ until the weight half. At the end of a step the tables must be empty.
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -29,17 +29,6 @@ from pentatron.parallel.messages import (
 )
 from pentatron.parallel.sharding import Shape
 from pentatron.parallel.timers import Timers
-
-# The name of the timer of each action; receiving is also timed where the tensor is waited for.
-_TIMER_NAMES = {
-    Kind.FORWARD: "forward-compute",
-    **dict.fromkeys((Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT), "backward-compute"),
-    Kind.SEND_ACTIVATION: "forward-send",
-    Kind.RECEIVE_ACTIVATION: "forward-recv",
-    Kind.SEND_GRADIENT: "backward-send",
-    Kind.RECEIVE_GRADIENT: "backward-recv",
-    Kind.REDUCE: "all-grads-sync",
-}
 
 
 class StageProgram(Protocol):
@@ -70,27 +59,19 @@ class GradientSink(Protocol):
     def reduce(self, stage: int) -> None: ...
 
 
+@dataclass(eq=False)
 class Executor:
     """Runs schedules on one pipeline rank. `dtype` and `device` are those of the activations between stages.
 
     `deferred` collects the weight gradients that the layers of this rank's stages postpone.
     """
 
-    def __init__(
-        self,
-        messages: Messages,
-        pipeline_rank: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        deferred: DeferredGradients | None = None,
-        timers: Timers | None = None,
-    ) -> None:
-        self.messages = messages
-        self.rank = pipeline_rank
-        self.dtype = dtype
-        self.device = device
-        self.deferred = deferred or DeferredGradients()
-        self.timers = timers or Timers()
+    messages: Messages
+    rank: int
+    dtype: torch.dtype
+    device: torch.device
+    deferred: DeferredGradients = field(default_factory=DeferredGradients)
+    timers: Timers = field(default_factory=Timers)
 
     def train(
         self, schedule: Schedule, program: StageProgram, gradients: GradientSink, scale: float = 1.0
@@ -155,21 +136,11 @@ class _ScheduleRun:
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=executor.device)
 
     def run(self) -> Tensor:
-        perform: dict[Kind, Callable[[Action], None]] = {
-            Kind.FORWARD: self._forward,
-            Kind.BACKWARD: self._backward,
-            Kind.INPUT: self._backward,
-            Kind.WEIGHT: self._weights,
-            Kind.SEND_ACTIVATION: self._send,
-            Kind.RECEIVE_ACTIVATION: self._receive,
-            Kind.SEND_GRADIENT: self._send,
-            Kind.RECEIVE_GRADIENT: self._receive,
-            Kind.REDUCE: self._reduce,
-        }
         self.messages.agree(self._announced(Kind.SEND_ACTIVATION), self._announced(Kind.RECEIVE_ACTIVATION))
         for action in self.actions:
-            with self.executor.timers(_TIMER_NAMES[action.kind], 2):
-                perform[action.kind](action)
+            timer, perform = _ACTIONS[action.kind]
+            with self.executor.timers(timer, 2):
+                perform(self, action)
         self.messages.finish()
         unused = [*self.activations, *self.gradients, *self.saved, *self.deferred.cells]
         assert not unused, f"left over at the end of a step (stage, micro-batch): {unused}"
@@ -236,9 +207,8 @@ class _ScheduleRun:
         assert action.peer is not None, f"{action}: no peer"
         # An activation is the input of the next stage; a gradient is that of the sender's input.
         is_activation = action.kind is Kind.RECEIVE_ACTIVATION
-        table, receiver = (
-            (self.activations, action.stage + 1) if is_activation else (self.gradients, action.stage)
-        )
+        table = self.activations if is_activation else self.gradients
+        receiver = action.stage + is_activation
         shape = self.program.message_shape(receiver, action.micro_batch)
         table[action.stage, action.micro_batch] = self.messages.post_receive(
             shape, self.executor.dtype, self.executor.device, action.peer, action
@@ -281,3 +251,17 @@ class _ScheduleRun:
             )
             for peer, stage_cells in cells.items()
         }
+
+
+# The timer and the method of each action; receiving is also timed where the tensor is waited for.
+_ACTIONS: dict[Kind, tuple[str, Callable[[_ScheduleRun, Action], None]]] = {
+    Kind.FORWARD: ("forward-compute", _ScheduleRun._forward),
+    Kind.BACKWARD: ("backward-compute", _ScheduleRun._backward),
+    Kind.INPUT: ("backward-compute", _ScheduleRun._backward),
+    Kind.WEIGHT: ("backward-compute", _ScheduleRun._weights),
+    Kind.SEND_ACTIVATION: ("forward-send", _ScheduleRun._send),
+    Kind.RECEIVE_ACTIVATION: ("forward-recv", _ScheduleRun._receive),
+    Kind.SEND_GRADIENT: ("backward-send", _ScheduleRun._send),
+    Kind.RECEIVE_GRADIENT: ("backward-recv", _ScheduleRun._receive),
+    Kind.REDUCE: ("all-grads-sync", _ScheduleRun._reduce),
+}

@@ -7,9 +7,8 @@ addresses change every step, views of gradients are described by `GradientView`s
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -148,17 +147,16 @@ class BucketBuffer:
 
     def complete(self) -> None:
         """Zeros the padding and the parameters without a gradient."""
-        unfilled = [span.of(self.buffer) for span in self._gaps() if len(span)]
-        if unfilled:
-            torch._foreach_zero_(unfilled)
-
-    def _gaps(self) -> Iterator[Span]:
         end = 0
+        gaps: list[Span] = []
         for number, slot in enumerate(self.bucket.plan.slots):
             if number in self._filled:
-                yield Span(end, slot.span.first)
+                gaps.append(Span(end, slot.span.first))
                 end = slot.span.last
-        yield Span(end, self.bucket.size)
+        gaps.append(Span(end, self.bucket.size))
+        unfilled = [span.of(self.buffer) for span in gaps if len(span)]
+        if unfilled:
+            torch._foreach_zero_(unfilled)
 
 
 # The axes, besides the replicas, over which gradients can be partial sums.
@@ -201,13 +199,10 @@ class PartialGradientReduction:
                     rectangles.setdefault(axis, []).append(rectangle)
             for axes, partial in fragments.items():
                 self._runs.setdefault(axes, []).extend(kept.runs(partial))
-        self._require_equal(rectangles)
-
-    def _require_equal(self, places: Mapping[Axis, Sequence[Any]]) -> None:
-        """Raises if ranks of an axis have different rectangles, which must not be summed."""
+        # Different rectangles must not be summed.
         for axis in PARTIAL_AXES:
-            digest = hashlib.sha256(repr(places.get(axis, ())).encode()).hexdigest()
-            if len(set(gather_objects(digest, self.world.group(axis)))) > 1:
+            digest = hashlib.sha256(repr(rectangles.get(axis, ())).encode()).hexdigest()
+            if len(set(gather_objects(digest, world.group(axis)))) > 1:
                 raise RuntimeError(
                     f"the ranks of the {axis} axis hold different parts of sums: this is a bug in Pentatron"
                 )
@@ -215,12 +210,9 @@ class PartialGradientReduction:
     def all_reduce(self) -> None:
         """Runs one all-reduce for every axis of every set of axes, in the same order on all ranks."""
         for axes in sorted(self._runs):
-            runs = []
             for place in self._runs[axes]:
                 place.holder.in_fp32(self.world.device)
-                run = place.now
-                assert run is not None
-                runs.append(run)
+            runs = [run for place in self._runs[axes] if (run := place.now) is not None]
             # A single run is reduced in place: it may be a large embedding.
             in_place = len(runs) == 1 and runs[0].is_contiguous()
             packed = runs[0] if in_place else torch.cat([run.reshape(-1) for run in runs])

@@ -111,7 +111,8 @@ class Messages:
         if self._group.through_host:
             tensor = tensor.cpu()
         process_group = self._process_group(action, peer > self._group.rank)
-        self.under_way[parcel] = (tensor, _start_send(tensor, process_group, peer, message_tag(parcel)))
+        sending = dist.isend(tensor, group=process_group, group_dst=peer, tag=message_tag(parcel))
+        self.under_way[parcel] = (tensor, _started(sending))
 
     def post_receive(
         self, shape: Shape, dtype: torch.dtype, device: torch.device, peer: int, action: Action
@@ -120,14 +121,11 @@ class Messages:
         memory = torch.device("cpu") if self._group.through_host else device
         buffer = torch.empty(shape, dtype=dtype, device=memory)
         process_group = self._process_group(action, peer < self._group.rank)
-        work = _start_receive(buffer, process_group, peer, message_tag(message_key(action)))
+        tag = message_tag(message_key(action))
+        work = _started(dist.irecv(buffer, group=process_group, group_src=peer, tag=tag))
         content = "gradients" if action.kind in GRADIENTS else "activations"
-        call = Call(
-            f"{content} of micro-batch {action.micro_batch} from pipeline rank {peer}",
-            self._group.name,
-            0,
-            buffer.numel(),
-        )
+        what = f"{content} of micro-batch {action.micro_batch} from pipeline rank {peer}"
+        call = Call(what, self._group.name, 0, buffer.numel())
         return PendingReceive(buffer, work, device, self._group, call)
 
     def delivered(self, parcel: MessageKey) -> None:
@@ -157,20 +155,21 @@ class Messages:
         process_group = self._group.process_group
         for peer, announcement in sends.items():
             numbers = torch.tensor(astuple(announcement))
-            self._announcements.append((numbers, _start_send(numbers, process_group, peer, ANNOUNCEMENT_TAG)))
+            sent = _started(dist.isend(numbers, group=process_group, group_dst=peer, tag=ANNOUNCEMENT_TAG))
+            self._announcements.append((numbers, sent))
         incoming = {peer: torch.empty(3, dtype=torch.int64) for peer in receives}
         works = [
-            _start_receive(numbers, process_group, peer, ANNOUNCEMENT_TAG)
+            _started(dist.irecv(numbers, group=process_group, group_src=peer, tag=ANNOUNCEMENT_TAG))
             for peer, numbers in incoming.items()
         ]
         for numbers, work in zip(incoming.values(), works):
             self._wait_for(numbers, work)
         for peer, numbers in incoming.items():
-            sent, expected = SendSummary(*numbers.tolist()), receives[peer]
-            if sent != expected:
+            announced, expected = SendSummary(*numbers.tolist()), receives[peer]
+            if announced != expected:
                 raise RuntimeError(
-                    f"pipeline rank {peer} sends {sent} in this step, but rank {self._group.rank} expects {expected}"
-                    f"{'' if str(sent) != str(expected) else ' in other shapes or another dtype'}: the ranks of a "
+                    f"pipeline rank {peer} sends {announced} in this step, but rank {self._group.rank} expects {expected}"
+                    f"{'' if str(announced) != str(expected) else ' in other shapes or another dtype'}: the ranks of a "
                     f"pipeline must see the same micro-batches"
                 )
 
@@ -178,14 +177,7 @@ class Messages:
         return self.channels.get((action.kind in GRADIENTS, upward), self._group.process_group)
 
 
-def _start_send(tensor: Tensor, process_group: Any, peer: int, tag: int) -> dist.Work:
-    work = dist.isend(tensor, group=process_group, group_dst=peer, tag=tag)
-    assert work is not None, "this rank is not a member of the group"
-    return work
-
-
-def _start_receive(buffer: Tensor, process_group: Any, peer: int, tag: int) -> dist.Work:
-    work = dist.irecv(buffer, group=process_group, group_src=peer, tag=tag)
+def _started(work: dist.Work | None) -> dist.Work:
     assert work is not None, "this rank is not a member of the group"
     return work
 
@@ -212,8 +204,14 @@ def open_channels(world: World, placement: Placement) -> dict[Channel, Any]:
             process_group = dist.new_group(list(members), timeout=world.timeout)
             if world.everyone.rank in members:
                 channels[channel] = process_group
-    for route in message_paths(placement):
-        _connect(channels, route, world.pipeline, world.device)
+    # One element between two ranks makes NCCL connect them.
+    element = torch.zeros(1, device=world.device)
+    for gradient, sender, receiver in message_paths(placement):
+        process_group = channels[gradient, receiver > sender]
+        if world.pipeline.rank == sender:
+            dist.send(element, group=process_group, group_dst=receiver)
+        elif world.pipeline.rank == receiver:
+            dist.recv(element, group=process_group, group_src=sender)
     return channels
 
 
@@ -224,17 +222,6 @@ def message_paths(placement: Placement) -> list[Route]:
         if source != target:
             paths |= {(False, source, target), (True, target, source)}
     return sorted(paths, key=lambda route: (route[0], route[1] > route[2], min(route[1:]) % 2, route))
-
-
-def _connect(channels: Mapping[Channel, Any], route: Route, group: Group, device: torch.device) -> None:
-    """Sends one element, which makes NCCL connect the two ranks."""
-    gradient, sender, receiver = route
-    process_group = channels[gradient, receiver > sender]
-    element = torch.zeros(1, device=device)
-    if group.rank == sender:
-        dist.send(element, group=process_group, group_dst=receiver)
-    elif group.rank == receiver:
-        dist.recv(element, group=process_group, group_src=sender)
 
 
 def acknowledged_sends(schedule: Schedule, rank: int) -> dict[MessageKey, list[MessageKey]]:
@@ -259,22 +246,16 @@ def _acknowledgements(actions: Sequence[Action], rank: int) -> Iterator[tuple[Me
     arrived: dict[Kind, list[MessageKey]] = {kind: [] for kind in SENDS}
     for action in actions:
         if action.peer == rank and action.kind in RECEIVES:
-            needed_by[_consumer(action)] = message_key(action)
+            is_forward = action.kind is Kind.RECEIVE_ACTIVATION
+            consumer = (Kind.FORWARD, action.stage + 1) if is_forward else (Kind.BACKWARD, action.stage - 1)
+            needed_by[*consumer, action.micro_batch] = message_key(action)
         elif action.peer == rank and action.kind in SENDS:
             yield message_key(action), arrived[action.kind]
             arrived[action.kind] = []
         else:
             # Of a backward in two halves, the input half consumes the message.
             kind = Kind.BACKWARD if action.kind is Kind.INPUT else action.kind
-            computation = (kind, action.stage, action.micro_batch)
-            if computation in needed_by:
-                delivered = needed_by.pop(computation)
+            delivered = needed_by.pop((kind, action.stage, action.micro_batch), None)
+            if delivered is not None:
                 for unacknowledged in arrived.values():
                     unacknowledged.append(delivered)
-
-
-def _consumer(receive: Action) -> tuple[Kind, int, int]:
-    """Returns the computation that consumes a received message."""
-    if receive.kind is Kind.RECEIVE_ACTIVATION:
-        return Kind.FORWARD, receive.stage + 1, receive.micro_batch
-    return Kind.BACKWARD, receive.stage - 1, receive.micro_batch

@@ -49,11 +49,7 @@ def init_process_group(
         # No `device_id`: torch would then run all point-to-point messages of a group on one stream, where one
         # waiting message blocks the others.
         dist.init_process_group(
-            backend,
-            store=PrefixStore("default_pg", store),
-            rank=rank,
-            world_size=world_size,
-            timeout=timeout,
+            backend, store=PrefixStore("default_pg", store), rank=rank, world_size=world_size, timeout=timeout
         )
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise rendezvous_error(str(error), world_size) from None

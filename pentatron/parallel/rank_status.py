@@ -6,7 +6,7 @@ The training thread writes with plain assignments; another thread reads periodic
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 
@@ -104,7 +104,7 @@ class RankStatus:
             "phase": self.phase,
             "calls": self.calls,
             "counts": dict(self.counts),
-            "waits_in": None if call is None else [call.what, call.group, call.number, call.size],
+            "waits_in": None if call is None else list(astuple(call)),
             "opened": self.opened,
             "first_step": self.first_step,
             "longest_step": self.longest_step,

@@ -87,14 +87,11 @@ class Reduction(ABC):
                 assert number >= self._next, "a gradient came after its bucket was reduced"
             if number in self._local:
                 self._local[number].take(slot, gradient)
-            elif self._in_input_half:
-                self._take_from_input_half(number, slot, gradient)
             else:
                 self._take(number, slot, gradient)
             if self._missing is not None:
                 self._missing[number].discard(slot)
-                while self._next < len(self.buckets) and not self._missing[self._next]:
-                    self._reduce_next()
+                self._reduce_complete()
 
         return collect
 
@@ -104,14 +101,14 @@ class Reduction(ABC):
             self._buffers[number] = BucketBuffer(bucket, self._allocate(bucket))
         return self._buffers[number]
 
-    def _reduce_next(self) -> None:
-        if self._next not in self._local:
-            self._start(self._next)
-        self._next += 1
-
-    def _reduce_rest(self) -> None:
-        while self._next < len(self.buckets):
-            self._reduce_next()
+    def _reduce_complete(self) -> None:
+        """Starts the reduction of the next buckets until one lacks gradients; of all that are left unless buckets
+        are reduced as they fill.
+        """
+        while self._next < len(self.buckets) and not (self._missing and self._missing[self._next]):
+            if self._next not in self._local:
+                self._start(self._next)
+            self._next += 1
 
     def _reduce_as_filled(self, kind: Kind) -> None:
         """Reduces each bucket as soon as all of its gradients have come in the backward that begins now."""
@@ -127,10 +124,6 @@ class Reduction(ABC):
     def _take(self, number: int, slot: int, gradient: Tensor) -> None:
         """Adds a gradient to the buffer of a bucket that has replicas."""
         self._buffer(number).take(slot, gradient)
-
-    @abstractmethod
-    def _take_from_input_half(self, number: int, slot: int, gradient: Tensor) -> None:
-        """Adds a gradient that the input half of a split backward produced."""
 
     @abstractmethod
     def _start(self, number: int) -> None:
@@ -158,7 +151,7 @@ class Reduction(ABC):
         if self._missing is not None:
             # Parameters that got no gradient on this rank count as zeros.
             self._missing = None
-            self._reduce_rest()
+            self._reduce_complete()
 
     @abstractmethod
     def reduce(self) -> None:
@@ -189,9 +182,6 @@ class FullReduction(Reduction):
     def _allocate(self, bucket: Bucket) -> Tensor:
         return torch.empty(bucket.size, dtype=torch.float32, device=bucket.weights.device)
 
-    def _take_from_input_half(self, number: int, slot: int, gradient: Tensor) -> None:
-        self._take(number, slot, gradient)
-
     def _start(self, number: int) -> None:
         bucket, filling = self.buckets[number], self._buffer(number)
         filling.complete()
@@ -214,7 +204,7 @@ class FullReduction(Reduction):
             self._reduce_as_filled(kind)
 
     def reduce(self) -> None:
-        self._reduce_rest()
+        self._reduce_complete()
         if not self.overlap:
             self._wait()
 
@@ -276,7 +266,7 @@ class ScatterBuffers:
         self._free: list[Tensor] = []
         self._running: _PendingScatter | None = None
 
-    def take(self, bucket: Bucket) -> Tensor:
+    def take(self) -> Tensor:
         """Returns a free buffer, which has room for any bucket, or allocates one."""
         if not self._free:
             self.made.append(torch.empty(self.elements, dtype=torch.float32, device=self.device))
@@ -301,10 +291,8 @@ class ScatterBuffers:
             done, self._running = self._running, None
             if done.pending is not None:
                 done.pending.wait()
-            if done.share.values is None:
-                done.share.values = done.part
-            else:
-                done.share.values.add_(done.part)
+            values = done.share.values
+            done.share.values = done.part if values is None else values.add_(done.part)
             self._free.append(done.buffer)
 
     def drop(self) -> None:
@@ -327,11 +315,15 @@ class ShardedReduction(Reduction):
         self._input_half_gradients: list[dict[int, Tensor]] = [{} for _ in buckets]
 
     def _allocate(self, bucket: Bucket) -> Tensor:
-        return self.buffers.take(bucket)
+        return self.buffers.take()
 
     def _take(self, number: int, slot: int, gradient: Tensor) -> None:
-        assert self._missing is not None, "a gradient came outside begin_backward and end_backward"
-        super()._take(number, slot, gradient)
+        if self._in_input_half:
+            gradients = self._input_half_gradients[number]
+            gradients[slot] = accumulate(gradients.get(slot), gradient)
+        else:
+            assert self._missing is not None, "a gradient came outside begin_backward and end_backward"
+            super()._take(number, slot, gradient)
 
     def _start(self, number: int) -> None:
         bucket, filling = self.buckets[number], self._buffer(number)
@@ -341,10 +333,6 @@ class ShardedReduction(Reduction):
         del self._buffers[number]
         self._input_half_gradients[number].clear()
         self.buffers.scatter(filling.buffer, bucket, self._reduced[number])
-
-    def _take_from_input_half(self, number: int, slot: int, gradient: Tensor) -> None:
-        gradients = self._input_half_gradients[number]
-        gradients[slot] = accumulate(gradients.get(slot), gradient)
 
     def drop(self) -> None:
         self.buffers.drop()

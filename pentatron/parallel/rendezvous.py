@@ -151,19 +151,15 @@ def is_loopback(host: str) -> bool:
 
     Other names may resolve to loopback on one machine only.
     """
-    if host == "localhost":
-        return True
-    try:
+    with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return host == "localhost"
 
 
 def is_single_machine(environment: Mapping[str, str]) -> bool:
     """Whether all ranks are on this machine, judged by the rendezvous address or the launcher's variables."""
-    if is_loopback(environment.get("MASTER_ADDR", "")):
-        return True
-    return environment.get("LOCAL_WORLD_SIZE", "") == environment.get("WORLD_SIZE", "none")
+    fills_machine = environment.get("LOCAL_WORLD_SIZE", "") == environment.get("WORLD_SIZE", "none")
+    return fills_machine or is_loopback(environment.get("MASTER_ADDR", ""))
 
 
 def loopback_variables(
@@ -264,11 +260,11 @@ def collective_error(message: str, timeout_minutes: float) -> UserError | None:
             f"is at fault, export NCCL_DEBUG=INFO to see what NCCL does, NCCL_SOCKET_IFNAME to name the interface, or "
             f"NCCL_IB_DISABLE=1 to do without InfiniBand"
         )
-    reason = next((sign for sign in _DISCONNECT_SIGNS if sign in message), None)
-    if reason is None:
-        return None
-    # The rank that failed reports the cause; the operation that noticed it here would only distract.
-    return UserError(f"lost contact with another rank ({reason}), so this one stops too")
+    for reason in _DISCONNECT_SIGNS:
+        if reason in message:
+            # The rank that failed reports the cause; the operation that noticed it here would only distract.
+            return UserError(f"lost contact with another rank ({reason}), so this one stops too")
+    return None
 
 
 def checklist(between: str) -> Sequence[str]:

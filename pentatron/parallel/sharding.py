@@ -7,7 +7,6 @@ reduction, parameter counts and checkpoints are derived from pieces, never from 
 outside all pieces (padding) stay zero and belong to no logical tensor.
 """
 
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -98,15 +97,14 @@ class ShardedModule(nn.Module):
 
 def whole(shape: Shape, initial: Initialization, partial_over: frozenset[Axis] = frozenset()) -> ShardingSpec:
     """Declares a parameter that every tensor-parallel rank holds in full."""
-    everywhere: frozenset[Axis] = frozenset({"tensor"})
     origin = (0,) * len(shape)
-    return ShardingSpec(shape, (Shard(origin, origin, shape, everywhere, partial_over),), initial)
+    return ShardingSpec(shape, (Shard(origin, origin, shape, frozenset({"tensor"}), partial_over),), initial)
 
 
 def sharded_parameters(*models: nn.Module) -> list[ShardedParameter]:
     """Returns the trainable parameters in model order; shared ones once, under their first name."""
     parameters: dict[int, ShardedParameter] = {}
-    for path, module in itertools.chain.from_iterable(model.named_modules() for model in models):
+    for path, module in (named for model in models for named in model.named_modules()):
         for name, parameter in module.named_parameters(path, recurse=False):
             if id(parameter) in parameters or not parameter.requires_grad:
                 continue
@@ -184,12 +182,11 @@ def fragments_in(held: ShardedParameter, values: Tensor, start: Shape) -> Iterat
     """Yields the pieces of a parameter within its rectangle `values`, which begins at `start`, as views."""
     for piece in held.declared.pieces:
         common = overlap(start, tuple(values.shape), piece.local, piece.size)
-        if common is None:
-            continue
-        at, extent = common
-        inside = tuple(i - j for i, j in zip(at, start))
-        where = tuple(g + i - j for g, i, j in zip(piece.start, at, piece.local))
-        yield piece, Fragment(held.tensor, held.declared.shape, where, region(values, inside, extent))
+        if common is not None:
+            at, extent = common
+            inside = tuple(i - j for i, j in zip(at, start))
+            where = tuple(g + i - j for g, i, j in zip(piece.start, at, piece.local))
+            yield piece, Fragment(held.tensor, held.declared.shape, where, region(values, inside, extent))
 
 
 def true_runs(chosen: Tensor) -> list[tuple[int, int]]:

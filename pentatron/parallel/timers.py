@@ -7,7 +7,6 @@ so that it measures exactly its part; that is the price of the higher levels.
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
 
 import torch
 
@@ -69,10 +68,8 @@ class Timers:
         this timer is shown and reset.
         """
         names = [name for name in self._timers if only in (None, name)]
-        if not names:
-            return None
         times = {name: 1000 * self._timers.pop(name).seconds / steps for name in names}
-        return block_of(gather_objects(times, group), self.option)
+        return block_of(gather_objects(times, group), self.option) if times else None
 
 
 def block_of(everyone: Sequence[Mapping[str, float]], option: str) -> str:
@@ -83,13 +80,12 @@ def block_of(everyone: Sequence[Mapping[str, float]], option: str) -> str:
     lines = [f"{title} across ranks (ms):"]
     for name in names:
         ranks = {rank: times[name] for rank, times in enumerate(everyone) if name in times}
-        if option == "all":
-            lines.append(f"  {name}:")
-            lines += [f"     rank {rank:2d}: {value:.2f}" for rank, value in ranks.items()]
-            continue
         smallest, largest = min(ranks.values()), max(ranks.values())
-        value = f"({smallest:.2f}, {largest:.2f})" if option == "minmax" else f"{largest:.2f}"
-        lines.append(f"    {f'{name} '.ljust(_NAME_WIDTH, '.')}: {value}")
+        if option == "all":
+            lines += [f"  {name}:", *(f"     rank {rank:2d}: {value:.2f}" for rank, value in ranks.items())]
+        else:
+            value = f"({smallest:.2f}, {largest:.2f})" if option == "minmax" else f"{largest:.2f}"
+            lines.append(f"    {f'{name} '.ljust(_NAME_WIDTH, '.')}: {value}")
     return "\n".join(lines)
 
 
@@ -103,9 +99,7 @@ class _Timer(AbstractContextManager[None]):
         self.timers._running.append(self)
         self._started = self.timers.now()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         elapsed = self.timers.now() - self._started
         self.seconds += elapsed
         running = self.timers._running

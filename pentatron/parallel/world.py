@@ -114,8 +114,8 @@ class World:
 
 def single_process(device: torch.device | None = None, whereabouts: RankStatus | None = None) -> World:
     """Returns a world of one rank, without any process group."""
-    waits = WaitTimer(whereabouts or RankStatus())
-    return World(Grid(), Coordinates(0, 0, 0, 0), ALONE, 0, device or torch.device("cpu"), waits=waits)
+    device = device or torch.device("cpu")
+    return World(Grid(), Coordinates(0, 0, 0, 0), ALONE, 0, device, waits=WaitTimer(whereabouts))
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:
@@ -152,11 +152,10 @@ def open_world(
     Checks first that all ranks have the same `settings`. A world of one rank needs no process group and no
     `point`.
     """
-    status = whereabouts or RankStatus()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if grid.world_size == 1:
-        yield create_groups(grid, rank, local_rank, device, whereabouts=status)
+        yield single_process(device, whereabouts)
         return
     timeout = datetime.timedelta(minutes=timeout_minutes)
     assert point is not None, "several ranks need a rendezvous"
@@ -166,7 +165,7 @@ def open_world(
         nccl = ".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else ""
         versions = {"pentatron": __version__, "torch": str(torch.__version__), "NCCL": nccl}
         require_same_settings(settings, versions, everyone)
-        yield create_groups(grid, rank, local_rank, device, timeout, status, key)
+        yield create_groups(grid, rank, local_rank, device, timeout, whereabouts, key)
     except BaseException:
         destroy_process_group(failed=True)
         raise
@@ -183,14 +182,14 @@ def require_same_settings(settings: Mapping[str, Any], versions: Mapping[str, st
     if len(set(gather_objects(digest, group))) == 1:
         return
     first, first_versions = broadcast_object((dict(settings), dict(versions)), group)
-    other = [name for name, version in versions.items() if first_versions.get(name) != version]
-    raise_on_all_ranks(
-        f"rank {group.rank} runs {other[0]} {versions[other[0]]}, rank 0 runs {other[0]} {first_versions.get(other[0])}; "
-        f"install the same versions on every machine"
-        if other
-        else None,
-        group,
-    )
+    other = next((name for name, version in versions.items() if first_versions.get(name) != version), None)
+    problem = None
+    if other is not None:
+        problem = (
+            f"rank {group.rank} runs {other} {versions[other]}, rank 0 runs {other} {first_versions.get(other)}; "
+            f"install the same versions on every machine"
+        )
+    raise_on_all_ranks(problem, group)
     different = [flag for flag, value in settings.items() if first.get(flag) != value]
     problem = None
     if different:
@@ -216,11 +215,10 @@ def create_groups(
 
     New groups do not inherit the `timeout` of the default group. `key` is the one that `init_process_group` returned.
     """
-    status = whereabouts or RankStatus()
     if grid.world_size == 1:
-        return single_process(device, status)
+        return single_process(device, whereabouts)
     through_host = device.type == "cuda" and dist.get_backend() == "gloo"
-    waits = WaitTimer(status)
+    waits = WaitTimer(whereabouts)
     everyone = Group(rank, grid.world_size, dist.group.WORLD, through_host, waits, _ALL_RANKS, key)
     # Axes often have the same members (data and replicas, say); such axes share one process group.
     created: dict[tuple[tuple[int, ...], ...], Group | None] = {(tuple(range(grid.world_size)),): everyone}
@@ -229,17 +227,13 @@ def create_groups(
         partition = tuple(sorted(members for members in grid.groups(axis) if len(members) > 1))
         if partition and partition not in created:
             created[partition] = _new_groups(axis, partition, everyone, timeout)
-        group = created[partition] if partition else None
-        if group is not None:
+        if (group := created.get(partition)) is not None:
             groups[axis] = group
     return World(grid, grid.coordinates(rank), everyone, local_rank, device, groups, timeout, waits)
 
 
 def _new_groups(
-    axis: Axis,
-    partition: tuple[tuple[int, ...], ...],
-    everyone: Group,
-    timeout: datetime.timedelta | None,
+    axis: Axis, partition: tuple[tuple[int, ...], ...], everyone: Group, timeout: datetime.timedelta | None
 ) -> Group | None:
     """Creates a process group for each part of the ranks and returns this rank's group, or None.
 

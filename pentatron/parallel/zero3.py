@@ -11,7 +11,7 @@ Between steps a rank holds only its shards in fp32 and their gradients, to which
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -38,44 +38,31 @@ from pentatron.parallel.sharding import (
 from pentatron.parallel.world import World
 
 
-def measure_waits(unit: FSDPModule, waits: WaitTimer) -> None:
-    """Replaces the collectives of a unit by ones that measure their wait time.
+class _TimedCollective:
+    """A collective of FSDP with the default behaviour that measures its wait time.
 
     Only for CPUs, where torch waits for each collective. On a GPU torch overlaps them with computation on its
     own streams and does not report how long the computation had to wait.
     """
-    unit.set_custom_all_gather(_AllGather(waits))  # type: ignore[arg-type]
-    unit.set_custom_reduce_scatter(_ReduceScatter(waits))  # type: ignore[arg-type]
 
-
-class _TimedCollective:
-    """Implements the interface of torch's custom collectives with the default behaviour."""
-
-    def __init__(self, waits: WaitTimer) -> None:
+    def __init__(self, collective: Callable[[Tensor, Tensor, Group], None], waits: WaitTimer) -> None:
+        self.collective = collective
         self.waits = waits
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def _group(self, process_group: Any) -> Group:
-        return Group(
-            process_group.rank(), process_group.size(), process_group, waits=self.waits, name="the shards"
-        )
-
-
-class _AllGather(_TimedCollective):
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
-    ) -> None:
-        all_gather_into(output_tensor, input_tensor, self._group(group))
-
-
-class _ReduceScatter(_TimedCollective):
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        op: Any = dist.ReduceOp.SUM,
+        async_op: bool = False,
     ) -> None:
         assert op == dist.ReduceOp.SUM, f"gradients are sums here, torch asks for {op}"
-        reduce_scatter_into(output_tensor, input_tensor, self._group(group))
+        shards = Group(group.rank(), group.size(), group, waits=self.waits, name="the shards")
+        self.collective(output_tensor, input_tensor, shards)
 
 
 # By axis of replicas: the axis of the ranks that shard, and that of the ranks with equal shards.
@@ -114,24 +101,26 @@ class ShardedStage:
             axes_inside = [axis for name, axis in copies.items() if path == "" or name.startswith(f"{path}.")]
             # A layer with experts is the unit of its dense parameters: its experts are units already.
             axis: Axis = "replicas" if path == "" or "replicas" in axes_inside else axes_inside[0]
-            self.units.append(_shard_unit(module, _mesh(world, axis), dtype, keep=path == ""))
+            unit = _shard_unit(module, _mesh(world, axis), dtype, keep=path == "")
             if world.device.type == "cpu":
-                measure_waits(self.units[-1], world.waits)
-        held = [
-            ShardedParameter(n, t, stage.get_parameter(n), declared)
-            for n, (t, declared) in declarations.items()
-        ]
+                unit.set_custom_all_gather(_TimedCollective(all_gather_into, world.waits))  # type: ignore[arg-type]
+                unit.set_custom_reduce_scatter(_TimedCollective(reduce_scatter_into, world.waits))  # type: ignore[arg-type]
+            self.units.append(unit)
         self.flat: dict[Axis, Tensor] = {}
         self.shards: list[Zero3Shard] = []
         for axis in SHARD_AXES:
-            self._allocate_gradients(axis, [h for h in held if h.declared.copies == axis], world.device)
+            held = [
+                ShardedParameter(name, tensor, stage.get_parameter(name), declared)
+                for name, (tensor, declared) in declarations.items()
+                if declared.copies == axis
+            ]
+            if held:
+                self._allocate_gradients(axis, held, world.device)
 
     def _allocate_gradients(
         self, axis: Axis, parameters: Sequence[ShardedParameter], device: torch.device
     ) -> None:
         """Allocates the gradients of some parameters in one flat tensor, aligned, with zeros in between."""
-        if not parameters:
-            return
         with torch.no_grad():
             local: list[Tensor] = [cast(Any, held.parameter).to_local() for held in parameters]
         ends = list(itertools.accumulate(align_up(values.numel()) for values in local))
@@ -140,16 +129,11 @@ class ShardedStage:
             room = align_up(values.numel())
             gradients = flat[end - room : end - room + values.numel()].view(values.shape)
             parameter: Any = held.parameter
+            mesh, size = parameter.device_mesh, {"shape": parameter.shape, "stride": parameter.stride()}
             # Torch accumulates into an existing gradient, so this one stays in place.
             parameter.grad = DTensor.from_local(
-                gradients,
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
+                gradients, mesh, parameter.placements, run_check=False, **size
             )
-            mesh = parameter.device_mesh
             start, _ = shard_bounds(tuple(parameter.shape), mesh.get_local_rank(), mesh.size())
             self.shards.append(Zero3Shard(held, start, values, gradients))
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from pentatron.layout.check import COMPUTATIONS
 from pentatron.parallel import executor
 from pentatron.parallel.messages import ANNOUNCEMENT_TAG
 
@@ -57,8 +58,9 @@ class Recorder:
         for name in ("isend", "irecv"):
             setattr(dist, name, self._message(name, getattr(dist, name)))
         dist.batch_isend_irecv = self._batch(dist.batch_isend_irecv)
-        for name in ("_forward", "_backward", "_weights"):
-            setattr(executor._ScheduleRun, name, self._computation(getattr(executor._ScheduleRun, name)))
+        for kind in COMPUTATIONS:
+            timer, perform = executor._ACTIONS[kind]
+            executor._ACTIONS[kind] = timer, self._computation(perform)
 
     def _computation(self, honest: Any) -> Any:
         def call(step: Any, action: Any) -> None:

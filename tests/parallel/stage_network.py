@@ -192,8 +192,9 @@ def in_pipeline(
     }
     optimizer = torch.optim.AdamW(named(stages).values(), lr=0.01)
     # By its module, so that a bug planted there takes effect.
+    messages = messages or open_messages(world, placement)
     executor = executor_module.Executor(
-        messages or open_messages(world, placement), world.pipeline.rank, dtype, world.device, deferred
+        messages, world.pipeline.rank, dtype, world.device, deferred or DeferredGradients()
     )
     for step, now in enumerate(lengths):
         program, record = Program(stages, last_stage, now, step, dtype, world.device), Record()

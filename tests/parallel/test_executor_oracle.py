@@ -68,7 +68,9 @@ def ours(world: World, kind: str, virtual: int) -> Result:
     program = program_of(world, kind, virtual, deferred)
     schedule = training_schedule(kind, world.pipeline.size, virtual, MICRO_BATCHES)
     messages = open_messages(world, schedule.placement)
-    executor = executor_module.Executor(messages, world.pipeline.rank, torch.float32, CPU, deferred)
+    executor = executor_module.Executor(
+        messages, world.pipeline.rank, torch.float32, CPU, deferred or DeferredGradients()
+    )
     return float(executor.train(schedule, program, Record())), gradients_of(program)
 
 

@@ -1,6 +1,7 @@
 """Gradients over the replicas: sums, order and number of collectives, open buckets, parameters without gradient."""
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,6 @@ import pentatron.parallel.collectives as collectives
 from pentatron.layout.ranks import Grid
 from pentatron.models.causal_lm import build_model
 from pentatron.optim.optimizer import Optimizer
-from pentatron.parallel.buckets import Bucket
 from pentatron.parallel.reduction import ScatterBuffers, ShardedReduction
 from pentatron.parallel.world import World, single_process
 from tests.harness import distributed, run_distributed
@@ -117,7 +117,9 @@ def plant(bug: str) -> None:
     if bug == "no gather":
         Optimizer._publish = lambda self, rounded=False: None  # type: ignore[method-assign]
     if bug == "no reduction":
-        collectives.dist.all_reduce = lambda *a, **k: None  # type: ignore[assignment]
+        collectives.dist.all_reduce = lambda *a, **k: SimpleNamespace(  # type: ignore[assignment]
+            wait=lambda: None
+        )
     if bug == "share of another rank":
         real = collectives._SCATTER_NAME
 
@@ -267,10 +269,10 @@ class CountingBuffers(ScatterBuffers):
 
     open_now = most_open = 0
 
-    def take(self, bucket: Bucket) -> Tensor:
+    def take(self) -> Tensor:
         self.open_now += 1
         self.most_open = max(self.most_open, self.open_now)
-        return super().take(bucket)
+        return super().take()
 
     def finish(self) -> None:
         self.open_now -= self._running is not None
