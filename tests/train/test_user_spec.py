@@ -139,7 +139,9 @@ def test_a_checkpoint_does_not_choose_what_runs(
         "which are code; if you trust them, add --spec trusted_layers layer_spec" in capsys.readouterr().err
     )
     config = resolved(f"{LLAMA} {words}").config
-    with pytest.raises(UserError, match=r"closest is llama, except for spec \('trusted_layers', 'layer_spec'\)"):
+    with pytest.raises(
+        UserError, match=r"closest is llama, except for spec \('trusted_layers', 'layer_spec'\)"
+    ):
         config_from_settings(config.model, config.moe)
 
 
