@@ -286,13 +286,13 @@ def _memory(layout: Layout) -> Iterator[str]:
     if (recorded := layout.with_graphs) is not None:
         note = "small layers are captured as CUDA graphs if there is room; --cuda-graphs off avoids them"
         yield row("with graphs", [binary_size(recorded.total)], note)
-    if layout.memory.host:
+    if in_host := max(rank.held.in_host for rank in ranks):
         machine = binary_size(layout.machine_host_bytes)
         limit = "not compared with what it has: --host-memory GB"
         if layout.host_memory is not None:
             limit = f"of {binary_size(layout.host_memory)}"
         note = f"{_in_host(layout)} of each GPU, {machine} in a machine ({limit})"
-        yield row("in host memory", [binary_size(layout.memory.host)], note)
+        yield row("in host memory", [binary_size(in_host)], note)
 
 
 def _in_host(layout: Layout) -> str:

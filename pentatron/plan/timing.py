@@ -151,14 +151,13 @@ def _data(shape: Shape, rank: int, parts: Mapping[int, StagePart]) -> float:
         return _zero3(shape, parts)
     stage, steps = shape.config.parallel.zero_stage, shape.accumulation
     total = 0.0
-    for stages, sizes in buckets(shape, rank).items():
-        for axis, size in sizes:
-            ring = _ring(shape.ranks(axis))
-            if stage == 0:
-                total += 2 * ring * _FP32 * size
-            else:
-                passes = steps if stage == 2 and len(stages) == 1 else 1
-                total += ring * size * (_FP32 * passes + shape.width)
+    for stages, axis, size in buckets(shape, rank):
+        ring = _ring(shape.ranks(axis))
+        if stage == 0:
+            total += 2 * ring * _FP32 * size
+        else:
+            passes = steps if stage == 2 and len(stages) == 1 else 1
+            total += ring * size * (_FP32 * passes + shape.width)
     return total
 
 
