@@ -39,7 +39,7 @@ def saved_activations(shape: Shape, part: StagePart) -> Activations:
     norm_saves_input = (
         shape.config.model.normalization != "RMSNorm"
         or not _norm_saves_fp32(shape)
-        or "layernorm" in _recomputed_modules(shape)
+        or "layernorm" in shape.recomputed_modules
     )
     if not part.embedding and not recomputed and not norm_saves_input:
         # The input received from the previous stage; otherwise the first norm or recomputed run saves it
@@ -59,7 +59,7 @@ def recompute_peak(shape: Shape, part: StagePart) -> int:
     backward."""
     if runs := shape.config.recomputed(part):
         return max(layers_activations(shape, run) for run in runs)
-    if not _recomputed_modules(shape):
+    if not shape.recomputed_modules:
         return 0
     kinds = {number in shape.sparse_layers for number in part.layers}
     gaps = (layer_activations(shape, kind, frozenset()) - layer_activations(shape, kind) for kind in kinds)
@@ -135,18 +135,13 @@ def layer_activations(
     `modules` are those that selective recompute covers. With `fp8`, linear layers save their quantized
     inputs.
     """
-    modules = _recomputed_modules(shape) if modules is None else modules
+    modules = shape.recomputed_modules if modules is None else modules
     dropout_indices = 2 * _INDEX * shape.local_tokens if shape.config.model.hidden_dropout else 0
     # The output of a norm is saved by the linear layer that reads it.
     norm = shape.width * shape.hidden if "layernorm" in modules else _norm_row(shape)
     feed_forward = _experts(shape, modules) if sparse else _mlp(shape, "mlp" in modules, fp8)
     attention = _attention(shape, "core_attn" in modules, fp8)
     return 2 * shape.local_tokens * norm + attention + feed_forward + dropout_indices
-
-
-def _recomputed_modules(shape: Shape) -> frozenset[str]:
-    memory = shape.config.memory
-    return frozenset(memory.recompute_modules if memory.recompute_granularity == "selective" else ())
 
 
 def _norm_saves_fp32(shape: Shape) -> bool:

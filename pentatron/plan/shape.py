@@ -55,6 +55,9 @@ class Shape:
         self.config, precision = config, config.precision
         # Bytes per element of weights and of most activations.
         self.width = 2 if precision.bf16 or precision.fp16 else 4
+        # Modules of a layer that selective recompute covers.
+        selective = config.memory.recompute_granularity == "selective"
+        self.recomputed_modules = frozenset(config.memory.recompute_modules if selective else ())
         self.sequence_parallel = config.parallel.sequence_parallel and self.grid.tensor > 1
         # Tokens of a micro-batch that the attention and the MLP of a rank process.
         self.tokens = config.train.micro_batch_size * config.model.seq_length // self.grid.context
