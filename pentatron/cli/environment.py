@@ -44,7 +44,9 @@ def find_worker(environment: Mapping[str, str]) -> Worker | None:
     """Returns the rank that torchrun or Slurm assigned, or None for a process that was started alone."""
     # First: torchrun in a Slurm step inherits the variables of Slurm, whose task is torchrun itself.
     if "RANK" in environment and "WORLD_SIZE" in environment:
-        worker = _torchrun(environment)
+        rank, world = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+        local_rank = _number(environment, "LOCAL_RANK", rank)
+        worker = Worker(rank, world, local_rank, _number(environment, "LOCAL_WORLD_SIZE", world), "torchrun")
     elif "SLURM_STEP_ID" in environment and _number(environment, "SLURM_NTASKS", 1) > 1:
         worker = _slurm(environment)
     else:
@@ -55,13 +57,6 @@ def find_worker(environment: Mapping[str, str]) -> Worker | None:
             f"{worker.local_rank} of {worker.local_size} on this machine; ranks go from 0 to one less than their number"
         )
     return worker
-
-
-def _torchrun(environment: Mapping[str, str]) -> Worker:
-    rank, world = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
-    local_rank = _number(environment, "LOCAL_RANK", rank)
-    local_size = _number(environment, "LOCAL_WORLD_SIZE", world)
-    return Worker(rank, world, local_rank, local_size, "torchrun")
 
 
 def _slurm(environment: Mapping[str, str]) -> Worker:

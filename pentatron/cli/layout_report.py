@@ -23,15 +23,9 @@ def batch_sizes(config: RunConfig, steps: int | None = None) -> list[dict[str, A
     rows = []
     for stretch in config.batch_plan.sizes(steps):
         problem = size_problem(config, stretch.size)
-        rows.append(
-            {
-                "iteration": stretch.first_step,
-                "samples": stretch.first_sample,
-                "batch_size": stretch.size,
-                "micro_batches": None if problem is not None else config.accumulation_of(stretch.size),
-                "problem": problem,
-            }
-        )
+        count = None if problem is not None else config.accumulation_of(stretch.size)
+        row = {"iteration": stretch.first_step, "samples": stretch.first_sample, "batch_size": stretch.size}
+        rows.append({**row, "micro_batches": count, "problem": problem})
     return rows
 
 
@@ -244,13 +238,14 @@ def _recompute(report: LayoutReport) -> list[str]:
     memory = report.config.memory
     if memory.recompute_granularity is None:
         return []
-    if memory.recompute_granularity == "selective":
-        modules = ", ".join(memory.recompute_modules)
-        text = f"{modules} of every layer that has it keeps only its input and is recomputed"
-        lines = ["", f"  recompute: {text}"]
-    else:
-        text = "these layers are recomputed; a micro-batch keeps one input for each run of them"
-        lines = ["", f"  recompute: {text}"]
+    lines = [
+        "",
+        f"  recompute: {', '.join(memory.recompute_modules)} of every layer that has it keeps only its input and is recomputed",
+    ]
+    if memory.recompute_granularity == "full":
+        lines[1] = (
+            "  recompute: these layers are recomputed; a micro-batch keeps one input for each run of them"
+        )
         for stage, part in enumerate(report.config.stages):
             runs = report.config.recomputed(part)
             recomputed = "  ".join(_layers(run) for run in runs) or "none"
