@@ -111,9 +111,8 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
 
 def export_rank_variables(worker: Worker, meeting_point: str | None) -> None:
     """Exports the variables of `env://` rendezvous (RANK, MASTER_ADDR, ...) that the launcher has not set."""
-    os.environ.update(
-        RANK=str(worker.rank), WORLD_SIZE=str(worker.world_size), LOCAL_RANK=str(worker.local_rank)
-    )
+    sizes = {"RANK": worker.rank, "WORLD_SIZE": worker.world_size, "LOCAL_RANK": worker.local_rank}
+    os.environ.update({name: str(size) for name, size in sizes.items()})
     if meeting_point is not None and "MASTER_ADDR" not in os.environ:
         host, port = parse_init_method(meeting_point)
         os.environ.update(MASTER_ADDR=host, MASTER_PORT=port)

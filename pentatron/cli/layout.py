@@ -88,7 +88,7 @@ def layout_command(words: Sequence[str]) -> int:
     file = Path(options.draw) if options.draw else None
     report = resolve_layout(settings)
     if file is not None:
-        picture = draw_svg(report.checked, report.placement, report.schedule_in_words)
+        picture = draw_svg(report.checked, report.config.placement, report.schedule_in_words)
         try:
             file.write_text(picture, encoding="utf-8")
         except OSError as error:
@@ -101,8 +101,8 @@ def layout_command(words: Sequence[str]) -> int:
     elif options.draw is not None:
         colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
         width = max(_NARROWEST, shutil.get_terminal_size((110, 24)).columns)
-        say_unescaped("\n" + "\n".join(draw_text(report.checked, report.placement, width, colours)))
-    elif report.placement.stages > 1:
+        say_unescaped("\n" + "\n".join(draw_text(report.checked, report.config.placement, width, colours)))
+    elif report.config.placement.stages > 1:
         say("\nadd --draw to see the schedule")
     return 0
 
@@ -295,13 +295,10 @@ def draw_svg(checked: ScheduleProperties, placement: Placement, title: str) -> s
 
 
 def _picture_legend(checked: ScheduleProperties, placement: Placement) -> list[str]:
-    colours = "blue: forward, green: backward (takes two steps), grey: waiting; the numbers are micro-batches"
+    kinds = "blue: forward, green: backward (takes two steps), grey: waiting;"
     if any(checked.deferred):
-        colours = (
-            "blue: forward, green: input gradient (two steps: whole backward), brown: weight gradient, grey: waiting; "
-            "the numbers are micro-batches"
-        )
-    return [colours, *_legend(checked, placement)[1:]]
+        kinds = "blue: forward, green: input gradient (two steps: whole backward), brown: weight gradient, grey: waiting;"
+    return [f"{kinds} the numbers are micro-batches", *_legend(checked, placement)[1:]]
 
 
 def _svg_slot(slot: Slot, placement: Placement, y: int) -> str:
