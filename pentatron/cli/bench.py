@@ -7,45 +7,33 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from pentatron.bench import plot_results
-from pentatron.bench.candidates import (
-    MAX_MICRO_BATCH,
-    VARIANTS,
-    Candidate,
-    MicroBatch,
-    Trial,
-    all_layouts,
-    default_sizes,
-    find_largest,
-    largest_fitting,
-    trial_table,
-)
-from pentatron.bench.fork_server import ForkServer
-from pentatron.bench.results import ResultsFolder, Row, Table, summary_lines, write_summary
-from pentatron.cli.bench_layout import (
-    BENCH_DEFAULTS,
-    BenchConfig,
-    Progress,
-    measure_layout,
-    prepare_layout,
-    training_command,
-)
-from pentatron.cli.environment import find_worker
+from pentatron.bench import candidates, plot_results
+from pentatron.bench.candidates import Candidate, MicroBatch, Trial, largest_fitting, trial_table
+from pentatron.bench.fork_server import ForkServer, free_port
+from pentatron.bench.results import ResultsFolder, Row, Table, measure, summary_lines, write_summary
+from pentatron.cli.configure import Prepared, prepare
+from pentatron.cli.environment import find_worker, set_worker_environment
 from pentatron.cli.options import Options, flags_of, option, options_help, parse_options_and_settings, usage
 from pentatron.cli.output import say
-from pentatron.errors import UserError
+from pentatron.devices import find_chip
+from pentatron.errors import ConfigError, UserError
 from pentatron.launch.machine import host_memory
 from pentatron.plan.memory import memory_of
 from pentatron.settings.declaration import NON_NEGATIVE, ONE_OR_MORE, POSITIVE
-from pentatron.settings.entry_points import TRAIN
+from pentatron.settings.entry_points import TRAIN, EntryPoint
+from pentatron.settings.parameters import step_flops
 from pentatron.settings.resolve import gather
 from pentatron.settings.run_config import RunConfig, table
+from pentatron.settings.settings import Draft
 from pentatron.text import binary_size, divisors, plural
 
+# Logs metrics of every step; no progress bar, checkpoints or evaluation.
+_DEFAULTS = {"log_interval": 1, "progress_bar": "off", "save_checkpoints": False, "eval_interval": 0}
 # Share of free memory that a run may need, the same as `pentatron train` checks before it starts.
 _USABLE = 0.95
 # Share of free memory that torch can allocate for tensors at most.
@@ -61,14 +49,14 @@ _OOM_MESSAGES = (
     "ALLOC_FAILED",
     "killed by SIGKILL",
 )
-_HEADROOM_NOTE = "the rest of the memory is for the allocator's gaps and the libraries: a long run may need a little more than a short one"
+_HEADROOM_NOTE = "; the rest of the memory is for the allocator's gaps and the libraries: a long run may need a little more than a short one"
 
 
 @dataclass(frozen=True)
 class BenchOptions(Options):
     variants: tuple[str, ...] = option(
         (),
-        f"also try: {', '.join(VARIANTS)} (ZeRO stages, sequence parallel, pipeline schedules)",
+        f"also try: {', '.join(candidates.VARIANTS)} (ZeRO stages, sequence parallel, pipeline schedules)",
         value="V ...",
     )
     steps: int = option(4, "measured steps", limit=ONE_OR_MORE)
@@ -126,6 +114,24 @@ _INTERRUPTED = 130
 _OTHER_BATCHES = ("gradient_accumulation_steps", "num_microbatches", "rank_batch_size")
 
 
+@dataclass(frozen=True)
+class BenchConfig:
+    """Settings of a benchmark. `settings` are the user's words, `words` those and the ones of the
+    benchmark."""
+
+    settings: Sequence[str]
+    words: Sequence[str]
+    entry: EntryPoint
+    processes: int
+    device: str
+    options: BenchOptions
+    folder: ResultsFolder
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device != "CPU"
+
+
 def bench_command(words: Sequence[str]) -> int:
     if "--help" in words or "-h" in words:
         say(USAGE)
@@ -133,26 +139,30 @@ def bench_command(words: Sequence[str]) -> int:
     if find_worker(os.environ) is not None:
         raise UserError("pentatron bench starts its processes itself; run it without a launcher")
     options, settings = parse_options_and_settings(BenchOptions, words, _BENCH)
-    sweep, experts, fixed = _sweep(settings, options)
+    sweep, draft = _sweep(settings, options)
     if options.find_micro_batch:
-        draft = gather(settings, _BENCH)
         if draft.given("micro_batch_size"):
             raise UserError("--micro-batch-size is what --find-micro-batch looks for; leave it out")
-        batch_is_given = any(draft.given(name) for name in ("global_batch_size", *_OTHER_BATCHES))
-        return find_micro_batch(sweep, batch_is_given)
+        return find_micro_batch(sweep, any(draft.given(n) for n in ("global_batch_size", *_OTHER_BATCHES)))
     variants = [name for word in options.variants for name in word.split(",") if name]
-    layouts = all_layouts(sweep.processes, experts, fixed, variants)
+    fixed = {axis: getattr(draft, name) for axis, name in _AXES.items() if draft.given(name)}
+    layouts = candidates.all_layouts(sweep.processes, draft.num_experts, fixed, variants)
     if not layouts:
         raise UserError(
             f"no layout of {sweep.processes} processes has the sizes that were given; leave some of them out"
         )
-    if options.list:
-        return _list_layouts(sweep, layouts)
-    return _run(sweep, layouts)
+    if not options.list:
+        return _run(sweep, layouts)
+    width = max(len(layout.name) for layout in layouts)
+    for layout in layouts:
+        _, prepared, reason = prepare_layout(sweep, layout)
+        outcome = f"refused: {reason}" if prepared is None else " ".join(layout.words) or "no flags"
+        say(f"{layout.name:<{width}}  {outcome}")
+    return 0
 
 
-def _sweep(settings: Sequence[str], options: BenchOptions) -> tuple[BenchConfig, int | None, dict[str, int]]:
-    """Returns the sweep, the number of experts, and the axes whose size is given."""
+def _sweep(settings: Sequence[str], options: BenchOptions) -> tuple[BenchConfig, Draft]:
+    """Returns the sweep and the given settings."""
     import torch
 
     plain = dataclasses.replace(_BENCH, resumes=False)
@@ -165,72 +175,58 @@ def _sweep(settings: Sequence[str], options: BenchOptions) -> tuple[BenchConfig,
     if requested is not None and requested < 1:
         raise UserError(f"--nproc-per-node {requested} must be more than 0")
     processes = requested or gpus or 2
-    sizes = default_sizes(processes, on_gpu=gpus > 0)
+    sizes = candidates.default_sizes(processes, on_gpu=gpus > 0)
     if any(draft.given(name) for name in ("tokenizer_type", "tokenizer_model", "vocab_file")):
         # The tokenizer determines the vocabulary size.
         del sizes["vocab_size"]
     if any(draft.given(name) for name in _OTHER_BATCHES):
         del sizes["global_batch_size"]
-    entry = dataclasses.replace(plain, defaults={**sizes, "dataset_size": 1000, **BENCH_DEFAULTS})
+    entry = dataclasses.replace(plain, defaults={**sizes, "dataset_size": 1000, **_DEFAULTS})
     device = _query_gpu("print(torch.cuda.get_device_name())") if gpus else "CPU"
     launch = [] if draft.given("nproc_per_node") else ["--nproc-per-node", str(processes)]
     words = [*settings, *launch, "--train-iters", str(options.warmup + options.steps)]
-    fixed = {axis: getattr(draft, name) for axis, name in _AXES.items() if draft.given(name)}
-    sweep = BenchConfig(
-        settings,
-        words,
-        entry,
-        processes,
-        device,
-        options.steps,
-        options.warmup,
-        options.layout_timeout,
-        ResultsFolder(Path(options.out)),
-    )
-    return sweep, draft.num_experts, fixed
+    return BenchConfig(
+        settings, words, entry, processes, device, options, ResultsFolder(Path(options.out))
+    ), draft
 
 
 def _query_gpu(code: str) -> str:
     """Runs Python code in a subprocess that exits, so that this process does not keep a CUDA context on a
     measured GPU."""
-    queried = subprocess.run(
-        [sys.executable, "-P", "-c", f"import torch; {code}"], capture_output=True, text=True
-    )
+    words = [sys.executable, "-P", "-c", f"import torch; {code}"]
+    queried = subprocess.run(words, capture_output=True, text=True)
     if queried.returncode:
         error = queried.stderr.strip().splitlines() or ["it exited without a message"]
         raise UserError(f"the GPU does not answer ({error[-1]}); measure without it: --device cpu")
     return queried.stdout.strip()
 
 
-def _list_layouts(sweep: BenchConfig, layouts: Sequence[Candidate]) -> int:
-    width = max(len(layout.name) for layout in layouts)
-    for layout in layouts:
-        _, prepared, reason = prepare_layout(sweep, layout)
-        outcome = f"refused: {reason}" if prepared is None else " ".join(layout.words) or "no flags"
-        say(f"{layout.name:<{width}}  {outcome}")
-    return 0
-
-
 def _introduction(sweep: BenchConfig, count: int) -> list[str]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     lines = [
         f"{count} {plural(count, 'layout')} of {sweep.processes} {plural(sweep.processes, 'process')} on {sweep.device}, "
-        f"{sweep.warmup} + {sweep.steps} steps each"
+        f"{sweep.options.warmup} + {sweep.options.steps} steps each"
     ]
     if not sweep.on_gpu:
         lines.append(
             f"note: no GPU is used, so the processes share {cores} {plural(cores, 'CPU core')}; the numbers compare "
             f"layouts here and do not predict a GPU's"
         )
-    else:
-        import torch
+        return lines
+    import torch
 
-        if sweep.processes > torch.cuda.device_count():
-            lines.append(
-                f"note: {sweep.processes} processes share {torch.cuda.device_count()} GPU(s) and communicate through gloo, so the "
-                f"numbers do not predict that many GPUs"
-            )
+    if sweep.processes > torch.cuda.device_count():
+        lines.append(
+            f"note: {sweep.processes} processes share {torch.cuda.device_count()} GPU(s) and communicate through gloo, so the "
+            f"numbers do not predict that many GPUs"
+        )
     return lines
+
+
+def _open_folder(sweep: BenchConfig) -> None:
+    moved_to = sweep.folder.open()
+    if moved_to is not None:
+        say(f"the earlier results were moved to {moved_to}")
 
 
 def _run(sweep: BenchConfig, layouts: Sequence[Candidate]) -> int:
@@ -238,9 +234,7 @@ def _run(sweep: BenchConfig, layouts: Sequence[Candidate]) -> int:
     from pentatron.monitor.terminal import ignore_output_errors
 
     ignore_output_errors()
-    moved_to = sweep.folder.open()
-    if moved_to is not None:
-        say(f"the earlier results were moved to {moved_to}")
+    _open_folder(sweep)
     display = open_display("auto" if sys.stdout.isatty() else "off")
     starter = ForkServer(["pentatron.cli.bench_worker"])
     results = Table([layout.name for layout in layouts], sweep.on_gpu)
@@ -251,7 +245,7 @@ def _run(sweep: BenchConfig, layouts: Sequence[Candidate]) -> int:
         for text in [*_introduction(sweep, len(layouts)), "", results.header()]:
             display.say(text)
         for number, layout in enumerate(layouts):
-            live = Progress(display, layout.name, number, len(layouts)) if sys.stdout.isatty() else None
+            live = _progress(sweep, layout, display, number, len(layouts)) if sys.stdout.isatty() else None
             rows[number] = measure_layout(sweep, layout, starter, live)
             write_summary(sweep.folder.summary, rows)
             display.say(results.line(rows[number]))
@@ -269,11 +263,9 @@ def _run(sweep: BenchConfig, layouts: Sequence[Candidate]) -> int:
         say(
             "GPU utilisation was not measured: torch asks the driver through a library (pip install nvidia-ml-py)"
         )
-    plots_text = (
-        f"; pictures: {', '.join(file.name for file in plots)} beside it (again with: cd {sweep.folder.path} && "
-        "python plot_results.py)"
-    )
-    say(f"results: {sweep.folder.summary}{plots_text if plots else ''}")
+    pictures = f"; pictures: {', '.join(file.name for file in plots)} beside it"
+    again = f" (again with: cd {sweep.folder.path} && python plot_results.py)"
+    say(f"results: {sweep.folder.summary}{pictures + again if plots else ''}")
     if interrupted:
         return _INTERRUPTED
     return 0 if any(row.status == "ok" for row in rows) else 1
@@ -288,7 +280,9 @@ def find_micro_batch(sweep: BenchConfig, batch_is_given: bool) -> int:
     search = _MicroBatchSearch(sweep, batch_is_given)
     say(search.introduction())
     room = search.room()
-    estimates = find_largest(search.sizes, 1, _USABLE * room, lambda size: search.estimate(size, room))
+    estimates = candidates.find_largest(
+        search.sizes, 1, _USABLE * room, lambda size: search.estimate(size, room)
+    )
     foreseen = largest_fitting(estimates)
     if not sweep.on_gpu:
         # Real steps are not tried: filling the host memory would harm everything else on the machine.
@@ -297,11 +291,9 @@ def find_micro_batch(sweep: BenchConfig, batch_is_given: bool) -> int:
         )
         return _report(search, estimates)
     say(f"foreseen by `pentatron plan`: {'not even the smallest' if foreseen is None else foreseen.size}")
-    moved_to = sweep.folder.open()
-    if moved_to is not None:
-        say(f"the earlier results were moved to {moved_to}")
+    _open_folder(sweep)
     first = foreseen.size if foreseen else search.sizes[0]
-    trials = find_largest(search.sizes, first, _ALLOCATABLE * room, search.attempt)
+    trials = candidates.find_largest(search.sizes, first, _ALLOCATABLE * room, search.attempt)
     say(f"runs: {sweep.folder.summary}")
     _write_trials(sweep, foreseen, trials)
     return _report(search, trials)
@@ -326,21 +318,17 @@ def _write_trials(sweep: BenchConfig, foreseen: Trial | None, trials: Sequence[T
 def _report(search: "_MicroBatchSearch", trials: list[Trial]) -> int:
     best = largest_fitting(trials)
     if best is None:
-        why = trials[-1].reason
         raise UserError(
-            f"not even a micro-batch of {search.sizes[0]} fits ({why}); try --recompute-granularity full, a shorter --seq-length or more GPUs"
+            f"not even a micro-batch of {search.sizes[0]} fits ({trials[-1].reason}); try --recompute-granularity full, a shorter --seq-length or more GPUs"
         )
     for line in ["", *trial_table(trials), ""]:
         say(line)
-    if best.size == search.sizes[-1]:
-        say(f"largest: {best.size}, the largest possible here; more would fit")
-    else:
-        say(f"largest: {best.size}; {_HEADROOM_NOTE}")
+    is_last = best.size == search.sizes[-1]
+    say(f"largest: {best.size}{', the largest possible here; more would fit' if is_last else _HEADROOM_NOTE}")
     measured = [trial for trial in trials if trial.fits and trial.rate]
-    if measured:
-        fastest = max(measured, key=lambda trial: trial.rate or 0.0)
-        if fastest.size != best.size:
-            say(f"fastest: {fastest.size} with {fastest.rate:,.0f} tokens/s")
+    fastest = max(measured, key=lambda trial: trial.rate or 0.0, default=best)
+    if fastest.size != best.size:
+        say(f"fastest: {fastest.size} with {fastest.rate:,.0f} tokens/s")
     say(f"\n  {search.command(best.size)}")
     return 0
 
@@ -353,7 +341,7 @@ class _MicroBatchSearch:
         smallest, config = self._smallest()
         self.grid, self.rows = config.grid, list[Row]()
         total = config.train.global_batch_size
-        self.sizes: Sequence[int] = range(smallest, MAX_MICRO_BATCH + 1, smallest)
+        self.sizes: Sequence[int] = range(smallest, candidates.MAX_MICRO_BATCH + 1, smallest)
         double = MicroBatch(1, size=2 * smallest, global_batch=None)
         prepared = prepare_layout(sweep, double)[1] if batch_is_given else None
         # With a given number of micro-batches the global batch size grows with the micro-batch, and any size
@@ -379,14 +367,11 @@ class _MicroBatchSearch:
         raise UserError(reasons[0])
 
     def introduction(self) -> str:
-        sweep = self.sweep
-        count = f"{sweep.processes} {plural(sweep.processes, 'process')}"
-        batch = (
-            "with the batch of a step that was given"
-            if self.batch_is_given
-            else "with one micro-batch a step for each pipeline stage; for more, which accumulate gradients in fp32, set --global-batch-size"
-        )
-        return f"looking for the largest micro-batch of {count} on {sweep.device}, {batch}"
+        batch = "one micro-batch a step for each pipeline stage; for more, which accumulate gradients in fp32, set --global-batch-size"
+        if self.batch_is_given:
+            batch = "the batch of a step that was given"
+        count = self.sweep.processes
+        return f"looking for the largest micro-batch of {count} {plural(count, 'process')} on {self.sweep.device}, with {batch}"
 
     def candidate(self, size: int) -> MicroBatch:
         grid = self.grid
@@ -401,9 +386,8 @@ class _MicroBatchSearch:
             if host is None:
                 raise UserError("this system does not report its memory; set --micro-batch-size yourself")
             return host[1] / self.sweep.processes
-        free, count = map(
-            int, _query_gpu("print(torch.cuda.mem_get_info()[0], torch.cuda.device_count())").split()
-        )
+        numbers = _query_gpu("print(torch.cuda.mem_get_info()[0], torch.cuda.device_count())")
+        free, count = map(int, numbers.split())
         return free / -(-self.sweep.processes // count)
 
     def estimate(self, size: int, room: float) -> Trial:
@@ -416,9 +400,8 @@ class _MicroBatchSearch:
 
     def attempt(self, size: int) -> Trial:
         """Runs some real steps in subprocesses."""
-        row = measure_layout(
-            self.sweep, self.candidate(size), ForkServer(["pentatron.cli.bench_worker"]), None
-        )
+        starter = ForkServer(["pentatron.cli.bench_worker"])
+        row = measure_layout(self.sweep, self.candidate(size), starter, None)
         self.rows.append(row)
         write_summary(self.sweep.folder.summary, self.rows)
         trial = trial_of(size, row)
@@ -440,3 +423,81 @@ def trial_of(size: int, row: Row) -> Trial:
     if row.status == "refused":
         return Trial(size, False, reason=row.reason)
     raise UserError(f"micro-batch {size}: {row.reason}")
+
+
+# --- one layout ---
+
+
+def prepare_layout(sweep: BenchConfig, layout: Candidate) -> tuple[list[str], Prepared | None, str]:
+    """Returns the words of a layout and its configuration, or the reason why the rules refuse it."""
+    words = [*sweep.words, *layout.words, "--run-dir", str(sweep.folder.run(layout.name))]
+    try:
+        return words, prepare(words, sweep.entry), ""
+    except ConfigError as error:
+        return words, None, "; ".join(error.problems)
+    except UserError as error:
+        return words, None, str(error)
+
+
+def training_command(sweep: BenchConfig, layout: Candidate, prepared: Prepared | None) -> str:
+    """Returns the command that trains this layout in the same way."""
+    defaults: list[str] = []
+    if prepared is not None:
+        values = prepared.resolved.config.flat()
+        origin = f"default of {sweep.entry.name}"
+        for name, source in prepared.resolved.sources.items():
+            # A switch that is off has no flag.
+            if source == origin and name not in _DEFAULTS and values[name] is not False:
+                defaults += table()[name].written(values[name]).split()
+    return shlex.join(["pentatron", "train", *defaults, *sweep.words, *layout.words])
+
+
+def _progress(
+    sweep: BenchConfig, layout: Candidate, display: Any, number: int, total: int
+) -> Callable[[], None]:
+    """Returns the function that renews the progress bar of a sweep while a layout runs."""
+    metrics = sweep.folder.run(layout.name) / "metrics.jsonl"
+
+    def show() -> None:
+        steps = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+        text = f"{layout.name}: {f'step {steps}' if steps else 'starting'}"
+        display.work("measuring", number, total, text)
+
+    return show
+
+
+def measure_layout(
+    sweep: BenchConfig, layout: Candidate, starter: Any, live: Callable[[], None] | None
+) -> Row:
+    """Runs a layout and returns its row of the results. `live` is called while it runs."""
+    from pentatron.cli.bench_worker import Job, reason_of_failure, run_rank
+
+    words, prepared, reason = prepare_layout(sweep, layout)
+    row = Row(layout, "refused", sweep.processes, training_command(sweep, layout, prepared), reason)
+    if prepared is None:
+        return row
+    config = prepared.resolved.config
+    set_worker_environment(config.launch.threads_per_process)
+    output = sweep.folder.output(layout.name)
+    output.mkdir(parents=True)
+    job = Job(words, sweep.entry, sweep.processes, free_port(), output)
+    ranks = (lambda rank: (job, rank), sweep.processes)
+    outcome = starter.run(run_rank, *ranks, sweep.options.layout_timeout, live or (lambda: None))
+    row = dataclasses.replace(row, config=config, device=sweep.device)
+    if not outcome.is_good:
+        cause = f"no result after {sweep.options.layout_timeout:.0f} s (--layout-timeout)"
+        if not outcome.timed_out:
+            killed = outcome.killed_message()
+            cause = killed or reason_of_failure(job, outcome.killed_message(or_aborted=True)) or ""
+            cause = cause or f"exit codes {list(outcome.exit_codes)}"
+        return dataclasses.replace(row, status="failed", reason=f"{cause}; see {output}")
+    try:
+        metrics = sweep.folder.run(layout.name) / "metrics.jsonl"
+        measured = measure(metrics, sweep.options.warmup, config.train.global_batch_size)
+    except UserError as error:
+        return dataclasses.replace(row, status="failed", reason=str(error))
+    flops = step_flops(config.model, config.train.global_batch_size, config.model.seq_length, config.moe)
+    teraflops = flops / measured.step_seconds / sweep.processes / 1e12
+    chip = find_chip(sweep.device)
+    mfu = teraflops / chip.teraflops(config.precision.name != "fp32") if chip else None
+    return dataclasses.replace(row, status="ok", reason="", measured=measured, teraflops=teraflops, mfu=mfu)

@@ -1,6 +1,7 @@
 """One worker process of `pentatron bench`: `pentatron train` with its output in a file."""
 
 import os
+import re
 import secrets
 import sys
 import traceback
@@ -78,11 +79,4 @@ def reason_of_failure(job: Job, otherwise: str | None = None) -> str | None:
 
 def _is_reason(line: str) -> bool:
     """Whether the line is one of our error sentences or the end of a traceback."""
-    if line.startswith("pentatron: "):
-        return True
-    name, colon, _ = line.partition(":")
-    return (
-        bool(colon)
-        and name.replace(".", "").replace("_", "").isalnum()
-        and name.endswith(("Error", "Exception"))
-    )
+    return line.startswith("pentatron: ") or re.match(r"[\w.]*(Error|Exception):", line) is not None

@@ -89,11 +89,9 @@ def prepare(
     try:
         adopt_checkpoint_settings(draft, facts, start)
     except UserError as error:
-        others = (
-            problems_independent_of(draft, facts, settings_from_checkpoint(draft))
-            if draft.given("load")
-            else []
-        )
+        others = []
+        if draft.given("load"):
+            others = problems_independent_of(draft, facts, settings_from_checkpoint(draft))
         if not others:
             raise
         raise ConfigError([str(error), *others]) from None

@@ -83,12 +83,8 @@ def _lines(findings: Sequence[Finding]) -> list[str]:
             lines += ["", group] if lines else [group]
         lines.append(f"{_MARKS[finding.state]} {finding.name:<{width}}  {finding.value}")
         if finding.advice:
-            lines += textwrap.wrap(
-                finding.advice,
-                _WIDTH,
-                initial_indent=" " * (width + 4) + "→ ",
-                subsequent_indent=" " * (width + 6),
-            )
+            first, rest = " " * (width + 4) + "→ ", " " * (width + 6)
+            lines += textwrap.wrap(finding.advice, _WIDTH, initial_indent=first, subsequent_indent=rest)
     problems = sum(finding.state == PROBLEM for finding in findings)
     notes = sum(finding.state == NOTE for finding in findings)
     verdict = "runs will start here" if not problems else f"{problems} to mend first (!)"

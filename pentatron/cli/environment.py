@@ -44,7 +44,9 @@ def find_worker(environment: Mapping[str, str]) -> Worker | None:
     """Returns the rank that torchrun or Slurm assigned, or None for a process that was started alone."""
     # First: torchrun in a Slurm step inherits the variables of Slurm, whose task is torchrun itself.
     if "RANK" in environment and "WORLD_SIZE" in environment:
-        worker = _torchrun(environment)
+        rank, world = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+        local_rank = _number(environment, "LOCAL_RANK", rank)
+        worker = Worker(rank, world, local_rank, _number(environment, "LOCAL_WORLD_SIZE", world), "torchrun")
     elif "SLURM_STEP_ID" in environment and _number(environment, "SLURM_NTASKS", 1) > 1:
         worker = _slurm(environment)
     else:
@@ -55,13 +57,6 @@ def find_worker(environment: Mapping[str, str]) -> Worker | None:
             f"{worker.local_rank} of {worker.local_size} on this machine; ranks go from 0 to one less than their number"
         )
     return worker
-
-
-def _torchrun(environment: Mapping[str, str]) -> Worker:
-    rank, world = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
-    local_rank = _number(environment, "LOCAL_RANK", rank)
-    local_size = _number(environment, "LOCAL_WORLD_SIZE", world)
-    return Worker(rank, world, local_rank, local_size, "torchrun")
 
 
 def _slurm(environment: Mapping[str, str]) -> Worker:
@@ -116,9 +111,8 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
 
 def export_rank_variables(worker: Worker, meeting_point: str | None) -> None:
     """Exports the variables of `env://` rendezvous (RANK, MASTER_ADDR, ...) that the launcher has not set."""
-    os.environ.update(
-        RANK=str(worker.rank), WORLD_SIZE=str(worker.world_size), LOCAL_RANK=str(worker.local_rank)
-    )
+    sizes = {"RANK": worker.rank, "WORLD_SIZE": worker.world_size, "LOCAL_RANK": worker.local_rank}
+    os.environ.update({name: str(size) for name, size in sizes.items()})
     if meeting_point is not None and "MASTER_ADDR" not in os.environ:
         host, port = parse_init_method(meeting_point)
         os.environ.update(MASTER_ADDR=host, MASTER_PORT=port)

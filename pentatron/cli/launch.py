@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pentatron.cli.configure import prepare
 from pentatron.cli.options import Options, flags_of, option, options_help, parse_options_and_settings
@@ -150,31 +151,21 @@ def _checked_job(
         raise UserError(
             "how many GPUs does a node have? Say --gpus-per-node G; on CPUs add --device cpu, and G is the number of processes"
         )
-    container = options.container_image
+    # Options of the same name as a field of the job are taken as they are.
+    names = [f.name for f in dataclasses.fields(Job) if hasattr(options, f.name)]
+    values: dict[str, Any] = {name: getattr(options, name) for name in names}
+    values["python"] = options.python or ("python" if options.container_image else sys.executable)
     job = Job(
-        nodes=options.nodes,
+        **values,
         processes=options.gpus_per_node,
         uses_gpus=True,
-        python=options.python or ("python" if container else sys.executable),
         words=tuple(words),
         name=options.job_name,
         folder=str(Path.cwd()),
-        time=options.time,
-        partition=options.partition,
-        account=options.account,
-        qos=options.qos,
-        constraint=options.constraint,
-        gres=options.gres,
         memory=options.mem,
         cpus=options.cpus_per_task or 0,
-        output=options.output,
-        container_image=container,
-        container_mounts=options.container_mounts,
-        setup=options.setup,
-        sbatch=options.sbatch,
         address=options.master_addr,
         port=options.master_port or 0,
-        grace=options.grace,
         requeues=not options.no_requeue,
         restarts=options.max_restarts,
     )
@@ -251,9 +242,8 @@ def _submit(file: Path) -> int:
     # Slurm passes sbatch's environment to the job. PYTHONSAFEPATH is left out, because the script sets it
     # itself.
     environment = {name: value for name, value in os.environ.items() if name != SAFE_PATH}
-    result = subprocess.run(
-        ["sbatch", str(file)], capture_output=True, text=True, check=False, env=environment
-    )
+    words = ["sbatch", str(file)]
+    result = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
     if result.returncode != 0:
         reason = " ".join(result.stderr.split()) or f"exit code {result.returncode}"
         raise UserError(f"sbatch did not take {file} ({reason}); fix what it names and run: sbatch {file}")

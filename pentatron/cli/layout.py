@@ -2,6 +2,7 @@
 run."""
 
 import dataclasses
+import math
 import os
 import shutil
 import sys
@@ -87,10 +88,9 @@ def layout_command(words: Sequence[str]) -> int:
     file = Path(options.draw) if options.draw else None
     report = resolve_layout(settings)
     if file is not None:
+        picture = draw_svg(report.checked, report.config.placement, report.schedule_in_words)
         try:
-            file.write_text(
-                draw_svg(report.checked, report.placement, report.schedule_in_words), encoding="utf-8"
-            )
+            file.write_text(picture, encoding="utf-8")
         except OSError as error:
             raise UserError(f"--draw {file}: {error.strerror}; name a file that can be written") from None
     show_report(report, options.json, lambda report: as_text(report, options.all), as_data)
@@ -101,8 +101,8 @@ def layout_command(words: Sequence[str]) -> int:
     elif options.draw is not None:
         colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
         width = max(_NARROWEST, shutil.get_terminal_size((110, 24)).columns)
-        say_unescaped("\n" + "\n".join(draw_text(report.checked, report.placement, width, colours)))
-    elif report.placement.stages > 1:
+        say_unescaped("\n" + "\n".join(draw_text(report.checked, report.config.placement, width, colours)))
+    elif report.config.placement.stages > 1:
         say("\nadd --draw to see the schedule")
     return 0
 
@@ -123,15 +123,11 @@ def _facts(draft: Draft) -> Facts:
     """Returns the given number of processes, or that of one replica of the model."""
     world = draft.world_size
     per_machine = draft.nproc_per_node if draft.given("nproc_per_node") else None
-    if world is None:
-        copies = draft.data_parallel_size or 1
+    if world is None and per_machine is None:
         sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-        world = per_machine or copies
-        if per_machine is None:
-            for name in sizes:
-                world *= getattr(draft, name)
+        world = math.prod(getattr(draft, name) for name in sizes) * (draft.data_parallel_size or 1)
     # Sizes below 1 are refused later, together with all other problems.
-    world = max(1, world)
+    world = max(1, (world if world is not None else per_machine) or 1)
     return Facts(world, max(1, per_machine or world))
 
 
@@ -299,13 +295,10 @@ def draw_svg(checked: ScheduleProperties, placement: Placement, title: str) -> s
 
 
 def _picture_legend(checked: ScheduleProperties, placement: Placement) -> list[str]:
-    colours = "blue: forward, green: backward (takes two steps), grey: waiting; the numbers are micro-batches"
+    kinds = "blue: forward, green: backward (takes two steps), grey: waiting;"
     if any(checked.deferred):
-        colours = (
-            "blue: forward, green: input gradient (two steps: whole backward), brown: weight gradient, grey: waiting; "
-            "the numbers are micro-batches"
-        )
-    return [colours, *_legend(checked, placement)[1:]]
+        kinds = "blue: forward, green: input gradient (two steps: whole backward), brown: weight gradient, grey: waiting;"
+    return [f"{kinds} the numbers are micro-batches", *_legend(checked, placement)[1:]]
 
 
 def _svg_slot(slot: Slot, placement: Placement, y: int) -> str:

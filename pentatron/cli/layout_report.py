@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from pentatron.layout.actions import Placement
 from pentatron.layout.check import ScheduleProperties, check
 from pentatron.layout.ranks import Axis, Grid
 from pentatron.settings.parameters import costs_of, is_tied
@@ -23,15 +22,9 @@ def batch_sizes(config: RunConfig, steps: int | None = None) -> list[dict[str, A
     rows = []
     for stretch in config.batch_plan.sizes(steps):
         problem = size_problem(config, stretch.size)
-        rows.append(
-            {
-                "iteration": stretch.first_step,
-                "samples": stretch.first_sample,
-                "batch_size": stretch.size,
-                "micro_batches": None if problem is not None else config.accumulation_of(stretch.size),
-                "problem": problem,
-            }
-        )
+        count = None if problem is not None else config.accumulation_of(stretch.size)
+        row = {"iteration": stretch.first_step, "samples": stretch.first_sample, "batch_size": stretch.size}
+        rows.append({**row, "micro_batches": count, "problem": problem})
     return rows
 
 
@@ -51,10 +44,8 @@ def batch_table(config: RunConfig, steps: int | None = None) -> str:
 
 
 def _line(row: dict[str, Any]) -> str:
-    begins = f"  {row['iteration']:>9}  {row['samples']:>12}  {row['batch_size']:>10}"
-    return begins + (
-        f"  does not fit: {row['problem']}" if row["problem"] else f"  {row['micro_batches']:>13}"
-    )
+    runs = f"does not fit: {row['problem']}" if row["problem"] else f"{row['micro_batches']:>13}"
+    return f"  {row['iteration']:>9}  {row['samples']:>12}  {row['batch_size']:>10}  {runs}"
 
 
 _MEANINGS: dict[Axis, str] = {
@@ -75,11 +66,7 @@ _MEANINGS: dict[Axis, str] = {
 _DENSE: tuple[Axis, ...] = ("tensor", "context", "data", "pipeline")
 _SPARSE: tuple[Axis, ...] = ("expert_tensor", "expert", "expert_data")
 # What each ZeRO stage shards.
-_DIVIDED = {
-    1: "optimizer state",
-    2: "optimizer state and gradients",
-    3: "optimizer state, gradients and weights",
-}
+_DIVIDED = ("", "optimizer state", "optimizer state and gradients", "optimizer state, gradients and weights")
 _MOST_ROWS, _MOST_GROUPS = 24, 6
 _BAR = 24
 
@@ -96,10 +83,6 @@ class LayoutReport:
     @property
     def grid(self) -> Grid:
         return self.config.grid
-
-    @property
-    def placement(self) -> Placement:
-        return self.config.placement
 
     @cached_property
     def checked(self) -> ScheduleProperties:
@@ -118,7 +101,7 @@ class LayoutReport:
             axes += [axis for axis in _SPARSE if getattr(grid, axis) > 1]
         if grid.kv_copies > 1:
             axes.append("kv")
-        split_ends = self.placement.rank_of[0] != self.placement.rank_of[-1]
+        split_ends = self.config.placement.rank_of[0] != self.config.placement.rank_of[-1]
         if split_ends and is_tied(self.config.model):
             axes.append("embedding")
         if grid.instances > 1:
@@ -139,15 +122,17 @@ class LayoutReport:
 
     @property
     def schedule_in_words(self) -> str:
-        stages = self.placement.stages
+        stages = self.config.placement.stages
         ranks = f"{self.grid.pipeline} {plural(self.grid.pipeline, 'pipeline rank')}"
         if stages > self.grid.pipeline:
             ranks += f" with {self.config.virtual_stages} stages each"
         count = self.config.accumulation
         return f"{self.kind}: {count} {plural(count, 'micro-batch')} on {ranks}"
 
-    def machine(self, rank: int) -> int | None:
-        return None if self.per_machine is None else rank // self.per_machine
+    def place(self, rank: int) -> dict[str, Any]:
+        """Returns the machine of a rank, if known, and its coordinates."""
+        machine = None if self.per_machine is None else rank // self.per_machine
+        return {"machine": machine, **dataclasses.asdict(self.grid.coordinates(rank))}
 
 
 def as_text(report: LayoutReport, everything: bool) -> str:
@@ -191,7 +176,7 @@ def _ranks(report: LayoutReport, everything: bool) -> str:
 
 
 def _rank(report: LayoutReport, rank: int, columns: Sequence[str]) -> str:
-    place = {**dataclasses.asdict(report.grid.coordinates(rank)), "machine": report.machine(rank)}
+    place = report.place(rank)
     cells = ((place[column.replace(" ", "_")], max(8, len(column))) for column in columns)
     return f"{rank:>6}" + "".join(f"  {value:>{width}}" for value, width in cells)
 
@@ -229,7 +214,7 @@ def _stages(report: LayoutReport) -> str:
         holds = " ".join(["embedding"] * part.embedding + ["head"] * part.head)
         bar = "█" * max(1, round(_BAR * shares[stage] / max(shares)))
         lines.append(
-            f"  {stage:>5}  {report.placement.rank_of[stage]:>13}  {layers or 'none':<9}  {holds:<14}  "
+            f"  {stage:>5}  {report.config.placement.rank_of[stage]:>13}  {layers or 'none':<9}  {holds:<14}  "
             f"{shares[stage]:>6.1%}  {bar}".rstrip()
         )
     return "\n".join(lines + _recompute(report))
@@ -244,13 +229,14 @@ def _recompute(report: LayoutReport) -> list[str]:
     memory = report.config.memory
     if memory.recompute_granularity is None:
         return []
-    if memory.recompute_granularity == "selective":
-        modules = ", ".join(memory.recompute_modules)
-        text = f"{modules} of every layer that has it keeps only its input and is recomputed"
-        lines = ["", f"  recompute: {text}"]
-    else:
-        text = "these layers are recomputed; a micro-batch keeps one input for each run of them"
-        lines = ["", f"  recompute: {text}"]
+    lines = [
+        "",
+        f"  recompute: {', '.join(memory.recompute_modules)} of every layer that has it keeps only its input and is recomputed",
+    ]
+    if memory.recompute_granularity == "full":
+        lines[1] = (
+            "  recompute: these layers are recomputed; a micro-batch keeps one input for each run of them"
+        )
         for stage, part in enumerate(report.config.stages):
             runs = report.config.recomputed(part)
             recomputed = "  ".join(_layers(run) for run in runs) or "none"
@@ -271,13 +257,10 @@ def _schedule(report: LayoutReport) -> str:
     lines = [f"Schedule: {report.schedule_in_words}, {tokens} each", ""]
     unit = "micro-batches" if report.config.virtual_stages == 1 else "micro-batches of single stages"
     if ranks == 1:
-        lines.append(f"  {unit} kept for backward at most: {checked.alive[0]}")
-        return "\n".join(lines)
+        return "\n".join([*lines, f"  {unit} kept for backward at most: {checked.alive[0]}"])
     lines.append(f"  {unit} kept for backward at most")
-    lines += [
-        f"    pipeline rank {rank:>2}  {alive:>3}  {'▪' * min(alive, 60)}"
-        for rank, alive in enumerate(checked.alive)
-    ]
+    for rank, alive in enumerate(checked.alive):
+        lines.append(f"    pipeline rank {rank:>2}  {alive:>3}  {'▪' * min(alive, 60)}")
     if any(checked.deferred):
         deferred = ", ".join(map(str, checked.deferred))
         lines.append(f"  of them between the halves of a split backward, at most, by rank: {deferred}")
@@ -290,7 +273,9 @@ def _schedule(report: LayoutReport) -> str:
         lines.append(
             "  more micro-batches (a smaller --micro-batch-size or a larger --global-batch-size) or virtual stages help"
         )
-    rank_shares = [sum(report.shares[s] for s in report.placement.stages_of(rank)) for rank in range(ranks)]
+    rank_shares = [
+        sum(report.shares[s] for s in report.config.placement.stages_of(rank)) for rank in range(ranks)
+    ]
     # The rank with the largest share sets the pace; the others wait for it.
     idle = 1 - (1 - checked.bubble) / (ranks * max(rank_shares))
     if idle > checked.bubble + 0.01:
@@ -303,15 +288,12 @@ def as_data(report: LayoutReport) -> dict[str, Any]:
     return {
         "world_size": grid.world_size,
         "sizes": {**dataclasses.asdict(grid), "expert_data": grid.expert_data},
-        "ranks": [
-            {"rank": rank, "machine": report.machine(rank), **dataclasses.asdict(grid.coordinates(rank))}
-            for rank in range(grid.world_size)
-        ],
+        "ranks": [{"rank": rank, **report.place(rank)} for rank in range(grid.world_size)],
         "groups": {axis: [list(members) for members in grid.groups(axis)] for axis in report.axes},
         "stages": [
             {
                 "stage": stage,
-                "pipeline_rank": report.placement.rank_of[stage],
+                "pipeline_rank": report.config.placement.rank_of[stage],
                 "layers": list(part.layers),
                 "embedding": part.embedding,
                 "head": part.head,

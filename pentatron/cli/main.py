@@ -171,10 +171,7 @@ def _file_of_error(error: OSError) -> str | None:
 
 def run_entry(entry: EntryPoint) -> None:
     """Main function of a guide's training script: trains with the flag names and defaults of that guide."""
-    words = sys.argv[1:]
-    script = sys.argv[0]
-    with _safe_path_for_children():
-        sys.exit(run_guarded(lambda: _train(words, entry, [script])))
+    run_command(lambda words: _train(words, entry, [sys.argv[0]]))
 
 
 def train_program(

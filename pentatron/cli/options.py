@@ -198,7 +198,7 @@ def parse_options(
         if not is_flag(word):
             positional.append(word)
         elif not parser.take(word, queue):
-            guess = did_you_mean(normalize_flag(word), parser.flags, "--")
+            guess = did_you_mean(normalize_flag(word), list(parser.by_flag), "--")
             parser.problems.append(
                 f"unknown flag {word.partition('=')[0]}{guess}; {command} --help lists them"
             )
@@ -244,16 +244,12 @@ class _Parser:
     def __init__(self, cls: type[Options], refused: Mapping[str, str], foreign: Collection[str] = ()) -> None:
         self.problems: list[str] = []
         self._options = _options_of(cls)
-        self._by_flag: dict[str, tuple[_Option, Spelling]] = {
+        self.by_flag: dict[str, tuple[_Option, Spelling]] = {
             spelling.flag: (one, spelling) for one in self._options for spelling in one.setting.spellings
         }
         self._refused, self._foreign = refused, foreign
         # By the name of the option: the flag as typed, and its value.
         self._given: dict[str, tuple[str, Any]] = {}
-
-    @property
-    def flags(self) -> list[str]:
-        return list(self._by_flag)
 
     def take(self, word: str, queue: list[str]) -> bool:
         """Parses one option and takes its values from the queue; returns False if the word is no option."""
@@ -263,9 +259,9 @@ class _Parser:
             # Its values would be reported as further errors.
             _take_values(queue)
             return True
-        if normalize_flag(word) not in self._by_flag:
+        if normalize_flag(word) not in self.by_flag:
             return False
-        one, spelling = self._by_flag[normalize_flag(word)]
+        one, spelling = self.by_flag[normalize_flag(word)]
         try:
             value = self._value(one, spelling, typed, written if equals else None, queue)
             self._given[one.setting.name] = typed, value
@@ -307,13 +303,13 @@ class _Parser:
         if written is None:
             # A value may begin with dashes, such as options for another program, but a known flag is never a
             # value.
-            written = queue.pop(0) if queue and not self._is_known_flag(queue[0]) else ""
+            word = queue[0] if queue else ""
+            known = is_flag(word) and "=" not in word
+            known = known and (normalize_flag(word) in self.by_flag or normalize_flag(word) in self._foreign)
+            written = queue.pop(0) if queue and not known else ""
         if one.parse is not None and written:
             return one.parse(written, typed)
         return coerce(one.setting, written, typed)
-
-    def _is_known_flag(self, word: str) -> bool:
-        return is_flag(word) and "=" not in word and normalize_flag(word) in {*self._by_flag, *self._foreign}
 
 
 def _take_values(queue: list[str]) -> list[str]:
@@ -352,24 +348,19 @@ def section_help(entry: EntryPoint, section: str) -> list[str]:
 
 
 def _setting_help(item: Setting, entry: EntryPoint) -> list[str]:
-    shown = [s for s in item.spellings if not _is_implied_negation(item, s.flag)]
-    with_value = [s.flag for s in shown if s.takes_value]
-    with_value += [flag for flag, name in entry.spellings.items() if name == item.name]
-    switches = [s.flag for s in shown if not s.takes_value]
-    groups = [f"{_joined(with_value)} {_placeholder(item)}" if with_value else "", _joined(switches)]
-    left = f"  {', '.join(filter(None, groups))}"
+    # `--no-x` of a switch that is off by default is left out.
+    implied = f"no-{item.spellings[0].flag}" if item.default is not True else ""
+    shown = [s for s in item.spellings if s.flag != implied]
+    with_value = [f"--{s.flag}" for s in shown if s.takes_value]
+    with_value += [f"--{flag}" for flag, name in entry.spellings.items() if name == item.name]
+    switches = [f"--{s.flag}" for s in shown if not s.takes_value]
+    if with_value:
+        choices = "|".join(map(str, item.choices)) if len(item.choices) <= 4 else ""
+        value = choices or _VALUE_WORDS[item.base_type]
+        with_value[-1] += f" {value} ..." if item.is_list else f" {value}"
+    left = f"  {', '.join(with_value + switches)}"
     right = "; ".join(_setting_notes(item, entry.defaults.get(item.name, item.default)))
     return _columns(left, right, _SETTINGS_COLUMN)
-
-
-def _joined(flags: list[str]) -> str:
-    return ", ".join(f"--{flag}" for flag in flags)
-
-
-def _placeholder(item: Setting) -> str:
-    choices = "|".join(str(c) for c in item.choices) if len(item.choices) <= 4 else ""
-    value = choices or _VALUE_WORDS[item.base_type]
-    return f"{value} ..." if item.is_list else value
 
 
 def _setting_notes(item: Setting, default: Any) -> list[str]:
@@ -387,8 +378,3 @@ def _setting_notes(item: Setting, default: Any) -> list[str]:
         missing = [str(c) for c in item.choices if item.available and item.refuses(c)]
         notes.append(f"{', '.join(missing)} not available yet".strip())
     return notes
-
-
-def _is_implied_negation(item: Setting, flag: str) -> bool:
-    """Whether the flag is `--no-x` of a switch that is off by default, which the help leaves out."""
-    return flag == f"no-{item.spellings[0].flag}" and item.default is not True

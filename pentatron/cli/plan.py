@@ -107,13 +107,14 @@ def plan_layouts(words: Sequence[str]) -> tuple[PlanReport, PlanOptions]:
     draft = gather(settings, PLAN)
     device = _device(options)
     world = options.gpus or draft.world_size or _visible_gpus() or 8
-    if world > options.gpus_per_machine and world % options.gpus_per_machine:
-        machine_sizes = [d for d in divisors(world) if d <= options.gpus_per_machine]
+    size = options.gpus_per_machine
+    if world > size and world % size:
+        fewer = world - world % size
         raise UserError(
-            f"{world} GPUs are not a whole number of machines with {options.gpus_per_machine}; add --gpus-per-machine {max(machine_sizes)}, or plan for "
-            f"{world // options.gpus_per_machine * options.gpus_per_machine} or {-(-world // options.gpus_per_machine) * options.gpus_per_machine} (--gpus)"
+            f"{world} GPUs are not a whole number of machines with {size}; add --gpus-per-machine "
+            f"{max(d for d in divisors(world) if d <= size)}, or plan for {fewer} or {fewer + size} (--gpus)"
         )
-    facts = Facts(max(1, world), max(1, min(world, options.gpus_per_machine)))
+    facts = Facts(max(1, world), max(1, min(world, size)))
     assumed: list[str] = []
     if options.gpus is None and draft.world_size is None:
         assumed.append(f"{world} GPUs (--gpus)")
@@ -121,25 +122,17 @@ def plan_layouts(words: Sequence[str]) -> tuple[PlanReport, PlanOptions]:
     free_batch = all(getattr(draft, name) is None for name in _BATCH)
     assumed += _assign_defaults(draft, device, world)
     host_memory = None if options.host_memory is None else options.host_memory * GIB
-    search = Search(
-        draft, device, world, options.gpus_per_machine, options.efficiency, free_batch, host_memory
-    )
-    given = [name for name in LAYOUT_SETTINGS if draft.given(name) and name != "micro_batch_size"]
+    search = Search(draft, device, world, size, options.efficiency, free_batch, host_memory)
+    is_given = any(draft.given(name) for name in LAYOUT_SETTINGS if name != "micro_batch_size")
     layouts = search.layouts()
-    slow_bf16 = []
+    notices = list(draft.notices)
     if draft.bf16 and not device.chip.bf16:
-        slow_bf16 = [
+        notices.append(
             f"{device.name} multiplies no matrices in bf16, so that --bf16 is slow there: use --fp16"
-        ]
-    report = PlanReport(
-        search=search,
-        given=search.as_given() if given else None,
-        layouts=layouts,
-        model=folder or draft.preset or draft.load or "the model",
-        assumed=tuple(assumed),
-        top=options.top,
-        notices=(*draft.notices, *slow_bf16),
-    )
+        )
+    model = folder or draft.preset or draft.load or "the model"
+    given = search.as_given() if is_given else None
+    report = PlanReport(search, given, layouts, model, assumed, options.top, notices)
     if not layouts and report.given is None:
         # Raises the rules' reasons why no layout is possible.
         search.as_given()
@@ -228,11 +221,9 @@ def _assign_defaults(draft: Draft, device: Device, world: int) -> list[str]:
         raise UserError(f"--cuda-graphs on needs a GPU, and {device.name} is none; leave it out")
     assumed = []
     if not draft.given("seq_length"):
-        longest = (
-            derived_settings(draft, Facts(world)).max_position_embeddings
-            if draft.max_position_embeddings
-            else None
-        )
+        longest = None
+        if draft.max_position_embeddings:
+            longest = derived_settings(draft, Facts(world)).max_position_embeddings
         length = min(_DEFAULT_LENGTH, longest or _DEFAULT_LENGTH)
         draft.assign("flag --seq-length", seq_length=length)
         assumed.append(f"sequences of {length} tokens (--seq-length)")
@@ -241,9 +232,9 @@ def _assign_defaults(draft: Draft, device: Device, world: int) -> list[str]:
         draft.assign("flag --global-batch-size", global_batch_size=batch)
         assumed.append(f"{batch} sequences a step, about a million tokens (--global-batch-size)")
     if device.name != "CPU process" and not any(draft.given(n) for n in ("bf16", "fp16")):
-        half = "bf16" if device.chip.bf16 else "fp16"
+        half, why = ("bf16", "") if device.chip.bf16 else ("fp16", f", as {device.name} has no bf16")
         draft.assign(f"flag --{half}", **{half: True})
-        assumed.append(f"{half} (--{half})" + ("" if device.chip.bf16 else f", as {device.name} has no bf16"))
+        assumed.append(f"{half} (--{half}){why}")
     if is_unset(draft.vocab_size) and is_unset(draft.padded_vocab_size):
         draft.assign("flag --vocab-size", vocab_size=32768)
         assumed.append("32768 words (--vocab-size)")
@@ -251,43 +242,39 @@ def _assign_defaults(draft: Draft, device: Device, world: int) -> list[str]:
 
 
 def as_data(report: PlanReport) -> dict[str, Any]:
-    parameters, active = total_parameters(report.shape)
-    chosen = report.chosen
+    parameters, active = total_parameters(report.shown.shape)
+    chosen, device = report.chosen, report.search.device
     return {
         "model": report.model,
         "parameters": parameters,
         "active_parameters": active,
         "flops_per_step": report.shown.estimate.flops,
         "gpus": report.search.world,
-        "gpu": _device_data(report.search.device),
-        "usable_bytes": int(usable_memory(report.search.device)),
+        "gpu": {
+            "name": device.name,
+            "memory": device.memory,
+            "half": device.peak(2),
+            "single": device.peak(4),
+            "link": device.link,
+            "network": device.network,
+            "has_bf16": device.chip.bf16,
+            "is_gpu": device.is_gpu,
+            "has_fp8": device.chip.fp8,
+        },
+        "usable_bytes": int(usable_memory(device)),
         "advice": dataclasses.asdict(report.advice),
-        "given": None if report.given is None else _layout_data(report, report.given),
-        "layouts": [_layout_data(report, layout) for layout in report.layouts],
+        "given": None if report.given is None else _layout_data(report.given),
+        "layouts": [_layout_data(layout) for layout in report.layouts],
         "varied": report.varied,
         "kept": report.search.kept,
-        "command": None if chosen is None else training_command_lines(report.search, chosen[0]),
+        "command": None if chosen is None else training_command_lines(chosen[0]),
         "command_of": None if chosen is None else chosen[1],
-        "assumed": list(report.assumed),
-        "notes": list(report.notices),
+        "assumed": report.assumed,
+        "notes": report.notices,
     }
 
 
-def _device_data(device: Device) -> dict[str, Any]:
-    return {
-        "name": device.name,
-        "memory": device.memory,
-        "half": device.peak(2),
-        "single": device.peak(4),
-        "link": device.link,
-        "network": device.network,
-        "has_bf16": device.chip.bf16,
-        "is_gpu": device.is_gpu,
-        "has_fp8": device.chip.fp8,
-    }
-
-
-def _layout_data(report: PlanReport, layout: Layout) -> Mapping[str, Any]:
+def _layout_data(layout: Layout) -> Mapping[str, Any]:
     estimate = layout.estimate
     speed, utilisation = speed_of(layout)
     return {

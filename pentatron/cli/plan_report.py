@@ -10,7 +10,6 @@ from pentatron.plan.advice import TRADE_OFFS, Advice, advise, by_expert_size
 from pentatron.plan.fit import megatron_estimate_line
 from pentatron.plan.memory import RankMemory
 from pentatron.plan.search import DIVISION_SETTINGS, LAYOUT_SETTINGS, Layout, Search, usable_memory
-from pentatron.plan.shape import Shape
 from pentatron.plan.static_memory import total_parameters
 from pentatron.settings.command_line import is_flag
 from pentatron.settings.run_config import table
@@ -36,6 +35,8 @@ _PARTS = {
     "working": "temporary in backward: recomputed layers, gradients of the loss or of one matrix",
     "graphs": "outside CUDA graphs, which do not share their memory: evaluation, first gradients",
 }
+# Those of `_PARTS` that are static memory.
+_HELD = ("weights", "gradients", "optimizer")
 _AXES = {"tensor": "TP", "context": "CP", "pipeline": "PP", "data": "DP", "expert": "EP"}
 
 
@@ -48,9 +49,9 @@ class PlanReport:
     given: Layout | None
     layouts: list[Layout]
     model: str
-    assumed: tuple[str, ...]
+    assumed: list[str]
     top: int
-    notices: tuple[str, ...] = ()
+    notices: list[str]
 
     @property
     def shown(self) -> Layout:
@@ -77,10 +78,6 @@ class PlanReport:
     def advice(self) -> Advice:
         return advise(self.search, self.shown, self.layouts)
 
-    @property
-    def shape(self) -> Shape:
-        return self.shown.shape
-
 
 def as_text(report: PlanReport) -> str:
     blocks = [
@@ -89,7 +86,7 @@ def as_text(report: PlanReport) -> str:
         _list(report),
         _detail(report),
         _experts(report),
-        "" if report.chosen is None else command_block(report.search, *report.chosen),
+        "" if report.chosen is None else _command(*report.chosen),
         _assumptions(report),
         "\n".join(f"note: {notice}" for notice in report.notices),
     ]
@@ -97,9 +94,9 @@ def as_text(report: PlanReport) -> str:
 
 
 def _model(report: PlanReport) -> str:
-    shape, config, search = report.shape, report.shape.config, report.search
+    config, search = report.shown.config, report.search
     model, train = config.model, config.train
-    parameters, active = total_parameters(shape)
+    parameters, active = total_parameters(report.shown.shape)
     tokens = train.global_batch_size * model.seq_length
     flops = report.shown.estimate.flops
     grouped = model.num_query_groups != model.num_attention_heads
@@ -108,15 +105,12 @@ def _model(report: PlanReport) -> str:
     if active < parameters:
         count += f", {parameter_count(active)} of them for each token"
     experts = f", {config.moe.num_experts} experts" if config.moe.num_experts else ""
-    return "\n".join(
-        [
-            f"{report.model} on {search.world} × {search.device.name}, {binary_size(search.device.memory)} each",
-            "",
-            f"  model  {count}: {model.num_layers} layers, {model.hidden_size} wide, "
-            f"{model.num_attention_heads} heads{groups}{experts}, {model.vocab_size} words",
-            f"  step   {train.global_batch_size} sequences × {model.seq_length} tokens = {tokens:,} tokens; "
-            f"{flops:.4g} FLOPs, {flops / tokens:.3g} a token",
-        ]
+    return (
+        f"{report.model} on {search.world} × {search.device.name}, {binary_size(search.device.memory)} each\n\n"
+        f"  model  {count}: {model.num_layers} layers, {model.hidden_size} wide, "
+        f"{model.num_attention_heads} heads{groups}{experts}, {model.vocab_size} words\n"
+        f"  step   {train.global_batch_size} sequences × {model.seq_length} tokens = {tokens:,} tokens; "
+        f"{flops:.4g} FLOPs, {flops / tokens:.3g} a token"
     )
 
 
@@ -142,39 +136,26 @@ def _list(report: PlanReport) -> str:
         host_text = "" if host is None else f", and a machine {binary_size(host)} of its own"
         title = f"No layout fits: a GPU has room for {binary_size(usable_memory(search.device))}{host_text}. The smallest are"
     lines = [title, "", *_rows(report, (fitting or report.layouts)[: report.top])]
-    if report.varied or search.kept:
-        lines += ["", f"  {_varied_text(report)}"]
+    # Which given settings the list varies and which it keeps.
+    given = {name: getattr(search.draft, name) for name in report.varied}
+    remarks = [f"sizes other than {_flags(given)} are listed too"] if given else []
+    remarks += [f"all have {_flags(search.kept)}, as given"] if search.kept else []
+    if remarks:
+        lines += ["", f"  {'; '.join(remarks)}"]
     if not fitting:
-        lines += ["", f"  {_remedies(report)}"]
+        config = report.shown.config
+        ways = ["--micro-batch-size 1"] if (config.train.micro_batch_size or 1) > 1 else []
+        ways += ["more GPUs (--gpus)", f"a shorter --seq-length (now {config.model.seq_length})"]
+        lines += ["", f"  try {', '.join(ways)}, or a smaller model (--num-layers, --hidden-size)"]
     return "\n".join(lines)
 
 
-def _varied_text(report: PlanReport) -> str:
-    """Describes which given settings the list varies and which it keeps."""
-    kept, draft = report.search.kept, report.search.draft
-    parts = []
-    if report.varied:
-        given = _flags({name: getattr(draft, name) for name in report.varied})
-        parts.append(f"sizes other than {given} are listed too")
-    if kept:
-        parts.append(f"all have {_flags(kept)}, as given")
-    return "; ".join(parts)
-
-
 def _flag_words(settings: Mapping[str, Any]) -> list[str]:
-    return [word for name, value in settings.items() for word in setting_words(name, value)]
+    return [word for name, value in settings.items() for word in _words_of(name, value)]
 
 
 def _flags(settings: Mapping[str, Any]) -> str:
     return " ".join(_flag_words(settings))
-
-
-def _remedies(report: PlanReport) -> str:
-    config = report.shape.config
-    ways = ["more GPUs (--gpus)", f"a shorter --seq-length (now {config.model.seq_length})"]
-    if (config.train.micro_batch_size or 1) > 1:
-        ways.insert(0, "--micro-batch-size 1")
-    return "try " + ", ".join(ways) + ", or a smaller model (--num-layers, --hidden-size)"
 
 
 def _rows(report: PlanReport, layouts: Sequence[Layout]) -> Iterator[str]:
@@ -187,24 +168,18 @@ def _rows(report: PlanReport, layouts: Sequence[Layout]) -> Iterator[str]:
         f"{'':<{_BAR}}  bubble     step  tokens/s/GPU  MFU"
     )
     for number, layout in enumerate(layouts, 1):
-        yield _row(report, number, layout, split, sparse, width)
-
-
-def _row(report: PlanReport, number: int, layout: Layout, split: bool, sparse: bool, width: int) -> str:
-    """Formats a row of the list; `width` is that of the ZeRO column."""
-    grid, config = layout.shape.grid, layout.config
-    stages = f"{grid.pipeline}×{config.virtual_stages}" if config.virtual_stages > 1 else f"{grid.pipeline}"
-    sizes = [grid.tensor, stages, *([grid.context] if split else []), *([grid.expert] if sparse else [])]
-    zero = f"{config.parallel.zero_stage}{'+host' if layout.shape.decisions.offload.on else ''}"
-    total = layout.largest.total
-    speed, utilisation = speed_of(layout)
-    return (
-        f"  {number:>3} "
-        + "".join(f"{size:>5}" for size in [*sizes, grid.data])
-        + f"{zero:>{width}}  {config.memory.recompute_granularity or 'none':<9} {config.train.micro_batch_size:>11}  {binary_size(total):>12}  "
-        + f"{_bar(total / report.search.device.memory)}  {layout.estimate.bubble:>6.1%}  {seconds_text(layout.estimate.seconds):>7}  "
-        + f"{speed:>12,.0f}  {utilisation:>3.0%}"
-    )
+        grid, config = layout.shape.grid, layout.config
+        virtual, train = config.virtual_stages, config.train
+        stages = f"{grid.pipeline}×{virtual}" if virtual > 1 else f"{grid.pipeline}"
+        sizes = [grid.tensor, stages, *([grid.context] if split else []), *([grid.expert] if sparse else [])]
+        zero = f"{config.parallel.zero_stage}{'+host' if layout.shape.decisions.offload.on else ''}"
+        total, (speed, utilisation) = layout.largest.total, speed_of(layout)
+        yield (
+            f"  {number:>3} {''.join(f'{size:>5}' for size in [*sizes, grid.data])}{zero:>{width}}  "
+            f"{config.memory.recompute_granularity or 'none':<9} {train.micro_batch_size:>11}  {binary_size(total):>12}  "
+            f"{_bar(total / report.search.device.memory)}  {layout.estimate.bubble:>6.1%}  "
+            f"{seconds_text(layout.estimate.seconds):>7}  {speed:>12,.0f}  {utilisation:>3.0%}"
+        )
 
 
 def speed_of(layout: Layout) -> tuple[float, float]:
@@ -212,7 +187,7 @@ def speed_of(layout: Layout) -> tuple[float, float]:
     config, estimate = layout.config, layout.estimate
     devices, seconds = layout.shape.grid.world_size, estimate.seconds
     tokens = config.train.global_batch_size * config.model.seq_length / seconds / devices
-    return tokens, estimate.flops / seconds / devices / layout.device.peak(layout.shape.width)
+    return tokens, estimate.flops / seconds / devices / layout.search.device.peak(layout.shape.width)
 
 
 def _bar(share: float) -> str:
@@ -221,18 +196,17 @@ def _bar(share: float) -> str:
     return ("█" * filled + "·" * (_BAR - filled)) if share <= 1 else "█" * (_BAR - 1) + "▶"
 
 
-def _name(layout: Layout) -> str:
-    grid, config = layout.shape.grid, layout.config
-    sizes = [f"{name} {getattr(grid, axis)}" for axis, name in _AXES.items() if getattr(grid, axis) > 1]
-    if config.parallel.zero_stage:
-        sizes.append(f"ZeRO {config.parallel.zero_stage}")
-    return ", ".join(sizes) or "one GPU"
-
-
 def _detail(report: PlanReport) -> str:
     layout = report.shown
+    sizes = [
+        f"{name} {getattr(layout.shape.grid, axis)}"
+        for axis, name in _AXES.items()
+        if getattr(layout.shape.grid, axis) > 1
+    ]
+    if layout.config.parallel.zero_stage:
+        sizes.append(f"ZeRO {layout.config.parallel.zero_stage}")
     title = "The layout as given" if report.given is not None else "The first of the list"
-    lines = [f"{title}: {_name(layout)}; it {_verdict(layout)}", ""]
+    lines = [f"{title}: {', '.join(sizes) or 'one GPU'}; it {_verdict(layout)}", ""]
     return "\n".join([*lines, *_memory(layout), "", *_traffic(layout), "", *_pipeline(layout)])
 
 
@@ -240,59 +214,47 @@ def _verdict(layout: Layout) -> str:
     if layout.fits:
         return "fits"
     if layout.lacks_host_memory:
-        assert layout.host_memory is not None
-        return (
-            f"does NOT fit: {_in_host(layout)} needs {binary_size(layout.machine_host_bytes)} of a machine's memory, which is "
-            f"{binary_size(layout.host_memory)}"
-        )
-    return f"does NOT fit: there is room for {binary_size(usable_memory(layout.device))}"
+        needed, host = binary_size(layout.machine_host_bytes), binary_size(layout.search.host_memory or 0)
+        return f"does NOT fit: {_in_host(layout)} needs {needed} of a machine's memory, which is {host}"
+    return f"does NOT fit: there is room for {binary_size(usable_memory(layout.search.device))}"
 
 
 def memory_parts(rank: RankMemory) -> dict[str, int]:
-    static = rank.held
-    return {
-        "weights": static.weights,
-        "gradients": static.gradients,
-        "optimizer": static.optimizer,
-        "activations": rank.activations,
-        "logits": rank.logits,
-        "buffers": rank.buffers,
-        "working": rank.working,
-        "graphs": rank.graphs,
-    }
+    return {name: getattr(rank.held if name in _HELD else rank, name) for name in _PARTS}
 
 
 def _memory(layout: Layout) -> Iterator[str]:
-    ranks = layout.memory.ranks
-    shown = list(range(len(ranks))) if len(ranks) <= _MOST_RANKS else [0, 1, len(ranks) - 2, len(ranks) - 1]
+    device, ranks = layout.search.device, layout.memory.ranks
+    numbered = list(enumerate(ranks))
+    numbered = numbered if len(ranks) <= _MOST_RANKS else [*numbered[:2], *numbered[-2:]]
+    shown = [rank for _, rank in numbered]
     if len(ranks) == 1:
         yield "  memory of a GPU"
     else:
-        yield f"  {'stages of rank':<16}" + "".join(f"{rank:>10}" for rank in shown)
+        yield f"  {'stages of rank':<16}" + "".join(f"{number:>10}" for number, _ in numbered)
 
     def row(title: str, cells: Iterable[str], note: str) -> str:
         return f"  {title:<16}{''.join(f'{cell:>10}' for cell in cells)}  {note}"
 
-    parts = [memory_parts(ranks[rank]) for rank in shown]
+    parts = [memory_parts(rank) for rank in shown]
     for name, meaning in (_PARTS | {"optimizer": _optimizer(layout)}).items():
         if any(part[name] for part in parts):
             yield row(name, [binary_size(part[name]) for part in parts], meaning)
-    if any(ranks[rank].spared for rank in shown):
-        spared = [f"-{binary_size(ranks[rank].spared)}" if ranks[rank].spared else "" for rank in shown]
+    if any(rank.spared for rank in shown):
+        spared = [f"-{binary_size(rank.spared)}" if rank.spared else "" for rank in shown]
         yield row("not at once", spared, "gradients are allocated while activations are freed")
-    bar = _bar(max(rank.total for rank in ranks) / layout.device.memory)
-    totals = [binary_size(ranks[rank].total) for rank in shown]
-    yield row("together", totals, f"{bar} of {binary_size(layout.device.memory)}")
+    bar = _bar(max(rank.total for rank in ranks) / device.memory)
+    totals = [binary_size(rank.total) for rank in shown]
+    yield row("together", totals, f"{bar} of {binary_size(device.memory)}")
     if (recorded := layout.with_graphs) is not None:
         note = "small layers are captured as CUDA graphs if there is room; --cuda-graphs off avoids them"
         yield row("with graphs", [binary_size(recorded.total)], note)
-    if layout.memory.host:
+    if in_host := max(rank.held.in_host for rank in ranks):
         machine = binary_size(layout.machine_host_bytes)
-        limit = "not compared with what it has: --host-memory GB"
-        if layout.host_memory is not None:
-            limit = f"of {binary_size(layout.host_memory)}"
+        host = layout.search.host_memory
+        limit = f"of {binary_size(host)}" if host else "not compared with what it has: --host-memory GB"
         note = f"{_in_host(layout)} of each GPU, {machine} in a machine ({limit})"
-        yield row("in host memory", [binary_size(layout.memory.host)], note)
+        yield row("in host memory", [binary_size(in_host)], note)
 
 
 def _in_host(layout: Layout) -> str:
@@ -343,14 +305,13 @@ def _experts(report: PlanReport) -> str:
         f"  EP {size:<4} {binary_size(total):>9} a GPU, of which experts' weights {binary_size(weights)}"
         for size, total, weights in rows
     ]
-    return (
-        "\n".join(["Expert parallelism in this layout, all else equal", "", *lines]) if len(rows) > 1 else ""
-    )
+    title = "Expert parallelism in this layout, all else equal"
+    return "\n".join([title, "", *lines]) if len(rows) > 1 else ""
 
 
 def _assumptions(report: PlanReport) -> str:
     device, search = report.search.device, report.search
-    rate = device.peak(report.shape.width) / 1e12
+    rate = device.peak(report.shown.shape.width) / 1e12
     lines = [
         "Assumed",
         "",
@@ -366,9 +327,10 @@ def _assumptions(report: PlanReport) -> str:
     return "\n".join(lines)
 
 
-def command_block(search: Search, layout: Layout, which: str) -> str:
-    lines = [f"To train {which}", "", *(f"  {line}" for line in training_command_lines(search, layout))]
-    if not has_data_flags(search):
+def _command(layout: Layout, which: str) -> str:
+    search = layout.search
+    lines = [f"To train {which}", "", *(f"  {line}" for line in training_command_lines(layout))]
+    if not _has_data_flags(search):
         lines.append("  (with your own data: --data-path PREFIX instead of --mock-data)")
     if search.world > search.per_machine:
         machines = search.world // search.per_machine
@@ -378,9 +340,16 @@ def command_block(search: Search, layout: Layout, which: str) -> str:
     return "\n".join(lines)
 
 
-def training_command_lines(search: Search, layout: Layout) -> list[str]:
+def training_command_lines(layout: Layout) -> list[str]:
     """Returns the lines of the training command."""
-    lines = [_launcher(search), *(line for part in _settings(search, layout) for line in _wrapped(part))]
+    search = layout.search
+    launcher = f"pentatron train --nproc-per-node {search.world}"
+    if search.world > search.per_machine:
+        launcher = (
+            f"torchrun --nnodes {-(-search.world // search.per_machine)} --nproc_per_node {search.per_machine} "
+            "--rdzv_backend c10d --rdzv_endpoint $MASTER:29500 -m pentatron train"
+        )
+    lines = [launcher, *(line for part in command_words(layout) for line in _wrapped(part))]
     continued = [f"{line} {chr(92)}" for line in lines[:-1]] + lines[-1:]
     return [f"{'    ' if i else ''}{line}" for i, line in enumerate(continued)]
 
@@ -401,57 +370,42 @@ def _wrapped(words: Sequence[str]) -> list[str]:
     return lines
 
 
-def settings_words(search: Search, layout: Layout) -> list[str]:
-    """Returns the arguments of `pentatron train`, without the number of processes."""
-    return [word for part in _settings(search, layout) for word in part]
-
-
-def has_data_flags(search: Search) -> bool:
+def _has_data_flags(search: Search) -> bool:
     draft = search.draft
     return any(draft.given(name) or draft.source(name).startswith("preset") for name in _DATA)
 
 
-def _settings(search: Search, layout: Layout) -> tuple[list[str], list[str]]:
-    """Returns the flags of the layout, and all others."""
-    draft = search.draft
+def command_words(layout: Layout) -> tuple[list[str], list[str]]:
+    """Returns the flags of the layout, and all others, without the number of processes."""
+    search, draft = layout.search, layout.search.draft
     layout_settings = {n: v for n, v in layout.settings.items() if v != table()[n].default}
-    layout_words = [*_flag_words(layout_settings), *_flag_words(_overrides_of_files(search, layout))]
+    layout_words = [*_flag_words(layout_settings), *_flag_words(_overrides_of_files(layout))]
     if "micro_batch_size" not in layout.settings and draft.given("micro_batch_size"):
-        layout_words += setting_words("micro_batch_size", draft.micro_batch_size)
+        layout_words += _words_of("micro_batch_size", draft.micro_batch_size)
     from_flags = [
         n for n in table() if draft.source(n).startswith("flag") and n not in (*LAYOUT_SETTINGS, *_NOT_COPIED)
     ]
     other_words = _flag_words({name: getattr(draft, name) for name in from_flags})
-    if not has_data_flags(search):
+    if not _has_data_flags(search):
         other_words.append("--mock-data")
-    other_words += setting_words("train_iters", draft.train_iters if draft.given("train_iters") else _STEPS)
+    other_words += _words_of("train_iters", draft.train_iters if draft.given("train_iters") else _STEPS)
     if search.device.name == "CPU process" and not draft.given("device"):
         other_words += ["--device", "cpu"]
     return layout_words, other_words
 
 
-def _overrides_of_files(search: Search, layout: Layout) -> dict[str, Any]:
+def _overrides_of_files(layout: Layout) -> dict[str, Any]:
     """Returns sizes of the layout that equal the defaults but must be written, because a file that the
     command names sets them differently."""
-    draft, parallel = search.draft, layout.config.parallel
+    draft, parallel = layout.search.draft, layout.config.parallel
     in_file = [n for n in DIVISION_SETTINGS if draft.given(n) and not draft.source(n).startswith("flag")]
     sizes = {name: getattr(parallel, name) for name in in_file if name not in layout.settings}
     return {n: size for n, size in sizes.items() if isinstance(size, int) and size != getattr(draft, n)}
 
 
-def setting_words(name: str, value: Any) -> list[str]:
+def _words_of(name: str, value: Any) -> list[str]:
     item = table()[name]
     if isinstance(value, bool):
         return [item.written(value)]
     values: Sequence[Any] = value if isinstance(value, tuple) else (value,)
     return [item.flag, *map(str, values)]
-
-
-def _launcher(search: Search) -> str:
-    if search.world <= search.per_machine:
-        return f"pentatron train --nproc-per-node {search.world}"
-    machines = -(-search.world // search.per_machine)
-    return (
-        f"torchrun --nnodes {machines} --nproc_per_node {search.per_machine} --rdzv_backend c10d "
-        f"--rdzv_endpoint $MASTER:29500 -m pentatron train"
-    )

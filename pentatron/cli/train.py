@@ -164,9 +164,8 @@ def _heartbeats(status: RankStatus, config: RunConfig, worker: Worker) -> "Itera
         with running_heartbeat(None if supervised is None else supervised.heart(status, limits)):
             yield
         return
-    peers = PeerWatchdog(
-        status, worker.rank, worker.world_size, Path(config.run.run_dir), limits, print_error
-    )
+    folder = Path(config.run.run_dir)
+    peers = PeerWatchdog(status, worker.rank, worker.world_size, folder, limits, print_error)
     status.on_opened = peers.start
     yield
     peers.close()
@@ -183,9 +182,8 @@ def keep_freed_memory() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):
         return False
-    return bool(mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)) and bool(
-        mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES)
-    )
+    parameters = ((_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES), (_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES))
+    return all(mallopt(parameter, value) for parameter, value in parameters)
 
 
 def set_cuda_connections(config: RunConfig) -> None:
@@ -316,9 +314,7 @@ def _saved_step(config: RunConfig) -> int | None:
     """
     if "torch" not in sys.modules:
         words = [sys.executable, "-P", "-c", _READ_STEP, config.checkpoint.save]
-        read = subprocess.run(
-            words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False
-        )
+        read = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         if read.returncode == 0 and (output := read.stdout.split()):
             return None if output[-1] == "None" else int(output[-1])
     from pentatron.checkpoint.store import CheckpointStore
@@ -342,9 +338,8 @@ def _print_next_commands(config: RunConfig, folder: RunFolder) -> None:
     # A model with a layer spec needs --spec again, and cannot be exported.
     spec = f" --spec {' '.join(map(quote, config.model.spec))}" if config.model.spec else ""
     if folder.sample.exists():
-        ideas.append(
-            (f'{program} generate {quote(str(folder.path))} "import "{spec}', "continue a text of yours")
-        )
+        path = quote(str(folder.path))
+        ideas.append((f'{program} generate {path} "import "{spec}', "continue a text of yours"))
     elif config.checkpoint.load and config.checkpoint.save and _saved_step(config) is not None:
         # Checkpoints may lie outside the run folder (--save), and --skip-train with --load saves none.
         saved = quote(os.path.relpath(config.checkpoint.save))

@@ -17,7 +17,7 @@ from pentatron.cli.environment import (
 )
 from pentatron.cli.layout import resolve_layout
 from pentatron.cli.options import Options, flags_of, option, options_help, parse_options_and_settings, usage
-from pentatron.cli.output import print_error, say, show_report
+from pentatron.cli.output import print_error, say, say_json
 from pentatron.errors import ConfigError, UserError
 from pentatron.settings.entry_points import LAYOUT
 from pentatron.settings.rules import unsupported_features
@@ -68,20 +68,15 @@ def verify_command(words: Sequence[str], restart: Sequence[str] = _RESTART) -> i
     full = resolve_layout(settings, VERIFY).config
     config = _small_model(full, options.shrink_data)
     if not options.json:
-        from pentatron.compare.verify import uncompared_settings
+        from pentatron.compare import verify
 
-        for note in uncompared_settings(full):
+        for note in verify.uncompared_settings(full):
             say(f"note: {note}")
     verdict, seconds = _compare(config, restart, quiet=options.json)
-    show_report(
-        verdict,
-        options.json,
-        lambda verdict: [
-            _table(verdict, options.everything),
-            f"\n{_conclusion(verdict)} ({seconds:.0f} s)",
-        ],
-        lambda verdict: _json(config, verdict),
-    )
+    if options.json:
+        say_json(_json(config, verdict))
+    else:
+        say(f"{_table(verdict, options.everything)}\n\n{_conclusion(verdict)} ({seconds:.0f} s)")
     return 0 if verdict.passes else 1
 
 
@@ -96,11 +91,9 @@ def _small_model(config: RunConfig, shrink: bool) -> RunConfig:
     world = config.grid.world_size // config.grid.data * replicas
     if world > _MOST_PROCESSES:
         smaller = config.grid.world_size // config.grid.data * fewest
-        way_out = (
-            f"add --shrink-data to run {smaller}"
-            if smaller <= _MOST_PROCESSES and not shrink
-            else "try smaller parallel sizes"
-        )
+        way_out = "try smaller parallel sizes"
+        if smaller <= _MOST_PROCESSES and not shrink:
+            way_out = f"add --shrink-data to run {smaller}"
         raise UserError(
             f"this layout takes {world} processes, more than the {_MOST_PROCESSES} that verify starts on one machine; "
             f"{way_out}"
@@ -111,32 +104,25 @@ def _small_model(config: RunConfig, shrink: bool) -> RunConfig:
 def _compare(config: RunConfig, restart: Sequence[str], quiet: bool) -> tuple["Verdict", float]:
     import torch
 
-    from pentatron.compare.verify import (
-        compare_trajectories,
-        describe_config,
-        read_ranks,
-        run_rank,
-        run_reference,
-        write_settings,
-    )
+    from pentatron.compare import verify
     from pentatron.parallel.world import single_process
     from pentatron.supervise.launcher import scratch_folder
 
     started = time.perf_counter()
     world = config.grid.world_size
     progress = (lambda text: None) if quiet else say
-    progress(f"{describe_config(config)}\n\none process ...")
-    reference = run_reference(config)
+    progress(f"{verify.describe_config(config)}\n\none process ...")
+    reference = verify.run_reference(config)
     progress(f"{world} {plural(world, 'process')} in the layout ...")
     with scratch_folder("verify") as folder:
         if world == 1:
-            run_rank(config, single_process(torch.device("cpu")), folder)
+            verify.run_rank(config, single_process(torch.device("cpu")), folder)
         else:
-            write_settings(config, folder)
+            verify.write_settings(config, folder)
             _run_ranks(world, [*restart, _WORKER, str(folder)], config)
-        results = read_ranks(folder, world)
+        results = verify.read_ranks(folder, world)
     progress("")
-    return compare_trajectories(results, reference), time.perf_counter() - started
+    return verify.compare_trajectories(results, reference), time.perf_counter() - started
 
 
 def _run_ranks(world: int, python_words: Sequence[str], config: RunConfig) -> None:

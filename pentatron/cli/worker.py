@@ -159,38 +159,29 @@ def clear_inherited_worker_variables() -> None:
         return
     del os.environ[WORKER]
     current = _marker().split("\n")
-    names: tuple[str, ...] = ()
-    if inherited[1:] == current[1:]:
-        names = WORKER_VARIABLES
-    elif inherited[1] == current[1]:
-        names = LAUNCHER_VARIABLES
-    for name in names:
+    others = LAUNCHER_VARIABLES if inherited[1] == current[1] else ()
+    for name in WORKER_VARIABLES if inherited[1:] == current[1:] else others:
         os.environ.pop(name, None)
 
 
 def _marker() -> str:
     """Returns the value of `WORKER`: the pid, and the job, rank and port, which another launcher changes."""
-    return "\n".join(
-        [str(os.getpid()), *(os.environ.get(name, "") for name in (JOB_FOLDER, "RANK", "MASTER_PORT"))]
-    )
+    job = (os.environ.get(name, "") for name in (JOB_FOLDER, "RANK", "MASTER_PORT"))
+    return "\n".join([str(os.getpid()), *job])
 
 
 def current_attempt(environment: Mapping[str, str], run_dir: Path) -> Attempt:
     """Detects whether this start is a restart by pentatron's launcher, by torchrun or by Slurm (requeue)."""
     launchers: dict[str, LauncherState] = {}
     if _TORCHRUN_RESTARTS in environment:
-        launchers["torchrun"] = LauncherState(
-            _torchrun_id(environment), _count(environment, _TORCHRUN_RESTARTS)
-        )
+        restarts = _count(environment, _TORCHRUN_RESTARTS)
+        launchers["torchrun"] = LauncherState(_torchrun_id(environment), restarts)
     if "SLURM_JOB_ID" in environment or "SLURM_RESTART_COUNT" in environment:
-        launchers["slurm"] = LauncherState(
-            environment.get("SLURM_JOB_ID"), _count(environment, "SLURM_RESTART_COUNT")
-        )
+        restarts = _count(environment, "SLURM_RESTART_COUNT")
+        launchers["slurm"] = LauncherState(environment.get("SLURM_JOB_ID"), restarts)
     worker = current_worker()
-    if worker is not None and worker.restarts > 0:
-        attempt = Attempt(True, launchers)
-    else:
-        attempt = identify_attempt(run_dir, launchers)
+    is_restart = worker is not None and worker.restarts > 0
+    attempt = Attempt(True, launchers) if is_restart else identify_attempt(run_dir, launchers)
     began = time.monotonic()
     if worker is not None:
         # All attempts of a job share one time limit, which counts from the start of the launcher.

@@ -87,11 +87,9 @@ def available_memory(device: "torch.device", local_processes: int) -> AvailableM
 
 def _host_room(local_processes: int) -> AvailableMemory | None:
     host = host_memory()
-    return (
-        None
-        if host is None
-        else AvailableMemory("host", host[0] / local_processes, host[1] / local_processes)
-    )
+    if host is None:
+        return None
+    return AvailableMemory("host", host[0] / local_processes, host[1] / local_processes)
 
 
 def out_of_memory_message(error: BaseException, config: RunConfig, rank: int) -> str | None:
@@ -154,9 +152,7 @@ def _torch_error_message(error: BaseException, config: RunConfig, rank: int) -> 
     if not isinstance(error, RuntimeError | MemoryError):
         return None
     nondeterministic = nondeterminism_error(error) if isinstance(error, RuntimeError) else None
-    return (
-        str(nondeterministic) if nondeterministic is not None else out_of_memory_message(error, config, rank)
-    )
+    return out_of_memory_message(error, config, rank) if nondeterministic is None else str(nondeterministic)
 
 
 def _lost_ranks(error: BaseException, config: RunConfig) -> UserError | None:
@@ -172,10 +168,7 @@ def _print_error(problem: object, worker: Worker) -> None:
 
 def _print_lost_ranks(error: UserError, worker: Worker) -> None:
     print_error(f"rank {worker.rank}: {error}")
-    if (
-        isinstance(error, RendezvousError)
-        and worker.local_size < worker.world_size
-        and worker.local_rank == 0
-    ):
+    spans_machines = worker.local_size < worker.world_size
+    if isinstance(error, RendezvousError) and spans_machines and worker.local_rank == 0:
         # Printed once per machine, because the user may see the output of one machine only.
         print_error("\n".join(checklist("every machine")))

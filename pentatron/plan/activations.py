@@ -8,7 +8,7 @@ statistic a row, and the output of a gate's activation function is recomputed.
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from pentatron.layout.stages import StagePart
 from pentatron.plan.shape import Shape
@@ -22,91 +22,72 @@ _UNFUSED_BACKENDS = ("math", "unfused", "local")
 _EVALUATED = 4096
 
 
-@dataclass(frozen=True)
-class Activations:
-    """Bytes that one micro-batch keeps on one stage: `layers` in and around the layers, `loss_activations` for the
+class Activations(NamedTuple):
+    """Bytes that one micro-batch keeps on one stage: `layers` in and around the layers, `logits` for the
     loss."""
 
-    layers: int = 0
-    logits: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.layers + self.logits
+    layers: int
+    logits: int
 
 
 def saved_activations(shape: Shape, part: StagePart) -> Activations:
     """Returns the activations that a stage keeps from the end of a forward to its backward."""
     runs = shape.config.recomputed(part)
     recomputed = {layer for run in runs for layer in run}
-    hidden_states = shape.width * shape.local_tokens * shape.hidden
-    total = len(runs) * hidden_states
-    total += _layers_sum(shape, [number for number in part.layers if number not in recomputed])
-    total += _outside_layers(shape, part)
-    model = shape.config.model
+    total = len(runs) * shape.hidden_states + _outside_layers(shape, part)
+    total += layers_activations(shape, [number for number in part.layers if number not in recomputed])
     norm_saves_input = (
-        model.normalization != "RMSNorm"
+        shape.config.model.normalization != "RMSNorm"
         or not _norm_saves_fp32(shape)
-        or "layernorm" in _recomputed_modules(shape)
+        or "layernorm" in shape.recomputed_modules
     )
     if not part.embedding and not recomputed and not norm_saves_input:
         # The input received from the previous stage; otherwise the first norm or recomputed run saves it
         # anyway.
-        total += hidden_states
+        total += shape.hidden_states
     return Activations(total, loss_activations(shape) if part.head else 0)
 
 
-def _layers_sum(shape: Shape, numbers: Sequence[int]) -> int:
+def layers_activations(shape: Shape, numbers: Sequence[int]) -> int:
+    """Returns the activations of layers that are not recomputed as a whole."""
     kinds = Counter((number in shape.sparse_layers, number in shape.fp8_layers) for number in numbers)
     return sum(count * layer_activations(shape, sparse, fp8=fp8) for (sparse, fp8), count in kinds.items())
-
-
-def first_layer_activations(shape: Shape, part: StagePart) -> int:
-    """Returns the activations that are left when the backward of a stage reaches its first layer."""
-    return _layers_sum(shape, part.layers[:1])
 
 
 def recompute_peak(shape: Shape, part: StagePart) -> int:
     """Returns the largest amount of activations that recomputing layers, or a module of a layer, restores in
     backward."""
-    runs = shape.config.recomputed(part)
-    if runs:
-        return max(_layers_sum(shape, run) for run in runs)
-    if not _recomputed_modules(shape):
+    if runs := shape.config.recomputed(part):
+        return max(layers_activations(shape, run) for run in runs)
+    if not shape.recomputed_modules:
         return 0
     kinds = {number in shape.sparse_layers for number in part.layers}
-    return max(
-        (layer_activations(shape, kind, frozenset()) - layer_activations(shape, kind) for kind in kinds),
-        default=0,
-    )
+    gaps = (layer_activations(shape, kind, frozenset()) - layer_activations(shape, kind) for kind in kinds)
+    return max(gaps, default=0)
 
 
 def deferred_weight_gradient_inputs(shape: Shape, part: StagePart) -> int:
     """Returns the bytes kept between the input-gradient and weight-gradient halves of a split backward: the
     input and the output gradient of every linear layer."""
-    s, tokens = shape, shape.tokens
-    attention = 2 * s.hidden + 2 * s.queries + 2 * s.keys
-    total = 0
-    for number in part.layers:
-        elements = tokens * attention
-        if number in s.sparse_layers:
-            elements += s.rows * (2 * s.hidden + (s.halves + 1) * s.expert_inner)
-            if s.shared_inner:
-                elements += tokens * (2 * s.hidden + (s.halves + 1) * s.shared_inner)
-        else:
-            elements += tokens * (2 * s.hidden + (s.halves + 1) * s.inner)
-        total += s.width * elements
-    return total + (s.width * tokens * (s.hidden + s.words) if part.head else 0)
+    s = shape
+
+    def mlp(rows: int, inner: int) -> int:
+        return rows * (2 * s.hidden + (s.halves + 1) * inner)
+
+    attention = s.tokens * (2 * s.hidden + 2 * s.queries + 2 * s.keys)
+    sparse = mlp(s.rows, s.expert_inner) + (mlp(s.tokens, s.shared_inner) if s.shared_inner else 0)
+    dense = mlp(s.tokens, s.inner)
+    elements = sum(attention + (sparse if number in s.sparse_layers else dense) for number in part.layers)
+    return s.width * (elements + (s.tokens * (s.hidden + s.words) if part.head else 0))
 
 
 def loss_activations(shape: Shape) -> int:
     """Returns the bytes the loss keeps for backward. A fused loss keeps the logits of one chunk in the
     model's precision; otherwise log-probabilities are kept in fp32, without vocabulary padding if one rank
     holds the whole vocabulary."""
-    model = shape.config.model
     if shape.decisions.loss.on:
         return shape.width * loss_chunk(shape) * shape.words
-    words = shape.words if shape.grid.tensor > 1 else model.vocab_size
+    words = shape.words if shape.grid.tensor > 1 else shape.config.model.vocab_size
     return _FP32 * shape.tokens * words
 
 
@@ -115,17 +96,14 @@ def evaluation_loss_bytes(shape: Shape) -> int:
     fp32, and log-probabilities; a fused loss without its own kernel has two fp32 blocks."""
     if shape.decisions.loss.on:
         elements = min(loss_chunk(shape), _EVALUATED) * shape.words
-        return shape.width * elements + (
-            0 if shape.decisions.loss.kernel else 2 * _FP32 * min(_LOSS_BLOCK, elements)
-        )
+        return shape.width * elements + _loss_blocks(shape, elements)
     cast = _FP32 if shape.width != _FP32 else 0
     return (shape.width + cast + _FP32) * shape.tokens * shape.words
 
 
-def layer_forward_peak(shape: Shape) -> int:
-    """Returns an upper bound of the forward peak of a dense layer: everything that it could save for
-    backward."""
-    return layer_activations(shape, sparse=False, modules=frozenset())
+def _loss_blocks(shape: Shape, elements: int) -> int:
+    """Returns the bytes of the two fp32 blocks of a fused loss without its own kernel."""
+    return 0 if shape.decisions.loss.kernel else 2 * _FP32 * min(_LOSS_BLOCK, elements)
 
 
 def loss_chunk(shape: Shape) -> int:
@@ -141,15 +119,10 @@ def loss_backward_bytes(shape: Shape) -> int:
     and that of the logits in fp32, and with a vocabulary-parallel loss also the latter in the model's
     precision. A fused loss overwrites the logits with their gradient; without its own kernel it needs two
     fp32 blocks for that."""
-    model = shape.config.model
     if shape.decisions.loss.on:
-        return (
-            0
-            if shape.decisions.loss.kernel
-            else 2 * _FP32 * min(_LOSS_BLOCK, loss_chunk(shape) * shape.words)
-        )
+        return _loss_blocks(shape, loss_chunk(shape) * shape.words)
     if shape.grid.tensor == 1:
-        return 2 * _FP32 * shape.tokens * model.vocab_size
+        return 2 * _FP32 * shape.tokens * shape.config.model.vocab_size
     cast = shape.width if shape.width != _FP32 else 0
     return (2 * _FP32 + cast) * shape.tokens * shape.words
 
@@ -162,22 +135,13 @@ def layer_activations(
     `modules` are those that selective recompute covers. With `fp8`, linear layers save their quantized
     inputs.
     """
-    modules = _recomputed_modules(shape) if modules is None else modules
+    modules = shape.recomputed_modules if modules is None else modules
     dropout_indices = 2 * _INDEX * shape.local_tokens if shape.config.model.hidden_dropout else 0
     # The output of a norm is saved by the linear layer that reads it.
-    norm = shape.width * shape.hidden if "layernorm" in modules else _norm_row(shape, shape.hidden)
+    norm = shape.width * shape.hidden if "layernorm" in modules else _norm_row(shape)
     feed_forward = _experts(shape, modules) if sparse else _mlp(shape, "mlp" in modules, fp8)
-    return (
-        2 * shape.local_tokens * norm
-        + _attention(shape, "core_attn" in modules, fp8)
-        + feed_forward
-        + dropout_indices
-    )
-
-
-def _recomputed_modules(shape: Shape) -> frozenset[str]:
-    memory = shape.config.memory
-    return frozenset(memory.recompute_modules if memory.recompute_granularity == "selective" else ())
+    attention = _attention(shape, "core_attn" in modules, fp8)
+    return 2 * shape.local_tokens * norm + attention + feed_forward + dropout_indices
 
 
 def _norm_saves_fp32(shape: Shape) -> bool:
@@ -185,12 +149,12 @@ def _norm_saves_fp32(shape: Shape) -> bool:
     return bool(shape.on_gpu) and shape.width != _FP32 and not shape.decisions.compilation.on
 
 
-def _norm_row(shape: Shape, width: int) -> int:
+def _norm_row(shape: Shape) -> int:
     if shape.config.model.normalization == "LayerNorm":
-        return shape.width * width + 2 * _FP32
+        return shape.width * shape.hidden + 2 * _FP32
     if shape.decisions.compilation.on:
-        return shape.width * width + _FP32
-    return ((_FP32 if _norm_saves_fp32(shape) else shape.width) + shape.width) * width + _FP32
+        return shape.width * shape.hidden + _FP32
+    return ((_FP32 if _norm_saves_fp32(shape) else shape.width) + shape.width) * shape.hidden + _FP32
 
 
 def _attention(shape: Shape, recomputed: bool, fp8: bool) -> int:
@@ -198,8 +162,8 @@ def _attention(shape: Shape, recomputed: bool, fp8: bool) -> int:
     the output, and the log-sum-exp of each head and token."""
     s, model = shape, shape.config.model
     e, tokens = s.width, s.tokens
-    projected = s.queries + 2 * s.keys
-    inputs, output = (1 if fp8 else e) * tokens * s.hidden, (1 if fp8 else e) * tokens * s.queries
+    projected, input_width = s.queries + 2 * s.keys, 1 if fp8 else e
+    inputs, output = input_width * tokens * s.hidden, input_width * tokens * s.queries
     if recomputed:
         # A compiler recomputes the attention output as well.
         return inputs + e * tokens * projected + (0 if s.decisions.compilation.on else output)
@@ -240,23 +204,20 @@ def _qk_norms(shape: Shape, copied: bool) -> int:
 
 def _scores(shape: Shape) -> int:
     """Returns the bytes of attention probabilities, for kernels that store them, and of their dropout."""
-    config = shape.config
+    model, backend = shape.config.model, shape.config.kernels.attention_backend
     # On a GPU no fused kernel supports grouped queries in fp32.
     fallback = shape.on_gpu and shape.width == _FP32 and shape.heads > shape.groups
-    fallback = fallback and config.kernels.attention_backend == "auto" and shape.grid.context == 1
-    stored = (
-        fallback or config.kernels.attention_backend in _UNFUSED_BACKENDS or config.model.attention_dropout
-    )
-    if not stored:
+    fallback = fallback and backend == "auto" and shape.grid.context == 1
+    if not (fallback or backend in _UNFUSED_BACKENDS or model.attention_dropout):
         return 0
-    per_head = shape.tokens * config.model.seq_length // shape.grid.context
-    copies = 2 if config.model.attention_dropout else 1
+    copies = 2 if model.attention_dropout else 1
+    per_head = shape.tokens * model.seq_length // shape.grid.context
     return copies * shape.width * shape.heads * per_head
 
 
 def _mlp(shape: Shape, recomputed: bool, fp8: bool) -> int:
     if recomputed:
-        return shape.width * shape.local_tokens * shape.hidden
+        return shape.hidden_states
     if fp8:
         # Inputs of the matrices in one byte; the outputs of the first one in full precision for the gate's
         # backward.
@@ -268,18 +229,15 @@ def _mlp(shape: Shape, recomputed: bool, fp8: bool) -> int:
 def saved_ffn_tensors(shape: Shape, sparse: bool = False) -> int:
     """Returns how many tensors of the FFN width are saved per token: both halves of the gate and, unless
     recomputed, the activated half and the product; or the input and output of GELU."""
-    if not shape.config.model.gated_linear_unit:
-        return 2
-    if shape.decisions.gate.in_second and not sparse:
+    if not shape.config.model.gated_linear_unit or (shape.decisions.gate.in_second and not sparse):
         return 2
     return 3 if shape.decisions.compilation.on and not sparse else 4
 
 
 def _experts(shape: Shape, modules: frozenset[str]) -> int:
     s, moe, e = shape, shape.config.moe, shape.width
-    hidden_states = e * s.local_tokens * s.hidden
     if "moe" in modules:
-        return hidden_states
+        return s.hidden_states
     total = _router(s) + (_shared_expert(s, "shared_experts" in modules) if s.shared_inner else 0)
     if s.decisions.experts.on_device:
         # Grouped matmuls: the dispatched rows, the outputs of the first matrices, weights, and the
@@ -299,24 +257,23 @@ def _router(shape: Shape) -> int:
     the scores of all experts if an auxiliary loss reads them."""
     s, moe = shape, shape.config.moe
     router_bytes = {"fp32": _FP32, "fp64": 2 * _FP32}.get(moe.moe_router_dtype or "", s.width)
-    total = router_bytes * s.local_tokens * s.hidden
     balanced = any(moe.moe_aux_loss_coeff) and moe.moe_router_load_balancing_type != ("none",)
     full_scores = moe.moe_router_pre_softmax + moe.moe_router_score_function.count("sigmoid")
     full_scores += balanced + bool(moe.moe_z_loss_coeff)
-    return total + s.local_tokens * (
-        _FP32 * moe.experts * full_scores + (_FP32 + _INDEX) * moe.moe_router_topk
-    )
+    row = _FP32 * moe.experts * full_scores + (_FP32 + _INDEX) * moe.moe_router_topk
+    return s.local_tokens * (router_bytes * s.hidden + row)
 
 
 def _shared_expert(shape: Shape, recomputed: bool) -> int:
     s, e = shape, shape.width
-    hidden_states = e * s.local_tokens * s.hidden
     # The router has saved this input already, if its precision is the same.
     router_saves_input = s.config.moe.moe_router_dtype in (None, "fp32" if e == _FP32 else "")
+    inputs = 0 if router_saves_input else s.hidden_states
     if recomputed:
-        return 0 if router_saves_input else hidden_states
-    inputs = e * s.tokens * s.hidden if s.sequence_parallel else (0 if router_saves_input else hidden_states)
-    gate = hidden_states if has_shared_gate(s.config.moe) else 0
+        return inputs
+    if s.sequence_parallel:
+        inputs = e * s.tokens * s.hidden
+    gate = s.hidden_states if has_shared_gate(s.config.moe) else 0
     saved = 2 if s.decisions.gate.in_second else saved_ffn_tensors(s, sparse=True)
     return inputs + gate + e * s.tokens * saved * s.shared_inner
 
@@ -334,6 +291,6 @@ def _outside_layers(shape: Shape, part: StagePart) -> int:
         total += _INDEX * s.local_tokens if model.hidden_dropout else 0
         total += _INDEX * s.tokens if model.position_embedding_type == "learned_absolute" else 0
     if part.head:
-        total += s.local_tokens * _norm_row(s, s.hidden) + s.width * s.tokens * s.hidden
+        total += s.local_tokens * _norm_row(s) + s.width * s.tokens * s.hidden
         total += s.tokens * (_INDEX + _FP32 + (vocabulary_parallel and not s.decisions.loss.on))
     return total

@@ -1,12 +1,11 @@
 """Answers to the guides' decision tree and rows of their tables, for a model and the devices at hand."""
 
-import dataclasses
 from dataclasses import dataclass
 
 from pentatron.plan.activations import layer_activations
 from pentatron.plan.memory import RankMemory, peak_rank_memory
 from pentatron.plan.search import Layout, Search, usable_memory
-from pentatron.plan.shape import Shape
+from pentatron.plan.shape import Shape, with_values
 from pentatron.plan.static_memory import on_one_process, state_values, total_parameters
 from pentatron.settings.settings import Settings
 from pentatron.text import binary_size, divisors
@@ -20,17 +19,12 @@ def by_expert_size(layout: Layout) -> list[tuple[int, int, int]]:
     """Returns, for every possible expert-parallel size, the bytes per device and those of its experts'
     weights; all other settings are unchanged."""
     shape = layout.shape
-    experts = shape.config.moe.num_experts
-    if not experts:
-        return []
     ranks = shape.grid.stage_size // shape.grid.expert_tensor
     rows = []
-    for size in divisors(experts):
-        if ranks % size:
-            continue
-        parallel = dataclasses.replace(shape.config.parallel, expert_model_parallel_size=size)
-        varied = Shape(dataclasses.replace(shape.config, parallel=parallel), on_gpu=shape.on_gpu)
-        rows.append((size, peak_rank_memory(varied).total, _experts_weights(varied)))
+    for size in divisors(shape.config.moe.num_experts or 0):
+        if ranks % size == 0:
+            varied = Shape(with_values(shape.config, expert_model_parallel_size=size), shape.on_gpu)
+            rows.append((size, peak_rank_memory(varied).total, _experts_weights(varied)))
     return rows
 
 
@@ -130,49 +124,38 @@ def advise(search: Search, base: Layout, layouts: list[Layout]) -> Advice:
     layer_bytes = _layer_bytes(single)
     layer_fits = layer_bytes < usable_memory(device)
     depth = shape.config.model.num_layers
+    tensor = "tensor parallelism is not a must" if layer_fits else "tensor parallelism is a must"
     tree = (
         Answer("Does it fit one GPU?", _fits_one(unaided, usable_memory(device), fitting, search.world)),
         Answer(
             "Does a single layer fit one GPU?",
-            f"{'yes' if layer_fits else 'no'}, it takes {binary_size(layer_bytes)}: "
-            + ("tensor parallelism is not a must" if layer_fits else "tensor parallelism is a must"),
+            f"{'yes' if layer_fits else 'no'}, it takes {binary_size(layer_bytes)}: {tensor}",
         ),
         Answer(
             f"Is it deep (more than {_DEEP} layers)?",
             f"yes, {depth} layers: a pipeline is worth a thought" if depth > _DEEP else f"no, {depth} layers",
         ),
     )
-    best = next((layout for layout in layouts if layout.fits), None)
     tables = [f"3D table: {row.in_words()}" for row in TABLE_3D if row.covers(parameters)]
-    tables += [
-        f"suggested sets, {name}: {row.in_words()}" for name, row in SETS.items() if row.covers(parameters)
-    ]
+    sets = [(name, row) for name, row in SETS.items() if row.covers(parameters)]
+    tables += [f"suggested sets, {name}: {row.in_words()}" for name, row in sets]
     size = parameters / BILLION
     tables += [f"table by model: {text}" for low, high, text in BY_FAMILY if low <= size < high]
-    return Advice(tree, _combination(best), tuple(tables))
+    return Advice(tree, _combination(layouts), tuple(tables))
 
 
 def _alone(search: Search, shape: Shape) -> Shape:
     """Returns the model on one GPU, with only those memory savings that the user requested."""
     single = on_one_process(shape)
-    config = single.config
     requested = Settings.defaults(**search.kept)
-    memory = (
-        config.memory
-        if "recompute_granularity" in search.kept
-        else dataclasses.replace(config.memory, recompute_granularity=None)
+    kept = {} if "recompute_granularity" in search.kept else {"recompute_granularity": None}
+    config = with_values(
+        single.config,
+        **kept,
+        optimizer_cpu_offload=requested.optimizer_cpu_offload,
+        micro_batch_size=requested.micro_batch_size or 1,
     )
-    return Shape(
-        dataclasses.replace(
-            config,
-            memory=memory,
-            parallel=dataclasses.replace(
-                config.parallel, optimizer_cpu_offload=requested.optimizer_cpu_offload
-            ),
-            train=dataclasses.replace(config.train, micro_batch_size=requested.micro_batch_size or 1),
-        ),
-        on_gpu=single.on_gpu,
-    )
+    return Shape(config, single.on_gpu)
 
 
 def _fits_one(unaided: RankMemory, room: float, fitting: list[Layout], world: int) -> str:
@@ -207,9 +190,9 @@ def _layer_bytes(single: Shape) -> int:
     return parameter_bytes * parameters + layer_activations(single, sparse, frozenset())
 
 
-def _combination(best: Layout | None) -> str:
-    if best is None:
+def _combination(layouts: list[Layout]) -> str:
+    grid = next((layout.shape.grid for layout in layouts if layout.fits), None)
+    if grid is None:
         return ""
-    grid = best.shape.grid
     sizes = {"DP": grid.data, "TP": grid.tensor, "PP": grid.pipeline, "CP": grid.context, "EP": grid.expert}
     return " + ".join(name for name, size in sizes.items() if size > 1) or "one GPU"

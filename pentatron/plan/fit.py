@@ -49,18 +49,11 @@ def check_device_memory(config: RunConfig, pipeline_rank: int, room: AvailableMe
         return None
     # Custom layers of the user (--spec) may need less memory than the configured ones.
     impossible = impossible and not config.model.spec
-    available = (
-        f"a process has {binary_size(room.total)} of {room.kind} memory, {binary_size(room.free)} of it free"
-    )
-    verdict = "cannot fit" if impossible else "may not fit"
-    parts = (
-        f"weights, gradients and optimizer alone take {binary_size(static)}"
-        if impossible
-        else format_parts(planned)
-    )
+    alone = f"weights, gradients and optimizer alone take {binary_size(static)}"
     return Verdict(
-        f"this run {verdict}: it needs about {binary_size(needed)} for each process, and {available} ({parts}); "
-        f"{remedies(config, planned)}; `pentatron plan` lists layouts that fit",
+        f"this run {'cannot' if impossible else 'may not'} fit: it needs about {binary_size(needed)} for each process, "
+        f"and a process has {binary_size(room.total)} of {room.kind} memory, {binary_size(room.free)} of it free "
+        f"({alone if impossible else format_parts(planned)}); {remedies(config, planned)}; `pentatron plan` lists layouts that fit",
         impossible,
     )
 
@@ -110,10 +103,8 @@ def format_parts(planned: RankMemory) -> str:
 def planned_memory_line(config: RunConfig, on_gpu: bool) -> str:
     """Formats the planned memory of every pipeline rank, for the log beside the measured memory."""
     memory = memory_of(config, on_gpu)
-    totals = [in_mib(rank.total, ".1f") for rank in memory.ranks]
-    return (
-        f"planned memory by pipeline rank (MB): {', '.join(totals)} ({format_parts(memory.largest)} at most)"
-    )
+    totals = ", ".join(in_mib(rank.total, ".1f") for rank in memory.ranks)
+    return f"planned memory by pipeline rank (MB): {totals} ({format_parts(memory.largest)} at most)"
 
 
 def out_of_memory(config: RunConfig, rank: int, reason: str, kind: str, has_graphs: bool = False) -> str:
@@ -131,23 +122,20 @@ def out_of_memory(config: RunConfig, rank: int, reason: str, kind: str, has_grap
 
 def remedies(config: RunConfig, planned: RankMemory, has_graphs: bool = False) -> str:
     """Lists the flags that would lower the memory of a rank and are not set yet, the most effective first."""
-    ways = [*_activation_remedies(config), *_static_remedies(config)]
+    ways = [_activation_remedies(config), _static_remedies(config)]
     if planned.held.on_device > planned.activations + planned.logits + planned.working:
-        ways = [*_static_remedies(config), *_activation_remedies(config)]
+        ways.reverse()
+    first = ["--cuda-graphs off"] if planned.graphs or has_graphs else []
     model = config.model
-    if planned.graphs or has_graphs:
-        ways.insert(0, "--cuda-graphs off")
     smaller = f"a smaller model (--num-layers {model.num_layers}, --hidden-size {model.hidden_size} now)"
-    return "try " + ", ".join([*ways, smaller])
+    return "try " + ", ".join([*first, *ways[0], *ways[1], smaller])
 
 
 def _activation_remedies(config: RunConfig) -> list[str]:
     micro, sequence = config.train.micro_batch_size or 1, config.model.seq_length
-    ways = (
-        [f"a smaller --micro-batch-size ({micro} now; --batch-size in scripts that have it)"]
-        if micro > 1
-        else []
-    )
+    ways = []
+    if micro > 1:
+        ways.append(f"a smaller --micro-batch-size ({micro} now; --batch-size in scripts that have it)")
     match config.memory.recompute_granularity:
         case None:
             ways.append("--recompute-granularity selective or full")
@@ -197,12 +185,20 @@ def megatron_estimate(config: RunConfig, micro_batches: int | None = None) -> Me
     activations by table 2 of arXiv 2205.05198. Parameters are counted without biases and routers.
     `micro_batches` of a step default to those of the first.
     """
+    model, parallel = config.model, config.parallel
     steps = config.accumulation if micro_batches is None else micro_batches
-    selective = config.memory.recompute_granularity == "selective"
-    with_sequence = config.parallel.sequence_parallel and selective
-    activation = (
-        _sequence_parallel_activations(config, steps) if with_sequence else _activations(config, steps)
-    )
+    tensor, ranks, virtual = parallel.tensor_model_parallel_size, config.grid.pipeline, config.virtual_stages
+    hidden_states = model.seq_length * config.train.micro_batch_size * model.hidden_size
+    words = model.padded_vocab_size / model.hidden_size
+    with_sequence = parallel.sequence_parallel and config.memory.recompute_granularity == "selective"
+    layer = 18 + 4 * model.ffn_hidden_size / model.hidden_size if with_sequence else 10 + 24 / tensor
+    # Of all micro-batches in the pipeline, with the embedding's input and dropout.
+    activation = hidden_states * layer * model.num_layers
+    activation += (8 * hidden_states / model.hidden_size + hidden_states) * ranks
+    activation *= 1 + (ranks - 1) / (ranks * virtual) if virtual > 1 else min(1, steps / ranks)
+    if ranks == 1:
+        activation += hidden_states * (4 * (1 + words) if with_sequence else 2 * (words / tensor + 1))
+    activation = activation / tensor if with_sequence else _ALLOWANCE * activation
     return MegatronEstimate(_weight_and_optimizer(config), activation)
 
 
@@ -229,43 +225,9 @@ def _weight_and_optimizer(config: RunConfig) -> float:
     sparse_layer = 2 * hidden * (ffn * gate + norm) + attention
     block = dense_layer * (model.num_layers - sparse) + sparse_layer * sparse + norm * hidden
     table = hidden * model.padded_vocab_size
-    ends = (
-        2 if model.untie_embeddings_and_output_weights and parallel.pipeline_model_parallel_size == 1 else 1
-    )
-    parameters = block / parallel.pipeline_model_parallel_size + ends * table
+    pipeline = parallel.pipeline_model_parallel_size
+    ends = 2 if model.untie_embeddings_and_output_weights and pipeline == 1 else 1
+    parameters = block / pipeline + ends * table
     divided = parallel.zero_stage > 0
     bytes_each = _REPLICATED_BYTES + _OPTIMIZER_BYTES / config.grid.data if divided else _BYTES
     return parameters / parallel.tensor_model_parallel_size * bytes_each
-
-
-def _sequence_parallel_activations(config: RunConfig, steps: int) -> float:
-    model = config.model
-    hidden_states = _hidden_states(config)
-    total = hidden_states * (18 + 4 * model.ffn_hidden_size / model.hidden_size) * model.num_layers
-    total = _in_flight(config, total, steps)
-    if config.parallel.pipeline_model_parallel_size == 1:
-        total += hidden_states * 4 * (1 + model.padded_vocab_size / model.hidden_size)
-    return total / config.parallel.tensor_model_parallel_size
-
-
-def _activations(config: RunConfig, steps: int) -> float:
-    model, tensor = config.model, config.parallel.tensor_model_parallel_size
-    hidden_states = _hidden_states(config)
-    total = _in_flight(config, hidden_states * (10 + 24 / tensor) * model.num_layers, steps)
-    if config.parallel.pipeline_model_parallel_size == 1:
-        total += 2 * (hidden_states * model.padded_vocab_size / model.hidden_size / tensor + hidden_states)
-    return _ALLOWANCE * total
-
-
-def _hidden_states(config: RunConfig) -> int:
-    return config.model.seq_length * config.train.micro_batch_size * config.model.hidden_size
-
-
-def _in_flight(config: RunConfig, layers: float, steps: int) -> float:
-    """Returns activations of all micro-batches in the pipeline, with the embedding's input and dropout."""
-    ranks, virtual = config.parallel.pipeline_model_parallel_size, config.virtual_stages
-    hidden_states = _hidden_states(config)
-    total = layers + (8 * hidden_states / config.model.hidden_size + hidden_states) * ranks
-    if virtual > 1:
-        return total * (1 + (ranks - 1) / (ranks * virtual))
-    return total * min(1, steps / ranks)

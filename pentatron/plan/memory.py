@@ -1,6 +1,5 @@
 """Peak memory of every pipeline rank: static memory, activations in flight, and temporary buffers."""
 
-import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from pentatron.layout.actions import Kind
 from pentatron.layout.stages import StagePart
 from pentatron.plan import activations
 from pentatron.plan.activations import Activations
-from pentatron.plan.shape import Shape
+from pentatron.plan.shape import Shape, with_values
 from pentatron.plan.static_memory import StaticMemory, shards_parameters, static_memory_of
 from pentatron.settings.run_config import RunConfig
 
@@ -64,10 +63,6 @@ class Memory:
     def largest(self) -> RankMemory:
         return max(self.ranks, key=lambda rank: rank.total)
 
-    @property
-    def host(self) -> int:
-        return max(rank.held.in_host for rank in self.ranks)
-
 
 def memory_of(config: RunConfig, on_gpu: bool | None = None) -> Memory:
     """Returns the memory of every pipeline rank for a configuration."""
@@ -76,7 +71,7 @@ def memory_of(config: RunConfig, on_gpu: bool | None = None) -> Memory:
 
 def with_graphs(config: RunConfig) -> RunConfig:
     """Returns the configuration with CUDA graphs required."""
-    return dataclasses.replace(config, kernels=dataclasses.replace(config.kernels, cuda_graphs="on"))
+    return with_values(config, cuda_graphs="on")
 
 
 def bytes_outside_graphs(config: RunConfig) -> int:
@@ -88,9 +83,8 @@ def bytes_outside_graphs(config: RunConfig) -> int:
 def peak_rank_memory(shape: Shape) -> RankMemory:
     """Returns the memory of the rank that needs most, checking only representative ranks of a long
     pipeline."""
-    return max(
-        (_rank_memory(shape, rank) for rank in shape.representative_ranks), key=lambda rank: rank.total
-    )
+    candidates = [_rank_memory(shape, rank) for rank in shape.representative_ranks]
+    return max(candidates, key=lambda rank: rank.total)
 
 
 def memory_of_shape(shape: Shape) -> Memory:
@@ -99,11 +93,10 @@ def memory_of_shape(shape: Shape) -> Memory:
 
 def _peak(shape: Shape, pipeline_rank: int, parts: Mapping[int, StagePart]) -> tuple[Activations, int]:
     """Returns the largest activations that a rank keeps at a time, and from how many micro-batches."""
-    split = shape.config.defers_weight_gradients
     saved = [activations.saved_activations(shape, part) for part in parts.values()]
-    deferred = [
-        activations.deferred_weight_gradient_inputs(shape, part) if split else 0 for part in parts.values()
-    ]
+    deferred = [0] * len(parts)
+    if shape.config.defers_weight_gradients:
+        deferred = [activations.deferred_weight_gradient_inputs(shape, part) for part in parts.values()]
 
     def kept_in(state: State) -> Activations:
         return Activations(
@@ -111,7 +104,7 @@ def _peak(shape: Shape, pipeline_rank: int, parts: Mapping[int, StagePart]) -> t
             sum(n * s.logits for (n, _), s in zip(state, saved)),
         )
 
-    largest = max(_rank_states(shape, pipeline_rank), key=lambda state: kept_in(state).total)
+    largest = max(_rank_states(shape, pipeline_rank), key=lambda state: sum(kept_in(state)))
     return kept_in(largest), sum(n + m for n, m in largest)
 
 
@@ -125,14 +118,12 @@ def _rank_states(shape: Shape, rank: int) -> frozenset[State]:
 
 def _shortened_schedule(shape: Shape) -> tuple[str, int, int, int, int | None]:
     """Returns the arguments of a schedule that is just long enough to reach the peak of the real one."""
-    config, steps = shape.config, shape.accumulation
-    ranks, virtual, schedule = shape.grid.pipeline, config.virtual_stages, config.parallel.pipeline_schedule
-    micro_batches = min(steps, _PEAK_MICRO_BATCHES * ranks + steps % ranks)
+    config, steps, ranks = shape.config, shape.accumulation, shape.grid.pipeline
+    virtual, schedule = config.virtual_stages, config.parallel.pipeline_schedule
     group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage
+    micro_batches = min(steps, _PEAK_MICRO_BATCHES * (group or ranks) + steps % (group or ranks))
     if group is not None:
-        micro_batches = min(steps, _PEAK_MICRO_BATCHES * group + steps % group)
-    grouped = group is not None and schedules.uses_groups(schedule, virtual)
-    group = min(group, micro_batches) if grouped and group else None
+        group = min(group, micro_batches) if schedules.uses_groups(schedule, virtual) else None
     return schedule, ranks, virtual, micro_batches, group
 
 
@@ -147,8 +138,7 @@ def _walk(
     its weight gradients are kept to the second half.
     """
     schedule = schedules.training_schedule(kind, ranks, virtual, micro_batches, group)
-    indices = {stage: i for i, stage in enumerate(schedule.placement.stages_of(rank))}
-    counts = [[0, 0] for _ in indices]
+    counts = dict.fromkeys(schedule.placement.stages_of(rank), (0, 0))
     changes = {Kind.FORWARD: (1, 0), Kind.BACKWARD: (-1, 0), Kind.INPUT: (-1, 1), Kind.WEIGHT: (0, -1)}
     states: set[State] = set()
     waiting: set[tuple[bool, int, int]] = set()
@@ -161,9 +151,9 @@ def _walk(
             waiting.discard((forward, action.stage + (-1 if forward else 1), action.micro_batch))
         most_waiting = max(most_waiting, len(waiting))
         if action.kind in changes:
-            count = counts[indices[action.stage]]
-            count[0], count[1] = count[0] + changes[action.kind][0], count[1] + changes[action.kind][1]
-            states.add(tuple((n, m) for n, m in counts))
+            kept, deferred = counts[action.stage]
+            counts[action.stage] = kept + changes[action.kind][0], deferred + changes[action.kind][1]
+            states.add(tuple(counts.values()))
     return frozenset(states), most_waiting
 
 
@@ -185,16 +175,8 @@ def _rank_memory(shape: Shape, rank: int) -> RankMemory:
             new_gradients += first_gradients if shape.accumulation == 2 else 0
             graphs = first_gradients + max(_update_copies(shape, part), _evaluation_peak(shape))
         spared = new_gradients + working - _backward_peak(shape, part, new_gradients)
-    return RankMemory(
-        static,
-        saved.layers,
-        saved.logits,
-        _messages(shape, rank) + _collectives(shape, rank),
-        working,
-        micro_batches,
-        spared,
-        graphs,
-    )
+    buffers = _messages(shape, rank) + _collectives(shape, rank)
+    return RankMemory(static, *saved, buffers, working, micro_batches, spared, graphs)
 
 
 def _accumulated_gradients(shape: Shape, gradients: int) -> int:
@@ -212,13 +194,10 @@ def _evaluation_peak(shape: Shape) -> int:
     train, size = shape.config.train, shape.config.eval_batch[1]
     if not train.eval_iters or not (train.eval_interval or shape.config.data.test_data_path):
         return 0
-    evaluation = shape.with_config(
-        dataclasses.replace(shape.config, train=dataclasses.replace(train, micro_batch_size=size))
-    )
-    hidden_states = evaluation.width * evaluation.local_tokens * evaluation.hidden
-    return 2 * hidden_states + max(
-        activations.layer_forward_peak(evaluation), activations.evaluation_loss_bytes(evaluation)
-    )
+    evaluation = shape.with_config(with_values(shape.config, micro_batch_size=size))
+    # Everything that a dense layer could save for backward.
+    layer = activations.layer_activations(evaluation, sparse=False, modules=frozenset())
+    return 2 * evaluation.hidden_states + max(layer, activations.evaluation_loss_bytes(evaluation))
 
 
 def _backward_peak(shape: Shape, part: StagePart, added: int = 0) -> int:
@@ -227,37 +206,30 @@ def _backward_peak(shape: Shape, part: StagePart, added: int = 0) -> int:
 
     `added` is the number of bytes of gradients that this backward allocates and that stay.
     """
-    table = shape.width * shape.words * shape.hidden
+    table_elements = shape.words * shape.hidden
+    table = shape.width * table_elements
     # With a tied embedding, the gradient of the output layer is kept until that of the embedding exists.
-    waiting_table = table if shape.tied and part.embedding and part.head else 0
+    both_tables = shape.tied and part.embedding and part.head
+    waiting_table = table if both_tables else 0
     layer_parameters = [p.elements for number in part.layers for p in shape.parameters.layer(number)]
     saved = activations.saved_activations(shape, part)
     rate = added / sum(p.elements for p in shape.parameters.stage(part))
-    table_elements = shape.words * shape.hidden
-    of_head = rate * table_elements if part.head and not (shape.tied and part.embedding) else 0
-    in_layer = (
-        activations.recompute_peak(shape, part)
-        + shape.width * max(layer_parameters, default=0)
-        + waiting_table
-    )
-    in_layer += _compiled_mlp_gradients(shape)
+    of_head = rate * table_elements if part.head and not both_tables else 0
+    of_embedding = rate * table_elements if part.embedding else 0
+    in_layer = activations.recompute_peak(shape, part) + shape.width * max(layer_parameters, default=0)
+    in_layer += waiting_table + _compiled_mlp_gradients(shape)
     # The peak is in the last layer, when all activations are saved, or in the first, when all gradients
     # exist.
-    of_embedding = rate * table_elements if part.embedding else 0
-    first = 0 if shape.config.recomputed(part) else activations.first_layer_activations(shape, part)
-    peaks = [
-        in_layer + int(of_head) - saved.logits,
-        in_layer + int(added - of_embedding) + first - saved.total,
-    ]
+    first = 0 if shape.config.recomputed(part) else activations.layers_activations(shape, part.layers[:1])
+    in_first = in_layer + int(added - of_embedding) + first - sum(saved)
+    peaks = [in_layer + int(of_head) - saved.logits, in_first]
     if part.head:
-        peaks += [
-            activations.loss_backward_bytes(shape),
-            _output_layer_gradients(shape, table) - saved.logits,
-        ]
+        peaks.append(activations.loss_backward_bytes(shape))
+        peaks.append(_output_layer_gradients(shape, table) - saved.logits)
     if part.embedding:
         # Adding both gradients of a tied embedding allocates a third tensor.
-        peaks.append(table + 2 * waiting_table + int(added - of_embedding) - saved.total)
-    return max([*peaks, added + _update_copies(shape, part) - saved.total])
+        peaks.append(table + 2 * waiting_table + int(added - of_embedding) - sum(saved))
+    return max(*peaks, added + _update_copies(shape, part) - sum(saved))
 
 
 def _update_copies(shape: Shape, part: StagePart) -> int:
@@ -277,7 +249,7 @@ def _compiled_mlp_gradients(shape: Shape) -> int:
     if not shape.decisions.compilation.on or shape.sparse_layers:
         return 0
     inner = (shape.halves + 2 if shape.halves > 1 else 2) * shape.inner
-    return shape.width * (shape.local_tokens * shape.hidden + shape.tokens * inner)
+    return shape.hidden_states + shape.width * shape.tokens * inner
 
 
 def _output_layer_gradients(shape: Shape, table: int) -> int:
@@ -285,17 +257,14 @@ def _output_layer_gradients(shape: Shape, table: int) -> int:
     matrix, which is allocated twice if there are several chunks. A fused loss has the gradient of its input
     by then. In fp8, the gradient of the logits and the matrix exist in one byte per element too, the former
     also transposed."""
-    fp8 = (
-        2 * activations.loss_chunk(shape) * shape.words + shape.words * shape.hidden
-        if shape.on_gpu and shape.decisions.fp8.head
-        else 0
-    )
+    chunk, fp8 = activations.loss_chunk(shape), 0
+    if shape.on_gpu and shape.decisions.fp8.head:
+        fp8 = 2 * chunk * shape.words + shape.words * shape.hidden
     if not shape.decisions.loss.on:
         return shape.width * shape.tokens * shape.words + table + fp8
-    chunks = 2 if activations.loss_chunk(shape) < shape.tokens else 1
-    return (
-        activations.loss_activations(shape) + chunks * table + shape.width * shape.tokens * shape.hidden + fp8
-    )
+    tables = 2 * table if chunk < shape.tokens else table
+    input_gradient = shape.width * shape.tokens * shape.hidden
+    return activations.loss_activations(shape) + tables + input_gradient + fp8
 
 
 def _messages(shape: Shape, rank: int) -> int:
@@ -304,23 +273,19 @@ def _messages(shape: Shape, rank: int) -> int:
     if shape.grid.pipeline == 1:
         return 0
     prefetched = max(0, _walk(*_shortened_schedule(shape), rank)[1] - _MESSAGES)
-    return (2 * _MESSAGES + prefetched) * shape.width * shape.local_tokens * shape.hidden
+    return (2 * _MESSAGES + prefetched) * shape.hidden_states
 
 
 def _collectives(shape: Shape, rank: int) -> int:
     """Returns the bytes of buffers of collectives: gathered parameters (ZeRO 3), hidden states (sequence
     parallelism), keys and values (context parallelism), dispatched tokens (expert parallelism)."""
-    total = 0
-    if shards_parameters(shape):
-        total += _gathered_parameters(shape, rank)
+    total = _gathered_parameters(shape, rank) if shards_parameters(shape) else 0
     if shape.sequence_parallel:
         total += shape.width * shape.tokens * shape.hidden
     if shape.grid.context > 1:
-        kv = 2 * shape.tokens * shape.keys
-        copies = (
-            shape.grid.context if shape.config.parallel.cp_comm_type in ("all_gather", "allgather") else 2
-        )
-        total += copies * kv * (shape.width + _FP32)
+        gathers = shape.config.parallel.cp_comm_type in ("all_gather", "allgather")
+        copies = shape.grid.context if gathers else 2
+        total += copies * 2 * shape.tokens * shape.keys * (shape.width + _FP32)
     if shape.sparse_layers and shape.grid.expert * shape.grid.expert_tensor > 1:
         total += 2 * shape.width * shape.rows * shape.hidden
     return total

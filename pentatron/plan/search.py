@@ -1,7 +1,7 @@
 """Search over the layouts of a model on a number of devices: which fit, and how fast each is estimated to
 be."""
 
-import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from typing import Any
 from pentatron.devices import GIB, Device
 from pentatron.errors import ConfigError
 from pentatron.plan.memory import Memory, RankMemory, memory_of_shape, peak_rank_memory, with_graphs
-from pentatron.plan.shape import Shape
+from pentatron.plan.shape import Shape, with_values
 from pentatron.plan.static_memory import static_memory_of
 from pentatron.plan.timing import EFFICIENCY, Estimate, estimate
 from pentatron.settings.decision_types import DeviceFacts
@@ -23,33 +23,23 @@ from pentatron.text import divisors
 
 _CHOSEN = "chosen by pentatron plan"
 # Settings that divide devices and layers. The search varies them, also if they are given.
-DIVISION_SETTINGS = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "data_parallel_size",
-    "num_layers_per_virtual_pipeline_stage",
-    "pipeline_model_parallel_layout",
-)
+DIVISION_SETTINGS = """
+    tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size
+    context_parallel_size expert_model_parallel_size expert_tensor_parallel_size data_parallel_size
+    num_layers_per_virtual_pipeline_stage pipeline_model_parallel_layout
+    """.split()
 # Settings of how a division is run. The search chooses those that are not given, and keeps the others.
-EXECUTION_SETTINGS = (
-    "sequence_parallel",
-    "zero_stage",
-    "overlap_grad_reduce",
-    "overlap_param_gather",
-    "recompute_granularity",
-    "micro_batch_size",
-    "optimizer_cpu_offload",
-    "pipeline_schedule",
-    "recompute_method",
-    "recompute_num_layers",
-    "recompute_modules",
-    "num_distributed_optimizer_instances",
-)
+EXECUTION_SETTINGS = """
+    sequence_parallel zero_stage overlap_grad_reduce overlap_param_gather recompute_granularity micro_batch_size
+    optimizer_cpu_offload pipeline_schedule recompute_method recompute_num_layers recompute_modules
+    num_distributed_optimizer_instances
+    """.split()
 LAYOUT_SETTINGS = (*DIVISION_SETTINGS, *EXECUTION_SETTINGS)
+# The sizes that the search chooses, in the order in which they are written.
+_SIZES = """
+    tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size
+    virtual_pipeline_model_parallel_size
+    """.split()
 _LONGEST_PIPELINE = 64
 # Below this sequence length context parallelism costs more than it saves.
 _LONG_SEQUENCE = 16384
@@ -79,16 +69,12 @@ def usable_memory(device: Device) -> float:
 class Layout:
     """A configuration with its memory and estimated time.
 
-    `settings` are those the search chose, as far as they differ from the defaults. `host_memory` is that of a
-    machine in bytes, if known.
+    `settings` are those the search chose, as far as they differ from the defaults.
     """
 
     shape: Shape
     settings: Mapping[str, Any]
-    device: Device
-    per_machine: int
-    efficiency: float
-    host_memory: float | None = None
+    search: "Search"
 
     @property
     def config(self) -> RunConfig:
@@ -104,24 +90,22 @@ class Layout:
 
     @cached_property
     def estimate(self) -> Estimate:
-        return estimate(self.shape, self.device, self.per_machine, self.efficiency)
+        return estimate(self.shape, self.search.device, self.search.per_machine, self.search.efficiency)
 
     @cached_property
     def fits(self) -> bool:
-        return self.largest.total <= usable_memory(self.device) and not self.lacks_host_memory
+        return self.largest.total <= usable_memory(self.search.device) and not self.lacks_host_memory
 
     @cached_property
     def with_graphs(self) -> RankMemory | None:
         """The memory of the rank with CUDA graphs, if `--cuda-graphs auto` would capture its micro-batches
         and there is room for them."""
-        peak = self.device.peak(self.shape.width) / 1e12
-        if (
-            not self.device.is_gpu
-            or not decide(self.config, DeviceFacts("cuda", peak=peak)).graphs.if_memory_allows
-        ):
+        device = self.search.device
+        facts = DeviceFacts("cuda", peak=device.peak(self.shape.width) / 1e12)
+        if not device.is_gpu or not decide(self.config, facts).graphs.if_memory_allows:
             return None
         memory = peak_rank_memory(self.shape.with_config(with_graphs(self.config)))
-        return memory if memory.total <= usable_memory(self.device) else None
+        return memory if memory.total <= usable_memory(device) else None
 
     @property
     def machine_host_bytes(self) -> int:
@@ -129,16 +113,12 @@ class Layout:
         if not (self.shape.decisions.offload.on or self.config.checkpoint.async_save):
             return 0
         largest = max(static_memory_of(self.shape, rank).in_host for rank in self.shape.representative_ranks)
-        return largest * min(self.per_machine, self.shape.grid.world_size)
+        return largest * min(self.search.per_machine, self.shape.grid.world_size)
 
     @property
     def lacks_host_memory(self) -> bool:
-        return self.host_memory is not None and self.machine_host_bytes > self.host_memory
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        grid = self.shape.grid
-        return grid.tensor, grid.pipeline, grid.context, grid.expert
+        host_memory = self.search.host_memory
+        return host_memory is not None and self.machine_host_bytes > host_memory
 
 
 @dataclass(frozen=True)
@@ -173,27 +153,20 @@ class Search:
             draft.assign(f"file {_CHOSEN}", micro_batch_size=1)
         config = resolve(draft, self.facts, built_only=False).config
         given = {name: getattr(draft, name) for name in LAYOUT_SETTINGS if draft.given(name)}
-        return self._layout(Shape(config, on_gpu=self.device.is_gpu), given)
+        return Layout(Shape(config, self.device.is_gpu), given, self)
 
     def layouts(self) -> list[Layout]:
         """Returns the best layout of every division: those that fit, fastest first, then the others, smallest
         first."""
-        best: dict[tuple[int, ...], Layout] = {}
-        for sizes in self._divisions():
-            for layout in self._variants(sizes):
-                best_so_far = best.get(layout.sizes)
-                if best_so_far is None or _sort_key(layout) < _sort_key(best_so_far):
-                    best[layout.sizes] = layout
-        return sorted((layout for layout in best.values() if self._is_sound(layout)), key=_sort_key)
+        found = [layout for division in self._divisions() if (layout := self._best(*division)) is not None]
+        return sorted((layout for layout in found if self._resolved(layout.settings)), key=_sort_key)
 
-    def _layout(self, shape: Shape, settings: Mapping[str, Any]) -> Layout:
-        return Layout(shape, settings, self.device, self.per_machine, self.efficiency, self.host_memory)
-
-    def _divisions(self) -> Iterator["_Sizes"]:
-        """Yields the sizes of the axes that divide the devices; the rules may still refuse them."""
+    def _divisions(self) -> Iterator[tuple[int, int, int, int]]:
+        """Yields the tensor, pipeline, context and expert sizes that divide the devices; the rules may still
+        refuse them."""
         draft = self.draft
-        experts = draft.num_experts or 1
-        is_long = draft.seq_length >= _LONG_SEQUENCE
+        longest_pipeline = min(_LONGEST_PIPELINE, draft.num_layers)
+        most_context = self.per_machine if draft.seq_length >= _LONG_SEQUENCE else 1
         # Expert parallelism across machines would send every token through the network.
         most_experts = max(self.per_machine, 8)
         heads = draft.num_attention_heads
@@ -202,58 +175,54 @@ class Search:
             if tensor > self.per_machine or (heads is not None and heads % tensor):
                 continue
             for pipeline in divisors(self.world // tensor):
-                if pipeline > min(_LONGEST_PIPELINE, draft.num_layers):
-                    continue
                 rest = self.world // tensor // pipeline
-                for context in [n for n in divisors(rest) if n == 1 or (is_long and n <= self.per_machine)]:
-                    for expert in [
-                        n for n in divisors(experts) if n <= most_experts and rest * tensor % n == 0
-                    ]:
-                        yield _Sizes(tensor, pipeline, context, expert)
+                contexts = [n for n in divisors(rest) if n <= most_context]
+                experts = [n for n in divisors(draft.num_experts or 1) if n <= most_experts]
+                if pipeline <= longest_pipeline:
+                    for context, expert in itertools.product(contexts, experts):
+                        if rest * tensor % expert == 0:
+                            yield tensor, pipeline, context, expert
 
-    def _variants(self, sizes: "_Sizes") -> Iterator[Layout]:
-        """Yields layouts of a division with different micro-batches and virtual stages, each with the first
-        remedy that fits."""
-        layers = self.draft.num_layers // sizes.pipeline
-        virtuals = [v for v in (1, 2, 4) if v == 1 or (sizes.pipeline > 1 and layers >= v)]
-        for virtual in virtuals:
-            resolved = self._resolved_division(dataclasses.replace(sizes, virtual=virtual))
-            if resolved is None:
+    def _best(self, tensor: int, pipeline: int, context: int, expert: int) -> Layout | None:
+        """Returns the best layout of a division among those with different micro-batches and virtual stages,
+        each with the first remedy that fits; None if the rules refuse all."""
+        layers = self.draft.num_layers // pipeline
+        layouts: list[Layout] = []
+        for virtual in [v for v in (1, 2, 4) if v == 1 or (pipeline > 1 and layers >= v)]:
+            sizes = zip(_SIZES, (tensor, pipeline, context, expert, virtual))
+            chosen: dict[str, Any] = {name: size for name, size in sizes if size != 1}
+            if tensor > 1:
+                chosen |= {"sequence_parallel": True}
+                chosen |= {"expert_tensor_parallel_size": 1} if self.draft.num_experts else {}
+            if self.world // tensor // pipeline > 1:
+                chosen |= self._data_parallel(1)
+            chosen = {**chosen, "micro_batch_size": 1, **self.kept}
+            if (config := self._resolved(chosen)) is None:
                 continue
-            shape, chosen = Shape(resolved[0], on_gpu=self.device.is_gpu), resolved[1]
-            for micro in self._micro_batches(shape.config):
-                layout = self._first_that_fits(shape, chosen, micro)
-                yield layout
-                if not layout.fits:
+            shape = Shape(config, self.device.is_gpu)
+            for micro in self._micro_batches(config):
+                layouts.append(self._first_that_fits(shape, chosen, micro))
+                if not layouts[-1].fits:
                     # Larger micro-batches do not fit either.
                     break
+        return min(layouts, key=_sort_key, default=None)
 
-    def _resolved_division(self, sizes: "_Sizes") -> tuple[RunConfig, dict[str, Any]] | None:
-        settings = sizes.settings()
-        if sizes.tensor > 1:
-            settings |= {"sequence_parallel": True}
-            settings |= {"expert_tensor_parallel_size": 1} if self.draft.num_experts else {}
-        if self.world // sizes.tensor // sizes.pipeline > 1:
-            settings |= self._data_parallel(1)
-        settings = {**settings, "micro_batch_size": 1, **self.kept}
-        try:
-            return self._resolve(settings), settings
-        except (ConfigError, ValueError):
-            return None
-
-    def _resolve(self, settings: Mapping[str, Any]) -> RunConfig:
+    def _resolved(self, settings: Mapping[str, Any]) -> RunConfig | None:
+        """Returns the configuration with these settings of a layout; None if the rules refuse it."""
         draft = self.draft.copy()
         defaults = {name: table()[name].default for name in LAYOUT_SETTINGS if name not in self.kept}
         draft.assign("default", **defaults)
         draft.assign(f"file {_CHOSEN}", **settings)
-        return resolve(draft, self.facts, built_only=False).config
+        try:
+            return resolve(draft, self.facts, built_only=False).config
+        except (ConfigError, ValueError):
+            return None
 
     def _micro_batches(self, config: RunConfig) -> list[int]:
         if self.draft.given("micro_batch_size"):
             return [config.train.micro_batch_size]
         samples = config.train.global_batch_size // config.grid.data
-        ranks = config.grid.pipeline
-        length = config.model.seq_length // config.grid.context
+        ranks, length = config.grid.pipeline, config.model.seq_length // config.grid.context
         return [
             n
             for n in _MICRO_BATCHES
@@ -268,10 +237,9 @@ class Search:
         layouts: list[Layout] = []
         for remedy in self._remedies(chosen):
             settings = {**chosen, **remedy, "micro_batch_size": micro}
-            layout = self._layout(base.with_config(_changed(base.config, settings)), settings)
-            layouts.append(layout)
+            layouts.append(Layout(base.with_config(_changed(base.config, settings)), settings, self))
             # Later remedies are slower, except that ZeRO 2 or 3 may be faster than recompute.
-            if layout.fits and Settings.defaults(**remedy).recompute_granularity is None:
+            if layouts[-1].fits and Settings.defaults(**remedy).recompute_granularity is None:
                 break
         return min(layouts, key=_sort_key)
 
@@ -302,47 +270,13 @@ class Search:
             "overlap_param_gather": stage in (1, 2),
         }
 
-    def _is_sound(self, layout: Layout) -> bool:
-        """Whether the rules accept the layout with all its settings."""
-        try:
-            self._resolve(layout.settings)
-        except ConfigError:
-            return False
-        return True
-
 
 def _sort_key(layout: Layout) -> tuple[float, ...]:
     """Sort key of a layout; smaller is better."""
     if not layout.fits:
         return 1.0, layout.largest.total
-    return (
-        0.0,
-        float(layout.shape.decisions.offload.on),
-        round(layout.estimate.seconds, 4),
-        layout.shape.grid.model_size,
-    )
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    """Sizes of the axes that divide the model."""
-
-    tensor: int
-    pipeline: int
-    context: int
-    expert: int
-    virtual: int = 1
-
-    def settings(self) -> dict[str, Any]:
-        """Returns the settings that differ from one process."""
-        sizes = {
-            "tensor_model_parallel_size": self.tensor,
-            "pipeline_model_parallel_size": self.pipeline,
-            "context_parallel_size": self.context,
-            "expert_model_parallel_size": self.expert,
-            "virtual_pipeline_model_parallel_size": self.virtual,
-        }
-        return {name: size for name, size in sizes.items() if size != 1}
+    offloads = float(layout.shape.decisions.offload.on)
+    return 0.0, offloads, round(layout.estimate.seconds, 4), layout.shape.grid.model_size
 
 
 def _changed(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
@@ -354,9 +288,4 @@ def _changed(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
             "full": {"recompute_method": "uniform", "recompute_num_layers": 1},
         }
         values = {**defaults.get(granularity, {}), **values}
-    parts = {}
-    for section in ("parallel", "memory", "train"):
-        part = getattr(config, section)
-        names = {f.name for f in dataclasses.fields(part)}
-        parts[section] = dataclasses.replace(part, **{n: v for n, v in values.items() if n in names})
-    return dataclasses.replace(config, **parts)
+    return with_values(config, **values)

@@ -8,12 +8,11 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from pentatron.layout.packing import Item, align_up, pack
 from pentatron.layout.ranks import Axis
 from pentatron.layout.stages import StagePart
-from pentatron.plan.shape import Shape
+from pentatron.plan.shape import Shape, with_values
 from pentatron.settings.parameters import Parameter
 
 _FP32 = 4
@@ -54,14 +53,6 @@ class StaticMemory:
         return self.weights + self.gradients + self.optimizer
 
 
-def static_memory_of(shape: Shape, pipeline_rank: int) -> StaticMemory:
-    """Returns the static memory of a pipeline rank."""
-    parts = shape.parts(pipeline_rank)
-    if shards_parameters(shape):
-        return _sharded_memory(shape, parts)
-    return _bucketed_memory(shape, pipeline_rank)
-
-
 def shards_parameters(shape: Shape) -> bool:
     """Whether ZeRO 3 is on and there is more than one rank to shard parameters over."""
     axes: tuple[Axis, ...] = ("replicas", "expert_data") if shape.sparse_layers else ("replicas",)
@@ -83,37 +74,30 @@ def parameters_of(shape: Shape, parts: Mapping[int, StagePart]) -> dict[tuple[in
     return by_stages
 
 
-def buckets(shape: Shape, pipeline_rank: int) -> dict[tuple[int, ...], list[tuple[Axis, int]]]:
-    """Returns the replica axis and the number of elements of every bucket of a rank, by the stages that use
-    it."""
+def buckets(shape: Shape, pipeline_rank: int) -> list[tuple[tuple[int, ...], Axis, int]]:
+    """Returns every bucket of a rank: the stages that use it, its replica axis and its number of elements."""
     if pipeline_rank not in shape.buckets:
-        by_stages = parameters_of(shape, shape.parts(pipeline_rank))
-        shape.buckets[pipeline_rank] = {
-            stages: _bucket_sizes(shape, parameters) for stages, parameters in by_stages.items()
-        }
+        shape.buckets[pipeline_rank] = found = []
+        for stages, parameters in parameters_of(shape, shape.parts(pipeline_rank)).items():
+            items = [Item(p.elements, p.copies, p.is_tied_across_stages) for p in parameters]
+            for bucket in pack(items, shape.config.parallel.ddp_bucket_size):
+                found.append((stages, bucket.copies, bucket.size(items, shape.ranks(bucket.copies))))
     return shape.buckets[pipeline_rank]
 
 
-def _bucket_sizes(shape: Shape, parameters: Sequence[Parameter]) -> list[tuple[Axis, int]]:
-    items = [Item(p.elements, p.copies, p.is_tied_across_stages) for p in parameters]
-    return [
-        (bucket.copies, bucket.size(items, shape.ranks(bucket.copies)))
-        for bucket in pack(items, shape.config.parallel.ddp_bucket_size)
-    ]
-
-
-def _bucketed_memory(shape: Shape, pipeline_rank: int) -> StaticMemory:
-    parallel, offload = shape.config.parallel, shape.decisions.offload.on
-    by_stages = buckets(shape, pipeline_rank)
-    all_buckets = [bucket for sizes in by_stages.values() for bucket in sizes]
-    elements = sum(size for _, size in all_buckets)
-    shard_elements = sum(size // shape.ranks(axis) for axis, size in all_buckets)
-    state_elements = shard_elements if parallel.zero_stage else elements
-    has_master = offload or shape.width != _FP32
-    master, state = _FP32 * state_elements if has_master else 0, state_values(shape) * _FP32 * state_elements
+def static_memory_of(shape: Shape, pipeline_rank: int) -> StaticMemory:
+    """Returns the static memory of a pipeline rank."""
+    if shards_parameters(shape):
+        return _sharded_memory(shape, shape.parts(pipeline_rank))
+    sizes = [(size, size // shape.ranks(axis)) for _, axis, size in buckets(shape, pipeline_rank)]
+    elements, shard_elements = (sum(column) for column in zip(*sizes))
+    state_elements = shard_elements if shape.config.parallel.zero_stage else elements
+    offload = shape.decisions.offload.on
+    master = _FP32 * state_elements if offload or shape.width != _FP32 else 0
+    state = state_values(shape) * _FP32 * state_elements
     return StaticMemory(
         weights=shape.width * elements,
-        gradients=_gradients(shape, pipeline_rank, by_stages),
+        gradients=_gradients(shape, pipeline_rank),
         master=master,
         moments=state,
         host=master + state if offload else 0,
@@ -129,45 +113,34 @@ def _saving_copy(shape: Shape, elements: int) -> int:
     return (1 + state_values(shape)) * _FP32 * elements if in_background else 0
 
 
-def _gradients(
-    shape: Shape, pipeline_rank: int, by_stages: Mapping[tuple[int, ...], Sequence[tuple[Axis, int]]]
-) -> int:
+def _gradients(shape: Shape, pipeline_rank: int) -> int:
     """Returns the bytes of gradients at the end of a step, which is their peak: fp32 buckets of replicated
     parameters; other parameters have theirs in the model's precision if a step has one backward, otherwise as
     fp32 sums."""
-    replicated = {
-        stages: [(axis, size) for axis, size in sizes if shape.ranks(axis) > 1]
-        for stages, sizes in by_stages.items()
-    }
+    replicated = [bucket for bucket in buckets(shape, pipeline_rank) if shape.ranks(bucket[1]) > 1]
     if shape.config.parallel.zero_stage == 2:
         total = _FP32 * _sharded_gradients(shape, replicated)
     else:
-        total = _FP32 * sum(size for sizes in replicated.values() for _, size in sizes)
-    one_backward = shape.config.accumulation == 1
+        total = _FP32 * sum(size for _, _, size in replicated)
     for stages, parameters in parameters_of(shape, shape.parts(pipeline_rank)).items():
         for parameter in parameters:
             if shape.ranks(parameter.copies) == 1:
                 # Gradients of a parameter that two stages share are summed, on one rank or on two.
-                accumulated = (
-                    not one_backward
-                    or len(stages) > 1
-                    or (parameter.is_tied_across_stages and shape.grid.pipeline > 1)
-                )
-                total += (_FP32 if accumulated else shape.width) * parameter.elements
+                shared = len(stages) > 1 or (parameter.is_tied_across_stages and shape.grid.pipeline > 1)
+                total += (_FP32 if shape.accumulation > 1 or shared else shape.width) * parameter.elements
     return total
 
 
-def _sharded_gradients(shape: Shape, by_stages: Mapping[tuple[int, ...], Sequence[tuple[Axis, int]]]) -> int:
+def _sharded_gradients(shape: Shape, replicated: Sequence[tuple[tuple[int, ...], Axis, int]]) -> int:
     """Returns the elements of gradients with ZeRO 2: shards, and buffers of the largest bucket's size for
     reduction. Gradients that two stages share are not sharded."""
-    shared = sum(size for stages, sizes in by_stages.items() if len(stages) > 1 for _, size in sizes)
-    single = [bucket for stages, sizes in by_stages.items() if len(stages) == 1 for bucket in sizes]
+    shared = sum(size for stages, _, size in replicated if len(stages) > 1)
+    single = [(axis, size) for stages, axis, size in replicated if len(stages) == 1]
     shards = sum(size // shape.ranks(axis) for axis, size in single)
     largest = max((size for _, size in single), default=0)
     # Buckets of experts and of dense layers fill at the same time, and with overlap another one fills while
     # one is reduced.
-    axes = len({axis for axis, _ in single})
-    buffers = axes + (shape.decisions.grad_overlap.on and len(single) > 1)
+    buffers = len({axis for axis, _ in single}) + (shape.decisions.grad_overlap.on and len(single) > 1)
     return shared + shards + buffers * largest
 
 
@@ -181,7 +154,6 @@ def _sharded_memory(shape: Shape, parts: Mapping[int, StagePart]) -> StaticMemor
     return StaticMemory(
         weights=_FP32 * weights,
         gradients=_FP32 * gradients,
-        master=0,
         moments=state_values(shape) * _FP32 * weights,
         async_save_copy=_saving_copy(shape, weights),
     )
@@ -190,13 +162,11 @@ def _sharded_memory(shape: Shape, parts: Mapping[int, StagePart]) -> StaticMemor
 def _shard_elements(parameter: Parameter, ranks: int) -> int:
     """Returns the size of the largest shard of a parameter: split by rows, unless there are fewer rows than
     ranks."""
-    sizes = parameter.shape
+    rows, *columns = parameter.shape
     ranks = max(1, ranks)
-    if sizes[0] < ranks:
-        other = next((size for size in sizes[1:] if size % ranks == 0), None)
-        if other is not None:
-            return parameter.elements // ranks
-    return math.ceil(sizes[0] / ranks) * parameter.elements // sizes[0]
+    if rows < ranks and any(size % ranks == 0 for size in columns):
+        return parameter.elements // ranks
+    return math.ceil(rows / ranks) * parameter.elements // rows
 
 
 def total_parameters(shape: Shape) -> tuple[int, int]:
@@ -205,8 +175,7 @@ def total_parameters(shape: Shape) -> tuple[int, int]:
     single = on_one_process(shape)
     part = StagePart(tuple(range(model.num_layers)), embedding=True, head=True)
     total = sum(p.elements for p in single.parameters.stage(part))
-    tables = 1 if single.tied else 2
-    total -= tables * (single.words - model.vocab_size) * model.hidden_size
+    total -= (1 if single.tied else 2) * (single.words - model.vocab_size) * model.hidden_size
     idle = 0
     if moe.num_experts:
         expert = sum(p.elements for p in single.parameters.experts.parameters) // moe.num_experts
@@ -216,8 +185,7 @@ def total_parameters(shape: Shape) -> tuple[int, int]:
 
 def on_one_process(shape: Shape) -> Shape:
     """Returns the same model on one process."""
-    sizes: dict[str, Any] = {
-        f.name: 1 for f in dataclasses.fields(shape.config.parallel) if f.name.endswith("_parallel_size")
-    }
-    parallel = dataclasses.replace(shape.config.parallel, **sizes, num_distributed_optimizer_instances=1)
-    return Shape(dataclasses.replace(shape.config, parallel=parallel), on_gpu=shape.on_gpu)
+    config = shape.config
+    names = [f.name for f in dataclasses.fields(config.parallel) if f.name.endswith("_parallel_size")]
+    names.append("num_distributed_optimizer_instances")
+    return Shape(with_values(config, **dict.fromkeys(names, 1)), shape.on_gpu)

@@ -45,13 +45,6 @@ class Traffic:
         return sum(getattr(self, f.name) for f in fields(self))
 
 
-def traffic_of(shape: Shape) -> Traffic:
-    """Returns the traffic of the pipeline rank that sends most."""
-    return max(
-        (rank_traffic(shape, rank) for rank in shape.representative_ranks), key=lambda traffic: traffic.total
-    )
-
-
 def rank_traffic(shape: Shape, rank: int) -> Traffic:
     """Returns the traffic of a pipeline rank in one step."""
     parts, steps = shape.parts(rank), shape.accumulation
@@ -71,29 +64,26 @@ def _ring(ranks: int) -> float:
 def _tensor(shape: Shape, parts: Mapping[int, StagePart]) -> float:
     """Returns the bytes of tensor parallelism in a micro-batch: hidden states enter and leave every
     sharded block in forward and backward; the loss all-reduces three fp32 values per token."""
-    ranks = shape.grid.tensor
-    if ranks == 1:
+    if shape.grid.tensor == 1:
         return 0.0
-    hidden_states = shape.width * shape.tokens * shape.hidden * _ring(ranks)
-    crossings = 0.0
+    ring, crossings = _ring(shape.grid.tensor), 0.0
     for part in parts.values():
         crossings += 2 * (part.embedding + part.head)
         # In units of half an all-reduce: attention and a dense or shared MLP have two each in forward, and in
         # backward.
         dense = sum(n not in shape.sparse_layers or bool(shape.shared_inner) for n in part.layers)
-        crossings += 4 * (len(part.layers) + dense)
-        crossings += _recomputed_crossings(shape, part)
-    loss = any(part.head for part in parts.values()) * 3 * _FP32 * shape.tokens * 2 * _ring(ranks)
-    return crossings * hidden_states + loss
+        crossings += 4 * (len(part.layers) + dense) + _recomputed_crossings(shape, part)
+    loss = any(part.head for part in parts.values()) * 3 * _FP32 * shape.tokens * 2 * ring
+    return crossings * shape.width * shape.tokens * shape.hidden * ring + loss
 
 
 def _recomputed_crossings(shape: Shape, part: StagePart) -> float:
     """Returns the crossings that recompute repeats: without sequence parallelism only leaving a block
     communicates, with it entering one as well. The output of the last layer of a recomputed run is not
     needed."""
-    memory, sp = shape.config.memory, shape.sequence_parallel
-    if memory.recompute_granularity == "selective":
-        return len(part.layers) if sp and "mlp" in memory.recompute_modules else 0
+    sp = shape.sequence_parallel
+    if "mlp" in shape.recomputed_modules:
+        return len(part.layers) if sp else 0
     runs = shape.config.recomputed(part)
     covered = sum(map(len, runs))
     leaving = 2 * covered - (len(runs) if not shape.config.model.hidden_dropout else 0)
@@ -106,22 +96,17 @@ def _context(shape: Shape, part: StagePart) -> float:
     ranks, layers = shape.grid.context, len(part.layers)
     if ranks == 1:
         return 0.0
-    memory = shape.config.memory
     recomputed = sum(map(len, shape.config.recomputed(part)))
-    if memory.recompute_granularity == "selective" and "core_attn" in memory.recompute_modules:
-        recomputed = layers
+    forwards = 2 * layers + (layers if "core_attn" in shape.recomputed_modules else recomputed)
     keys_values = 2 * shape.tokens * shape.keys
     match shape.config.parallel.cp_comm_type:
         case "p2p":
-            forward = (ranks - 1) * keys_values * shape.width
-            return forward * (2 * layers + recomputed) + ranks * keys_values * _FP32 * layers
+            return keys_values * ((ranks - 1) * shape.width * forwards + ranks * _FP32 * layers)
         case "a2a":
             keys = max(shape.keys, shape.head * ranks // shape.heads)
-            moved = shape.width * shape.tokens * (2 * shape.queries + 2 * keys) * _ring(ranks)
-            return moved * (2 * layers + recomputed)
+            return shape.width * shape.tokens * (2 * shape.queries + 2 * keys) * _ring(ranks) * forwards
         case _:
-            gathered = ranks * keys_values * _ring(ranks)
-            return gathered * shape.width * (2 * layers + recomputed) + gathered * _FP32 * layers
+            return ranks * keys_values * _ring(ranks) * (shape.width * forwards + _FP32 * layers)
 
 
 def _pipeline(shape: Shape, rank: int, parts: Mapping[int, StagePart]) -> float:
@@ -130,7 +115,6 @@ def _pipeline(shape: Shape, rank: int, parts: Mapping[int, StagePart]) -> float:
     rank_of, steps = shape.placement.rank_of, shape.accumulation
     if shape.grid.pipeline == 1:
         return 0.0
-    message = shape.width * shape.local_tokens * shape.hidden
     boundaries = sum(
         (number + 1 < len(rank_of) and rank_of[number + 1] != rank)
         + (number > 0 and rank_of[number - 1] != rank)
@@ -141,7 +125,7 @@ def _pipeline(shape: Shape, rank: int, parts: Mapping[int, StagePart]) -> float:
     table = _FP32 * shape.words * shape.hidden
     if is_split and shape.config.parallel.zero_stage:
         table //= shape.ranks("replicas")
-    return float(boundaries * steps * message + (table if is_split else 0))
+    return float(boundaries * steps * shape.hidden_states + (table if is_split else 0))
 
 
 def _data(shape: Shape, rank: int, parts: Mapping[int, StagePart]) -> float:
@@ -151,14 +135,13 @@ def _data(shape: Shape, rank: int, parts: Mapping[int, StagePart]) -> float:
         return _zero3(shape, parts)
     stage, steps = shape.config.parallel.zero_stage, shape.accumulation
     total = 0.0
-    for stages, sizes in buckets(shape, rank).items():
-        for axis, size in sizes:
-            ring = _ring(shape.ranks(axis))
-            if stage == 0:
-                total += 2 * ring * _FP32 * size
-            else:
-                passes = steps if stage == 2 and len(stages) == 1 else 1
-                total += ring * size * (_FP32 * passes + shape.width)
+    for stages, axis, size in buckets(shape, rank):
+        ring = _ring(shape.ranks(axis))
+        if stage == 0:
+            total += 2 * ring * _FP32 * size
+        else:
+            passes = steps if stage == 2 and len(stages) == 1 else 1
+            total += ring * size * (_FP32 * passes + shape.width)
     return total
 
 
@@ -186,14 +169,13 @@ def _expert(shape: Shape, part: StagePart) -> float:
     ranks, moe = shape.grid.expert * shape.grid.expert_tensor, shape.config.moe
     if not layers or ranks == 1:
         return 0.0
-    recomputed = sum(1 for run in shape.config.recomputed(part) for n in run if n in shape.sparse_layers)
-    memory = shape.config.memory
-    if memory.recompute_granularity == "selective" and "moe" in memory.recompute_modules:
+    if "moe" in shape.recomputed_modules:
         recomputed = layers
-    transfers = 4 * layers + 2 * recomputed
-    if moe.moe_token_dispatcher_type == "alltoall":
-        return transfers * shape.width * shape.rows * shape.hidden * _ring(ranks)
-    return transfers * shape.width * ranks * shape.local_tokens * shape.hidden * _ring(ranks)
+    else:
+        recomputed = sum(len(shape.sparse_layers.intersection(run)) for run in shape.config.recomputed(part))
+    alltoall = moe.moe_token_dispatcher_type == "alltoall"
+    rows = shape.rows if alltoall else ranks * shape.local_tokens
+    return (4 * layers + 2 * recomputed) * shape.width * rows * shape.hidden * _ring(ranks)
 
 
 @dataclass(frozen=True)
@@ -241,33 +223,29 @@ def estimate(shape: Shape, device: Device, per_machine: int, efficiency: float =
     matmuls = shape.tokens / (shape.tokens + _FEW_TOKENS) * shape.queries / (shape.queries + _NARROW)
     rate = device.peak(shape.width) * efficiency * matmuls
     computing = flops * _recompute_factor(shape) * _imbalance(shape) / (grid.world_size * rate)
-    traffic = traffic_of(shape)
-    return Estimate(
-        computing, bubble_of(shape), _exposed(shape, traffic, computing, device, per_machine), flops, traffic
-    )
+    by_rank = [rank_traffic(shape, rank) for rank in shape.representative_ranks]
+    traffic = max(by_rank, key=lambda each: each.total)
+    exposed = _exposed(shape, traffic, computing, device, per_machine)
+    return Estimate(computing, bubble_of(shape), exposed, flops, traffic)
 
 
 def _recompute_factor(shape: Shape) -> float:
     """Returns the compute of a step relative to one without recompute."""
-    config = shape.config
-    memory, model = config.memory, config.model
-    if memory.recompute_granularity is None:
-        return 1.0
+    config, model, modules = shape.config, shape.config.model, shape.recomputed_modules
     costs = costs_of(config.settings)
     total = model.num_layers * costs.layer + costs.head
-    if memory.recompute_granularity == "full":
+    if config.memory.recompute_granularity == "full":
         layers = sum(len(run) for part in shape.stages for run in config.recomputed(part))
         return 1 + layers * costs.layer / total / _FORWARD_AND_BACKWARD
     macs = 0.0
-    if "core_attn" in memory.recompute_modules:
+    if "core_attn" in modules:
         macs += model.seq_length * attention_sizes(model).linear_proj.inputs
-    matrices = matrices_per_mlp(model)
-    if "mlp" in memory.recompute_modules:
-        dense = 1 - len(shape.sparse_layers) / model.num_layers
-        macs += dense * matrices * model.hidden_size * model.ffn_hidden_size
-    if "moe" in memory.recompute_modules and config.moe.moe_ffn_hidden_size:
+    matrices, sparse = matrices_per_mlp(model), len(shape.sparse_layers) / model.num_layers
+    if "mlp" in modules:
+        macs += (1 - sparse) * matrices * model.hidden_size * model.ffn_hidden_size
+    if "moe" in modules and config.moe.moe_ffn_hidden_size:
         experts = config.moe.moe_router_topk * config.moe.moe_ffn_hidden_size
-        macs += len(shape.sparse_layers) / model.num_layers * matrices * model.hidden_size * experts
+        macs += sparse * matrices * model.hidden_size * experts
     return 1 + model.num_layers * macs / total / _FORWARD_AND_BACKWARD
 
 

@@ -214,11 +214,11 @@ def cells(lines: list[str], rank: int) -> str:
 )
 def test_every_computation_is_drawn_once_and_no_line_is_too_long(words: str, width: int) -> None:
     report = resolve_layout(words.split())
-    lines = draw_text(report.checked, report.placement, width, colours=False)
+    lines = draw_text(report.checked, report.config.placement, width, colours=False)
     assert all(len(line) <= width for line in lines if line.startswith(("rank", " ")))
     for rank, slots in enumerate(report.checked.timeline):
         drawn = re.findall(r"[FBIW]\d+[a-z]?", cells(lines, rank))
-        own = report.placement.stages_of(rank)
+        own = report.config.placement.stages_of(rank)
         letters = [""] if len(own) == 1 else ["a", "b"]
         assert drawn == [
             f"{s.action.kind.value}{s.action.micro_batch}{letters[own.index(s.action.stage)]}" for s in slots
@@ -228,7 +228,7 @@ def test_every_computation_is_drawn_once_and_no_line_is_too_long(words: str, wid
 def test_columns_are_time() -> None:
     """Step n starts at n cell widths on every rank."""
     report = resolve_layout("--pp_size 4 --num-microbatches 8".split())
-    lines = draw_text(report.checked, report.placement, 400, colours=False)
+    lines = draw_text(report.checked, report.config.placement, 400, colours=False)
     for rank, slots in enumerate(report.checked.timeline):
         drawn = cells(lines, rank)
         assert len(drawn) == 3 * report.checked.time
@@ -243,18 +243,18 @@ def test_halves_of_backwards_are_told() -> None:
     assert "of them between the halves of a split backward, at most, by rank: 1, 2" in text
     assert "(13 steps, a forward taken as 1, each half of a backward as 1)" in text
     assert as_data(report)["schedule"]["deferred"] == [1, 2]
-    legend = draw_text(report.checked, report.placement, 80, colours=False)[-1]
+    legend = draw_text(report.checked, report.config.placement, 80, colours=False)[-1]
     assert legend == "F0 forward, I0 input gradient, W0 weight gradient of micro-batch 0, · waiting"
-    assert "brown: weight gradient" in draw_svg(report.checked, report.placement, "title")
+    assert "brown: weight gradient" in draw_svg(report.checked, report.config.placement, "title")
     whole = resolve_layout("--pp_size 2 --num-microbatches 4".split())
     assert "halves" not in as_text(whole, everything=False)
-    assert "brown" not in draw_svg(whole.checked, whole.placement, "title")
+    assert "brown" not in draw_svg(whole.checked, whole.config.placement, "title")
 
 
 def test_colours_change_nothing_but_colours() -> None:
     report = resolve_layout("--pp_size 2 --virtual-pipeline-model-parallel-size 2".split())
-    painted = draw_text(report.checked, report.placement, 80, colours=True)
-    plain = draw_text(report.checked, report.placement, 80, colours=False)
+    painted = draw_text(report.checked, report.config.placement, 80, colours=True)
+    plain = draw_text(report.checked, report.config.placement, 80, colours=False)
     assert painted != plain
     assert [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in painted] == plain
 

@@ -96,7 +96,7 @@ def test_an_optimizer_in_host_memory_is_compared_with_it(
 ) -> None:
     """Seen by a run on GPUs, whose own memory is large enough."""
     config = resolved(f"{MODEL} --optimizer-cpu-offload").config
-    host = memory_of(config).host
+    host = memory_of(config).largest.held.in_host
     monkeypatch.setattr(
         worker_errors, "available_memory", lambda device, processes: AvailableMemory("GPU", 1e12, 1e12)
     )

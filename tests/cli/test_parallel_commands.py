@@ -224,8 +224,10 @@ def test_sixteen_gpus_on_four_machines() -> None:
     )
     grid, config = report.grid, report.config
     assert (grid.tensor, grid.pipeline, grid.data, grid.world_size) == (4, 2, 2, 16)
-    assert all(len({report.machine(rank) for rank in group}) == 1 for group in grid.groups("tensor"))
-    assert all(len({report.machine(rank) for rank in group}) == 2 for group in grid.groups("pipeline"))
+    assert all(len({report.place(rank)["machine"] for rank in group}) == 1 for group in grid.groups("tensor"))
+    assert all(
+        len({report.place(rank)["machine"] for rank in group}) == 2 for group in grid.groups("pipeline")
+    )
     assert config.accumulation == 32
     assert (config.optim.lr, config.optim.min_lr, config.optim.lr_decay_style) == (1.5e-4, 1.5e-5, "cosine")
     assert config.train.train_iters == 100000 and config.precision.bf16

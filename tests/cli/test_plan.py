@@ -10,9 +10,10 @@ import pytest
 
 from pentatron.cli.main import main
 from pentatron.cli.plan import as_data, plan_layouts
-from pentatron.cli.plan_report import PlanReport, as_text, settings_words, training_command_lines
+from pentatron.cli.plan_report import PlanReport, as_text, command_words, training_command_lines
 from pentatron.errors import ConfigError, UserError
 from pentatron.plan.advice import SETS, TABLE_3D
+from pentatron.plan.search import Layout
 from pentatron.settings.entry_points import TRAIN
 from pentatron.settings.resolve import gather, resolve
 from pentatron.settings.settings import Facts
@@ -22,6 +23,10 @@ SMALL = "--num-layers 4 --hidden-size 256 --seq-length 128 --vocab-size 1000 --g
 
 def plan(words: str) -> PlanReport:
     return plan_layouts(words.split())[0]
+
+
+def settings_words(layout: Layout) -> list[str]:
+    return [word for part in command_words(layout) for word in part]
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +76,7 @@ def test_every_command_is_one_that_training_takes(words: str, world: int) -> Non
     """The command resolves to the planned configuration."""
     report = plan(words)
     for layout in report.layouts[:12]:
-        made = resolve(gather(settings_words(report.search, layout), TRAIN), Facts(world, min(world, 8)))
+        made = resolve(gather(settings_words(layout), TRAIN), Facts(world, min(world, 8)))
         planned = layout.config
         assert made.config.grid == planned.grid
         assert made.config.parallel.zero_stage == planned.parallel.zero_stage
@@ -86,7 +91,7 @@ def test_every_command_is_one_that_training_takes(words: str, world: int) -> Non
 @pytest.mark.sweep
 def test_the_command_runs(tmp_path: Path) -> None:
     report = plan(f"{SMALL} --gpus 2 --gpu cpu --train-iters 2")
-    words = settings_words(report.search, report.layouts[0])
+    words = settings_words(report.layouts[0])
     call = [
         sys.executable,
         "-m",
@@ -123,7 +128,7 @@ def test_what_is_given_of_how_a_layout_runs_holds_for_the_whole_list() -> None:
     for layout in report.layouts:
         assert layout.config.parallel.zero_stage == 2
         assert layout.config.parallel.pipeline_schedule == "gpipe"
-        words = settings_words(report.search, layout)
+        words = settings_words(layout)
         assert words[words.index("--zero-stage") :][:2] == ["--zero-stage", "2"]
     text = as_text(report)
     assert (
@@ -139,20 +144,20 @@ def test_both_forms_have_the_command_of_the_same_layout(words: str, which: str) 
     assert all(line in as_text(report) for line in found["command"])
     wanted = report.given if which == "given" else report.best
     assert wanted is not None and wanted is not (report.best if which == "given" else report.given)
-    assert found["command"] == training_command_lines(report.search, wanted)
+    assert found["command"] == training_command_lines(wanted)
 
 
 def test_a_size_in_a_file_does_not_undo_the_layout_of_the_command(tmp_path: Path) -> None:
     (tmp_path / "two.yaml").write_text("tensor_model_parallel_size: 2\n")
     report = plan(f"{SMALL} --gpus 4 --gpu h100 --config {tmp_path / 'two.yaml'}")
     for layout in report.layouts:
-        made = resolve(gather(settings_words(report.search, layout), TRAIN), Facts(4, 4)).config
+        made = resolve(gather(settings_words(layout), TRAIN), Facts(4, 4)).config
         assert made.grid == layout.config.grid
 
 
 def test_a_gpu_without_bf16_is_planned_in_fp16() -> None:
     report = plan(f"{SMALL} --gpus 1 --gpu v100")
-    assert report.shape.config.precision.name == "fp16"
+    assert report.shown.shape.config.precision.name == "fp16"
     assert "fp16 (--fp16), as V100 32 GB has no bf16" in report.assumed
     assert any("in bf16" in notice for notice in plan(f"{SMALL} --gpus 1 --gpu v100 --bf16").notices)
     assert not plan(f"{SMALL} --gpus 1 --gpu a100 --bf16").notices
@@ -264,9 +269,9 @@ def test_a_folder_needs_its_config_alone(tmp_path: Path) -> None:
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     report, _ = plan_layouts([str(tmp_path), "--gpus", "2"])
-    assert report.shape.config.model.num_layers == 4
-    assert report.shape.config.model.seq_length == 512
-    assert "--load" in settings_words(report.search, report.layouts[0])
+    assert report.shown.shape.config.model.num_layers == 4
+    assert report.shown.shape.config.model.seq_length == 512
+    assert "--load" in settings_words(report.layouts[0])
 
 
 def test_json_has_it_all(capsys: pytest.CaptureFixture[str]) -> None:

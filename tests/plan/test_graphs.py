@@ -106,8 +106,8 @@ def test_where_they_are_a_choice_of_ours_nothing_is_made_of_them_but_a_line() ->
     assert plan_layouts([*words[:-4], "--gpus", "2", "--gpu", "h200"])[0].shown.with_graphs is None
     # With room only for steps without graphs.
     between = (plain.total + recorded.total) / 2
-    scarce = dataclasses.replace(report.shown.device, memory=int((between + GIB) / 0.95))
-    layout = dataclasses.replace(report.shown, device=scarce)
+    scarce = dataclasses.replace(report.search.device, memory=int((between + GIB) / 0.95))
+    layout = dataclasses.replace(report.shown, search=dataclasses.replace(report.search, device=scarce))
     assert plain.total < usable_memory(scarce) < recorded.total and layout.fits and layout.with_graphs is None
 
 
