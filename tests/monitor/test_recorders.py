@@ -1,6 +1,7 @@
 """Every recorder's files, read back by their own readers."""
 
 import json
+import mmap
 import struct
 import sys
 import time
@@ -180,10 +181,13 @@ def test_memory_is_sampled_while_something_else_runs(tmp_path: Path) -> None:
     path = tmp_path / "memory" / "rank-00000.csv"
     sampler = MemorySampler(path, torch.device("cpu"), interval=0.01)
     before = sampler.peak["resident"]
-    block = torch.ones(64 * 2**20 // 4)
+    # New pages: an allocator may hand out memory that earlier tests have freed and the process still holds.
+    block = mmap.mmap(-1, 64 * 2**20)
+    block[:: mmap.PAGESIZE] = b"1" * (len(block) // mmap.PAGESIZE)
     while sampler.peak["resident"] < before + 48 * 2**20:
         assert len(path.read_text().splitlines()) < 2000, "the block was never seen"
-        block.add_(1)
+        time.sleep(0.01)
+    block.close()
     sampler.close()
     sampler.close()
     names, *rows = [line.split(",") for line in path.read_text().splitlines()]
