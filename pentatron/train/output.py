@@ -60,8 +60,10 @@ class Output:
         self.display.say(text)
         self._write(text)
 
-    def note(self, text: str) -> None:
-        """Writes a line to the log, and to the terminal if that shows the log."""
+    def note(self, text: str | None) -> None:
+        """Writes a line, if there is one, to the log, and to the terminal if that shows the log."""
+        if text is None:
+            return
         if self.echoes:
             self.display.say(text)
         self._write(text)
@@ -76,10 +78,7 @@ class Output:
         self.attempt("train.log", lambda: log.write(f"{printable_without_secrets(text)}\n"))
 
     def attempt(
-        self,
-        what: str,
-        write: Callable[[], object],
-        else_: str = "training goes on, and it will lack lines",
+        self, what: str, write: Callable[[], object], else_: str = "training goes on, and it will lack lines"
     ) -> None:
         """Writes a file; warns once instead of failing, as on a full disk. `else_`: the consequence."""
         if not self.may_write():
@@ -97,9 +96,7 @@ class Output:
 
     def step(self, report: StepReport, eta_seconds: float) -> None:
         self.display.step(report, eta_seconds)
-        line = self.lines.after(report, datetime.now()) if self.lines else None
-        if line is not None:
-            self.note(line)
+        self.note(self.lines.after(report, datetime.now()) if self.lines else None)
 
     def record(self, report: StepReport, validation: float | None) -> None:
         self._recorded(lambda recorder: recorder.record(report, validation))
@@ -119,12 +116,9 @@ class Output:
         """Closes log and recorders, ignoring errors."""
         if not self.may_write():
             return
-        for close in (
-            *(recorder.close for recorder in self.recorders),
-            *([self.log.close] if self.log else []),
-        ):
+        for closed in (*self.recorders, *([self.log] if self.log else [])):
             with contextlib.suppress(OSError):
-                close()
+                closed.close()
 
 
 def open_recorders(
@@ -155,34 +149,31 @@ def open_recorders(
             tell,
         )
     if log.wandb_project is not None:
-        place = WandbDestination(
-            project=log.wandb_project,
-            name=log.wandb_exp_name or folder.path.name,
-            entity=log.wandb_entity,
-            folder=Path(log.wandb_save_dir) if log.wandb_save_dir else folder.path / "wandb",
-        )
+        name, entity = log.wandb_exp_name or folder.path.name, log.wandb_entity
+        saved_to = Path(log.wandb_save_dir) if log.wandb_save_dir else folder.path / "wandb"
+        place = WandbDestination(project=log.wandb_project, name=name, entity=entity, folder=saved_to)
         yield TolerantRecorder(
             "Weights & Biases",
             lambda: WeightsAndBiases(place, config.nested(), choices, log.tensorboard_log_interval),
             tell,
         )
     if log.log_progress:
-        path = Path(config.checkpoint.save) / "progress.txt"
-        yield ProgressFile(
-            path, config.launch.job_id or "", world.everyone.size, state.flops, state.consumed_tokens
-        )
+        path, job = Path(config.checkpoint.save) / "progress.txt", config.launch.job_id or ""
+        yield ProgressFile(path, job, world.everyone.size, state.flops, state.consumed_tokens)
     if log.save_performance_summary:
-        yield PerformanceSummary(
-            folder.path / "performance_summary.json", _run_properties(config, world, parameters)
-        )
+        properties = _run_properties(config, world, parameters)
+        yield PerformanceSummary(folder.path / "performance_summary.json", properties)
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def _run_properties(config: RunConfig, world: World, parameters: int) -> dict[str, Any]:
     grid = config.grid
-    on_gpu = world.device.type == "cuda"
     return {
         "parameters": parameters,
-        "device": torch.cuda.get_device_name(world.device) if on_gpu else "CPU",
+        "device": device_name(world.device),
         "torch": torch.__version__,
         "world_size": grid.world_size,
         "tensor_parallel": grid.tensor,

@@ -6,13 +6,10 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
-import torch
-
 from pentatron.checkpoint.state import TrainState
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.data.datasets import Datasets
 from pentatron.data.loader import Batch
-from pentatron.devices import find_chip
 from pentatron.errors import AgreedError, NonFiniteError
 from pentatron.models.router_load import ExpertLoad
 from pentatron.monitor.memory import memory_bytes, memory_scalars
@@ -25,7 +22,7 @@ from pentatron.train.batches import micro_batches, next_step_batches
 from pentatron.train.checkpoints import Checkpoints
 from pentatron.train.evaluation import Evaluation
 from pentatron.train.health import NumericsCheck
-from pentatron.train.model import ParallelModel
+from pentatron.train.model import ParallelModel, peak_teraflops
 from pentatron.train.output import Output
 from pentatron.train.run_header import log_memory, merge_messages
 from pentatron.train.schedules import Schedule
@@ -74,8 +71,7 @@ class Trainer:
         self.stragglers = StragglerDetector(world.grid)
         # Samples and seconds of the last steps.
         self._recent: list[tuple[int, float]] = []
-        chip = find_chip(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
-        self._peak_teraflops = chip.teraflops(config.precision.name != "fp32") if chip else None
+        self._peak_teraflops = peak_teraflops(config, world.device)
         # Steps since times were logged.
         self._timed_steps = 0
         self._first_step = state.step
@@ -157,7 +153,7 @@ class Trainer:
                 self.output.say(line)
         self._timed_steps += 1
         if self.state.step % self.config.log.log_interval == 0:
-            self._log_times(self.timers.block(self.world.everyone, self._timed_steps))
+            self.output.note(self.timers.block(self.world.everyone, self._timed_steps))
             self._timed_steps = 0
         if len(self._recent) == 1:
             log_memory(self.world, self.state.step, self.output)
@@ -191,10 +187,6 @@ class Trainer:
         self._count_samples()
         self.state.consumed_tokens += result.tokens
         return result, rate
-
-    def _log_times(self, times: str | None) -> None:
-        if times is not None:
-            self.output.note(times)
 
     def _skip_step(self) -> None:
         """Skips a step of --iterations-to-skip. Its samples count as consumed."""
@@ -244,7 +236,7 @@ class Trainer:
                 f"step {self.state.step + 1}: fp16 overflows whatever the loss scale is (now {self.scaler.scale:g}), so the "
                 f"weights stand still. Lower --lr, use --bf16, or check the data; {self.checkpoints.last}"
             )
-        elif self.scaler.is_dynamic or not self.health.stops:
+        elif self.scaler.is_dynamic or not self.config.loop.check_for_nan_in_loss_and_grad:
             self.state.count_skipped(not math.isfinite(result.loss))
         else:
             self._stop_for_nan(result, batches, scale)
@@ -269,7 +261,7 @@ class Trainer:
             loss = self.hooks.around_evaluation(
                 lambda: self.evaluation.validate(f"iteration {self.state.step}")
             )
-        self._log_times(self.timers.block(self.world.everyone, only=_EVALUATE_TIMER))
+        self.output.note(self.timers.block(self.world.everyone, only=_EVALUATE_TIMER))
         return loss
 
     def _evaluate_at_the_end(self) -> StopReason | None:
