@@ -4,10 +4,10 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 from pentatron.checkpoint.state import TrainState
-from pentatron.checkpoint.store import CheckpointStore
 from pentatron.data.datasets import Datasets
 from pentatron.data.loader import Batch
 from pentatron.errors import AgreedError, NonFiniteError
@@ -17,7 +17,6 @@ from pentatron.monitor.report import ExpertReport, StepReport
 from pentatron.optim.build import AnyOptimizer
 from pentatron.optim.loss_scale import LossScaler
 from pentatron.settings.parameters import step_flops
-from pentatron.supervise.signals import StopRequest
 from pentatron.train.batches import micro_batches, next_step_batches
 from pentatron.train.checkpoints import Checkpoints
 from pentatron.train.evaluation import Evaluation
@@ -36,48 +35,42 @@ _SPEED_WINDOW = 20
 _EVALUATE_TIMER = "evaluate"
 
 
+@dataclass(eq=False)
 class Trainer:
     """Runs the steps, evaluations and saves of a run until its last step or a stop condition."""
 
-    def __init__(
-        self,
-        model: ParallelModel,
-        optimizer: AnyOptimizer,
-        datasets: Datasets,
-        store: CheckpointStore,
-        state: TrainState,
-        output: Output,
-        stop: StopRequest,
-        is_saved: bool,
-        began: float,
-        hooks: StepHooks,
-    ) -> None:
-        """`is_saved`: whether the run's own folder already holds a checkpoint of `state`."""
-        config, world = model.config, model.world
-        self.config, self.world, self.model, self.optimizer = config, world, model, optimizer
-        self.datasets, self.store, self.state, self.output, self.stop = datasets, store, state, output, stop
-        self.where = world.whereabouts
-        self.endings = StopConditions(config, world, stop, began)
-        self.hooks, self.timers = hooks, model.timers
-        self.health = NumericsCheck(model, optimizer, state, output)
-        self.evaluation = Evaluation(model, datasets, state, output, self.endings)
-        self.total_steps = config.train.train_iters
-        self.plan = config.batch_plan
+    model: ParallelModel
+    optimizer: AnyOptimizer
+    datasets: Datasets
+    state: TrainState
+    output: Output
+    endings: StopConditions
+    hooks: StepHooks
+    checkpoints: Checkpoints
+
+    def __post_init__(self) -> None:
+        model, state, output, world = self.model, self.state, self.output, self.model.world
+        self.config, self.world, self.where, self.timers = (
+            model.config,
+            world,
+            world.whereabouts,
+            model.timers,
+        )
+        self.health = NumericsCheck(model, self.optimizer, state, output)
+        self.evaluation = Evaluation(model, self.datasets, state, output, self.endings)
+        self.total_steps, self.plan = self.config.train.train_iters, self.config.batch_plan
         # Global batch size of the current step.
         self.batch_size = self.plan.size_at(state.consumed_samples)
-        self.schedule = Schedule.from_json(state.schedule) if state.schedule else Schedule.of(config)
-        self.scaler = LossScaler(config.precision, state.loss_scaling)
-        self.ranks = RankStatistics(config, world, self.total_steps)
+        self.schedule = Schedule.from_json(state.schedule) if state.schedule else Schedule.of(self.config)
+        self.scaler = LossScaler(self.config.precision, state.loss_scaling)
+        self.ranks = RankStatistics(self.config, world, self.total_steps)
         self.stragglers = StragglerDetector(world.grid)
         # Samples and seconds of the last steps.
         self._recent: list[tuple[int, float]] = []
-        self._peak_teraflops = peak_teraflops(config, world.device)
+        self._peak_teraflops = peak_teraflops(self.config, world.device)
         # Steps since times were logged.
         self._timed_steps = 0
         self._first_step = state.step
-        self.checkpoints = Checkpoints(
-            model, optimizer, store, state, output, state.step if is_saved else None
-        )
 
     def run(self) -> StopReason | None:
         """Trains to the last step, saves and evaluates. Returns why it stopped early, if it did."""
@@ -120,7 +113,7 @@ class Trainer:
             count = self.config.accumulation_of(self.batch_size)
             with self.timers("batch-generator", 2), self.where.doing("reading data"):
                 step_batches, stopped_by = next_step_batches(
-                    batches, count, self.stop, self.world, self.store.guard
+                    batches, count, self.endings.stop, self.world, self.checkpoints.store.guard
                 )
             if stopped_by is not None:
                 if self.state.step != self._first_step:
