@@ -172,9 +172,8 @@ class Trainer:
         rate = self.schedule.learning_rate(self.state.scheduled_samples)
         decay = self.schedule.weight_decay(self.state.scheduled_samples)
         self.health.before_step()
-        result = train_step(
-            self.model, self.optimizer, batches, rate, self.state.step, self.scaler.scale, decay
-        )
+        step, scale = self.state.step, self.scaler.scale
+        result = train_step(self.model, self.optimizer, batches, rate, step, scale, decay)
         self._finish_update(result, batches)
         self.state.step += 1
         self._count_samples()
@@ -250,10 +249,9 @@ class Trainer:
         interval = self.config.train.eval_interval
         if not interval or self.state.step % interval:
             return None
-        with self.timers(_EVALUATE_TIMER, 0), self.where.doing("evaluating"):
-            loss = self.hooks.around_evaluation(
-                lambda: self.evaluation.validate(f"iteration {self.state.step}")
-            )
+        timer = self.timers(_EVALUATE_TIMER, 0)
+        with timer, self.where.doing("evaluating"), self.hooks.around_evaluation():
+            loss = self.evaluation.validate(f"iteration {self.state.step}")
         self.output.note(self.timers.block(self.world.everyone, only=_EVALUATE_TIMER))
         return loss
 
@@ -271,6 +269,7 @@ class Trainer:
 
     def _report(self, result: StepResult, rate: float, seconds: float) -> StepReport:
         self._recent = [*self._recent[1 - _SPEED_WINDOW :], (self.batch_size, seconds)]
+        config, fallbacks = self.config, len(self.model.compilation.unreported_fallbacks())
         return StepReport(
             step=self.state.step,
             total_steps=self.total_steps,
@@ -283,19 +282,15 @@ class Trainer:
             global_batch_size=self.batch_size,
             seconds=seconds,
             memory_bytes=memory_bytes(self.world.device),
-            flops=step_flops(
-                self.config.model, self.batch_size, self.config.model.seq_length, self.config.moe
-            ),
+            flops=step_flops(config.model, self.batch_size, config.model.seq_length, config.moe),
             devices=self.world.everyone.size,
             consumed_tokens=self.state.consumed_tokens,
             skipped_samples=self.state.skipped_samples,
             peak_teraflops=self._peak_teraflops,
-            memory=memory_scalars(self.world.device) if self.config.log.log_memory_to_tensorboard else {},
+            memory=memory_scalars(self.world.device) if config.log.log_memory_to_tensorboard else {},
             reported=result.reported,
             experts=self._expert_report(result.experts),
-            ranks=self.ranks.report(
-                self.state.step, seconds, len(self.model.compilation.unreported_fallbacks())
-            ),
+            ranks=self.ranks.report(self.state.step, seconds, fallbacks),
             loss_scale=self.scaler.scale,
             is_skipped=not result.updated,
             is_nan=not result.updated and not math.isfinite(result.loss),
@@ -304,10 +299,8 @@ class Trainer:
     def _expert_report(self, load: ExpertLoad | None) -> ExpertReport | None:
         if load is None:
             return None
-        by_layer: dict[int, list[int]] = {}
-        if self.config.moe.moe_per_layer_logging:
-            by_layer = dict(zip(load.layers, load.counts.long().tolist()))
-        return ExpertReport(load.losses, load.imbalance, load.idle, by_layer)
+        counts = load.counts.long().tolist() if self.config.moe.moe_per_layer_logging else ()
+        return ExpertReport(load.losses, load.imbalance, load.idle, dict(zip(load.layers, counts)))
 
     def _seconds_left(self) -> float:
         """Estimates the remaining time by samples, as a batch size ramp-up makes steps longer."""
