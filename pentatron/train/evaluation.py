@@ -1,6 +1,7 @@
 """Evaluation on the validation and the test set, during training, after it, or instead of it."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from pentatron.checkpoint.state import TrainState
@@ -17,22 +18,21 @@ from pentatron.train.stop import StopConditions, StopReason
 Result = tuple[float, Mapping[str, float]]
 
 
+@dataclass(eq=False)
 class Evaluation:
     """Evaluates and logs the loss.
 
     A validation continues after the samples of the previous one; the test set is read from its start.
     """
 
-    def __init__(
-        self,
-        model: ParallelModel,
-        datasets: Datasets,
-        state: TrainState,
-        output: Output,
-        endings: StopConditions,
-    ) -> None:
-        self.config, self.world, self.model, self.datasets = model.config, model.world, model, datasets
-        self.state, self.output, self.endings = state, output, endings
+    model: ParallelModel
+    datasets: Datasets
+    state: TrainState
+    output: Output
+    endings: StopConditions
+
+    def __post_init__(self) -> None:
+        self.config, self.world = self.model.config, self.model.world
         # Step and result of the last validation over the whole set.
         self._whole: tuple[int, Result] | None = None
         # Why the last evaluation was interrupted, if it was.

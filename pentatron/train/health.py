@@ -19,7 +19,7 @@ from pentatron.parallel.executor import StageProgram
 from pentatron.parallel.sharding import Shape
 from pentatron.train.model import MicroBatches, ParallelModel
 from pentatron.train.output import Output
-from pentatron.train.step import StepResult, compute_gradients
+from pentatron.train.step import StepResult, start_step
 
 _WEIGHT, _FORWARD, _BACKWARD, _REDUCED = range(4)
 # A value this many times the largest so far is a spike, once this many updates have been made.
@@ -66,7 +66,7 @@ def repeat_step(
     """
     watch, rank = _Watch(model), model.world.everyone.rank
     with watch.installed(), model.compilation.off():
-        again = compute_gradients(model, optimizer, batches, step, scale, watch.around)
+        again = start_step(model, optimizer, batches, step, scale, watch.around).wait()
     # A list: every rank iterates to the end, as `model_weights` may be collective.
     weights = [
         (number, f.tensor) for number, f in enumerate(optimizer.model_weights()) if not _is_finite(f.values)

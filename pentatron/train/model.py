@@ -54,14 +54,14 @@ class Total:
     reported: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass
 class ReportedNames:
     """Names of the values that loss functions report.
 
     All ranks have them in the same order, so that one all-reduce of a tensor exchanges the values of a step.
     """
 
-    def __init__(self) -> None:
-        self.names: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
 
     @property
     def width(self) -> int:

@@ -77,7 +77,7 @@ def train_step(
     from 0. `scale` multiplies the loss for backward; the loss and norm returned are unscaled. `weight_decay`
     defaults to the configured value.
     """
-    pending = _start(model, optimizer, batches, step, scale)
+    pending = start_step(model, optimizer, batches, step, scale)
     # Gradients of router losses are not sums over tokens: their ratio must be known before backward.
     needs_ratio = model.program.reported_names is not None and bool(model.routers.names)
     if optimizer.skips_on_device and not needs_ratio:
@@ -91,7 +91,7 @@ def train_step(
         result = pending.wait()
         if needs_ratio and result.ratio != 1 and result.updated:
             tokens = pending.tokens / result.ratio
-            pending = _start(model, optimizer, batches, step, scale, tokens=tokens)
+            pending = start_step(model, optimizer, batches, step, scale, tokens=tokens)
             result = pending.wait()
         if result.updated:
             with model.timers("optimizer", 1):
@@ -150,19 +150,7 @@ class _PendingStep:
         )
 
 
-def compute_gradients(
-    model: ParallelModel,
-    optimizer: AnyOptimizer,
-    batches: Sequence[Batch],
-    step: int,
-    scale: float = 1.0,
-    watch: Callable[[MicroBatches], StageProgram] | None = None,
-) -> StepResult:
-    """Runs a step without its update. `watch` wraps the program that the executor runs."""
-    return _start(model, optimizer, batches, step, scale, watch).wait()
-
-
-def _start(
+def start_step(
     model: ParallelModel,
     optimizer: AnyOptimizer,
     batches: Sequence[Batch],
@@ -171,7 +159,10 @@ def _start(
     watch: Callable[[MicroBatches], StageProgram] | None = None,
     tokens: Tensor | None = None,
 ) -> _PendingStep:
-    """`tokens`: the divisor of summed losses, by default the valid tokens of the data."""
+    """Runs a step without its update. `watch` wraps the program that the executor runs.
+
+    `tokens`: the divisor of summed losses, by default the valid tokens of the data.
+    """
     world = model.world
     batches = model.local_tokens(batches)
     valid = ValidTokens(batches, world.replicas)
