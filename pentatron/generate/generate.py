@@ -65,17 +65,12 @@ def choose_tokens(
     # NaN propagates to both the maximum and the minimum.
     greatest_B = logits_BV.amax(1)
     finite_B = greatest_B.isfinite() & logits_BV.amin(1).isfinite()
-    if sampling.greedy:
-        return _likeliest(logits_BV, greatest_B, finite_B)
-    return [
-        _sampled(row, sampling, each) if fine else None
-        for row, each, fine in zip(logits_BV, generators, finite_B.tolist())
-    ]
-
-
-def _likeliest(logits_BV: Tensor, greatest_B: Tensor, finite_B: Tensor) -> list[Choice | None]:
-    """Greedy choice for all rows in the precision of the logits; fp64 would be slower than a small model."""
-    # The log probability of the largest logit needs only the sum of exponentials.
+    if not sampling.greedy:
+        return [
+            _sampled(row, sampling, each) if fine else None
+            for row, each, fine in zip(logits_BV, generators, finite_B.tolist())
+        ]
+    # In the precision of the logits; fp64 would be slower than a small model. The log probability of the largest logit needs only the sum of exponentials.
     sums_B = (logits_BV - greatest_B[:, None]).exp_().sum(1).double()
     # One copy to the host; fp64 represents any token id exactly.
     columns = torch.stack((logits_BV.argmax(1).double(), -sums_B.log(), finite_B.double())).tolist()

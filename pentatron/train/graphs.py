@@ -167,12 +167,10 @@ class GraphReplay:
         batch, keys = program.batches[micro_batch], program.keys[micro_batch]
         holders = optimizer.holders
         values = [holder.values for holder in holders]
-        if self._recorder is None:
-            return None
         # The first micro-batch without packed documents determines the static shapes.
         if self._inputs is None and batch.documents is None:
             self._inputs = _Inputs.like(batch, keys, program.objective.tokens())
-        if self._inputs is None or not self._inputs.fit(batch, keys):
+        if self._recorder is None or self._inputs is None or not self._inputs.fit(batch, keys):
             return None
         state = _gradient_state(values)
         graph = self._graphs.get(state)

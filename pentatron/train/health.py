@@ -17,6 +17,7 @@ from pentatron.parallel.collectives import gather_objects
 from pentatron.parallel.encoding import sendable
 from pentatron.parallel.executor import StageProgram
 from pentatron.parallel.sharding import Shape
+from pentatron.text import plural
 from pentatron.train.model import MicroBatches, ParallelModel
 from pentatron.train.output import Output
 from pentatron.train.step import StepResult, start_step
@@ -226,7 +227,13 @@ class NumericsCheck:
         """Warns of a spike of loss or gradient norm, and of steps in which no label counts."""
         loop, state = self.config.loop, self.state
         if result.loss == 0 and result.gradient_norm == 0:
-            self._count_empty_step()
+            self._empty_steps += 1
+            # At the first such step, the tenth, the hundredth, ...
+            if str(self._empty_steps).strip("0") == "1":
+                self.output.say(
+                    f"warning: step {state.step + 1}: loss and gradients are 0, in {self._empty_steps} {plural(self._empty_steps, 'step')} so far: no label "
+                    f"counts in the loss, and weight decay alone changes the weights; check the data, its masks and --eod-mask-loss"
+                )
         if state.updates > _STEPS_BEFORE:
             if loop.check_for_spiky_loss:
                 self._warn_of_spike("loss", result.loss, state.largest_loss)
@@ -234,16 +241,6 @@ class NumericsCheck:
                 self._warn_of_spike("gradient norm", result.gradient_norm, state.largest_norm)
         state.largest_loss = max(state.largest_loss, result.loss)
         state.largest_norm = max(state.largest_norm, result.gradient_norm)
-
-    def _count_empty_step(self) -> None:
-        """Warns at the first such step, the tenth, the hundredth, ..."""
-        self._empty_steps += 1
-        if str(self._empty_steps).strip("0") == "1":
-            steps = "1 step" if self._empty_steps == 1 else f"{self._empty_steps} steps"
-            self.output.say(
-                f"warning: step {self.state.step + 1}: loss and gradients are 0, in {steps} so far: no label counts in the loss, and "
-                f"weight decay alone changes the weights; check the data, its masks and --eod-mask-loss"
-            )
 
     def _warn_of_spike(self, what: str, value: float, before: float) -> None:
         # `before` is 0 if the largest value is unknown, as after loading a checkpoint of Megatron-LM.

@@ -46,14 +46,6 @@ _COUNTS = 4
 _PAIR = 2
 
 
-@dataclass(frozen=True)
-class Total:
-    """Totals of a step over all ranks. The loss and every gradient are to be multiplied by `ratio`."""
-
-    ratio: float = 1.0
-    reported: Mapping[str, float] = field(default_factory=dict)
-
-
 @dataclass
 class ReportedNames:
     """Names of the values that loss functions report.
@@ -85,7 +77,7 @@ class Objective:
     A loss is either a sum over tokens, divided by the tokens that count in the whole step, or a mean,
     averaged over all micro-batches and replicas. The number of tokens that a user's loss function counts is
     known only after the last micro-batch. Until then sums are divided by the valid tokens of the data, and
-    `Total.ratio` corrects the result at the end of the step; it is 1 if both numbers are equal.
+    the ratio of `total` corrects the result at the end of the step; it is 1 if both numbers are equal.
     """
 
     def __init__(self, tokens: Callable[[], Tensor], calls: int) -> None:
@@ -132,8 +124,13 @@ class Objective:
                 pair.copy_(self.reported[name])
         return numbers
 
-    def total(self, summed: Tensor, tokens: float, names: ReportedNames, world: World) -> Total:
-        """Returns the totals of a step. `summed`: the tallies of all ranks, on the host. Collective."""
+    def total(
+        self, summed: Tensor, tokens: float, names: ReportedNames, world: World
+    ) -> tuple[float, dict[str, float]]:
+        """Returns the factor that the loss and every gradient lack, and the reported values. Collective.
+
+        `summed`: the tallies of all ranks, on the host.
+        """
         counted, sums, means, unknown = summed[:_COUNTS].tolist()
         if sums and means:
             raise AgreedError(
@@ -151,11 +148,11 @@ class Objective:
             values = dict(zip(names.names, map(tuple, pairs), strict=True))
         # A name that no micro-batch of this step reported has the denominator 0.
         reported = {name: above / below for name, (above, below) in values.items() if below}
-        return Total(tokens / (counted or 1.0) if sums else 1.0, reported)
+        return tokens / (counted or 1.0) if sums else 1.0, reported
 
 
 def ratio_on_device(numbers: Tensor, tokens: Tensor) -> Tensor:
-    """Computes `Total.ratio` from summed tallies on the device, without a host synchronization."""
+    """Computes the ratio of `Objective.total` from summed tallies on the device, without a host synchronization."""
     counted = torch.where(numbers[0] == 0, 1.0, numbers[0])
     return torch.where(numbers[1] > 0, tokens.double() / counted, 1.0)
 

@@ -109,7 +109,11 @@ _WORDS: dict[str, Callable[[Any], str]] = {
 
 def environment_here(world: World) -> dict[str, Any]:
     """Returns what may change the last bits of results: versions, devices, threads, ... Collective."""
-    local = (_device(world.device), torch.get_num_threads(), socket.gethostname())
+    # The order of sums depends on the instruction set, not on the model of the CPU.
+    device = f"CPU ({torch.backends.cpu.get_cpu_capability()})"
+    if world.device.type == "cuda":
+        device = torch.cuda.get_device_name(world.device)
+    local = (device, torch.get_num_threads(), socket.gethostname())
     devices, threads, hosts = (sorted(set(values)) for values in zip(*gather_objects(local, world.everyone)))
     return {
         "pentatron": __version__,
@@ -122,13 +126,6 @@ def environment_here(world: World) -> dict[str, Any]:
         "backend": _backend(world),
         "machines": len(hosts),
     }
-
-
-def _device(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    # The order of sums depends on the instruction set, not on the model of the CPU.
-    return f"CPU ({torch.backends.cpu.get_cpu_capability()})"
 
 
 def _backend(world: World) -> str | None:

@@ -1,7 +1,6 @@
 """Lifecycle of a run on this rank: run folder, data, model and optimizer, training loop, results."""
 
 import contextlib
-import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -48,10 +47,6 @@ class Outcome:
 
     folder: RunFolder
     ending: StopReason | None
-
-    @property
-    def stopped_by(self) -> signal.Signals | None:
-        return None if self.ending is None else self.ending.signal
 
 
 class SessionOptions(TypedDict, total=False):

@@ -16,7 +16,7 @@ from pentatron.optim.build import AnyOptimizer
 from pentatron.parallel.collectives import Group, all_reduce_, start_all_reduce_
 from pentatron.parallel.executor import StageProgram
 from pentatron.parallel.world import World
-from pentatron.train.model import MicroBatches, Objective, ParallelModel, Total, ratio_on_device
+from pentatron.train.model import MicroBatches, Objective, ParallelModel, ratio_on_device
 
 
 class AsyncHostCopy:
@@ -109,19 +109,13 @@ class _PendingStep:
     """
 
     def __init__(
-        self,
-        model: ParallelModel,
-        totals: Tensor,
-        tokens: Tensor,
-        own_loss: Tensor,
-        scale: float,
-        objective: Objective,
+        self, model: ParallelModel, totals: Tensor, own_loss: Tensor, scale: float, objective: Objective
     ) -> None:
-        self.model, self.names, self.tokens = model, model.program.reported_names, tokens
+        self.model, self.names, self.tokens = model, model.program.reported_names, objective.tokens()
         self.own_loss, self.scale, self.objective = own_loss, scale, objective
         self._end = end = len(totals) - (0 if self.names is None else self.names.width)
         self.loss_and_norm, self.router_totals, self.tally = totals[:2], totals[2:end], totals[end:]
-        self._copy = AsyncHostCopy(torch.cat((totals, tokens.double()[None])))
+        self._copy = AsyncHostCopy(torch.cat((totals, self.tokens.double()[None])))
 
     def for_update(self) -> Tensor:
         """Returns loss and squared norm, and the ratio if loss functions count their own tokens."""
@@ -134,20 +128,16 @@ class _PendingStep:
         """Waits for the results, but not for device work that was queued after them."""
         values = self._copy.wait()
         loss, squared_norm, tokens = values[[0, 1, -1]].tolist()
-        total = Total()
+        ratio, reported = 1.0, dict[str, float]()
         if self.names is not None:
-            total = self.objective.total(values[self._end : -1], tokens, self.names, self.model.world)
-        return StepResult(
-            loss * total.ratio,
-            math.sqrt(squared_norm) / self.scale * total.ratio,
-            # A user's loss mask may contain NaN; then the loss is NaN as well and is reported.
-            int(tokens) if math.isfinite(tokens) else 0,
-            self.own_loss,
-            self.model.routers.report(values[2 : self._end]),
-            total.reported,
-            total.ratio,
-            self.scale / total.ratio,
-        )
+            tally = values[self._end : -1]
+            ratio, reported = self.objective.total(tally, tokens, self.names, self.model.world)
+        norm = math.sqrt(squared_norm) / self.scale * ratio
+        # A user's loss mask may contain NaN; then the loss is NaN as well and is reported.
+        counted = int(tokens) if math.isfinite(tokens) else 0
+        experts = self.model.routers.report(values[2 : self._end])
+        lacking = self.scale / ratio
+        return StepResult(loss * ratio, norm, counted, self.own_loss, experts, reported, ratio, lacking)
 
 
 def start_step(
@@ -184,7 +174,7 @@ def start_step(
     if (names := model.program.reported_names) is not None:
         numbers.append(objective.numbers(names, world))
     totals = all_reduce_(torch.cat(numbers), world.everyone)
-    return _PendingStep(model, totals, objective.tokens(), loss, scale, objective)
+    return _PendingStep(model, totals, loss, scale, objective)
 
 
 def _count_once(loss: Tensor, world: World) -> Tensor:
@@ -245,5 +235,5 @@ def evaluate(
     numbers = torch.cat((totals, objective.numbers(names, world)))
     summed = all_reduce_(numbers, world.everyone).cpu()
     loss_sum, valid, counted, sums, means = summed[:5].tolist()
-    total = objective.total(summed[2:], valid, names, world)
-    return loss_sum / ((counted or 1.0) if sums else means or max(valid, 1.0)), total.reported
+    _, reported = objective.total(summed[2:], valid, names, world)
+    return loss_sum / ((counted or 1.0) if sums else means or max(valid, 1.0)), reported

@@ -50,12 +50,8 @@ class Trainer:
 
     def __post_init__(self) -> None:
         model, state, output, world = self.model, self.state, self.output, self.model.world
-        self.config, self.world, self.where, self.timers = (
-            model.config,
-            world,
-            world.whereabouts,
-            model.timers,
-        )
+        self.config, self.timers = model.config, model.timers
+        self.world, self.where = world, world.whereabouts
         self.health = NumericsCheck(model, self.optimizer, state, output)
         self.evaluation = Evaluation(model, self.datasets, state, output, self.endings)
         self.total_steps, self.plan = self.config.train.train_iters, self.config.batch_plan
@@ -175,23 +171,19 @@ class Trainer:
         step, scale = self.state.step, self.scaler.scale
         result = train_step(self.model, self.optimizer, batches, rate, step, scale, decay)
         self._finish_update(result, batches)
-        self.state.step += 1
-        self._count_samples()
+        self._count_step()
         self.state.consumed_tokens += result.tokens
         return result, rate
 
     def _skip_step(self) -> None:
         """Skips a step of --iterations-to-skip. Its samples count as consumed."""
-        self.state.step += 1
-        self._count_samples()
+        self._count_step()
         self.state.count_skipped(is_nan=False)
         self.state.skipped_samples += self.batch_size
         self.where.step_done(self.state.step, 0.0)
-        self.output.left_out(
-            self.state.step,
-            self.state.consumed_samples,
-            f"step {self.state.step} is left out (--iterations-to-skip); its {self.batch_size} samples count as consumed",
-        )
+        step, size = self.state.step, self.batch_size
+        line = f"step {step} is left out (--iterations-to-skip); its {size} samples count as consumed"
+        self.output.left_out(step, self.state.consumed_samples, line)
 
     def settle_batch_size(self) -> None:
         """Sets the global batch size of the next step."""
@@ -201,7 +193,8 @@ class Trainer:
                 f"  the global batch size changes from {before} to {self.batch_size} after iteration {self.state.step}"
             )
 
-    def _count_samples(self) -> None:
+    def _count_step(self) -> None:
+        self.state.step += 1
         before = self.state.consumed_samples
         self.state.consumed_samples += self.batch_size
         for name, count in self.datasets.drawn(before, self.state.consumed_samples).items():
@@ -262,9 +255,8 @@ class Trainer:
         if not self.config.train.skip_train:
             self.output.evaluated(self.state.step, losses)
         elif not losses:
-            self.output.say(
-                "there is nothing to evaluate on: no validation and no test samples (--eval-iters, --split)"
-            )
+            missing = "no validation and no test samples (--eval-iters, --split)"
+            self.output.say(f"there is nothing to evaluate on: {missing}")
         return self.evaluation.ended_by
 
     def _report(self, result: StepResult, rate: float, seconds: float) -> StepReport:

@@ -208,4 +208,4 @@ def test_logits_are_copied_to_the_host_for_lots_alone(monkeypatch: pytest.Monkey
     list(generate(model, [(1, 2, 3), (4, 5)], 3, Sampling()))
     assert copied == []
     list(generate(model, [(1, 2, 3), (4, 5)], 3, Sampling(1.0)))
-    assert copied == [torch.Size((2, model.vocab_size))] * 3
+    assert copied == [torch.Size((2, model.settings.vocab_size))] * 3

@@ -171,7 +171,7 @@ def test_a_signal_while_the_background_writes_saves_both_steps(
 
     monkeypatch.setattr(parts_module, "write_tensors", slow)
     interrupt_at(3, monkeypatch, number)
-    assert run(tmp_path / "a", "--async-save").stopped_by == number
+    assert run(tmp_path / "a", "--async-save").ending.signal == number
     assert writing.is_set() and list(steps(tmp_path / "a")) == ["step-00000002", "step-00000003"]
 
 
