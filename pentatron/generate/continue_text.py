@@ -145,13 +145,7 @@ class NewText:
 
 
 def open_continuation(
-    folder: Path,
-    prompt: str,
-    max_tokens: int,
-    temperature: float = 0.8,
-    top_k: int = 40,
-    seed: int = 0,
-    trusted: tuple[str, ...] = (),
+    folder: Path, prompt: str, max_tokens: int, seed: int = 0, trusted: tuple[str, ...] = ()
 ) -> Iterator[str]:
     """Loads the newest checkpoint of a run on this process and returns an iterator over the continuation of
     the prompt.
@@ -165,7 +159,7 @@ def open_continuation(
         raise UserError(f"the run in {folder} was trained without a tokenizer, so it cannot continue text")
     config, world = generation_config(source, Ranks()), single_process()
     model = build_generation_model(load_stages(source, config, world, torch.float32), config.model, world)
-    sampling, shown = Sampling(temperature, top_k, seed=seed), NewText(tokenizer)
+    sampling, shown = Sampling(temperature=0.8, top_k=40, seed=seed), NewText(tokenizer)
     prompts, stop = [tokenizer.encode(prompt) or [tokenizer.eod]], frozenset({tokenizer.eod})
     texts = generate_texts(model, prompts, max_tokens, sampling, stop, 1)
     return (shown.more(text) for _, text in texts)

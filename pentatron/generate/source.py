@@ -226,10 +226,8 @@ def _open_step(folder: Path, trusted: tuple[str, ...]) -> ModelSource:
             load_fragments(folder, manifest, kept)
             stage.to(device)
 
-    tokenizer, follows_file = (
-        partial(_tokenizer_of_step, folder, config),
-        (origin / "tokenizer.json").exists(),
-    )
+    tokenizer = partial(_tokenizer_of_step, folder, config)
+    follows_file = (origin / "tokenizer.json").exists()
     return ModelSource(folder, model, moe, fill, tokenizer, _stop_tokens(origin), follows_file)
 
 

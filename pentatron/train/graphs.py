@@ -95,11 +95,9 @@ class _Inputs:
         return cls(batch.map(torch.clone), static_keys, divisor.clone(), torch.ones_like(divisor))
 
     def fit(self, batch: Batch, keys: DropoutKeys | None) -> bool:
-        return (
-            batch.documents is None
-            and (keys is None) is (self.keys is None)
-            and all(a.shape == b.shape and a.dtype == b.dtype for a, b in self._pairs(batch, keys))
-        )
+        if batch.documents is not None or (keys is None) is not (self.keys is None):
+            return False
+        return all(a.shape == b.shape and a.dtype == b.dtype for a, b in self._pairs(batch, keys))
 
     def take(self, batch: Batch, keys: DropoutKeys | None, divisor: Tensor, scale: float) -> None:
         for static, new in self._pairs(batch, keys):
@@ -178,7 +176,7 @@ class GraphReplay:
             if state not in self._warm:
                 self._warm.add(state)
                 return None
-            graph = self._record(program, optimizer, holders, values)
+            graph = self._record(program, optimizer, values)
             if graph is None:
                 return None
             self._graphs[state] = graph
@@ -190,14 +188,8 @@ class GraphReplay:
         _set_gradients(holders, graph.after)
         return graph.loss
 
-    def _record(
-        self,
-        program: "MicroBatches",
-        optimizer: Optimizer,
-        holders: Sequence[GradientStorage],
-        before: Values,
-    ) -> _Graph | None:
-        inputs, recorder = self._inputs, self._recorder
+    def _record(self, program: "MicroBatches", optimizer: Optimizer, before: Values) -> _Graph | None:
+        inputs, recorder, holders = self._inputs, self._recorder, optimizer.holders
         assert inputs is not None and recorder is not None
         static = {id(t) for graph in self._graphs.values() for t in graph.after}
         if not all(t is None or id(t) in static for t in before):

@@ -205,10 +205,8 @@ class NumericsCheck:
 
     def _first_time(self, result: StepResult) -> str:
         """Returns which ranks had NaN/inf in the loss, or else a gradient that has it."""
-        own = (
-            result.own_loss is None or _is_finite(result.own_loss),
-            first_nonfinite_gradient(self.optimizer),
-        )
+        is_finite = result.own_loss is None or _is_finite(result.own_loss)
+        own = (is_finite, first_nonfinite_gradient(self.optimizer))
         everyone = gather_objects(own, self.world.everyone)
         ranks = [str(rank) for rank, (is_finite, _) in enumerate(everyone) if not is_finite]
         if ranks:
@@ -227,11 +225,11 @@ class NumericsCheck:
         """Warns of a spike of loss or gradient norm, and of steps in which no label counts."""
         loop, state = self.config.loop, self.state
         if result.loss == 0 and result.gradient_norm == 0:
-            self._empty_steps += 1
+            self._empty_steps = count = self._empty_steps + 1
             # At the first such step, the tenth, the hundredth, ...
-            if str(self._empty_steps).strip("0") == "1":
+            if str(count).strip("0") == "1":
                 self.output.say(
-                    f"warning: step {state.step + 1}: loss and gradients are 0, in {self._empty_steps} {plural(self._empty_steps, 'step')} so far: no label "
+                    f"warning: step {state.step + 1}: loss and gradients are 0, in {count} {plural(count, 'step')} so far: no label "
                     f"counts in the loss, and weight decay alone changes the weights; check the data, its masks and --eod-mask-loss"
                 )
         if state.updates > _STEPS_BEFORE:

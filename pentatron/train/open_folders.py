@@ -340,11 +340,8 @@ def check_disk_space(
             with contextlib.suppress(OSError):
                 store.remove_leftovers()
         return []
-    parts = itertools.chain(
-        optimizer.fragments(owned_only=True),
-        model.routers.fragments(owned_only=True),
-        rank_local_fragments(random_state(world)),
-    )
+    owned = (optimizer.fragments(owned_only=True), model.routers.fragments(owned_only=True))
+    parts = itertools.chain(*owned, rank_local_fragments(random_state(world)))
     # The size of a checkpoint over all ranks, without the small manifest.
     size = sum(gather_objects(sum(map(store.bytes_of, parts)), world.everyone))
     check = partial(_check_free_space, config, store, size, left, state.step)

@@ -1,10 +1,10 @@
 """Output of a run: terminal, log file and recorders (metrics, TensorBoard, Weights & Biases)."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,7 @@ class Output:
 
     def _recorded(self, write: Callable[[Recorder], None]) -> None:
         for recorder in self.recorders:
-            self.attempt(recorder.name, functools.partial(write, recorder))
+            self.attempt(recorder.name, partial(write, recorder))
 
     def step(self, report: StepReport, eta_seconds: float) -> None:
         self.display.step(report, eta_seconds)
@@ -133,7 +133,7 @@ def open_recorders(
 
     A failure of TensorBoard or Weights & Biases is a warning.
     """
-    log = config.log
+    log, interval = config.log, config.log.tensorboard_log_interval
     yield MetricsFile(folder.metrics, state.step, tell)
     choices = OptionalScalars(
         timers=log.log_timers_to_tensorboard,
@@ -143,20 +143,14 @@ def open_recorders(
     )
     if log.tensorboard_dir is not None:
         events = Path(log.tensorboard_dir)
-        yield TolerantRecorder(
-            f"TensorBoard in {events}",
-            lambda: TensorBoard(events, config.flat(), choices, log.tensorboard_log_interval, state.step),
-            tell,
-        )
+        board = partial(TensorBoard, events, config.flat(), choices, interval, state.step)
+        yield TolerantRecorder(f"TensorBoard in {events}", board, tell)
     if log.wandb_project is not None:
         name, entity = log.wandb_exp_name or folder.path.name, log.wandb_entity
         saved_to = Path(log.wandb_save_dir) if log.wandb_save_dir else folder.path / "wandb"
         place = WandbDestination(project=log.wandb_project, name=name, entity=entity, folder=saved_to)
-        yield TolerantRecorder(
-            "Weights & Biases",
-            lambda: WeightsAndBiases(place, config.nested(), choices, log.tensorboard_log_interval),
-            tell,
-        )
+        biases = partial(WeightsAndBiases, place, config.nested(), choices, interval)
+        yield TolerantRecorder("Weights & Biases", biases, tell)
     if log.log_progress:
         path, job = Path(config.checkpoint.save) / "progress.txt", config.launch.job_id or ""
         yield ProgressFile(path, job, world.everyone.size, state.flops, state.consumed_tokens)

@@ -144,11 +144,8 @@ class Session:
     trainer: Trainer = field(init=False)
 
     def __post_init__(self) -> None:
-        self.config, self.initialized, self.app_metrics = (
-            self.resolved.config,
-            time.time(),
-            AppMetrics(self.started),
-        )
+        self.config, self.initialized = self.resolved.config, time.time()
+        self.app_metrics = AppMetrics(self.started)
         began = time.monotonic() - (self.initialized - self.started)
         self.job_started = began if self.attempt.began is None else self.attempt.began
         # Timers of the setup. The loop has its own.
