@@ -66,10 +66,8 @@ def choose_tokens(
     greatest_B = logits_BV.amax(1)
     finite_B = greatest_B.isfinite() & logits_BV.amin(1).isfinite()
     if not sampling.greedy:
-        return [
-            _sampled(row, sampling, each) if fine else None
-            for row, each, fine in zip(logits_BV, generators, finite_B.tolist())
-        ]
+        rows = zip(logits_BV, generators, finite_B.tolist())
+        return [_sampled(row, sampling, each) if fine else None for row, each, fine in rows]
     # In the precision of the logits; fp64 would be slower than a small model. The log probability of the largest logit needs only the sum of exponentials.
     sums_B = (logits_BV - greatest_B[:, None]).exp_().sum(1).double()
     # One copy to the host; fp64 represents any token id exactly.

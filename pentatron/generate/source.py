@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from pentatron.checkpoint.find import (
     default_checkpoint_folder,
@@ -35,7 +36,7 @@ from pentatron.interchange.reading import read_megatron
 from pentatron.models.causal_lm import CausalLM
 from pentatron.models.router_load import loads_of, router_fragments
 from pentatron.parallel.encoding import sendable
-from pentatron.parallel.sharding import fragments_of, sharded_parameters
+from pentatron.parallel.sharding import ShardedParameter, fragments_of, sharded_parameters
 from pentatron.settings.model import MoEConfig, TransformerConfig
 from pentatron.settings.settings import Settings
 from pentatron.settings.training import DataConfig
@@ -212,15 +213,8 @@ def _open_step(folder: Path, trusted: tuple[str, ...]) -> ModelSource:
 
     def fill(stages: Iterable[CausalLM], dtype: torch.dtype, device: torch.device) -> None:
         for stage in stages:
-            # One parameter at a time, so that at most one is in memory in its stored dtype.
             for held in sharded_parameters(stage):
-                name = f"{WEIGHTS}{held.tensor}"
-                stored = DTYPES[manifest.tensors[name].dtype] if name in manifest.tensors else torch.float32
-                # Zeros, because checkpoints do not contain padding.
-                values = torch.zeros(held.parameter.shape, dtype=stored)
-                wanted = [replace(f, tensor=name) for _, f in fragments_of(held, values.view(-1))]
-                load_fragments(folder, manifest, wanted)
-                held.parameter.data = values.to(device, dtype)
+                held.parameter.data = _load_parameter(step, held).to(device, dtype)
             # Imported steps have weights only; their routers start with the initial state.
             kept = (f for f in router_fragments(loads_of(stage)) if f.tensor in manifest.tensors)
             load_fragments(folder, manifest, kept)
@@ -229,6 +223,17 @@ def _open_step(folder: Path, trusted: tuple[str, ...]) -> ModelSource:
     tokenizer = partial(_tokenizer_of_step, folder, config)
     follows_file = (origin / "tokenizer.json").exists()
     return ModelSource(folder, model, moe, fill, tokenizer, _stop_tokens(origin), follows_file)
+
+
+def _load_parameter(step: Checkpoint, held: ShardedParameter) -> Tensor:
+    """Loads one parameter in its stored dtype, in which at most one is in memory at a time."""
+    name, tensors = f"{WEIGHTS}{held.tensor}", step.manifest.tensors
+    stored = DTYPES[tensors[name].dtype] if name in tensors else torch.float32
+    # Zeros, because checkpoints do not contain padding.
+    values = torch.zeros(held.parameter.shape, dtype=stored)
+    wanted = [replace(f, tensor=name) for _, f in fragments_of(held, values.view(-1))]
+    load_fragments(step.folder, step.manifest, wanted)
+    return values
 
 
 def tokenizer_path(folder: Path, config: Mapping[str, Any]) -> Path | None:

@@ -34,7 +34,7 @@ class Evaluation:
     def __post_init__(self) -> None:
         self.config, self.world = self.model.config, self.model.world
         # Step and result of the last validation over the whole set.
-        self._whole: tuple[int, Result] | None = None
+        self._whole: dict[int, Result] = {}
         # Why the last evaluation was interrupted, if it was.
         self.ended_by: StopReason | None = None
         self._validated_step: int | None = None
@@ -64,15 +64,14 @@ class Evaluation:
         if self.datasets.valid is None:
             return None
         whole = self._is_whole(self.datasets.valid)
-        if whole and self._whole is not None and self._whole[0] == self.state.step:
-            # Neither the weights nor the samples have changed.
-            result: Result | None = self._whole[1]
-        else:
+        # At the same step neither the weights nor the samples have changed.
+        result = self._whole.get(self.state.step) if whole else None
+        if result is None:
             result = self._evaluate(self.datasets.valid, self.state.consumed_valid_samples)
         if result is None:
             return None
         if whole:
-            self._whole = self.state.step, result
+            self._whole = {self.state.step: result}
         else:
             self.state.consumed_valid_samples += self.config.train.eval_iters * self.config.eval_batch[0]
         # The final validation may follow one of the same step: the remark explains why its loss differs.

@@ -116,9 +116,10 @@ class Output:
         """Closes log and recorders, ignoring errors."""
         if not self.may_write():
             return
-        for closed in (*self.recorders, *([self.log] if self.log else [])):
+        opened: list[Recorder | AppendedFile] = [*self.recorders, *([self.log] if self.log else [])]
+        for one in opened:
             with contextlib.suppress(OSError):
-                closed.close()
+                one.close()
 
 
 def open_recorders(

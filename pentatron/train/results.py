@@ -121,9 +121,7 @@ def _show_sample(config: RunConfig, folder: RunFolder, datasets: Datasets, outpu
     try:
         # The ranks hold parts of the model only; the last checkpoint has all of it.
         run, folder_of_steps = config.run, Path(config.checkpoint.save)
-        pieces = open_continuation(
-            folder_of_steps, prompt, run.sample_tokens, seed=run.seed, trusted=config.model.spec
-        )
+        pieces = open_continuation(folder_of_steps, prompt, run.sample_tokens, run.seed, config.model.spec)
         sample = prompt + "".join(pieces)
     except (UserError, OSError) as error:
         why = describe_os_error(error) if isinstance(error, OSError) else error

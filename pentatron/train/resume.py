@@ -383,9 +383,8 @@ def require_same_optimizer(found: Checkpoint, config: RunConfig) -> None:
     momentum = now == "sgd" and config.optim.sgd_momentum > 0
     if before == now and (rule_of_checkpoint(found.manifest.tensors) or not momentum):
         return
-    content = (
-        f"the state of --optimizer {before}" if before != now else "no momentum, which --sgd-momentum needs"
-    )
+    lacking = "no momentum, which --sgd-momentum needs"
+    content = f"the state of --optimizer {before}" if before != now else lacking
     raise UserError(
         f"{found.folder} holds {content}; resume with the settings it was made with, or keep weights and step but begin with a "
         f"new optimizer state by --load {found.folder.parent} --no-load-optim and another --run-dir"

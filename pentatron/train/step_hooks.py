@@ -46,9 +46,8 @@ class StepHooks:
             gc.disable()
             gc.collect()
         if self.decisions.allocations_recorded.on:
-            torch.cuda.memory._record_memory_history(
-                enabled="all", context="all", stacks="all", max_entries=_MEMORY_EVENTS
-            )
+            record = torch.cuda.memory._record_memory_history
+            record(enabled="all", context="all", stacks="all", max_entries=_MEMORY_EVENTS)
 
     def before(self, step: int) -> None:
         """Starts the profile. `step` counts from 1."""
