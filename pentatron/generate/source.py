@@ -128,6 +128,7 @@ def named_source(name: str, megatron: bool = False) -> Source:
 
 
 T = TypeVar("T", TransformerConfig, MoEConfig, DataConfig)
+_FOLDER_SETTINGS = (("checkpoint", "save"), ("run", "run_dir"))
 
 
 @dataclass(frozen=True)
@@ -260,7 +261,7 @@ def _kept_tokenizers(folder: Path, config: Mapping[str, Any]) -> list[Path]:
         candidates.append(checkpoints.parent / "data" / "tokenizer.json")
     # Checkpoints outside the run folder, if the run's settings still point here; folders may have been moved
     # or imported.
-    saved_to, run = config.get("checkpoint", {}).get("save"), config.get("run", {}).get("run_dir")
+    saved_to, run = (config.get(section, {}).get(name) for section, name in _FOLDER_SETTINGS)
     if saved_to and run and Path(saved_to).resolve() == checkpoints.resolve():
         candidates.append(Path(run) / "data" / "tokenizer.json")
     return candidates
