@@ -299,8 +299,8 @@ def _generate(request: Request, source: "ModelSource", config: "RunConfig", worl
     import torch
 
     from pentatron.cli.generate_output import PromptTexts
-    from pentatron.generate.continue_text import build_generation_model, generate_texts, load_stages
-    from pentatron.generate.generate import Sampling
+    from pentatron.generate.continue_text import generate_texts, load_stages
+    from pentatron.generate.generate import Sampling, build_generation_model
     from pentatron.parallel.collectives import broadcast_object, run_on_some_ranks
 
     options = request.options
@@ -315,7 +315,7 @@ def _generate(request: Request, source: "ModelSource", config: "RunConfig", worl
     stages = run_on_some_ranks(True, lambda: load_stages(source, config, world, dtype), world.everyone)
     assert stages is not None
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
-    model = build_generation_model(stages, config, world)
+    model = build_generation_model(stages, config.model, world)
     texts = generate_texts(model, prompts, options.max_new_tokens, sampling, stop, options.batch_size)
     if words is None:
         # Other ranks take part in the generation, which the generator drives.

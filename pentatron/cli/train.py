@@ -229,28 +229,24 @@ def _work(
 ) -> int:
     """Trains on this rank; returns the exit code."""
     from pentatron.train.model import CONFIGURED
-    from pentatron.train.session import open_session
+    from pentatron.train.session import run_training
 
     config = prepared.resolved.config
     if current_worker() is None:
         # Writes stack traces on the signal and continues, as in a worker of pentatron's launcher.
         faulthandler.register(STACKS_SIGNAL, file=2)
     try:
-        with (
-            joined_process_group(prepared, worker) as (world, resolved),
-            open_session(
+        with joined_process_group(prepared, worker) as (world, resolved):
+            outcome = run_training(
                 resolved,
                 world,
                 entry.resumes,
-                launcher_pid(),
-                program or CONFIGURED,
-                started,
-                lambda error: failure_log_message(error, config, worker.rank),
-                prepared.attempt,
-            ) as session,
-        ):
-            session.set_up()
-            outcome = session.conclude(session.trainer.run())
+                launcher=launcher_pid(),
+                program=program or CONFIGURED,
+                started=started,
+                sentence=lambda error: failure_log_message(error, config, worker.rank),
+                attempt=prepared.attempt,
+            )
     except Exception as error:
         code = report_error(error, config, worker)
         if code is None:

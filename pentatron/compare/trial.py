@@ -24,7 +24,7 @@ from pentatron.parallel.sharding import Fragment, region, sharded_parameters
 from pentatron.parallel.world import World
 from pentatron.settings.run_config import RunConfig
 from pentatron.train.model import ParallelModel, build_parallel_model, model_dtype
-from pentatron.train.step import train_step, validation_loss
+from pentatron.train.step import evaluate, train_step
 from pentatron.train.step_hooks import digest
 
 STEPS = 5
@@ -220,7 +220,7 @@ def train_and_record(
     held = optimizer.model_weights()
     trajectory.held = {(f.tensor, f.start, tuple(f.values.shape)): digest(f.values) for f in held}
     valid = itertools.islice(micro_batches(config, world, 0), config.accumulation)
-    trajectory.validation = validation_loss(model, valid, config.accumulation)
+    trajectory.validation = evaluate(model, valid, config.accumulation)[0]
     return trajectory
 
 

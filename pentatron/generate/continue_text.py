@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,14 +11,7 @@ import torch
 
 from pentatron.data.tokenizer import Tokenizer
 from pentatron.errors import ConfigError, UserError
-from pentatron.generate.generate import (
-    End,
-    GeneratedToken,
-    GenerationModel,
-    Sampling,
-    generate,
-    generation_model,
-)
+from pentatron.generate.generate import End, GenerationModel, Sampling, build_generation_model, generate
 from pentatron.generate.source import ModelSource, find_weights, open_source
 from pentatron.models.causal_lm import CausalLM, build_stages
 from pentatron.nn.options import axes_of
@@ -45,9 +38,8 @@ class Ranks:
 
 def generation_config(source: ModelSource, ranks: Ranks) -> RunConfig:
     """Returns the configuration of the model in this layout; raises if it cannot be split so."""
-    model: dict[str, Any] = {}
-    for section in (source.model, source.moe):
-        model |= {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
+    sections = (source.model, source.moe)
+    model = {field.name: getattr(part, field.name) for part in sections for field in dataclasses.fields(part)}
     if ranks.tensor % ranks.expert:
         raise UserError(
             f"--expert-model-parallel-size {ranks.expert} must divide --tensor-model-parallel-size {ranks.tensor}: experts are "
@@ -74,15 +66,12 @@ def generation_config(source: ModelSource, ranks: Ranks) -> RunConfig:
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }
-    # The rules for training require sequence parallelism with experts on several tensor ranks, and a
-    # divisible length.
-    sequence_parallel = (
-        {"sequence_parallel": True, "seq_length": ranks.tensor} if experts and ranks.tensor > 1 else {}
-    )
     settings = Settings.defaults(**values)
     settings.facts = Facts(ranks.world_size, ranks.world_size)
-    problems = problems_of(settings.changed(**sequence_parallel))
-    if problems:
+    # The rules for training require sequence parallelism with experts on several tensor ranks, and a
+    # divisible length.
+    trained = {"sequence_parallel": True, "seq_length": ranks.tensor} if experts and ranks.tensor > 1 else {}
+    if problems := problems_of(settings.changed(**trained)):
         raise ConfigError(problems)
     return RunConfig.of(settings)
 
@@ -92,22 +81,13 @@ def load_stages(
 ) -> dict[int, CausalLM]:
     """Builds this rank's stages and loads their weights."""
     parts = {n: config.stages[n] for n in config.placement.stages_of(world.at.pipeline)}
+    axes, cpu = axes_of(world, config.parallel), torch.device("cpu")
     # Uninitialized memory: each parameter is replaced when it is loaded.
-    stages = build_stages(
-        config.model, config.moe, parts, axes_of(world, config.parallel), None, torch.device("cpu")
-    )
+    stages = build_stages(config.model, config.moe, parts, axes, None, cpu)
     source.fill(stages.values(), dtype, world.device)
     for stage in stages.values():
         stage.eval()
     return stages
-
-
-def build_generation_model(
-    stages: Mapping[int, CausalLM], config: RunConfig, world: World
-) -> GenerationModel:
-    """Returns the model for `generate`. Every rank of the world must call it."""
-    model = config.model
-    return generation_model(stages, world, model.hidden_size, model.vocab_size, model.max_position_embeddings)
 
 
 @dataclass
@@ -118,12 +98,6 @@ class Text:
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     end: End | None = None
-
-    def add(self, made: GeneratedToken) -> None:
-        if made.choice is not None:
-            self.tokens.append(made.choice.token)
-            self.logprobs.append(made.choice.logprob)
-        self.end = made.end
 
     def decoded(self, tokenizer: Tokenizer) -> str:
         """Decodes the continuation after the prompt, because a token may decode differently at the start of a
@@ -146,16 +120,20 @@ def generate_texts(
     for first in range(0, len(prompts), at_once):
         group = prompts[first : first + at_once]
         for made in generate(model, group, max_new_tokens, sampling, stop, first):
-            texts[made.number].add(made)
-            yield made.number, texts[made.number]
+            text = texts[made.number]
+            if made.choice is not None:
+                text.tokens.append(made.choice.token)
+                text.logprobs.append(made.choice.logprob)
+            text.end = made.end
+            yield made.number, text
 
 
+@dataclass
 class NewText:
     """Yields the new part of a growing text."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
-        self.length = 0
+    tokenizer: Tokenizer
+    length: int = 0
 
     def more(self, text: Text) -> str:
         decoded = text.decoded(self.tokenizer)
@@ -167,13 +145,7 @@ class NewText:
 
 
 def open_continuation(
-    folder: Path,
-    prompt: str,
-    max_tokens: int,
-    temperature: float = 0.8,
-    top_k: int = 40,
-    seed: int = 0,
-    trusted: tuple[str, ...] = (),
+    folder: Path, prompt: str, max_tokens: int, seed: int = 0, trusted: tuple[str, ...] = ()
 ) -> Iterator[str]:
     """Loads the newest checkpoint of a run on this process and returns an iterator over the continuation of
     the prompt.
@@ -186,14 +158,8 @@ def open_continuation(
     if tokenizer is None:
         raise UserError(f"the run in {folder} was trained without a tokenizer, so it cannot continue text")
     config, world = generation_config(source, Ranks()), single_process()
-    model = build_generation_model(load_stages(source, config, world, torch.float32), config, world)
-    sampling = Sampling(temperature, top_k, seed=seed)
-    return _new_text(model, tokenizer, tokenizer.encode(prompt) or [tokenizer.eod], max_tokens, sampling)
-
-
-def _new_text(
-    model: GenerationModel, tokenizer: Tokenizer, prompt: Sequence[int], max_tokens: int, sampling: Sampling
-) -> Iterator[str]:
-    shown = NewText(tokenizer)
-    for _, text in generate_texts(model, [prompt], max_tokens, sampling, frozenset({tokenizer.eod}), 1):
-        yield shown.more(text)
+    model = build_generation_model(load_stages(source, config, world, torch.float32), config.model, world)
+    sampling, shown = Sampling(temperature=0.8, top_k=40, seed=seed), NewText(tokenizer)
+    prompts, stop = [tokenizer.encode(prompt) or [tokenizer.eod]], frozenset({tokenizer.eod})
+    texts = generate_texts(model, prompts, max_tokens, sampling, stop, 1)
+    return (shown.more(text) for _, text in texts)

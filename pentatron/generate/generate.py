@@ -23,6 +23,7 @@ from pentatron.parallel.collectives import all_gather_into, broadcast_, gather_o
 from pentatron.parallel.executor import Executor
 from pentatron.parallel.messages import open_messages
 from pentatron.parallel.world import World
+from pentatron.settings.model import TransformerConfig
 
 
 @dataclass(frozen=True)
@@ -64,17 +65,10 @@ def choose_tokens(
     # NaN propagates to both the maximum and the minimum.
     greatest_B = logits_BV.amax(1)
     finite_B = greatest_B.isfinite() & logits_BV.amin(1).isfinite()
-    if sampling.greedy:
-        return _likeliest(logits_BV, greatest_B, finite_B)
-    return [
-        _sampled(row, sampling, each) if fine else None
-        for row, each, fine in zip(logits_BV, generators, finite_B.tolist())
-    ]
-
-
-def _likeliest(logits_BV: Tensor, greatest_B: Tensor, finite_B: Tensor) -> list[Choice | None]:
-    """Greedy choice for all rows in the precision of the logits; fp64 would be slower than a small model."""
-    # The log probability of the largest logit needs only the sum of exponentials.
+    if not sampling.greedy:
+        rows = zip(logits_BV, generators, finite_B.tolist())
+        return [_sampled(row, sampling, each) if fine else None for row, each, fine in rows]
+    # In the precision of the logits; fp64 would be slower than a small model. The log probability of the largest logit needs only the sum of exponentials.
     sums_B = (logits_BV - greatest_B[:, None]).exp_().sum(1).double()
     # One copy to the host; fp64 represents any token id exactly.
     columns = torch.stack((logits_BV.argmax(1).double(), -sums_B.log(), finite_B.double())).tolist()
@@ -123,9 +117,7 @@ class GenerationModel:
     world: World
     executor: Executor
     schedule: Schedule
-    hidden_size: int
-    vocab_size: int
-    positions: int
+    settings: TransformerConfig
 
     @property
     def sampling_rank(self) -> int:
@@ -133,10 +125,10 @@ class GenerationModel:
         return self.world.everyone.size // self.world.grid.pipeline * (self.world.grid.pipeline - 1)
 
 
-def generation_model(
-    stages: Mapping[int, CausalLM], world: World, hidden_size: int, vocab_size: int, positions: int
+def build_generation_model(
+    stages: Mapping[int, CausalLM], settings: TransformerConfig, world: World
 ) -> GenerationModel:
-    """Builds the model with one stage per pipeline rank.
+    """Returns the model for `generate`, with one stage per pipeline rank.
 
     Every rank must call it: it may create process groups.
     """
@@ -144,7 +136,7 @@ def generation_model(
     schedule = forward_schedule(looped_placement(world.grid.pipeline, 1), 1)
     messages = open_messages(world, schedule.placement)
     executor = Executor(messages, world.at.pipeline, weight.dtype, world.device)
-    return GenerationModel(stages, world, executor, schedule, hidden_size, vocab_size, positions)
+    return GenerationModel(stages, world, executor, schedule, settings)
 
 
 @dataclass(frozen=True)
@@ -169,24 +161,23 @@ def generate(
 
     `first_number` is the number of the first prompt.
     """
-    check_prompts(prompts, model.vocab_size, model.positions)
-    limits = [min(max_new_tokens, model.positions - len(prompt)) for prompt in prompts]
+    positions = model.settings.max_position_embeddings
+    check_prompts(prompts, model.settings.vocab_size, positions)
+    limits = [min(max_new_tokens, positions - len(prompt)) for prompt in prompts]
     generators = [sampling.generator(first_number + row) for row in range(len(prompts))]
     texts = [list(prompt) for prompt in prompts]
     read = _reader(model, capacity=max(map(sum, zip(map(len, prompts), limits))))
     active = list(range(len(prompts)))
     while active:
         for row, choice in _choices(model, read(texts), active, sampling, generators):
-            if choice.token in stop:
-                yield GeneratedToken(first_number + row, None, "stop")
+            end: End | None = "stop" if choice.token in stop else None
+            if end is None:
+                texts[row].append(choice.token)
+                if len(texts[row]) == len(prompts[row]) + limits[row]:
+                    end = "length" if limits[row] == max_new_tokens else "positions"
+            if end is not None:
                 active = [other for other in active if other != row]
-                continue
-            texts[row].append(choice.token)
-            end: End | None = None
-            if len(texts[row]) == len(prompts[row]) + limits[row]:
-                end = "length" if limits[row] == max_new_tokens else "positions"
-                active = [other for other in active if other != row]
-            yield GeneratedToken(first_number + row, choice, end)
+            yield GeneratedToken(first_number + row, None if end == "stop" else choice, end)
 
 
 def _reader(model: GenerationModel, capacity: int) -> Callable[[Sequence[Sequence[int]]], Tensor | None]:
@@ -217,14 +208,13 @@ def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int, positions: 
         name = f"prompt {number + 1}" if len(prompts) > 1 else "the prompt"
         if not prompt:
             raise UserError(f"{name} has no token; give at least one")
-        if len(prompt) >= positions:
+        if (count := len(prompt)) >= positions:
             raise UserError(
-                f"{name} has {len(prompt)} tokens, and the model is made for {positions} in all; shorten it"
+                f"{name} has {count} tokens, and the model is made for {positions} in all; shorten it"
             )
-        wrong = next((token for token in prompt if not 0 <= token < vocab_size), None)
-        if wrong is not None:
+        if wrong := [token for token in prompt if not 0 <= token < vocab_size]:
             raise UserError(
-                f"{name} holds token {wrong}, and the model knows the tokens 0 to {vocab_size - 1}; is this its tokenizer?"
+                f"{name} holds token {wrong[0]}, and the model knows the tokens 0 to {vocab_size - 1}; is this its tokenizer?"
             )
 
 
@@ -254,34 +244,27 @@ def _forward(
 ) -> Tensor | None:
     """Runs one forward through all stages; the last stage returns logits of each sequence's wanted token."""
     device = model.world.device
-    program = _OnePass(
-        model, tokens_BS.to(device), now.positions(device), torch.tensor(wanted, device=device), cache
-    )
+    wanted_B = torch.tensor(wanted, device=device)
+    program = _OnePass(model, tokens_BS.to(device), now.positions(device), wanted_B, cache)
     model.executor.evaluate(model.schedule, program)
     return program.logits_BV
 
 
+@dataclass(eq=False)
 class _OnePass:
     """The program of one forward for the pipeline executor."""
 
-    def __init__(
-        self,
-        model: GenerationModel,
-        tokens_BS: Tensor,
-        positions_BS: Tensor,
-        wanted_B: Tensor,
-        cache: KVCache | None,
-    ) -> None:
-        self.model, self.cache = model, cache
-        self.tokens_BS, self.positions_BS, self.wanted_B = tokens_BS, positions_BS, wanted_B
-        self.logits_BV: Tensor | None = None
+    model: GenerationModel
+    tokens_BS: Tensor
+    positions_BS: Tensor
+    wanted_B: Tensor
+    cache: KVCache | None
+    logits_BV: Tensor | None = None
 
     def forward(self, stage: int, micro_batch: int, received: Tensor | None) -> Tensor:
-        module = self.model.stages[stage]
+        module, inputs = self.model.stages[stage], (self.tokens_BS, self.positions_BS)
         with module.cache_in_use.using(self.cache):
-            output: Tensor = module(
-                self.tokens_BS, self.positions_BS, received_BSD=received, wanted_B=self.wanted_B
-            )
+            output: Tensor = module(*inputs, received_BSD=received, wanted_B=self.wanted_B)
         if stage < self.model.schedule.placement.stages - 1:
             return output
         self.logits_BV = output[:, 0]
@@ -289,7 +272,7 @@ class _OnePass:
         return output.new_zeros(())
 
     def message_shape(self, stage: int, micro_batch: int) -> tuple[int, ...]:
-        return *self.tokens_BS.shape, self.model.hidden_size
+        return *self.tokens_BS.shape, self.model.settings.hidden_size
 
 
 def _choices(
@@ -311,9 +294,8 @@ def _choices(
             of_all_BV = of_all_BV if sampling.greedy else of_all_BV.cpu()
             wanted_BV = of_all_BV if len(rows) == len(of_all_BV) else of_all_BV[list(rows)]
             by_row = choose_tokens(wanted_BV, sampling, [generators[row] for row in rows])
-            for index, choice in enumerate(by_row):
-                if choice is not None:
-                    chosen[index, 0], chosen[index, 1] = choice.token, choice.logprob
+            chosen_here = [(c.token, c.logprob) if c else (-1, 0) for c in by_row]
+            chosen = torch.tensor(chosen_here, dtype=torch.float64)
     broadcast_(chosen, world.everyone, model.sampling_rank)
     if chosen[:, 0].min() < 0:
         raise AgreedError(
@@ -324,9 +306,9 @@ def _choices(
 
 def _whole_vocabulary(logits_BV: Tensor, model: GenerationModel) -> Tensor:
     """Gathers the logits of all tensor ranks and drops the padding."""
-    group = model.world.tensor
+    group, vocab_size = model.world.tensor, model.settings.vocab_size
     if group.size == 1:
-        return logits_BV[:, : model.vocab_size].float()
+        return logits_BV[:, :vocab_size].float()
     parts = logits_BV.new_empty(group.size, *logits_BV.shape)
     all_gather_into(parts.flatten(0, 1), logits_BV.contiguous(), group)
-    return parts.movedim(0, 1).flatten(1)[:, : model.vocab_size].float()
+    return parts.movedim(0, 1).flatten(1)[:, :vocab_size].float()

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from pentatron.checkpoint.find import (
     default_checkpoint_folder,
@@ -17,7 +19,7 @@ from pentatron.checkpoint.find import (
     saved_architecture,
     saved_settings,
 )
-from pentatron.checkpoint.format import Manifest, verify_files
+from pentatron.checkpoint.format import verify_files
 from pentatron.checkpoint.load import WEIGHTS, load_fragments
 from pentatron.checkpoint.store import Checkpoint, CheckpointStore
 from pentatron.checkpoint.tensor_file import DTYPES
@@ -90,11 +92,8 @@ class Source:
             reason = complaints[0] if complaints else f"{store.damaged()[0]} and others were set aside"
             # A run may start over without its own damaged steps, but not without a model that it was told to
             # load.
-            instead = (
-                "start over with --fresh"
-                if set_aside or is_own
-                else "name another folder, or one step of a run"
-            )
+            may_start_over, other = set_aside or is_own, "name another folder, or one step of a run"
+            instead = "start over with --fresh" if may_start_over else other
             raise UserError(
                 f"no checkpoint in {self.folder} is usable ({reason}); put a good one back, or {instead}"
             )
@@ -119,17 +118,13 @@ def find_source(path: Path, megatron: bool = False) -> Source | None:
 
 def named_source(name: str, megatron: bool = False) -> Source:
     """Returns the source that `--load` names; raises if there is none."""
-    source = find_source(Path(name), megatron)
-    if source is not None:
+    if (source := find_source(Path(name), megatron)) is not None:
         return source
-    if not Path(name).exists():
-        raise UserError(
-            f"--load {name} does not exist; check the path, or leave it out to start from scratch"
-        )
-    refuse_other_formats(Path(name))
-    raise UserError(
-        f"--load {name} holds no checkpoint and no Hugging Face model; check the path, or leave it out to start from scratch"
-    )
+    problem = "does not exist"
+    if Path(name).exists():
+        refuse_other_formats(Path(name))
+        problem = "holds no checkpoint and no Hugging Face model"
+    raise UserError(f"--load {name} {problem}; check the path, or leave it out to start from scratch")
 
 
 T = TypeVar("T", TransformerConfig, MoEConfig, DataConfig)
@@ -156,10 +151,9 @@ class ModelSource:
 def find_weights(name: str, verify: bool) -> tuple[Path, list[str]]:
     """Returns the step or Hugging Face folder of `name`, and a sentence about each newer damaged step."""
     path = resolve_folder(name) if is_hub_id(name) else Path(name)
-    source = find_source(path)
-    if source is not None and source.is_huggingface:
-        return path, []
-    if source is not None:
+    if (source := find_source(path)) is not None:
+        if source.is_huggingface:
+            return path, []
         step, complaints = source.newest_step(verify, set_aside=False)
         assert step is not None, "a source has steps"
         return step.folder, complaints
@@ -221,52 +215,42 @@ def _open_step(folder: Path, trusted: tuple[str, ...]) -> ModelSource:
     def fill(stages: Iterable[CausalLM], dtype: torch.dtype, device: torch.device) -> None:
         for stage in stages:
             for held in sharded_parameters(stage):
-                _fill_from_step(folder, manifest, held, dtype, device)
+                held.parameter.data = _load_parameter(step, held).to(device, dtype)
             # Imported steps have weights only; their routers start with the initial state.
             kept = (f for f in router_fragments(loads_of(stage)) if f.tensor in manifest.tensors)
             load_fragments(folder, manifest, kept)
             stage.to(device)
 
-    return ModelSource(
-        folder,
-        model,
-        moe,
-        fill,
-        lambda: _tokenizer_of_step(folder, config),
-        _stop_tokens(origin),
-        follows_file=(origin / "tokenizer.json").exists(),
-    )
+    tokenizer = partial(_tokenizer_of_step, folder, config)
+    follows_file = (origin / "tokenizer.json").exists()
+    return ModelSource(folder, model, moe, fill, tokenizer, _stop_tokens(origin), follows_file)
 
 
-def _fill_from_step(
-    folder: Path, manifest: Manifest, held: ShardedParameter, dtype: torch.dtype, device: torch.device
-) -> None:
-    """Loads one parameter at a time, so that at most one is in memory in its stored dtype."""
-    name = f"{WEIGHTS}{held.tensor}"
-    stored = DTYPES[manifest.tensors[name].dtype] if name in manifest.tensors else torch.float32
+def _load_parameter(step: Checkpoint, held: ShardedParameter) -> Tensor:
+    """Loads one parameter in its stored dtype, in which at most one is in memory at a time."""
+    name, tensors = f"{WEIGHTS}{held.tensor}", step.manifest.tensors
+    stored = DTYPES[tensors[name].dtype] if name in tensors else torch.float32
     # Zeros, because checkpoints do not contain padding.
     values = torch.zeros(held.parameter.shape, dtype=stored)
     wanted = [replace(f, tensor=name) for _, f in fragments_of(held, values.view(-1))]
-    load_fragments(folder, manifest, wanted)
-    held.parameter.data = values.to(device, dtype)
+    load_fragments(step.folder, step.manifest, wanted)
+    return values
 
 
 def tokenizer_path(folder: Path, config: Mapping[str, Any]) -> Path | None:
     """Returns the tokenizer file of a step; None if it is missing or no file was needed."""
     configured = Settings.of_sections(config).tokenizer_model
     paths = [*_kept_tokenizers(folder, config), *([Path(configured)] if configured else [])]
-    return next((path for path in paths if path.exists()), None)
+    return next(filter(Path.exists, paths), None)
 
 
 def _tokenizer_of_step(folder: Path, config: Mapping[str, Any]) -> Tokenizer | None:
-    for path in _kept_tokenizers(folder, config):
-        if path.exists():
-            return FileTokenizer(path)
-    section = config.get("data", {})
+    kept = next(filter(Path.exists, _kept_tokenizers(folder, config)), None)
+    if kept is not None:
+        return FileTokenizer(kept)
     # JSON has lists where settings have tuples.
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in section.items()}
-    data = _section(DataConfig, values)
-    return configured_tokenizer(data, Settings.of_sections(config).vocab_size)
+    data = {n: tuple(v) if isinstance(v, list) else v for n, v in config.get("data", {}).items()}
+    return configured_tokenizer(_section(DataConfig, data), Settings.of_sections(config).vocab_size)
 
 
 def _kept_tokenizers(folder: Path, config: Mapping[str, Any]) -> list[Path]:

@@ -33,7 +33,7 @@ from pentatron.parallel.process_group import destroy_process_group
 from pentatron.settings.run_config import RunConfig
 from pentatron.train.batches import micro_batches
 from pentatron.train.run_folder import log_failure
-from pentatron.train.session import Session, open_session
+from pentatron.train.session import Session, SessionOptions, open_session
 
 # The sets of samples, and what the datasets of a session call them.
 SETS = {"train": "train", "validation": "valid", "test": "test"}
@@ -156,11 +156,12 @@ def _begin(provider: ExtraArguments | None, args_defaults: Mapping[str, Any], no
     try:
         with ExitStack() as opening:
             world, resolved = opening.enter_context(joined_process_group(prepared, worker))
-            session = opening.enter_context(
-                open_session(
-                    resolved, world, entry.resumes, launcher_pid(), program, attempt=prepared.attempt
-                )
-            )
+            options: SessionOptions = {
+                "launcher": launcher_pid(),
+                "program": program,
+                "attempt": prepared.attempt,
+            }
+            session = opening.enter_context(open_session(resolved, world, entry.resumes, **options))
             current_run().stepwise = Stepwise(session, program)
             # Last, so that an exception above closes what was opened.
             atexit.register(_end, opening.pop_all())

@@ -6,8 +6,7 @@ import queue
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -24,16 +23,11 @@ _POLL_SECONDS = 0.2
 _BAD_DATA = 1000
 
 
-class Transport(Protocol):
-    """Moves a batch to the device. A thread calls `enter` and `start`, the consumer `finish`."""
-
-    def enter(self) -> None: ...
-    def start(self, batch: Batch) -> tuple[Batch, object]: ...
-    def finish(self, batch: Batch, started: object) -> Batch: ...
-
-
 class CopyToGPU:
-    """Copies batches asynchronously from page-locked memory on a separate CUDA stream."""
+    """Copies batches asynchronously from page-locked memory on a separate CUDA stream.
+
+    A thread calls `enter` and `start`, the consumer `finish`.
+    """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.stream = stream
@@ -44,7 +38,7 @@ class CopyToGPU:
         # The current device of a new thread is GPU 0: pinning memory would create a CUDA context there.
         torch.cuda.set_device(self.device)
 
-    def start(self, batch: Batch) -> tuple[Batch, object]:
+    def start(self, batch: Batch) -> tuple[Batch, torch.cuda.Event]:
         def copy(tensor: torch.Tensor) -> torch.Tensor:
             pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
             return pinned.to(self.device, non_blocking=True)
@@ -52,8 +46,7 @@ class CopyToGPU:
         with torch.cuda.stream(self.stream):
             return batch.map(copy), self.stream.record_event()
 
-    def finish(self, batch: Batch, started: object) -> Batch:
-        assert isinstance(started, torch.cuda.Event)
+    def finish(self, batch: Batch, started: torch.cuda.Event) -> Batch:
         compute = torch.cuda.current_stream(self.device)
         compute.wait_event(started)
 
@@ -65,16 +58,8 @@ class CopyToGPU:
         return batch.map(recorded)
 
 
-@dataclass(frozen=True)
-class _Failed:
-    error: Exception
-
-
-class _Ended:
-    """Marks the end of the batches."""
-
-
-_Item = tuple[Batch, object] | _Failed | _Ended
+# A batch on its way, or what `__next__` raises in its place.
+_Item = tuple[Batch, torch.cuda.Event] | Exception
 
 
 class Prefetcher(Iterator[Batch]):
@@ -85,7 +70,7 @@ class Prefetcher(Iterator[Batch]):
     is garbage.
     """
 
-    def __init__(self, batches: Iterator[Batch], depth: int, transport: Transport) -> None:
+    def __init__(self, batches: Iterator[Batch], depth: int, transport: CopyToGPU) -> None:
         self._transport = transport
         self._queue: queue.Queue[_Item] = queue.Queue(max(1, depth))
         self._closed = threading.Event()
@@ -97,12 +82,9 @@ class Prefetcher(Iterator[Batch]):
         if self._closed.is_set():
             raise StopIteration
         item = self._queue.get()
-        if isinstance(item, _Ended):
+        if isinstance(item, Exception):
             self.close()
-            raise StopIteration
-        if isinstance(item, _Failed):
-            self.close()
-            raise item.error
+            raise item
         return self._transport.finish(*item)
 
     def close(self) -> None:
@@ -117,29 +99,24 @@ class Prefetcher(Iterator[Batch]):
 
 
 def _prefetch(
-    batches: Iterator[Batch],
-    transport: Transport,
-    items: queue.Queue[_Item],
-    closed: threading.Event,
+    batches: Iterator[Batch], transport: CopyToGPU, items: queue.Queue[_Item], closed: threading.Event
 ) -> None:
     try:
         transport.enter()
         for batch in batches:
             if not _put(transport.start(batch), items, closed):
                 return
-        _put(_Ended(), items, closed)
+        _put(StopIteration(), items, closed)
     except Exception as error:
-        _put(_Failed(error), items, closed)
+        _put(error, items, closed)
 
 
 def _put(item: _Item, items: queue.Queue[_Item], closed: threading.Event) -> bool:
     """Blocks until the queue has room; returns False once it is closed."""
     while not closed.is_set():
-        try:
+        with contextlib.suppress(queue.Full):
             items.put(item, timeout=_POLL_SECONDS)
-        except queue.Full:
-            continue
-        return True
+            return True
     return False
 
 
@@ -154,17 +131,9 @@ def micro_batches(
     assert size
     # Prefetches a whole step: the largest global batch.
     ahead = max(samples for _, samples in config.batch_plan.changes) // (size * world.data.size)
-    on_gpu = world.device.type == "cuda"
-    loader = build_loader(
-        dataset,
-        consumed_samples,
-        size,
-        world.data.rank,
-        world.data.size,
-        num_workers=config.data.num_workers,
-        pin_memory=on_gpu,
-        prefetch_factor=config.data.prefetch_factor,
-    )
+    on_gpu, ranks = world.device.type == "cuda", world.data
+    reading = (config.data.num_workers, on_gpu, config.data.prefetch_factor)
+    loader = build_loader(dataset, consumed_samples, size, ranks.rank, ranks.size, *reading)
     # Starts the worker processes of the loader before the prefetch thread.
     batches = iter(loader)
     return Prefetcher(batches, ahead, CopyToGPU(world.copies)) if on_gpu else batches

@@ -3,6 +3,7 @@
 import contextlib
 import random
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -42,14 +43,10 @@ def random_state(world: World) -> dict[str, Tensor]:
     python = torch.cat((torch.tensor([version, *words]), _bits(float("nan") if gauss is None else gauss)))
     _, twister, *rest, gauss = _NUMPY.get_state(legacy=True)
     numpy = torch.cat((torch.from_numpy(twister.astype(np.int64)), torch.tensor(rest), _bits(gauss)))
-    state = {
-        _name("torch_cpu", world): torch.get_rng_state(),
-        _name("python", world): python,
-        _name("numpy", world): numpy,
-    }
+    state = {"torch_cpu": torch.get_rng_state(), "python": python, "numpy": numpy}
     if world.device.type == "cuda":
-        state[_name("torch_cuda", world)] = torch.cuda.get_rng_state(world.device)
-    return state
+        state["torch_cuda"] = torch.cuda.get_rng_state(world.device)
+    return {_name(generator, world): values for generator, values in state.items()}
 
 
 def restore_random_state(found: Checkpoint, world: World) -> None:
@@ -83,32 +80,29 @@ def _name(generator: str, world: World) -> str:
     return f"rng/{generator}/rank-{world.everyone.rank:05d}"
 
 
+@dataclass(eq=False)
 class Checkpoints:
     """Saves checkpoints of a run. `saved`: the step of the newest checkpoint in its own folder, if any."""
 
-    def __init__(
-        self,
-        model: ParallelModel,
-        optimizer: AnyOptimizer,
-        store: CheckpointStore,
-        state: TrainState,
-        output: Output,
-        saved: int | None,
-    ) -> None:
-        self.config, self.world, self.model, self.optimizer = model.config, model.world, model, optimizer
-        self.store, self.state, self.output = store, state, output
-        self.saver = Saver(store, self.world.everyone, self.config.checkpoint.async_save, output.say)
-        # Steps of the last started and the last finished save.
-        self._started = self._saved = saved
-        optimizer.set_before_update(self.saver.wait_until_copied)
+    model: ParallelModel
+    optimizer: AnyOptimizer
+    store: CheckpointStore
+    state: TrainState
+    output: Output
+    saved: int | None
+
+    def __post_init__(self) -> None:
+        self.config, self.world = self.model.config, self.model.world
+        background = self.config.checkpoint.async_save
+        self.saver = Saver(self.store, self.world.everyone, background, self.output.say)
+        # The step of the last started save.
+        self._started = self.saved
+        self.optimizer.set_before_update(self.saver.wait_until_copied)
 
     @property
     def last(self) -> str:
-        return (
-            "no checkpoint is saved yet"
-            if self._saved is None
-            else f"the last checkpoint is step {self._saved}"
-        )
+        step = self.saved
+        return "no checkpoint is saved yet" if step is None else f"the last checkpoint is step {step}"
 
     def save_or_warn(self) -> None:
         """Saves an intermediate step; warns instead of failing if it cannot be saved."""
@@ -130,14 +124,9 @@ class Checkpoints:
                 self._log(self.saver.wait_for_previous())
             except SaveError as failure:
                 self._warn(failure)
-            self.saver.begin(
-                step,
-                self.optimizer.fragments(owned_only=True),
-                self.model.routers.fragments(owned_only=True),
-                random_state(self.world),
-                self.state.to_json(),
-                self.config.nested(),
-            )
+            changing, own = self.model.routers.fragments(owned_only=True), random_state(self.world)
+            state, config = self.state.to_json(), self.config.nested()
+            self.saver.begin(step, self.optimizer.fragments(owned_only=True), changing, own, state, config)
             if not self.saver.background:
                 self._log(self.saver.settle(wait=True))
         self._started = step
@@ -145,9 +134,7 @@ class Checkpoints:
             self.output.note(
                 f"  scheduled an async checkpoint save at iteration {step:7d} to {self.store.folder}"
             )
-        times = self.model.timers.block(self.world.everyone, only=_SAVE_TIMER)
-        if times is not None:
-            self.output.note(times)
+        self.output.note(self.model.timers.block(self.world.everyone, only=_SAVE_TIMER))
 
     def settle(self, wait: bool = False) -> None:
         """Commits a finished background save. Called between steps, and with `wait` at the end of the run.
@@ -165,7 +152,7 @@ class Checkpoints:
 
     def _warn(self, failure: SaveError) -> None:
         """Training continues: the next save may succeed; stopping would lose the steps since the last."""
-        self._started = self._saved
+        self._started = self.saved
         self.output.say(
             f"warning: {failure.what}; {self.last}. Training goes on and the next save tries again"
         )
@@ -199,10 +186,8 @@ class Checkpoints:
     def _log(self, saved: SavedStep | None) -> None:
         if saved is None:
             return
-        self._saved = saved.step
-        self.output.saved(
-            saved.step,
-            f"  successfully saved checkpoint from iteration {saved.step:7d} to {saved.folder}",
-        )
+        self.saved = saved.step
+        line = f"  successfully saved checkpoint from iteration {saved.step:7d} to {saved.folder}"
+        self.output.saved(saved.step, line)
         if saved.note:
             self.output.say(f"note: {saved.note}")

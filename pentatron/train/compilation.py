@@ -5,12 +5,10 @@ import re
 import time
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from pentatron.errors import UserError
 from pentatron.models.causal_lm import CausalLM
@@ -103,18 +101,12 @@ class Compilation:
         return torch.compiler.set_stance("force_eager") if self.compiled.layers else nullcontext()
 
 
-@dataclass(frozen=True)
-class CheckedCompile:
-    """How layers are compiled on this machine. If None, `notes` has the reason."""
-
-    compile: CompileOptions | None = None
-    notes: tuple[str, ...] = ()
-
-
-def check_compilation(decided: CompileDecision, device: torch.device) -> CheckedCompile:
-    """Returns the decided compilation if the compiler works on this machine."""
+def check_compilation(
+    decided: CompileDecision, device: torch.device
+) -> tuple[CompileOptions | None, tuple[str, ...]]:
+    """Returns the decided compilation if the compiler works on this machine, else None and notes why not."""
     if not decided.on:
-        return CheckedCompile(notes=(decided.disabled_reason,) if decided.disabled_reason else ())
+        return None, (decided.disabled_reason,) if decided.disabled_reason else ()
     problem = _trial(device)
     if problem and decided.required:
         raise UserError(
@@ -122,26 +114,27 @@ def check_compilation(decided: CompileDecision, device: torch.device) -> Checked
             f"use --compile off"
         )
     if problem:
-        return CheckedCompile(
-            notes=(
-                f"layers are not compiled, which costs much of the speed: nothing can be compiled here ({problem}); --compile off runs without "
-                f"this line",
-            )
+        return None, (
+            f"layers are not compiled, which costs much of the speed: nothing can be compiled here ({problem}); --compile off runs without "
+            f"this line",
         )
     # By default a function that does not compile runs eagerly with a warning; with --compile on it is an
     # error.
     torch._dynamo.config.suppress_errors = not decided.required
     # Autotuning may choose other kernels in each run, which sum in another order.
     options = {"deterministic": True} if decided.deterministic else None
-    return CheckedCompile(
-        CompileOptions(options=options, together=decided.together, documents=decided.documents)
-    )
+    return CompileOptions(options=options, together=decided.together, documents=decided.documents), ()
 
 
-def track_compilation(checked: CheckedCompile, stages: Iterable[CausalLM], where: RankStatus) -> Compilation:
-    """Returns the compiled part of the built stages, and starts to time the compiler."""
-    if checked.compile is None:
-        return Compilation(notes=checked.notes)
+def track_compilation(
+    compile: CompileOptions | None, notes: tuple[str, ...], stages: Iterable[CausalLM], where: RankStatus
+) -> Compilation:
+    """Returns the compiled part of stages that were built with the result of `check_compilation`.
+
+    Starts to time the compiler.
+    """
+    if compile is None:
+        return Compilation(notes=notes)
     compiled = compilation_report(layer for stage in stages for layer in stage.layers.values())
     compilation = Compilation(compiled, tuple(f"not compiled: {what}" for what in compiled.left_out))
     if compiled.layers:
@@ -165,26 +158,15 @@ def _in_one_line(message: str) -> str:
 
 def _trial(device: torch.device) -> str:
     """Compiles and runs a small function; returns why that fails, or an empty string."""
-    with _quiet_compiler():
-        try:
-            torch.compile(_double)(torch.ones(8, device=device))
-        except Exception as error:  # a missing or broken compiler raises many types
-            words = str(error).strip().splitlines() or [""]
-            return f"{type(error).__name__}: {words[0][:200]}"
-    return ""
-
-
-def _double(x: Tensor) -> Tensor:
-    return x + x
-
-
-@contextmanager
-def _quiet_compiler() -> Iterator[None]:
-    """Suppresses the log of a failing trial: its exception has the reason."""
+    # The log of a failing trial is suppressed: its exception has the reason.
     log = logging.getLogger("torch._inductor")
     before = log.level
     log.setLevel(logging.CRITICAL)
     try:
-        yield
+        torch.compile(lambda x: x + x)(torch.ones(8, device=device))
+    except Exception as error:  # a missing or broken compiler raises many types
+        words = str(error).strip().splitlines() or [""]
+        return f"{type(error).__name__}: {words[0][:200]}"
     finally:
         log.setLevel(before)
+    return ""

@@ -1,6 +1,7 @@
 """Evaluation on the validation and the test set, during training, after it, or instead of it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from pentatron.checkpoint.state import TrainState
@@ -10,28 +11,30 @@ from pentatron.monitor.report import perplexity
 from pentatron.train.batches import micro_batches, next_step_batches
 from pentatron.train.model import ParallelModel
 from pentatron.train.output import Output
-from pentatron.train.step import EvaluationResult, evaluate
+from pentatron.train.step import evaluate
 from pentatron.train.stop import StopConditions, StopReason
 
+# The loss of an evaluation, and the values that the loss function reported.
+Result = tuple[float, Mapping[str, float]]
 
+
+@dataclass(eq=False)
 class Evaluation:
     """Evaluates and logs the loss.
 
     A validation continues after the samples of the previous one; the test set is read from its start.
     """
 
-    def __init__(
-        self,
-        model: ParallelModel,
-        datasets: Datasets,
-        state: TrainState,
-        output: Output,
-        endings: StopConditions,
-    ) -> None:
-        self.config, self.world, self.model, self.datasets = model.config, model.world, model, datasets
-        self.state, self.output, self.endings = state, output, endings
+    model: ParallelModel
+    datasets: Datasets
+    state: TrainState
+    output: Output
+    endings: StopConditions
+
+    def __post_init__(self) -> None:
+        self.config, self.world = self.model.config, self.model.world
         # Step and result of the last validation over the whole set.
-        self._whole: tuple[int, EvaluationResult] | None = None
+        self._whole: dict[int, Result] = {}
         # Why the last evaluation was interrupted, if it was.
         self.ended_by: StopReason | None = None
         self._validated_step: int | None = None
@@ -51,8 +54,7 @@ class Evaluation:
         """Returns the loss on the test set, logged as "at `where`"."""
         if self.datasets.test is None or (result := self._evaluate(self.datasets.test, 0)) is None:
             return None
-        self._log("test", where, result)
-        return result.loss
+        return self._log("test", where, result)
 
     def validate(self, where: str) -> float | None:
         """Returns the loss on the next validation samples, logged as "at `where`".
@@ -62,27 +64,25 @@ class Evaluation:
         if self.datasets.valid is None:
             return None
         whole = self._is_whole(self.datasets.valid)
-        if whole and self._whole is not None and self._whole[0] == self.state.step:
-            # Neither the weights nor the samples have changed.
-            result: EvaluationResult | None = self._whole[1]
-        else:
+        # At the same step neither the weights nor the samples have changed.
+        result = self._whole.get(self.state.step) if whole else None
+        if result is None:
             result = self._evaluate(self.datasets.valid, self.state.consumed_valid_samples)
         if result is None:
             return None
         if whole:
-            self._whole = self.state.step, result
+            self._whole = {self.state.step: result}
         else:
             self.state.consumed_valid_samples += self.config.train.eval_iters * self.config.eval_batch[0]
         # The final validation may follow one of the same step: the remark explains why its loss differs.
         again = self._validated_step == self.state.step and not whole
         self._validated_step = self.state.step
-        self._log("validation", where, result, " (on the samples after those)" if again else "")
-        return result.loss
+        return self._log("validation", where, result, " (on the samples after those)" if again else "")
 
     def _is_whole(self, samples: Any) -> bool:
         return self.config.train.full_validation and isinstance(samples, FiniteDataset)
 
-    def _evaluate(self, samples: Any, consumed: int) -> EvaluationResult | None:
+    def _evaluate(self, samples: Any, consumed: int) -> Result | None:
         """Evaluates --eval-iters steps, or all samples; returns None if the run is to stop."""
         steps, (size, micro) = self.config.train.eval_iters, self.config.eval_batch
         if self._is_whole(samples):
@@ -109,12 +109,15 @@ class Evaluation:
                 return
             yield from step_batches
 
-    def _log(self, name: str, where: str, result: EvaluationResult, remark: str = "") -> None:
-        values = {"lm loss": result.loss, **result.reported}
+    def _log(self, name: str, where: str, result: Result, remark: str = "") -> float:
+        """Logs the result and returns its loss."""
+        loss, reported = result
+        values = {"lm loss": loss, **reported}
         shown = (f"{n} value: {v:.6E} | {n} PPL: {perplexity(v):.6E} | " for n, v in values.items())
         line = f" validation loss at {where} | {''.join(shown)}"
         rule = "-" * (len(line) + 1)
         for text in (rule, line, rule):
             self.output.note(text)
         if not self.output.echoes:
-            self.output.display.say(f"step {self.state.step:>5}  {name} loss {result.loss:.4f}{remark}")
+            self.output.display.say(f"step {self.state.step:>5}  {name} loss {loss:.4f}{remark}")
+        return loss

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,52 +30,26 @@ from pentatron.settings.decision_types import GraphsDecision
 from pentatron.settings.run_config import RunConfig
 from pentatron.text import binary_size
 
+if TYPE_CHECKING:
+    from pentatron.train.model import MicroBatches
+
 # Share of the free memory that a capture may need.
 _ROOM = 0.8
 
 
-class Computation(StageProgram, Protocol):
-    """The micro-batches of a step, for a model of one stage. `for_one` returns a copy with another input."""
-
-    @property
-    def batches(self) -> Sequence[Batch]: ...
-    @property
-    def keys(self) -> Sequence[DropoutKeys | None]: ...
-    @property
-    def divisor(self) -> Callable[[], Tensor]: ...
-    def for_one(
-        self, batch: Batch, keys: DropoutKeys | None, divisor: Callable[[], Tensor]
-    ) -> "Computation": ...
-
-
-class GraphRecorder(Protocol):
-    """Captures graphs. `record` runs nothing; it returns a function that replays, and its output tensor."""
-
-    def memory_problem(self) -> str:
-        """Returns why the memory does not suffice for a capture, or an empty string."""
-        ...
-
-    def record(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]: ...
-
-    @property
-    def held(self) -> int:
-        """Bytes that are reserved for the graphs."""
-        ...
-
-
 class CudaGraphs:
-    """Captures CUDA graphs in one memory pool.
+    """Captures CUDA graphs in one memory pool. `held`: bytes that are reserved for them.
 
     A graph reuses memory that earlier graphs have freed: they must be replayed in the order of their capture.
     """
 
     def __init__(self, device: torch.device, beside: int = 0) -> None:
         """`beside`: bytes that the run needs outside the pool, and may not have allocated yet."""
-        self.device, self.beside = device, beside
-        self.held = 0
+        self.device, self.beside, self.held = device, beside, 0
         self._pool: Any = None
 
     def memory_problem(self) -> str:
+        """Returns why the memory does not suffice for a capture, or an empty string."""
         needed = torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device)
         free = torch.cuda.mem_get_info(self.device)[0]
         free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
@@ -87,6 +61,7 @@ class CudaGraphs:
         )
 
     def record(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        """Runs nothing; returns a function that replays the graph, and its output tensor."""
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         torch.cuda.empty_cache()
@@ -120,11 +95,9 @@ class _Inputs:
         return cls(batch.map(torch.clone), static_keys, divisor.clone(), torch.ones_like(divisor))
 
     def fit(self, batch: Batch, keys: DropoutKeys | None) -> bool:
-        return (
-            batch.documents is None
-            and (keys is None) is (self.keys is None)
-            and all(a.shape == b.shape and a.dtype == b.dtype for a, b in self._pairs(batch, keys))
-        )
+        if batch.documents is not None or (keys is None) is not (self.keys is None):
+            return False
+        return all(a.shape == b.shape and a.dtype == b.dtype for a, b in self._pairs(batch, keys))
 
     def take(self, batch: Batch, keys: DropoutKeys | None, divisor: Tensor, scale: float) -> None:
         for static, new in self._pairs(batch, keys):
@@ -156,7 +129,7 @@ class GraphReplay:
 
     def __init__(
         self,
-        recorder: GraphRecorder | None = None,
+        recorder: CudaGraphs | None = None,
         required: bool = False,
         notes: tuple[str, ...] = (),
         draws: bool = False,
@@ -174,7 +147,7 @@ class GraphReplay:
         self._seconds = 0.0
         self._news: list[str] = []
 
-    def around(self, program: Computation, optimizer: object, scale: float) -> StageProgram:
+    def around(self, program: "MicroBatches", optimizer: object, scale: float) -> StageProgram:
         """Wraps a program so that captured micro-batches are replayed."""
         if self._recorder is None or not isinstance(optimizer, Optimizer):
             return program
@@ -186,18 +159,16 @@ class GraphReplay:
             yield self._news.pop(0)
 
     def forward(
-        self, program: Computation, optimizer: Optimizer, micro_batch: int, scale: float
+        self, program: "MicroBatches", optimizer: Optimizer, micro_batch: int, scale: float
     ) -> Tensor | None:
         """Runs forward and backward of a micro-batch; returns its loss, or None if it is to run eagerly."""
         batch, keys = program.batches[micro_batch], program.keys[micro_batch]
         holders = optimizer.holders
         values = [holder.values for holder in holders]
-        if self._recorder is None:
-            return None
         # The first micro-batch without packed documents determines the static shapes.
         if self._inputs is None and batch.documents is None:
-            self._inputs = _Inputs.like(batch, keys, program.divisor())
-        if self._inputs is None or not self._inputs.fit(batch, keys):
+            self._inputs = _Inputs.like(batch, keys, program.objective.tokens())
+        if self._recorder is None or self._inputs is None or not self._inputs.fit(batch, keys):
             return None
         state = _gradient_state(values)
         graph = self._graphs.get(state)
@@ -205,22 +176,20 @@ class GraphReplay:
             if state not in self._warm:
                 self._warm.add(state)
                 return None
-            graph = self._record(program, optimizer, holders, values)
+            graph = self._record(program, optimizer, values)
             if graph is None:
                 return None
             self._graphs[state] = graph
         elif not all(now is then for now, then in zip(values, graph.before, strict=True)):
             # The graph would add to gradients at other addresses.
             return None
-        self._inputs.take(batch, keys, program.divisor(), scale)
+        self._inputs.take(batch, keys, program.objective.tokens(), scale)
         graph.replay()
         _set_gradients(holders, graph.after)
         return graph.loss
 
-    def _record(
-        self, program: Computation, optimizer: Optimizer, holders: Sequence[GradientStorage], before: Values
-    ) -> _Graph | None:
-        inputs, recorder = self._inputs, self._recorder
+    def _record(self, program: "MicroBatches", optimizer: Optimizer, before: Values) -> _Graph | None:
+        inputs, recorder, holders = self._inputs, self._recorder, optimizer.holders
         assert inputs is not None and recorder is not None
         static = {id(t) for graph in self._graphs.values() for t in graph.after}
         if not all(t is None or id(t) in static for t in before):
@@ -236,19 +205,17 @@ class GraphReplay:
             return loss.detach()
 
         began = time.perf_counter()
-        problem, ends = "" if self._required else recorder.memory_problem(), self._required
-        if not problem:
-            try:
-                replay, loss = recorder.record(work)
-            except Exception as error:  # capture fails with many types
-                words = str(error).strip().splitlines() or [""]
-                problem, ends = f"{type(error).__name__}: {words[0][:200]}", ends or self._draws
-        if problem:
-            _set_gradients(holders, before)
-            self._give_up(problem, ends)
+        if not self._required and (problem := recorder.memory_problem()):
+            self._give_up(problem)
             return None
-        graph = _Graph(replay, loss, before, [holder.values for holder in holders])
-        _set_gradients(holders, before)
+        try:
+            graph = _Graph(*recorder.record(work), before, [holder.values for holder in holders])
+        except Exception as error:  # capture fails with many types
+            words = str(error).strip().splitlines() or [""]
+            self._give_up(f"{type(error).__name__}: {words[0][:200]}", ends=self._required or self._draws)
+            return None
+        finally:
+            _set_gradients(holders, before)
         self._seconds += time.perf_counter() - began
         count = len(self._graphs) + 1
         graphs = "a CUDA graph" if count == 1 else f"{count} CUDA graphs"
@@ -258,7 +225,7 @@ class GraphReplay:
         ]
         return graph
 
-    def _give_up(self, problem: str, ends: bool) -> None:
+    def _give_up(self, problem: str, ends: bool = False) -> None:
         if ends:
             how = "on" if self._required else "auto"
             raise UserError(
@@ -290,7 +257,7 @@ class _Replayed:
     """Wraps a program. The loss of a replayed micro-batch has no autograd graph: its backward is done."""
 
     recording: GraphReplay
-    program: Computation
+    program: "MicroBatches"
     optimizer: Optimizer
     scale: float
 

@@ -1,8 +1,9 @@
 """Detects NaN/inf and spikes of loss and gradient norm, and finds the module where NaN/inf first appears."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +17,10 @@ from pentatron.parallel.collectives import gather_objects
 from pentatron.parallel.encoding import sendable
 from pentatron.parallel.executor import StageProgram
 from pentatron.parallel.sharding import Shape
-from pentatron.parallel.world import World
+from pentatron.text import plural
 from pentatron.train.model import MicroBatches, ParallelModel
 from pentatron.train.output import Output
-from pentatron.train.step import ComputedStep, StepResult, compute_gradients
+from pentatron.train.step import StepResult, start_step
 
 _WEIGHT, _FORWARD, _BACKWARD, _REDUCED = range(4)
 # A value this many times the largest so far is a spike, once this many updates have been made.
@@ -51,47 +52,33 @@ class NanLocation:
         return where if self.micro_batch < 0 else f"{where}, micro-batch {self.micro_batch}"
 
 
-@dataclass(frozen=True)
-class Diagnosis:
-    """The result of the repeated step, and the origin of its NaN/inf, if it had any."""
-
-    again: ComputedStep
-    origin: NanLocation | None
-
-    @property
-    def repeats(self) -> bool:
-        return not self.again.is_finite
-
-
 def first_nonfinite_gradient(optimizer: AnyOptimizer) -> str | None:
     """Returns the name of this rank's first parameter whose reduced gradient has NaN/inf."""
-    for fragment in optimizer.gradients(owned_only=False):
-        if not _is_finite(fragment.values):
-            return fragment.tensor.removeprefix("gradients/")
-    return None
+    gradients = optimizer.gradients(owned_only=False)
+    return next((f.tensor.removeprefix("gradients/") for f in gradients if not _is_finite(f.values)), None)
 
 
 def repeat_step(
     model: ParallelModel, optimizer: AnyOptimizer, batches: Sequence[Batch], step: int, scale: float
-) -> Diagnosis:
-    """Repeats a step with hooks in every module; overwrites its gradients. Collective."""
-    watch = _Watch(model)
+) -> tuple[StepResult, NanLocation | None]:
+    """Repeats a step with hooks in every module; overwrites its gradients. Collective.
+
+    Returns its result, and the origin of its NaN/inf, if it has any.
+    """
+    watch, rank = _Watch(model), model.world.everyone.rank
     with watch.installed(), model.compilation.off():
-        again = compute_gradients(model, optimizer, batches, step, scale, watch.around)
-    place = _bad_weight(optimizer, model.world) or watch.place
-    if place is None and (name := first_nonfinite_gradient(optimizer)) is not None:
-        place = NanLocation(_REDUCED, 0, -1, 0, model.world.everyone.rank, f"the gradient of {name}")
+        again = start_step(model, optimizer, batches, step, scale, watch.around).wait()
+    # A list: every rank iterates to the end, as `model_weights` may be collective.
+    weights = [
+        (number, f.tensor) for number, f in enumerate(optimizer.model_weights()) if not _is_finite(f.values)
+    ]
+    place = watch.place
+    if weights:
+        place = NanLocation(_WEIGHT, 0, -1, weights[0][0], rank, f"the weight {weights[0][1]}")
+    elif place is None and (name := first_nonfinite_gradient(optimizer)) is not None:
+        place = NanLocation(_REDUCED, 0, -1, 0, rank, f"the gradient of {name}")
     places = [p for p in gather_objects(place, model.world.everyone) if p is not None]
-    return Diagnosis(again, min(places, default=None))
-
-
-def _bad_weight(optimizer: AnyOptimizer, world: World) -> NanLocation | None:
-    place = None
-    # Iterates to the end on every rank: `model_weights` may be collective.
-    for number, fragment in enumerate(optimizer.model_weights()):
-        if place is None and not _is_finite(fragment.values):
-            place = NanLocation(_WEIGHT, 0, -1, number, world.everyone.rank, f"the weight {fragment.tensor}")
-    return place
+    return again, min(places, default=None)
 
 
 class _Watch:
@@ -103,8 +90,7 @@ class _Watch:
         self._program: MicroBatches | None = None
         # Stage and micro-batch of the running forward; None outside, where outputs are not checked.
         self._cell: tuple[int, int] | None = None
-        self._outputs = 0
-        self._gradients = 0
+        self._outputs = self._gradients = 0
 
     def around(self, program: MicroBatches) -> StageProgram:
         self._program = program
@@ -112,18 +98,16 @@ class _Watch:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        handles: list[Any] = []
-        for number, stage in self.model.stages.items():
-            for name, module in stage.named_modules():
-                handles.append(module.register_forward_hook(self._forward_hook(name or "the stage")))
-            for name, parameter in stage.named_parameters():
-                if parameter.requires_grad and type(parameter) is nn.Parameter:
-                    handles.append(parameter.register_hook(self._gradient_hook(number, name)))
-        try:
+        with ExitStack() as handles:
+            for number, stage in self.model.stages.items():
+                for name, module in stage.named_modules():
+                    check = partial(self._check_output, f"the output of {name or 'the stage'}")
+                    handles.callback(module.register_forward_hook(check).remove)
+                for name, parameter in stage.named_parameters():
+                    if parameter.requires_grad and type(parameter) is nn.Parameter:
+                        check = partial(self._check_gradient, number, name)
+                        handles.callback(parameter.register_hook(check).remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def forward(self, stage: int, micro_batch: int, received: Tensor | None) -> Tensor:
         assert self._program is not None
@@ -133,7 +117,7 @@ class _Watch:
         try:
             output = self._program.forward(stage, micro_batch, received)
             if stage == self.model.config.placement.stages - 1:
-                self._check_output(output, "the loss")
+                self._check_output("the loss", output)
             return output
         finally:
             # Recomputation in backward calls the forward hooks again.
@@ -143,31 +127,22 @@ class _Watch:
         assert self._program is not None
         return self._program.message_shape(stage, micro_batch)
 
-    def _forward_hook(self, name: str) -> Any:
-        def hook(module: nn.Module, arguments: Any, output: Any) -> None:
-            self._check_output(output, f"the output of {name}")
-
-        return hook
-
-    def _check_output(self, output: Any, what: str) -> None:
+    def _check_output(self, what: str, *given: Any) -> None:
+        """`given`: what a forward hook is called with, the output last."""
         if self._cell is None:
             return
         self._outputs += 1
-        tensors = output if isinstance(output, tuple | list) else (output,)
-        if all(_is_finite(t) for t in tensors if isinstance(t, Tensor)):
-            return
-        self._keep_first(NanLocation(_FORWARD, *self._cell, self._outputs, self.rank, what))
-        self._cell = None
+        tensors = given[-1] if isinstance(given[-1], tuple | list) else (given[-1],)
+        if not all(_is_finite(t) for t in tensors if isinstance(t, Tensor)):
+            self._keep_first(NanLocation(_FORWARD, *self._cell, self._outputs, self.rank, what))
+            self._cell = None
 
-    def _gradient_hook(self, stage: int, name: str) -> Any:
-        def hook(gradient: Tensor) -> None:
-            self._gradients += 1
-            if not _is_finite(gradient):
-                # Negative, as backward runs from the last stage to the first.
-                what = f"the gradient of {name} before it was summed,"
-                self._keep_first(NanLocation(_BACKWARD, -stage, -1, self._gradients, self.rank, what))
-
-        return hook
+    def _check_gradient(self, stage: int, name: str, gradient: Tensor) -> None:
+        self._gradients += 1
+        if not _is_finite(gradient):
+            # Negative, as backward runs from the last stage to the first.
+            what = f"the gradient of {name} before it was summed,"
+            self._keep_first(NanLocation(_BACKWARD, -stage, -1, self._gradients, self.rank, what))
 
     def _keep_first(self, place: NanLocation) -> None:
         self.place = place if self.place is None else min(self.place, place)
@@ -192,11 +167,6 @@ class NumericsCheck:
         self._rng_states: list[Tensor] = []
         self._empty_steps = 0
 
-    @property
-    def stops(self) -> bool:
-        """Whether NaN/inf ends the run."""
-        return self.config.loop.check_for_nan_in_loss_and_grad
-
     def before_step(self) -> None:
         if self._keeps_rng:
             self._rng_states = [torch.get_rng_state()]
@@ -216,33 +186,28 @@ class NumericsCheck:
         if self.config.loop.rerun_mode == "disabled":
             return AgreedError(f"{event}{first}. {_ADVICE}; {last_saved}")
         self.restore_rng()
-        diagnosis = repeat_step(self.model, self.optimizer, batches, step, scale)
-        if not diagnosis.repeats:
+        again, origin = repeat_step(self.model, self.optimizer, batches, step, scale)
+        if again.updated:
             return NonFiniteError(
-                f"{event}{first}. Computed again, the loss is {diagnosis.again.loss:.6g} and the norm {diagnosis.again.norm:.6g}: a transient "
+                f"{event}{first}. Computed again, the loss is {again.loss:.6g} and the norm {again.gradient_norm:.6g}: a transient "
                 f"fault of a machine rather than of the data; check that rank's memory and GPU; {last_saved}",
                 NonFiniteError.TRANSIENT,
             )
         saved = "Nothing was trained before"
         if step:
-            saved = (
-                f"The checkpoint of step {step} has everything before it"
-                if self.config.checkpoint.save_checkpoints
-                else "Nothing is saved"
-            )
-        origin = "" if diagnosis.origin is None else f", and begins with {diagnosis.origin.sentence()}"
+            saves = self.config.checkpoint.save_checkpoints
+            saved = f"The checkpoint of step {step} has everything before it" if saves else "Nothing is saved"
+        begin = "" if origin is None else f", and begins with {origin.sentence()}"
         return NonFiniteError(
-            f"{event}. Computed again, it is the same{origin}. {_ADVICE}; --iterations-to-skip {step + 1} leaves this step out. "
-            f"{saved}",
+            f"{event}. Computed again, it is the same{begin}. {_ADVICE}; --iterations-to-skip {step + 1} leaves this step out. {saved}",
             NonFiniteError.REPRODUCIBLE,
         )
 
     def _first_time(self, result: StepResult) -> str:
         """Returns which ranks had NaN/inf in the loss, or else a gradient that has it."""
-        own_loss_is_finite = result.own_loss is None or bool(torch.isfinite(result.own_loss))
-        everyone = gather_objects(
-            (own_loss_is_finite, first_nonfinite_gradient(self.optimizer)), self.world.everyone
-        )
+        is_finite = result.own_loss is None or _is_finite(result.own_loss)
+        own = (is_finite, first_nonfinite_gradient(self.optimizer))
+        everyone = gather_objects(own, self.world.everyone)
         ranks = [str(rank) for rank, (is_finite, _) in enumerate(everyone) if not is_finite]
         if ranks:
             return f" (the loss of rank {', '.join(ranks)})"
@@ -260,31 +225,24 @@ class NumericsCheck:
         """Warns of a spike of loss or gradient norm, and of steps in which no label counts."""
         loop, state = self.config.loop, self.state
         if result.loss == 0 and result.gradient_norm == 0:
-            self._count_empty_step()
+            self._empty_steps = count = self._empty_steps + 1
+            # At the first such step, the tenth, the hundredth, ...
+            if str(count).strip("0") == "1":
+                self.output.say(
+                    f"warning: step {state.step + 1}: loss and gradients are 0, in {count} {plural(count, 'step')} so far: no label "
+                    f"counts in the loss, and weight decay alone changes the weights; check the data, its masks and --eod-mask-loss"
+                )
         if state.updates > _STEPS_BEFORE:
-            if loop.check_for_spiky_loss and _is_spike(result.loss, state.largest_loss):
+            if loop.check_for_spiky_loss:
                 self._warn_of_spike("loss", result.loss, state.largest_loss)
-            if loop.check_for_large_grads and _is_spike(result.gradient_norm, state.largest_norm):
+            if loop.check_for_large_grads:
                 self._warn_of_spike("gradient norm", result.gradient_norm, state.largest_norm)
         state.largest_loss = max(state.largest_loss, result.loss)
         state.largest_norm = max(state.largest_norm, result.gradient_norm)
 
-    def _count_empty_step(self) -> None:
-        """Warns at the first such step, the tenth, the hundredth, ..."""
-        self._empty_steps += 1
-        if str(self._empty_steps).strip("0") == "1":
-            steps = "1 step" if self._empty_steps == 1 else f"{self._empty_steps} steps"
-            self.output.say(
-                f"warning: step {self.state.step + 1}: loss and gradients are 0, in {steps} so far: no label counts in the loss, and "
-                f"weight decay alone changes the weights; check the data, its masks and --eod-mask-loss"
-            )
-
     def _warn_of_spike(self, what: str, value: float, before: float) -> None:
-        self.output.say(
-            f"warning: step {self.state.step + 1}: the {what} {value:.6g} is {value / before:.1f} times the largest one before"
-        )
-
-
-def _is_spike(value: float, before: float) -> bool:
-    # `before` is 0 if the largest value is unknown, as after loading a checkpoint of Megatron-LM.
-    return 0 < before * _SPIKE < value
+        # `before` is 0 if the largest value is unknown, as after loading a checkpoint of Megatron-LM.
+        if 0 < before * _SPIKE < value:
+            self.output.say(
+                f"warning: step {self.state.step + 1}: the {what} {value:.6g} is {value / before:.1f} times the largest one before"
+            )

@@ -46,22 +46,14 @@ _COUNTS = 4
 _PAIR = 2
 
 
-@dataclass(frozen=True)
-class Total:
-    """Totals of a step over all ranks. The loss and every gradient are to be multiplied by `ratio`."""
-
-    ratio: float = 1.0
-    reported: Mapping[str, float] = field(default_factory=dict)
-
-
+@dataclass
 class ReportedNames:
     """Names of the values that loss functions report.
 
     All ranks have them in the same order, so that one all-reduce of a tensor exchanges the values of a step.
     """
 
-    def __init__(self) -> None:
-        self.names: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
 
     @property
     def width(self) -> int:
@@ -69,12 +61,12 @@ class ReportedNames:
 
     def learn(self, own: Mapping[str, Tensor], world: World) -> dict[str, tuple[float, float]]:
         """Exchanges the values of a step that has a new name, and adds its names. Collective."""
-        local = {name: (float(pair[0]), float(pair[1])) for name, pair in own.items()}
+        local = {name: tuple(pair.tolist()) for name, pair in own.items()}
         sums: dict[str, tuple[float, float]] = {}
         for values in gather_objects(local, world.everyone):
             for name, (above, below) in values.items():
-                so_far = sums.get(name, (0.0, 0.0))
-                sums[name] = (so_far[0] + above, so_far[1] + below)
+                above_so_far, below_so_far = sums.get(name, (0.0, 0.0))
+                sums[name] = (above_so_far + above, below_so_far + below)
         self.names = tuple(dict.fromkeys((*self.names, *sums)))
         return sums
 
@@ -85,7 +77,7 @@ class Objective:
     A loss is either a sum over tokens, divided by the tokens that count in the whole step, or a mean,
     averaged over all micro-batches and replicas. The number of tokens that a user's loss function counts is
     known only after the last micro-batch. Until then sums are divided by the valid tokens of the data, and
-    `Total.ratio` corrects the result at the end of the step; it is 1 if both numbers are equal.
+    the ratio of `total` corrects the result at the end of the step; it is 1 if both numbers are equal.
     """
 
     def __init__(self, tokens: Callable[[], Tensor], calls: int) -> None:
@@ -125,15 +117,20 @@ class Objective:
             return numbers
         if self.counted:
             numbers[0] = torch.stack(self.counted).sum()
-        unknown = any(name not in names.names for name in self.reported)
+        unknown = not self.reported.keys() <= set(names.names)
         numbers[1:_COUNTS] = torch.tensor([float(len(self.counted)), float(self.means), float(unknown)])
-        for i, name in enumerate(names.names):
+        for pair, name in zip(numbers[_COUNTS:].view(-1, _PAIR), names.names):
             if name in self.reported:
-                numbers[_COUNTS + _PAIR * i : _COUNTS + _PAIR * (i + 1)] = self.reported[name]
+                pair.copy_(self.reported[name])
         return numbers
 
-    def total(self, summed: Tensor, tokens: float, names: ReportedNames, world: World) -> Total:
-        """Returns the totals of a step. `summed`: the tallies of all ranks, on the host. Collective."""
+    def total(
+        self, summed: Tensor, tokens: float, names: ReportedNames, world: World
+    ) -> tuple[float, dict[str, float]]:
+        """Returns the factor that the loss and every gradient lack, and the reported values. Collective.
+
+        `summed`: the tallies of all ranks, on the host.
+        """
         counted, sums, means, unknown = summed[:_COUNTS].tolist()
         if sums and means:
             raise AgreedError(
@@ -151,11 +148,11 @@ class Objective:
             values = dict(zip(names.names, map(tuple, pairs), strict=True))
         # A name that no micro-batch of this step reported has the denominator 0.
         reported = {name: above / below for name, (above, below) in values.items() if below}
-        return Total(tokens / (counted or 1.0) if sums else 1.0, reported)
+        return tokens / (counted or 1.0) if sums else 1.0, reported
 
 
 def ratio_on_device(numbers: Tensor, tokens: Tensor) -> Tensor:
-    """Computes `Total.ratio` from summed tallies on the device, without a host synchronization."""
+    """Computes the ratio of `Objective.total` from summed tallies on the device, without a host synchronization."""
     counted = torch.where(numbers[0] == 0, 1.0, numbers[0])
     return torch.where(numbers[1] > 0, tokens.double() / counted, 1.0)
 
@@ -214,14 +211,8 @@ class Program:
     def forward(self, module: CausalLM, call: StageInputs) -> Tensor:
         """Returns the hidden states for the next stage; in the last stage, the share of the objective."""
         batch = call.batch
-        output: Tensor = module(
-            batch.tokens,
-            batch.position_ids,
-            batch.labels,
-            call.received,
-            call.keys,
-            documents=batch.documents,
-        )
+        inputs = (batch.tokens, batch.position_ids, batch.labels, call.received, call.keys)
+        output: Tensor = module(*inputs, documents=batch.documents)
         return call.objective.share_of_sum((output * batch.loss_mask).sum()) if call.is_last else output
 
 
@@ -275,19 +266,11 @@ class ParallelModel:
             return [None] * len(batches)
         keys: list[DropoutKeys | None] = []
         for number, batch in enumerate(batches):
-            samples, length = batch.tokens.shape
-            positions = self.axes.context.positions(length, batch.tokens.device)[None]
-            keys.append(
-                dropout_keys(
-                    self.config.run.seed,
-                    step,
-                    # Keys depend on the sample within the step, not on the rank that computes it.
-                    first_sample=(number * self.world.data.size + self.world.data.rank) * samples,
-                    batch=samples,
-                    positions=self.axes.tensor.own_sequence(positions)[0],
-                    device=batch.tokens.device,
-                )
-            )
+            (samples, length), device = batch.tokens.shape, batch.tokens.device
+            # Keys depend on the sample within the step, not on the rank that computes it.
+            first = (number * self.world.data.size + self.world.data.rank) * samples
+            positions = self.axes.tensor.own_sequence(self.axes.context.positions(length, device)[None])[0]
+            keys.append(dropout_keys(self.config.run.seed, step, first, samples, positions, device))
         return keys
 
 
@@ -300,15 +283,9 @@ class MicroBatches:
     keys: Sequence[DropoutKeys | None]
     objective: Objective
 
-    @property
-    def divisor(self) -> Callable[[], Tensor]:
-        return self.objective.tokens
-
     def forward(self, stage: int, micro_batch: int, received: Tensor | None) -> Tensor:
-        is_last = stage == self.model.config.placement.stages - 1
-        call = StageInputs(
-            stage, is_last, self.batches[micro_batch], received, self.keys[micro_batch], self.objective
-        )
+        is_last, batch = stage == self.model.config.placement.stages - 1, self.batches[micro_batch]
+        call = StageInputs(stage, is_last, batch, received, self.keys[micro_batch], self.objective)
         return self.model.program.forward(self.model.stages[stage], call)
 
     def for_one(
@@ -319,11 +296,8 @@ class MicroBatches:
 
     def message_shape(self, stage: int, micro_batch: int) -> tuple[int, ...]:
         samples, length = self.batches[micro_batch].tokens.shape
-        return (
-            samples,
-            self.model.axes.tensor.local_sequence_length(length),
-            self.model.config.model.hidden_size,
-        )
+        local_length = self.model.axes.tensor.local_sequence_length(length)
+        return samples, local_length, self.model.config.model.hidden_size
 
 
 # --- building ---
@@ -334,14 +308,14 @@ def device_facts(config: RunConfig, device: torch.device) -> DeviceFacts:
     if device.type != "cuda":
         return DeviceFacts(device.type)
     name, is_nvidia = torch.cuda.get_device_name(device), not torch.version.hip
-    chip = find_chip(name)
-    return DeviceFacts(
-        device.type,
-        name,
-        torch.cuda.get_device_capability(device) if is_nvidia else None,
-        None if chip is None else chip.teraflops(config.precision.name != "fp32"),
-        is_nvidia,
-    )
+    capability = torch.cuda.get_device_capability(device) if is_nvidia else None
+    return DeviceFacts(device.type, name, capability, peak_teraflops(config, device), is_nvidia)
+
+
+def peak_teraflops(config: RunConfig, device: torch.device) -> float | None:
+    """Returns the peak rate of a known GPU in the precision of the run."""
+    chip = find_chip(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return None if chip is None else chip.teraflops(config.precision.name != "fp32")
 
 
 def model_dtype(config: RunConfig) -> torch.dtype:
@@ -361,12 +335,9 @@ def model_options(
     """Returns the options of the model's layers. The executor and the step share `deferred` and `scales`."""
     fp8, options = decisions.fp8, None
     if fp8.format is not None:
-        options = Fp8Options(
-            format=replace(FORMATS[fp8.format], by_rows=fp8.by_rows),
-            layers=fp8.layers,
-            head=fp8.head,
-            scales=scales if keeps_scales(config, fp8, world) else None,
-        )
+        kept = scales if keeps_scales(config, fp8, world) else None
+        form = replace(FORMATS[fp8.format], by_rows=fp8.by_rows)
+        options = Fp8Options(format=form, layers=fp8.layers, head=fp8.head, scales=kept)
     return ModelOptions(
         attention_backend=config.kernels.attention_backend,
         recompute=recompute_of(config.memory),
@@ -390,20 +361,14 @@ def build_parallel_model(config: RunConfig, world: World, program: Program = CON
     parts = {number: config.stages[number] for number in config.placement.stages_of(world.at.pipeline)}
     # An unsharded ZeRO-3 model may exceed the device's memory: `fully_shard` moves it there unit by unit.
     device = torch.device("cpu") if config.parallel.zero_stage == 3 else world.device
-    checked = check_compilation(decisions.compilation, world.device)
+    compile, notes = check_compilation(decisions.compilation, world.device)
     deferred, scales = DeferredGradients(), WeightScales(world.device)
-    options = model_options(config, decisions, checked.compile, deferred, scales, world)
+    options = model_options(config, decisions, compile, deferred, scales, world)
     stages = program.build_stages(config, parts, axes, device, options)
-    compilation = track_compilation(checked, stages.values(), world.whereabouts)
+    compilation = track_compilation(compile, notes, stages.values(), world.whereabouts)
     timers = Timers(config.loop.timing_log_level, config.loop.timing_log_option, world.device)
-    executor = Executor(
-        open_messages(world, config.placement),
-        world.at.pipeline,
-        model_dtype(config),
-        world.device,
-        deferred,
-        timers,
-    )
+    messages = open_messages(world, config.placement)
+    executor = Executor(messages, world.at.pipeline, model_dtype(config), world.device, deferred, timers)
     routers = RouterLoads(config, world, stages)
     recording = build_graph_replay(config, decisions.graphs, world.device)
     return ParallelModel(

@@ -110,15 +110,14 @@ def open_folders(
     folder.create()
     if writes_steps and save != run:
         RunFolder(Path(config.checkpoint.save)).create()
-    opened = FolderLocks()
-    places = [run, *([save] if writes_steps and save != run else [])]
-    checkpoints = run / _CHECKPOINTS
-    if start is Start.ANEW and checkpoints.is_dir() and checkpoints.resolve() not in places:
+    opened, places = FolderLocks(), {run: "--run-dir"}
+    if writes_steps:
+        places.setdefault(save, "--save")
+    if start is Start.ANEW and (run / _CHECKPOINTS).is_dir():
         # Locked because it is moved aside: another job may be saving there.
-        places.append(checkpoints.resolve())
+        places.setdefault((run / _CHECKPOINTS).resolve(), "--save")
     try:
-        for place in places:
-            flag = "--run-dir" if place == run else "--save"
+        for place, flag in places.items():
             lock = lock_folder(place, display.say, f"stop it, or choose another {flag}")
             opened.locks.append(cleanup.enter_context(lock))
         # Again under the locks: another job may have changed the folders since.
@@ -128,10 +127,9 @@ def open_folders(
             taken.withdraw()
         raise
     contents, foreign = inspected[0], recorded_foreign(run)
-    if contents.holds_run:
-        for entry in contents.others:
-            if _PARTIAL.fullmatch(entry.name) and entry.name not in foreign and entry.parent == run:
-                entry.unlink()
+    for entry in contents.others if contents.holds_run else ():
+        if _PARTIAL.fullmatch(entry.name) and entry.name not in foreign and entry.parent == run:
+            entry.unlink()
     if start is Start.ANEW:
         for line in _move_aside(inspected):
             display.say(line)
@@ -144,14 +142,11 @@ def open_folders(
     if not config.train.skip_train or not (run / JOB).exists():
         foreign = [str(path.relative_to(run)) for path in contents.others if path.exists()]
         write_job(run, None if config.train.skip_train else attempt, foreign)
-    return opened
-
-
-def mark_existing_steps(config: RunConfig) -> None:
-    """Records existing steps as an earlier run's, so that an early restart does not resume them."""
     store = CheckpointStore(Path(config.checkpoint.save), keep=None)
-    if store.steps():
+    if start is Start.IN_PLACE and not config.train.skip_train and store.steps():
+        # Existing steps are recorded as an earlier run's, so that an early restart does not resume them.
         store.start_new_run()
+    return opened
 
 
 def _inputs(config: RunConfig) -> list[str]:
@@ -181,9 +176,12 @@ class Contents:
 def list_contents(folder: Path, save: Path | None = None) -> Contents:
     """Lists a folder. `save`: the checkpoint folder, which is listed too if it lies inside."""
     entries = sorted(folder.iterdir()) if folder.is_dir() else []
-    below = [folder / _CHECKPOINTS, *([save] if save is not None and save.is_relative_to(folder) else [])]
-    inner = {place: _entries_below(place, folder) for place in below if place != folder}
-    paths = [*(path for inner_paths in inner.values() for path in inner_paths), *entries]
+    below = {folder / _CHECKPOINTS: None}
+    if save is not None and save.is_relative_to(folder) and save != folder:
+        below[save] = None
+    # Symbolic links out of the run folder are not followed.
+    followed = [p for p in below if not p.is_symlink() and p.is_dir() and p.resolve().is_relative_to(folder)]
+    paths = [*(path for place in followed for path in sorted(place.iterdir())), *entries]
     # A name such as `data` or `train.log` alone does not show that a run used the folder.
     holds_run = (
         is_run_config(folder / "config.yaml")
@@ -197,17 +195,10 @@ def list_contents(folder: Path, save: Path | None = None) -> Contents:
     made += [path for path in _output_folders(folder) if not foreign.intersection((path, *path.parents))]
     made = [path for path in dict.fromkeys(made) if path.name != LOCK]
     # Files of runs, and folders whose entries were listed one by one.
-    seen = {*made, *(parent for path in (*made, *inner) for parent in (path, *path.parents))}
+    seen = {*made, *(parent for path in (*made, *below) for parent in (path, *path.parents))}
     others = [path for path in dict.fromkeys(paths) if path not in seen and path.name != LOCK]
     steps_first = sorted(made, key=lambda path: not _STEPS.fullmatch(path.name))
     return Contents(folder, True, tuple(steps_first), tuple(others))
-
-
-def _entries_below(place: Path, folder: Path) -> list[Path]:
-    """Lists a checkpoint folder inside the run folder. Symbolic links out of it are not followed."""
-    if place.is_symlink() or not place.is_dir() or not place.resolve().is_relative_to(folder):
-        return []
-    return sorted(place.iterdir())
 
 
 def _is_our_step(entry: Path) -> bool:
@@ -263,9 +254,8 @@ def _inspect(run: Path, save: Path, start: Start, inputs: Iterable[str]) -> list
     inspected = [list_contents(run, save)]
     if not save.is_relative_to(run):
         inspected.append(list_contents(save))
-    others = inspected[0].others
-    overwritten = [entry for entry in others if _REPLACED.fullmatch(entry.name) and not entry.is_dir()]
-    if overwritten and not inspected[0].holds_run:
+    others = () if inspected[0].holds_run else inspected[0].others
+    if overwritten := [entry for entry in others if _REPLACED.fullmatch(entry.name) and not entry.is_dir()]:
         raise UserError(
             f"{overwritten[0]} is not the file of a run, and a run would overwrite it; choose another folder with --run-dir"
         )
@@ -350,19 +340,12 @@ def check_disk_space(
             with contextlib.suppress(OSError):
                 store.remove_leftovers()
         return []
-    size = checkpoint_bytes(model, optimizer, store)
+    owned = (optimizer.fragments(owned_only=True), model.routers.fragments(owned_only=True))
+    parts = itertools.chain(*owned, rank_local_fragments(random_state(world)))
+    # The size of a checkpoint over all ranks, without the small manifest.
+    size = sum(gather_objects(sum(map(store.bytes_of, parts)), world.everyone))
     check = partial(_check_free_space, config, store, size, left, state.step)
     return run_on_some_ranks(world.is_first, check, world.everyone) or []
-
-
-def checkpoint_bytes(model: ParallelModel, optimizer: AnyOptimizer, store: CheckpointStore) -> int:
-    """Returns the size of a checkpoint over all ranks, without the small manifest. Collective."""
-    parts = itertools.chain(
-        optimizer.fragments(owned_only=True),
-        model.routers.fragments(owned_only=True),
-        rank_local_fragments(random_state(model.world)),
-    )
-    return sum(gather_objects(sum(map(store.bytes_of, parts)), model.world.everyone))
 
 
 def saves_left(config: RunConfig, step: int) -> int:
@@ -385,8 +368,7 @@ def _check_free_space(
             f"choose another folder with --save, or train without checkpoints (--no-save-checkpoints)"
         )
     keep, interval = config.checkpoint.keep_checkpoints, config.checkpoint.save_retain_interval
-    last = config.train.train_iters
-    retained = 0 if interval is None or last is None else last // interval - step // interval
+    retained = 0 if interval is None else config.train.train_iters // interval - step // interval
     # The oldest checkpoint is removed only after a new one is complete.
     at_once = left if keep is None else min(left, max(1, keep + 1 - len(store.steps())) + retained)
     if free >= at_once * size:

@@ -1,10 +1,10 @@
 """Output of a run: terminal, log file and recorders (metrics, TensorBoard, Weights & Biases)."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +60,10 @@ class Output:
         self.display.say(text)
         self._write(text)
 
-    def note(self, text: str) -> None:
-        """Writes a line to the log, and to the terminal if that shows the log."""
+    def note(self, text: str | None) -> None:
+        """Writes a line, if there is one, to the log, and to the terminal if that shows the log."""
+        if text is None:
+            return
         if self.echoes:
             self.display.say(text)
         self._write(text)
@@ -76,10 +78,7 @@ class Output:
         self.attempt("train.log", lambda: log.write(f"{printable_without_secrets(text)}\n"))
 
     def attempt(
-        self,
-        what: str,
-        write: Callable[[], object],
-        else_: str = "training goes on, and it will lack lines",
+        self, what: str, write: Callable[[], object], else_: str = "training goes on, and it will lack lines"
     ) -> None:
         """Writes a file; warns once instead of failing, as on a full disk. `else_`: the consequence."""
         if not self.may_write():
@@ -93,13 +92,11 @@ class Output:
 
     def _recorded(self, write: Callable[[Recorder], None]) -> None:
         for recorder in self.recorders:
-            self.attempt(recorder.name, functools.partial(write, recorder))
+            self.attempt(recorder.name, partial(write, recorder))
 
     def step(self, report: StepReport, eta_seconds: float) -> None:
         self.display.step(report, eta_seconds)
-        line = self.lines.after(report, datetime.now()) if self.lines else None
-        if line is not None:
-            self.note(line)
+        self.note(self.lines.after(report, datetime.now()) if self.lines else None)
 
     def record(self, report: StepReport, validation: float | None) -> None:
         self._recorded(lambda recorder: recorder.record(report, validation))
@@ -119,12 +116,10 @@ class Output:
         """Closes log and recorders, ignoring errors."""
         if not self.may_write():
             return
-        for close in (
-            *(recorder.close for recorder in self.recorders),
-            *([self.log.close] if self.log else []),
-        ):
+        opened: list[Recorder | AppendedFile] = [*self.recorders, *([self.log] if self.log else [])]
+        for one in opened:
             with contextlib.suppress(OSError):
-                close()
+                one.close()
 
 
 def open_recorders(
@@ -139,7 +134,7 @@ def open_recorders(
 
     A failure of TensorBoard or Weights & Biases is a warning.
     """
-    log = config.log
+    log, interval = config.log, config.log.tensorboard_log_interval
     yield MetricsFile(folder.metrics, state.step, tell)
     choices = OptionalScalars(
         timers=log.log_timers_to_tensorboard,
@@ -149,40 +144,31 @@ def open_recorders(
     )
     if log.tensorboard_dir is not None:
         events = Path(log.tensorboard_dir)
-        yield TolerantRecorder(
-            f"TensorBoard in {events}",
-            lambda: TensorBoard(events, config.flat(), choices, log.tensorboard_log_interval, state.step),
-            tell,
-        )
+        board = partial(TensorBoard, events, config.flat(), choices, interval, state.step)
+        yield TolerantRecorder(f"TensorBoard in {events}", board, tell)
     if log.wandb_project is not None:
-        place = WandbDestination(
-            project=log.wandb_project,
-            name=log.wandb_exp_name or folder.path.name,
-            entity=log.wandb_entity,
-            folder=Path(log.wandb_save_dir) if log.wandb_save_dir else folder.path / "wandb",
-        )
-        yield TolerantRecorder(
-            "Weights & Biases",
-            lambda: WeightsAndBiases(place, config.nested(), choices, log.tensorboard_log_interval),
-            tell,
-        )
+        name, entity = log.wandb_exp_name or folder.path.name, log.wandb_entity
+        saved_to = Path(log.wandb_save_dir) if log.wandb_save_dir else folder.path / "wandb"
+        place = WandbDestination(project=log.wandb_project, name=name, entity=entity, folder=saved_to)
+        biases = partial(WeightsAndBiases, place, config.nested(), choices, interval)
+        yield TolerantRecorder("Weights & Biases", biases, tell)
     if log.log_progress:
-        path = Path(config.checkpoint.save) / "progress.txt"
-        yield ProgressFile(
-            path, config.launch.job_id or "", world.everyone.size, state.flops, state.consumed_tokens
-        )
+        path, job = Path(config.checkpoint.save) / "progress.txt", config.launch.job_id or ""
+        yield ProgressFile(path, job, world.everyone.size, state.flops, state.consumed_tokens)
     if log.save_performance_summary:
-        yield PerformanceSummary(
-            folder.path / "performance_summary.json", _run_properties(config, world, parameters)
-        )
+        properties = _run_properties(config, world, parameters)
+        yield PerformanceSummary(folder.path / "performance_summary.json", properties)
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def _run_properties(config: RunConfig, world: World, parameters: int) -> dict[str, Any]:
     grid = config.grid
-    on_gpu = world.device.type == "cuda"
     return {
         "parameters": parameters,
-        "device": torch.cuda.get_device_name(world.device) if on_gpu else "CPU",
+        "device": device_name(world.device),
         "torch": torch.__version__,
         "world_size": grid.world_size,
         "tensor_parallel": grid.tensor,

@@ -45,18 +45,11 @@ def fp8_notices(decided: Fp8Decision, stages: Iterable[CausalLM]) -> list[str]:
             for name, module in _in_bf16(layer) if int(number) in decided.layers else ():
                 (without if module.options.fp8 is None else small).add(name)
         small |= {"head" for _, module in _in_bf16(_head(stage)) if module.options.fp8 is not None}
-    notices = []
-    if small:
-        notices.append(
-            f"--fp8: matrices stay in bf16 where a side is no multiple of {FP8_MULTIPLE}: {', '.join(sorted(small))}"
-        )
-    if without:
-        notices.append(
-            f"--fp8: matrices of layers of your own stay in bf16 where they are built without axes: {', '.join(sorted(without))}"
-        )
-    if decided.experts_in_bf16:
-        notices.append("--fp8: the matmuls of experts stay in bf16")
-    return notices
+    where_small = f"--fp8: matrices stay in bf16 where a side is no multiple of {FP8_MULTIPLE}"
+    where_own = "--fp8: matrices of layers of your own stay in bf16 where they are built without axes"
+    lists = ((where_small, small), (where_own, without))
+    notices = [f"{where}: {', '.join(sorted(names))}" for where, names in lists if names]
+    return [*notices, *["--fp8: the matmuls of experts stay in bf16"] * decided.experts_in_bf16]
 
 
 def _in_bf16(whole: nn.Module | None) -> Iterator[tuple[str, WeightedModule]]:
@@ -75,13 +68,11 @@ def _head(stage: CausalLM) -> VocabParallelEmbedding | None:
 def check_start(resolved: Resolved, world: World) -> None:
     """Checks, before the model is built, fp8 support and, if the run starts at step 0, its batch sizes."""
     check_fp8_support(decide(resolved.config, device_facts(resolved.config, world.device)).fp8)
-    save, load = resolved.config.checkpoint.save, resolved.config.checkpoint.load
-    loads_another = (
-        resolved.given("load") and load is not None and Path(load).resolve() != Path(save).resolve()
-    )
+    save, load = Path(resolved.config.checkpoint.save), resolved.config.checkpoint.load
+    loads_another = resolved.given("load") and load is not None and Path(load).resolve() != save.resolve()
 
     def require() -> None:
-        if not (loads_another or CheckpointStore(Path(save), keep=None).steps()):
+        if not (loads_another or CheckpointStore(save, keep=None).steps()):
             check_batch_sizes(resolved.config, TrainState())
 
     run_on_some_ranks(world.is_first, require, world.everyone)
@@ -118,7 +109,11 @@ _WORDS: dict[str, Callable[[Any], str]] = {
 
 def environment_here(world: World) -> dict[str, Any]:
     """Returns what may change the last bits of results: versions, devices, threads, ... Collective."""
-    local = (_device(world.device), torch.get_num_threads(), socket.gethostname())
+    # The order of sums depends on the instruction set, not on the model of the CPU.
+    device = f"CPU ({torch.backends.cpu.get_cpu_capability()})"
+    if world.device.type == "cuda":
+        device = torch.cuda.get_device_name(world.device)
+    local = (device, torch.get_num_threads(), socket.gethostname())
     devices, threads, hosts = (sorted(set(values)) for values in zip(*gather_objects(local, world.everyone)))
     return {
         "pentatron": __version__,
@@ -133,13 +128,6 @@ def environment_here(world: World) -> dict[str, Any]:
     }
 
 
-def _device(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    # The order of sums depends on the instruction set, not on the model of the CPU.
-    return f"CPU ({torch.backends.cpu.get_cpu_capability()})"
-
-
 def _backend(world: World) -> str | None:
     if world.everyone.size == 1:
         return None
@@ -152,20 +140,18 @@ def update_environment(world: World, state: TrainState) -> list[str]:
     """Stores the environment in `state`; returns a note if it differs from the checkpoint's. Collective."""
     before, now = state.environment, environment_here(world)
     state.environment = now
-    different = [name for name in _WORDS if name in before and before[name] != now[name]]
+    different = {name: before[name] for name in _WORDS if name in before and before[name] != now[name]}
     # A change between one and several processes is reported as a change of the layout. Threads matter on CPUs
     # only.
-    if None in (before.get("backend"), now["backend"]):
-        different = [name for name in different if name not in ("backend", "machines")]
+    ignored = {"backend", "machines"} if None in (before.get("backend"), now["backend"]) else set()
     if world.device.type == "cuda" and before.get("cuda"):
-        different = [name for name in different if name != "threads"]
-    if not different:
+        ignored.add("threads")
+    then = {name: value for name, value in different.items() if name not in ignored}
+    if not then:
         return []
-    then, here = (
-        ", ".join(_WORDS[name](environment[name]) for name in different) for environment in (before, now)
-    )
+    here = describe_environment({name: now[name] for name in then})
     return [
-        f"the checkpoint was made with {then}, and this run has {here}: numbers may differ in the last bits"
+        f"the checkpoint was made with {describe_environment(then)}, and this run has {here}: numbers may differ in the last bits"
     ]
 
 

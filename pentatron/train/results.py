@@ -3,8 +3,6 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
-
 from pentatron.data.datasets import Datasets
 from pentatron.errors import UserError, describe_os_error
 from pentatron.files import write_file
@@ -14,7 +12,7 @@ from pentatron.monitor.metrics import damaged_lines, read_metrics
 from pentatron.parallel.world import World
 from pentatron.settings.run_config import RunConfig, size_problem
 from pentatron.text import format_abbreviated, plural
-from pentatron.train.output import Output
+from pentatron.train.output import Output, device_name
 from pentatron.train.run_folder import RunFolder
 
 _LAST_STEPS = 10
@@ -24,8 +22,7 @@ WITHOUT_IT = "the run is complete without it"
 
 def describe_run(config: RunConfig, world: World, parameters: int) -> str:
     """Describes model, layout, device and batch in one line."""
-    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
-    size = world.everyone.size
+    device, size = device_name(world.device), world.everyone.size
     return (
         f"model: {format_abbreviated(parameters)} parameters, {config.model.num_layers} layers; "
         f"{size} {plural(size, 'process')} ({_axes(config)}) on {device}, {config.precision.described}; "
@@ -36,15 +33,13 @@ def describe_run(config: RunConfig, world: World, parameters: int) -> str:
 def _axes(config: RunConfig) -> str:
     """Formats the axes with more than one rank, as `2 tensor + sequence × 2 pipeline`."""
     grid, parallel = config.grid, config.parallel
-    shown = []
-    if grid.tensor > 1:
-        shown.append(f"{grid.tensor} tensor" + (" + sequence" if parallel.sequence_parallel else ""))
-    if grid.context > 1:
-        shown.append(f"{grid.context} context ({parallel.cp_comm_type})")
-    if grid.pipeline > 1:
-        shown.append(f"{grid.pipeline} pipeline")
-    if grid.data > 1:
-        shown.append(f"{grid.data} data")
+    axes = {
+        "tensor + sequence" if parallel.sequence_parallel else "tensor": grid.tensor,
+        f"context ({parallel.cp_comm_type})": grid.context,
+        "pipeline": grid.pipeline,
+        "data": grid.data,
+    }
+    shown = [f"{size} {axis}" for axis, size in axes.items() if size > 1]
     shared = parallel.zero_stage > 0 and grid.data * grid.context > 1
     groups = f" in {grid.instances} groups" if grid.instances > 1 else ""
     zero = f" with ZeRO-{parallel.zero_stage}{groups}" if shared else ""
@@ -77,9 +72,11 @@ def _sizes(config: RunConfig, number_of: Callable[[int], int]) -> str:
 def draw_curve(folder: RunFolder) -> None:
     # Rows of steps with NaN have no loss.
     rows = read_metrics(folder.metrics)
-    training = [(float(r["step"]), float(r["loss"])) for r in rows if "loss" in r]
+    training, validation = (
+        [(float(row["step"]), float(row[name])) for row in rows if name in row]
+        for name in ("loss", "validation_loss")
+    )
     if training:
-        validation = [(float(r["step"]), float(r["validation_loss"])) for r in rows if "validation_loss" in r]
         title = f"{folder.path.name}: loss by step"
         write_file(folder.curve, loss_curve(title, training, validation).encode())
 
@@ -123,24 +120,20 @@ def _show_sample(config: RunConfig, folder: RunFolder, datasets: Datasets, outpu
         return
     try:
         # The ranks hold parts of the model only; the last checkpoint has all of it.
-        pieces = open_continuation(
-            Path(config.checkpoint.save),
-            prompt,
-            config.run.sample_tokens,
-            seed=config.run.seed,
-            trusted=config.model.spec,
-        )
+        run, folder_of_steps = config.run, Path(config.checkpoint.save)
+        pieces = open_continuation(folder_of_steps, prompt, run.sample_tokens, run.seed, config.model.spec)
         sample = prompt + "".join(pieces)
     except (UserError, OSError) as error:
         why = describe_os_error(error) if isinstance(error, OSError) else error
         output.say(f"note: there is no sample of what it writes (--sample-prompt): {why}")
         return
-    output.attempt(
-        "sample.txt",
-        lambda: write_file(folder.sample, f"{sample}\n".encode(errors="backslashreplace")),
-        WITHOUT_IT,
+    content = f"{sample}\n".encode(errors="backslashreplace")
+    output.attempt("sample.txt", lambda: write_file(folder.sample, content), WITHOUT_IT)
+    # Control characters, which an untrained model emits, would be interpreted by the terminal.
+    lines = (
+        "".join(c if c.isprintable() or c == "\t" else "·" for c in line) for line in sample.splitlines()
     )
-    shown = "\n".join(f"    {_printable(line)}" for line in sample.splitlines())
+    shown = "\n".join(f"    {line}" for line in lines)
     output.say(f"a sample of what it writes now:\n{shown}")
 
 
@@ -151,8 +144,3 @@ def _fall(losses: Sequence[float]) -> str:
     if len(losses) == 1 or not first:
         return f"loss {last:.3f}"
     return f"loss {first:.3f} → {last:.3f} ({'down' if last <= first else 'up'} {100 * abs(1 - last / first):.0f} %)"
-
-
-def _printable(line: str) -> str:
-    """Replaces control characters, which an untrained model emits and the terminal would interpret."""
-    return "".join(c if c.isprintable() or c == "\t" else "·" for c in line)

@@ -1,9 +1,9 @@
 """Starting point of a run: its own newest checkpoint, else what --load names, else initial weights."""
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,7 +26,7 @@ from pentatron.optim.update_rules import rule_of_checkpoint
 from pentatron.parallel.collectives import broadcast_object, run_on_some_ranks
 from pentatron.parallel.sharding import Fragment
 from pentatron.parallel.world import World
-from pentatron.settings.declaration import FREE, ORDER, SILENT, OnResume
+from pentatron.settings.declaration import FREE, ORDER, SILENT, Setting
 from pentatron.settings.loaded_architecture import LOADED_PREFIX, architecture, architecture_differences
 from pentatron.settings.output import CheckpointConfig
 from pentatron.settings.resolve import Resolved
@@ -56,7 +56,7 @@ class StartPoint:
     remarks: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class StartPointLoader:
     """Loads model and optimizer from the run's newest valid checkpoint, else from what --load names.
 
@@ -71,14 +71,13 @@ class StartPointLoader:
     data: OpenedData | None
     start: Start
 
-    @property
-    def config(self) -> RunConfig:
-        return self.resolved.config
-
-    @property
-    def given_choices(self) -> list[str]:
-        """Returns the given flags that choose what is loaded, such as --finetune."""
-        return [table()[n].flag for n in LOAD_OPTIONS if getattr(self.config.checkpoint, n)]
+    def __post_init__(self) -> None:
+        self.config = self.resolved.config
+        # The given flags that choose what is loaded, such as --finetune.
+        self.given_choices = [table()[n].flag for n in LOAD_OPTIONS if getattr(self.config.checkpoint, n)]
+        # Whether --load names the checkpoint folder of this run, or its run folder.
+        load = self.config.checkpoint.load
+        self.loads_itself = load is None or is_checkpoint_folder(load, str(self.store.folder))
 
     def load(self) -> StartPoint:
         """Returns the starting point of the run. Collective."""
@@ -88,29 +87,24 @@ class StartPointLoader:
             found, complaints = self._newest_step(own_steps, set_aside=True)
         if found is not None:
             began = self._resume(found) if self._is_own(found) else self._from_unowned_step(found)
-            return dataclasses.replace(began, notes=[*complaints, *began.notes])
-        load = self.config.checkpoint.load
+            return replace(began, notes=[*complaints, *began.notes])
+        load, is_own = self.config.checkpoint.load, self.loads_itself
         if not self.resolved.given("load") or load is None:
             return self._from_initial_weights()
         megatron = self.config.checkpoint.ckpt_format is not None
-        own_source = (
-            self._on_first_rank(lambda: find_source(Path(load), megatron)) if self._loads_itself() else None
+        source = self._on_first_rank(
+            lambda: find_source(Path(load), megatron) if is_own else named_source(load, megatron)
         )
-        if self._loads_itself() and (
-            own_source is None or not (own_source.is_foreign or self.start is Start.IN_PLACE)
-        ):
+        if source is None or (is_own and not source.is_foreign and self.start is not Start.IN_PLACE):
             # --load may name the folder of --save, which is empty at first.
             return self._from_initial_weights()
-        source = own_source or self._on_first_rank(lambda: named_source(load, megatron))
         if source.is_huggingface:
             return self._from_huggingface(source)
         # Damaged steps are renamed in the run's own folder only: another run may be using the other folder.
-        found, complaints = self._newest_step(
-            source, set_aside=self._loads_itself() and not source.is_foreign
-        )
+        found, complaints = self._newest_step(source, set_aside=is_own and not source.is_foreign)
         assert found is not None, "a source has steps"
         began = self._from_step(found)
-        return dataclasses.replace(began, notes=[*complaints, *began.notes])
+        return replace(began, notes=[*complaints, *began.notes])
 
     def _newest_step(self, source: Source, set_aside: bool) -> tuple[Checkpoint | None, list[str]]:
         """Returns the newest valid step, and a message about each newer one that is damaged."""
@@ -135,39 +129,31 @@ class StartPointLoader:
         bases = self._on_first_rank(lambda: read_base_steps(self.store.folder))
         if bases is not None:
             return found.folder.name not in bases
-        return not (self.given_choices and self._loads_itself())
-
-    def _loads_itself(self) -> bool:
-        """Whether --load names the checkpoint folder of this run, or its run folder."""
-        load = self.config.checkpoint.load
-        return load is None or is_checkpoint_folder(load, str(self.store.folder))
+        return not (self.given_choices and self.loads_itself)
 
     # --- the five starting points ---
 
     def _resume(self, found: Checkpoint) -> StartPoint:
         """Resumes the run from its own step."""
-        elsewhere = self.resolved.given("load") and not self._loads_itself()
+        elsewhere = self.resolved.given("load") and not self.loads_itself
         if elsewhere:
-            load = str(self.config.checkpoint.load)
-            run_on_some_ranks(
-                self.world.is_first, lambda: require_same_origin(self.store.folder, load), self.world.everyone
-            )
+            check = partial(require_same_origin, self.store.folder, str(self.config.checkpoint.load))
+            run_on_some_ranks(self.world.is_first, check, self.world.everyone)
         began = self._load_step(found, optimizer=True, random=True)
         flags = [f"--load {self.config.checkpoint.load}"] * elsewhere + self.given_choices
         if flags:
             began.notes.append(
                 f"{' '.join(flags)} chose what this run began with; it resumes from its own step {began.state.step}"
             )
-        return dataclasses.replace(began, is_saved=True)
+        return replace(began, is_saved=True)
 
     def _from_unowned_step(self, found: Checkpoint) -> StartPoint:
         """Starts from a step in the run's folder that this run has not saved, unless --load names another."""
 
         def require_named() -> None:
             load = self.config.checkpoint.load
-            if not self.resolved.given("load") or load is None or self._loads_itself():
-                return
-            if Path(load).resolve().parent != self.store.folder.resolve():
+            names_another = self.resolved.given("load") and load is not None and not self.loads_itself
+            if names_another and Path(load).resolve().parent != self.store.folder.resolve():
                 raise UserError(
                     f"{found.folder} holds weights that this run has not saved, and --load {load} names others; choose another "
                     f"--run-dir or --save, or leave --load out to begin with {found.folder.name}"
@@ -182,9 +168,8 @@ class StartPointLoader:
         has_weights_only = not is_resumable(found.manifest)
         if chosen.finetune or has_weights_only:
             run_on_some_ranks(True, lambda: self._load_model(found), self.world.everyone)
-            in_place = (
-                found.folder.resolve().parent == self.store.folder.resolve() and found.manifest.step > 0
-            )
+            own_folder = self.store.folder.resolve()
+            in_place = found.folder.resolve().parent == own_folder and found.manifest.step > 0
             began = self._new_training(found.folder, has_weights_only, replaces_training=in_place)
             if in_place:
                 began.notes.append(
@@ -226,9 +211,8 @@ class StartPointLoader:
         self.optimizer.loaded(0)
         notes = [f"the weights come from {origin}; training begins at step 0", *self._unused_data_flag()]
         if has_weights_only and self.given_choices:
-            notes.append(
-                f"{' '.join(self.given_choices)}: there are weights alone in {origin}, so this changes nothing"
-            )
+            flags = " ".join(self.given_choices)
+            notes.append(f"{flags}: there are weights alone in {origin}, so this changes nothing")
         return StartPoint(self._initial_state(), notes, False, replaces_training)
 
     def _unused_data_flag(self) -> list[str]:
@@ -254,7 +238,7 @@ class StartPointLoader:
         for fragment in self.optimizer.fragments(owned_only=False):
             if fragment.tensor.startswith(WEIGHTS):
                 name = fragment.tensor.removeprefix(WEIGHTS) if without_prefix else fragment.tensor
-                yield dataclasses.replace(fragment, tensor=name)
+                yield replace(fragment, tensor=name)
 
     def _load_model(self, found: Checkpoint) -> None:
         """Loads the weights and the expert biases of routers, without training state."""
@@ -294,14 +278,14 @@ class StartPointLoader:
             state.updates, state.loss_scaling = 0, {}
         self.optimizer.loaded(state.updates)
         loaded = [name for name, source in self.resolved.sources.items() if source.startswith(LOADED_PREFIX)]
-        changes = changes_since(found.manifest.config, self.config, loaded)
-        notes += changes.notes
-        if state.loss_scaling and "initial_loss_scale" in changes.settings:
+        changed, remarks, settings = changes_since(found.manifest.config, self.config, loaded)
+        notes += changed
+        if state.loss_scaling and "initial_loss_scale" in settings:
             scale = state.loss_scaling["scale"]
             notes.append(
                 f"--initial-loss-scale is where a new run begins: the loss scale continues at {scale:g}"
             )
-        return StartPoint(state, notes, is_saved=False, resumed_from=found.folder, remarks=changes.remarks)
+        return StartPoint(state, notes, is_saved=False, resumed_from=found.folder, remarks=remarks)
 
     def _mentioning_another_run(self, found: Checkpoint, load: Callable[[], None]) -> None:
         """Loads; if the run folder was not given, an error first says that it may be that of another run."""
@@ -399,9 +383,8 @@ def require_same_optimizer(found: Checkpoint, config: RunConfig) -> None:
     momentum = now == "sgd" and config.optim.sgd_momentum > 0
     if before == now and (rule_of_checkpoint(found.manifest.tensors) or not momentum):
         return
-    content = (
-        f"the state of --optimizer {before}" if before != now else "no momentum, which --sgd-momentum needs"
-    )
+    lacking = "no momentum, which --sgd-momentum needs"
+    content = f"the state of --optimizer {before}" if before != now else lacking
     raise UserError(
         f"{found.folder} holds {content}; resume with the settings it was made with, or keep weights and step but begin with a "
         f"new optimizer state by --load {found.folder.parent} --no-load-optim and another --run-dir"
@@ -426,70 +409,54 @@ _SIZES = {
 
 @dataclass(frozen=True)
 class _Difference:
-    section: str
-    name: str
+    setting: Setting
     before: Any
     now: Any
 
-    @property
-    def on_resume(self) -> OnResume:
-        return table()[self.name].resume
-
     def __str__(self) -> str:
-        return f"{table()[self.name].flag} {_plain(self.now)} (was {_plain(self.before)})"
+        return f"{self.setting.flag} {_plain(self.now)} (was {_plain(self.before)})"
 
 
-@dataclass(frozen=True)
-class Changes:
-    """Lines about changed settings: `notes` if results may change, `remarks` if not.
+def changes_since(
+    saved: Mapping[str, Any], config: RunConfig, loaded: Collection[str] = ()
+) -> tuple[list[str], list[str], set[str]]:
+    """Describes the settings that differ from those of the checkpoint: notes if results may change, else remarks.
 
-    `settings`: names of the settings in `notes`, without the layout.
-    """
-
-    notes: list[str]
-    remarks: list[str]
-    settings: frozenset[str]
-
-
-def changes_since(saved: Mapping[str, Any], config: RunConfig, loaded: Collection[str] = ()) -> Changes:
-    """Describes the settings that differ from those of the checkpoint.
+    Also returns the names of the settings in the notes, without the layout.
 
     `loaded`: settings taken from the checkpoint. They may differ in paths, as its tokenizer is a copy.
     """
     ignored = {*loaded, *(_SCHEDULE if config.checkpoint.use_checkpoint_opt_param_scheduler else ())}
-    different = [d for d in _differences(saved, config.nested()) if d.name not in ignored]
-    free = [d for d in different if d.on_resume in (FREE, SILENT)]
-    layout = [d for d in different if d.section == "parallel"]
-    acting = [d for d in different if d not in free and d not in layout]
+    # A setting that is newer than the checkpoint had its default there.
+    before, now = RunConfig.of(Settings.defaults()).nested(), config.nested()
+    different = [
+        _Difference(table()[name], value_before, value)
+        for section, fields in now.items()
+        for name, value in fields.items()
+        for value_before in [saved.get(section, {}).get(name, before[section][name])]
+        if name not in ignored and value_before != value
+    ]
+    layout = [d for d in different if d.setting.section == "parallel"]
     notes = _layout_note(saved, config, layout)
+    acting = [d for d in different if d.setting.resume not in (FREE, SILENT) and d not in layout]
     if acting:
-        ordering = [table()[d.name].flag for d in acting if d.on_resume is ORDER]
-        order = (
-            f"; {' and '.join(ordering)} {'draw' if len(ordering) > 1 else 'draws'} the order of samples, so that from here on "
-            "it may be another one"
-            if ordering
-            else ""
-        )
+        ordering = [d.setting.flag for d in acting if d.setting.resume is ORDER]
+        order = f"; {' and '.join(ordering)} {'draw' if len(ordering) > 1 else 'draws'} the order of samples, so that "
+        order = f"{order}from here on it may be another one" if ordering else ""
         notes.append(f"settings that are not the checkpoint's: {_listed(acting)}{order}")
-    others = [d for d in free if d.on_resume is FREE]
-    remarks = (
-        [f"changed since the checkpoint, without an effect on its numbers: {_listed(others)}"]
-        if others
-        else []
-    )
-    return Changes(notes, remarks, frozenset(d.name for d in acting))
+    others = [d for d in different if d.setting.resume is FREE]
+    remark = f"changed since the checkpoint, without an effect on its numbers: {_listed(others)}"
+    return notes, [remark] * bool(others), {d.setting.name for d in acting}
 
 
 def _layout_note(saved: Mapping[str, Any], config: RunConfig, different: list[_Difference]) -> list[str]:
     if not different:
         return []
     before, now = _sizes(saved), _sizes(config.nested())
-    further = [d for d in different if d.name not in _SIZES.values()]
+    further = _listed(d for d in different if d.setting.name not in _SIZES.values())
     if before == now:
-        return [
-            f"the layout is not the checkpoint's: {_listed(further)}; numbers may differ in the last digits"
-        ]
-    rest = f"; {_listed(further)}" if further else ""
+        return [f"the layout is not the checkpoint's: {further}; numbers may differ in the last digits"]
+    rest = f"; {further}" if further else ""
     return [f"the checkpoint was made on {before}; it resumes on {now}{rest}"]
 
 
@@ -509,14 +476,3 @@ def _plain(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     return "unset" if value is None else str(value)
-
-
-def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[_Difference]:
-    # A setting that is newer than the checkpoint had its default there.
-    defaults = RunConfig.of(Settings.defaults()).nested()
-    pairs = (
-        _Difference(section, name, before.get(section, {}).get(name, defaults[section][name]), value)
-        for section, fields in now.items()
-        for name, value in fields.items()
-    )
-    return [pair for pair in pairs if pair.before != pair.now]

@@ -63,11 +63,8 @@ class RunFolder:
             raise UserError(
                 f"the run folder {self.path} cannot be written ({reason}); choose another with --run-dir or --save"
             ) from None
-        if (
-            os.path.lexists(self.config)
-            and not is_run_config(self.config)
-            and not damaged_config(self.config)
-        ):
+        exists = os.path.lexists(self.config)
+        if exists and not is_run_config(self.config) and not damaged_config(self.config):
             raise UserError(f"{self.config} is not the file of a run; choose another folder with --run-dir")
 
     def set_metrics_aside(self) -> Path:

@@ -56,12 +56,8 @@ def log_run_header(model: ParallelModel, output: Output) -> None:
     output.note(megatron_estimate_line(config))
     output.note(planned_memory_line(config, world.device.type == "cuda"))
     # Pipeline stages have different layers, and with them different notes.
-    notes = [
-        *fp8_notices(model.decisions.fp8, model.stages.values()),
-        *model.compilation.notes,
-        *model.recording.notes,
-        *_without_kernels(world),
-    ]
+    fp8, kernels = fp8_notices(model.decisions.fp8, model.stages.values()), _without_kernels(world)
+    notes = [*fp8, *model.compilation.notes, *model.recording.notes, *kernels]
     for note in merge_messages(notes, world):
         output.say(f"note: {note}")
     output.note(f"[before the start of training step] datetime: {datetime.now():%Y-%m-%d %H:%M:%S}")

@@ -105,11 +105,9 @@ def update_schedule(config: RunConfig, state: TrainState) -> list[str]:
     chosen, now = config.checkpoint, Schedule.of(config)
     if not state.schedule:
         state.schedule = now.to_json()
-        given = {
-            _USE: chosen.use_checkpoint_opt_param_scheduler,
-            _OVERRIDE: chosen.override_opt_param_scheduler,
-        }
-        return [f"{flag}: no schedule is loaded, so this changes nothing" for flag in given if given[flag]]
+        given = [_USE] * chosen.use_checkpoint_opt_param_scheduler
+        given += [_OVERRIDE] * chosen.override_opt_param_scheduler
+        return [f"{flag}: no schedule is loaded, so this changes nothing" for flag in given]
     before = Schedule.from_json(state.schedule)
     different = list(before.differences(now))
     if chosen.use_checkpoint_opt_param_scheduler:
@@ -119,9 +117,8 @@ def update_schedule(config: RunConfig, state: TrainState) -> list[str]:
         return []
     rate, rate_before = (f"{s.learning_rate(state.scheduled_samples):.3e}" for s in (now, before))
     # If the current rates are equal, the note names the fields that differ later.
-    effect = (
-        f"not {rate_before}" if rate != rate_before else f"as before; different are {'; '.join(different)}"
-    )
+    later = f"as before; different are {'; '.join(different)}"
+    effect = f"not {rate_before}" if rate != rate_before else later
     return [
         f"the schedule of this command is not the checkpoint's: the learning rate continues at {rate}, {effect} "
         f"({_USE} keeps the checkpoint's; {_OVERRIDE} takes this one without this note)"

@@ -1,13 +1,12 @@
 """Lifecycle of a run on this rank: run folder, data, model and optimizer, training loop, results."""
 
 import contextlib
-import dataclasses
-import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TypedDict, TypeVar, Unpack
 
 from pentatron.checkpoint.state import TrainState
 from pentatron.data.datasets import OpenedData, build_datasets, resolve_epochs
@@ -25,9 +24,9 @@ from pentatron.settings.run_config import RunConfig
 from pentatron.settings.settings import Start, how_to_resume, start_of
 from pentatron.supervise.attempts import FIRST_ATTEMPT, Attempt
 from pentatron.supervise.signals import StopRequest, stop_on_signals
-from pentatron.train.checkpoints import seed_generators
+from pentatron.train.checkpoints import Checkpoints, seed_generators
 from pentatron.train.model import CONFIGURED, ParallelModel, Program, build_parallel_model, model_dtype
-from pentatron.train.open_folders import FolderLocks, check_disk_space, mark_existing_steps, open_folders
+from pentatron.train.open_folders import FolderLocks, check_disk_space, open_folders
 from pentatron.train.output import Output, open_recorders, refuse_pipes
 from pentatron.train.preflight import check_batch_sizes, check_start, update_environment
 from pentatron.train.results import WITHOUT_IT, describe_pipeline, describe_run, draw_curve, print_summary
@@ -36,7 +35,7 @@ from pentatron.train.run_folder import AppMetrics, ErrorMessage, RunFolder, erro
 from pentatron.train.run_header import log_run_header
 from pentatron.train.schedules import update_schedule
 from pentatron.train.step_hooks import StepHooks
-from pentatron.train.stop import StopReason
+from pentatron.train.stop import StopConditions, StopReason
 from pentatron.train.trainer import Trainer
 
 T = TypeVar("T")
@@ -49,131 +48,112 @@ class Outcome:
     folder: RunFolder
     ending: StopReason | None
 
-    @property
-    def stopped_by(self) -> signal.Signals | None:
-        return None if self.ending is None else self.ending.signal
+
+class SessionOptions(TypedDict, total=False):
+    """Options of a run with defaults.
+
+    `launcher`: process ID of the launcher; the run stops if it dies. `started`: start time of this process, in
+    seconds since the epoch. `sentence`: returns the log message for an error that ends the run. `attempt`:
+    which start of its job this is.
+    """
+
+    launcher: int | None
+    program: Program
+    started: float | None
+    sentence: ErrorMessage
+    attempt: Attempt
 
 
 def run_training(
-    resolved: Resolved,
-    world: World,
-    resumes: bool,
-    launcher: int | None = None,
-    program: Program = CONFIGURED,
-    started: float | None = None,
-    sentence: ErrorMessage = error_message,
-    attempt: Attempt = FIRST_ATTEMPT,
+    resolved: Resolved, world: World, resumes: bool, **options: Unpack[SessionOptions]
 ) -> Outcome:
     """Runs the configured training on this rank.
 
-    Args:
-        resumes: whether the command resumes the run in its folder by default.
-        launcher: process ID of the launcher; the run stops if it dies.
-        started: start time of this process, in seconds since the epoch.
-        sentence: returns the log message for an error that ends the run.
-        attempt: which start of its job this is.
+    `resumes`: whether the command resumes the run in its folder by default.
     """
-    with open_session(resolved, world, resumes, launcher, program, started, sentence, attempt) as session:
-        session.set_up()
+    with open_session(resolved, world, resumes, **options) as session:
+        session.open_data()
+        session.build()
+        session.prepare()
         return session.conclude(session.trainer.run())
 
 
 @contextlib.contextmanager
 def open_session(
-    resolved: Resolved,
-    world: World,
-    resumes: bool,
-    launcher: int | None,
-    program: Program,
-    started: float | None = None,
-    sentence: ErrorMessage = error_message,
-    attempt: Attempt = FIRST_ATTEMPT,
+    resolved: Resolved, world: World, resumes: bool, **options: Unpack[SessionOptions]
 ) -> "Iterator[Session]":
     """Opens a run and holds the locks of its folders until the end of the block. See `run_training`."""
-    config = resolved.config
+    config, given_load = resolved.config, resolved.given("load")
+    program, attempt = options.get("program", CONFIGURED), options.get("attempt", FIRST_ATTEMPT)
     folder = RunFolder(Path(config.run.run_dir))
     # Broadcast from the first rank: launchers on other machines may count restarts differently.
-    start = start_of(config.settings, resolved.given("load"), resumes or attempt.restarted)
+    start = start_of(config.settings, given_load, resumes or attempt.restarted)
     start = Start(broadcast_object(start.value, world.everyone))
-    shows_steps = config.log.console_lines == "short"
-    display = (
-        open_display(config.log.progress_bar, shows_steps=shows_steps) if world.is_first else SilentDisplay()
-    )
+    display: Display = SilentDisplay()
+    if world.is_first:
+        display = open_display(config.log.progress_bar, shows_steps=config.log.console_lines == "short")
     with contextlib.ExitStack() as cleanup:
         cleanup.callback(display.close)
-        stop = cleanup.enter_context(stop_on_signals(launcher, tells=world.is_first))
+        stop = cleanup.enter_context(stop_on_signals(options.get("launcher"), tells=world.is_first))
         stop.is_starting = True
-
-        def open_and_lock() -> FolderLocks:
-            opened = open_folders(config, folder, start, attempt, display, cleanup)
-            if start is Start.IN_PLACE and not config.train.skip_train:
-                mark_existing_steps(config)
-            return opened
-
+        open_and_lock = partial(open_folders, config, folder, start, attempt, display, cleanup)
         folders = run_on_some_ranks(world.is_first, open_and_lock, world.everyone) or FolderLocks()
         world.whereabouts.run_folder_locked()
-        first_started = earliest_over_ranks(time.time() if started is None else started, world.everyone)
+        started = earliest_over_ranks(options.get("started") or time.time(), world.everyone)
         try:
             resolved = resolve_epochs(resolved, world, folder.data, display, not program.reads_named_data)
             cleanup.enter_context(program.running(resolved, world, display))
             session = Session(
-                resolved, world, folder, display, stop, first_started, cleanup, program, start, folders
+                resolved, world, folder, display, stop, started, cleanup, program, start, folders, attempt
             )
-            if attempt.began is not None:
-                session.job_started = attempt.began
-            session.repeated_start = start_of(config.settings, resolved.given("load"), resumes)
+            session.repeated_start = start_of(config.settings, given_load, resumes)
             yield session
             session.on_exit()
         except BaseException as error:
             stop.is_starting = False
             if folders.are_held():
-                log_failure(folder, world, error, sentence)
+                log_failure(folder, world, error, options.get("sentence", error_message))
             raise
 
 
+@dataclass(eq=False)
 class Session:
-    """A run on this rank. Call `open_data`, `build`, `prepare`, run the trainer, then `conclude`."""
+    """A run on this rank. Call `open_data`, `build`, `prepare`, run the trainer, then `conclude`.
 
-    model: ParallelModel
-    optimizer: AnyOptimizer
-    trainer: Trainer
+    `repeated_start`: how the same command starts if it is repeated after this run. `on_exit` is called at the
+    end of the `open_session` block.
+    """
 
-    def __init__(
-        self,
-        resolved: Resolved,
-        world: World,
-        folder: RunFolder,
-        display: Display,
-        stop: StopRequest,
-        started: float,
-        cleanup: contextlib.ExitStack,
-        program: Program,
-        start: Start,
-        folders: FolderLocks,
-    ) -> None:
-        self.resolved, self.config, self.world = resolved, resolved.config, world
-        self.folder, self.display, self.stop, self.started = folder, display, stop, started
-        self.cleanup, self.program, self.start, self.folders = cleanup, program, start, folders
-        # How the same command starts if it is repeated after this run.
-        self.repeated_start = start
-        self.data: OpenedData | None = None
-        self.start_point: StartPoint | None = None
-        # Called at the end of the `open_session` block.
-        self.on_exit: Callable[[], None] = lambda: None
-        self.initialized, self.app_metrics = time.time(), AppMetrics(started)
-        self.job_started = time.monotonic() - (self.initialized - started)
+    resolved: Resolved
+    world: World
+    folder: RunFolder
+    display: Display
+    stop: StopRequest
+    started: float
+    cleanup: contextlib.ExitStack
+    program: Program
+    start: Start
+    folders: FolderLocks
+    attempt: Attempt
+    repeated_start: Start = field(init=False)
+    data: OpenedData | None = None
+    start_point: StartPoint | None = None
+    on_exit: Callable[[], None] = lambda: None
+    model: ParallelModel = field(init=False)
+    optimizer: AnyOptimizer = field(init=False)
+    trainer: Trainer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.config, self.initialized = self.resolved.config, time.time()
+        self.app_metrics = AppMetrics(self.started)
+        began = time.monotonic() - (self.initialized - self.started)
+        self.job_started = began if self.attempt.began is None else self.attempt.began
         # Timers of the setup. The loop has its own.
-        self.timers = Timers(0, self.config.loop.timing_log_option, world.device)
-        for notice in resolved.notices:
-            display.say(f"note: {notice}")
-        check_start(resolved, world)
-        seed_generators(self.config.run.seed + world.everyone.rank)
-
-    def set_up(self) -> None:
-        """Opens the data, builds the model and prepares the loop (`trainer`)."""
-        self.open_data()
-        self.build()
-        self.prepare()
+        self.timers = Timers(0, self.config.loop.timing_log_option, self.world.device)
+        for notice in self.resolved.notices:
+            self.display.say(f"note: {notice}")
+        check_start(self.resolved, self.world)
+        seed_generators(self.config.run.seed + self.world.everyone.rank)
 
     def open_data(self) -> None:
         """Opens the data: before the model is built, or after it if the program names its data only then."""
@@ -181,17 +161,15 @@ class Session:
         self.data = data = self._on_all_ranks(
             lambda: self.program.open_data(self.config, self.world, self.folder.data, self.display)
         )
-        start_point = self.start_point
-        if start_point is None:
+        if (begin := self.start_point) is None:
             return
-        origin = start_point.resumed_from
-        if origin is None:
-            record_data(start_point.state, data)
+        if (origin := begin.resumed_from) is None:
+            record_data(begin.state, data)
         else:
-            notes = self._on_all_ranks(
-                lambda: require_same_data(start_point.state, data, origin, self.config.checkpoint)
+            chosen = self.config.checkpoint
+            begin.notes.extend(
+                self._on_all_ranks(lambda: require_same_data(begin.state, data, origin, chosen))
             )
-            self.start_point = dataclasses.replace(start_point, notes=[*start_point.notes, *notes])
 
     def build(self) -> None:
         """Builds model and optimizer, and loads the state that the run starts from."""
@@ -212,16 +190,12 @@ class Session:
             loader = StartPointLoader(
                 self.resolved, world, self.model, self.optimizer, self.store, self.data, self.start
             )
-            start_point = loader.load()
-            self.state = start_point.state
+            self.start_point = loader.load()
+            self.state, notes = self.start_point.state, self.start_point.notes
             check_batch_sizes(config, self.state)
-            notes = [
-                *start_point.notes,
-                *update_schedule(config, self.state),
-                *update_environment(world, self.state),
-                *check_disk_space(self.model, self.optimizer, self.store, self.state),
-            ]
-            self.start_point = dataclasses.replace(start_point, notes=notes)
+            notes += update_schedule(config, self.state)
+            notes += update_environment(world, self.state)
+            notes += check_disk_space(self.model, self.optimizer, self.store, self.state)
             self.program.begins(self.state)
 
     def prepare(self) -> None:
@@ -247,20 +221,14 @@ class Session:
         for remark in start_point.remarks:
             output.note(remark)
         _log_position(config, start_point, output)
-        hooks = StepHooks(config, self.model.decisions, world, self.optimizer, self.folder.path, output)
+        model, optimizer, state = self.model, self.optimizer, self.state
+        hooks = StepHooks(config, model.decisions, world, optimizer, self.folder.path, output)
         self.cleanup.callback(hooks.close)
-        self.trainer = Trainer(
-            self.model,
-            self.optimizer,
-            datasets,
-            self.store,
-            self.state,
-            output,
-            self.stop,
-            start_point.is_saved,
-            self.job_started,
-            hooks,
+        endings = StopConditions(config, world, self.stop, self.job_started)
+        checkpoints = Checkpoints(
+            model, optimizer, self.store, state, output, state.step if start_point.is_saved else None
         )
+        self.trainer = Trainer(model, optimizer, datasets, state, output, endings, hooks, checkpoints)
         self.on_exit = self.trainer.checkpoints.leave
         self.stop.is_starting = False
         output.note("done with setup ...")
@@ -284,9 +252,8 @@ class Session:
                 print_summary(self.config, self.folder, datasets, output)
             self.app_metrics.mark("finish")
             if not self.config.train.skip_train:
-                output.attempt(
-                    "app_metrics.json", lambda: self.app_metrics.write(self.folder.app_metrics), WITHOUT_IT
-                )
+                write = partial(self.app_metrics.write, self.folder.app_metrics)
+                output.attempt("app_metrics.json", write, WITHOUT_IT)
         return Outcome(self.folder, ending)
 
     def _on_all_ranks(self, action: Callable[[], T]) -> T:
@@ -307,10 +274,12 @@ class Session:
         # If the log is deleted during the run, the warning goes to the terminal and to the new log.
         log = AppendedFile(folder.log, lambda text: output.say(text))
         echoes = config.log.console_lines == "megatron"
+        recorders: list[Recorder] = []
+        lines = LogLines(config.log.log_interval, config.log.log_throughput)
+        output = Output(display, log, recorders, lines, echoes, may_write=self.folders.are_held)
+        self.cleanup.callback(output.close)
         if config.train.skip_train:
             # An evaluation does not change the configuration and the metrics of the run.
-            output = Output(display, log, echoes=echoes, may_write=self.folders.are_held)
-            self.cleanup.callback(output.close)
             return output
         if start_point.replaces_training:
             folder.set_metrics_aside()
@@ -320,10 +289,6 @@ class Session:
                 f"now, and its log continues with this run's; a --run-dir of its own keeps a run apart"
             )
         folder.write_config(self.resolved)
-        recorders: list[Recorder] = []
-        lines = LogLines(config.log.log_interval, config.log.log_throughput)
-        output = Output(display, log, recorders, lines, echoes, may_write=self.folders.are_held)
-        self.cleanup.callback(output.close)
         # One by one, so that the open ones are closed if a later one fails.
         for recorder in open_recorders(config, world, folder, self.state, parameters, output.say):
             recorders.append(recorder)
@@ -344,23 +309,21 @@ def _log_position(config: RunConfig, start_point: StartPoint, output: Output) ->
     state = start_point.state
     if config.train.skip_train:
         return
-    if config.train.train_iters == 0:
+    last = config.train.train_iters
+    if last == 0:
         output.say("no steps are asked for (--train-iters 0): the weights are saved as they are")
-    elif state.step >= config.train.train_iters:
-        limit = (
-            "--train-iters"
-            if config.train.epochs is None
-            else "--epochs or --train-iters, whichever ended it,"
-        )
+    elif state.step >= last:
+        either = "--epochs or --train-iters, whichever ended it,"
+        limit = "--train-iters" if config.train.epochs is None else either
         output.say(
             f"this run has finished its {state.step} steps: nothing is left to train. Raise {limit} to continue, "
             f"give --fresh to start over, or --run-dir for another run"
             if start_point.is_saved
-            else f"{config.checkpoint.load} is at step {state.step} and --train-iters is {config.train.train_iters}: nothing is "
-            f"left to train. Raise {limit} to continue, or load the weights alone and begin at step 0 with --finetune"
+            else f"{config.checkpoint.load} is at step {state.step} and --train-iters is {last}: nothing is left to train. "
+            f"Raise {limit} to continue, or load the weights alone and begin at step 0 with --finetune"
         )
     elif state.step:
-        output.say(f"resuming at step {state.step} of {config.train.train_iters}")
+        output.say(f"resuming at step {state.step} of {last}")
 
 
 def _farewell(ending: StopReason, state: TrainState, config: RunConfig, repeated_start: Start) -> str:

@@ -1,5 +1,6 @@
 """One training step, and the evaluation of batches without an update."""
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +16,7 @@ from pentatron.optim.build import AnyOptimizer
 from pentatron.parallel.collectives import Group, all_reduce_, start_all_reduce_
 from pentatron.parallel.executor import StageProgram
 from pentatron.parallel.world import World
-from pentatron.train.model import MicroBatches, Objective, ParallelModel, Total, ratio_on_device
+from pentatron.train.model import MicroBatches, Objective, ParallelModel, ratio_on_device
 
 
 class AsyncHostCopy:
@@ -39,18 +40,25 @@ class AsyncHostCopy:
 
 @dataclass(frozen=True)
 class StepResult:
+    """Results of a step over all ranks, except `own_loss`."""
+
     loss: float
     gradient_norm: float
     tokens: int
-    experts: ExpertLoad | None = None
-    # False if the loss or a gradient was NaN or inf, and the weights were left unchanged.
-    updated: bool = True
     # This rank's part of the loss, to find the origin of NaN/inf.
     own_loss: Tensor | None = None
+    experts: ExpertLoad | None = None
     # Values that the loss function reported, over the whole step.
     reported: Mapping[str, float] = field(default_factory=dict)
+    # Factor that the gradients lack without a loss scale; `gradient_norm` includes it.
+    ratio: float = 1.0
     # The gradients that are still in memory are scaled by this factor.
     gradient_scale: float = 1.0
+
+    @property
+    def updated(self) -> bool:
+        """False if the loss or a gradient was NaN or inf, and the weights were left unchanged."""
+        return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
 
 
 def train_step(
@@ -69,7 +77,7 @@ def train_step(
     from 0. `scale` multiplies the loss for backward; the loss and norm returned are unscaled. `weight_decay`
     defaults to the configured value.
     """
-    pending = _start(model, optimizer, batches, step, scale)
+    pending = start_step(model, optimizer, batches, step, scale)
     # Gradients of router losses are not sums over tokens: their ratio must be known before backward.
     needs_ratio = model.program.reported_names is not None and bool(model.routers.names)
     if optimizer.skips_on_device and not needs_ratio:
@@ -77,111 +85,62 @@ def train_step(
         # first.
         with model.timers("optimizer", 1):
             optimizer.start_step(learning_rate, pending.for_update(), scale, weight_decay)
-        computed = pending.wait()
-        optimizer.finish_step(computed.is_finite)
+        result = pending.wait()
+        optimizer.finish_step(result.updated)
     else:
-        computed = pending.wait()
-        if needs_ratio and computed.ratio != 1 and computed.is_finite:
-            tokens = pending.tokens / computed.ratio
-            pending = _start(model, optimizer, batches, step, scale, tokens=tokens)
-            computed = pending.wait()
-        if computed.is_finite:
+        result = pending.wait()
+        if needs_ratio and result.ratio != 1 and result.updated:
+            tokens = pending.tokens / result.ratio
+            pending = start_step(model, optimizer, batches, step, scale, tokens=tokens)
+            result = pending.wait()
+        if result.updated:
             with model.timers("optimizer", 1):
-                optimizer.step(learning_rate, computed.norm, scale / computed.ratio, weight_decay)
+                optimizer.step(learning_rate, result.gradient_norm, result.gradient_scale, weight_decay)
     # With NaN/inf no rank has changed its weights; the caller decides whether to stop or to go on.
-    if computed.is_finite:
-        model.routers.settle(pending.of_routers())
-    return StepResult(
-        computed.loss,
-        computed.norm,
-        computed.tokens,
-        model.routers.report(computed.of_routers),
-        computed.is_finite,
-        computed.own_loss,
-        computed.reported,
-        scale / computed.ratio,
-    )
-
-
-@dataclass(frozen=True)
-class ComputedStep:
-    """Results of a step before its update, over all ranks except `own_loss`. `of_routers` is on the host."""
-
-    loss: float
-    norm: float
-    tokens: int
-    of_routers: Tensor
-    own_loss: Tensor
-    # Factor that the gradients still lack; `norm` includes it.
-    ratio: float = 1.0
-    reported: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def is_finite(self) -> bool:
-        return math.isfinite(self.loss) and math.isfinite(self.norm)
+    if result.updated:
+        model.routers.settle(pending.router_totals)
+    return result
 
 
 class _PendingStep:
     """Results of a step on the device, with their copy to the host under way.
 
-    `totals` holds the loss, the squared norm, the router statistics and the tallies of the loss functions.
+    `totals` holds the loss, the squared norm, the router statistics and the tally of the loss functions.
     """
 
     def __init__(
-        self,
-        model: ParallelModel,
-        totals: Tensor,
-        tokens: Tensor,
-        own_loss: Tensor,
-        scale: float,
-        objective: Objective,
+        self, model: ParallelModel, totals: Tensor, own_loss: Tensor, scale: float, objective: Objective
     ) -> None:
-        self.model, self.totals, self.tokens = model, totals, tokens
+        self.model, self.names, self.tokens = model, model.program.reported_names, objective.tokens()
         self.own_loss, self.scale, self.objective = own_loss, scale, objective
-        names = model.program.reported_names
-        self._tally_width = 0 if names is None else names.width
-        self._copy = AsyncHostCopy(torch.cat((tokens.double()[None], totals)))
-
-    def of_routers(self) -> Tensor:
-        return self.totals[2 : len(self.totals) - self._tally_width]
+        self._end = end = len(totals) - (0 if self.names is None else self.names.width)
+        self.loss_and_norm, self.router_totals, self.tally = totals[:2], totals[2:end], totals[end:]
+        self._copy = AsyncHostCopy(torch.cat((totals, self.tokens.double()[None])))
 
     def for_update(self) -> Tensor:
         """Returns loss and squared norm, and the ratio if loss functions count their own tokens."""
-        loss_and_norm = self.totals[:2]
-        if self.model.program.reported_names is None:
-            return loss_and_norm
-        ratio = ratio_on_device(self.totals[-self._tally_width :], self.tokens)
-        return torch.stack((loss_and_norm[0] * ratio, loss_and_norm[1] * ratio * ratio, ratio))
+        if self.names is None:
+            return self.loss_and_norm
+        ratio = ratio_on_device(self.tally, self.tokens)
+        return torch.stack((self.loss_and_norm[0] * ratio, self.loss_and_norm[1] * ratio * ratio, ratio))
 
-    def wait(self) -> ComputedStep:
+    def wait(self) -> StepResult:
         """Waits for the results, but not for device work that was queued after them."""
         values = self._copy.wait()
-        tokens, loss, squared_norm = values[:3].tolist()
-        total, names = Total(), self.model.program.reported_names
-        if names is not None:
-            tally, values = values[-self._tally_width :], values[: -self._tally_width]
-            total = self.objective.total(tally, tokens, names, self.model.world)
+        loss, squared_norm, tokens = values[[0, 1, -1]].tolist()
+        ratio, reported = 1.0, dict[str, float]()
+        if self.names is not None:
+            tally = values[self._end : -1]
+            ratio, reported = self.objective.total(tally, tokens, self.names, self.model.world)
+        norm = math.sqrt(squared_norm) / self.scale * ratio
         # A user's loss mask may contain NaN; then the loss is NaN as well and is reported.
         counted = int(tokens) if math.isfinite(tokens) else 0
-        norm = math.sqrt(squared_norm) / self.scale * total.ratio
-        return ComputedStep(
-            loss * total.ratio, norm, counted, values[3:], self.own_loss, total.ratio, total.reported
-        )
+        experts = self.model.routers.report(values[2 : self._end])
+        lacking = self.scale / ratio
+        return StepResult(loss * ratio, norm, counted, self.own_loss, experts, reported, ratio, lacking)
 
 
-def compute_gradients(
-    model: ParallelModel,
-    optimizer: AnyOptimizer,
-    batches: Sequence[Batch],
-    step: int,
-    scale: float = 1.0,
-    watch: Callable[[MicroBatches], StageProgram] | None = None,
-) -> ComputedStep:
-    """Runs a step without its update. `watch` wraps the program that the executor runs."""
-    return _start(model, optimizer, batches, step, scale, watch).wait()
-
-
-def _start(
+def start_step(
     model: ParallelModel,
     optimizer: AnyOptimizer,
     batches: Sequence[Batch],
@@ -190,7 +149,10 @@ def _start(
     watch: Callable[[MicroBatches], StageProgram] | None = None,
     tokens: Tensor | None = None,
 ) -> _PendingStep:
-    """`tokens`: the divisor of summed losses, by default the valid tokens of the data."""
+    """Runs a step without its update. `watch` wraps the program that the executor runs.
+
+    `tokens`: the divisor of summed losses, by default the valid tokens of the data.
+    """
     world = model.world
     batches = model.local_tokens(batches)
     valid = ValidTokens(batches, world.replicas)
@@ -198,7 +160,7 @@ def _start(
     model.routers.begin_step(len(batches), scale)
     model.weight_scales.refresh()
     objective = Objective(
-        valid.total if tokens is None else lambda: tokens, len(batches) * world.replicas.size
+        lambda: valid.total if tokens is None else tokens, len(batches) * world.replicas.size
     )
     program = MicroBatches(model, batches, model.dropout_keys(batches, step), objective)
     wrapped = model.recording.around(program, optimizer, scale) if watch is None else watch(program)
@@ -212,8 +174,7 @@ def _start(
     if (names := model.program.reported_names) is not None:
         numbers.append(objective.numbers(names, world))
     totals = all_reduce_(torch.cat(numbers), world.everyone)
-    divisor = valid.total() if tokens is None else tokens
-    return _PendingStep(model, totals, divisor, loss, scale, objective)
+    return _PendingStep(model, totals, loss, scale, objective)
 
 
 def _count_once(loss: Tensor, world: World) -> Tensor:
@@ -232,34 +193,23 @@ class ValidTokens:
     def __init__(self, batches: Sequence[Batch], replicas: Group) -> None:
         self._sum = torch.stack([batch.valid_tokens.double() for batch in batches]).sum()
         self._pending = start_all_reduce_(self._sum, replicas)
-        self._total: Tensor | None = None
 
+    @functools.cached_property
     def total(self) -> Tensor:
-        """Returns the number of tokens, at least 1."""
-        if self._total is None:
-            if self._pending is not None:
-                self._pending.wait()
-            self._total = self._sum.clamp(min=1).float()
-        return self._total
-
-
-@dataclass(frozen=True)
-class EvaluationResult:
-    """The objective over an evaluation, and the values that the loss function reported."""
-
-    loss: float
-    reported: Mapping[str, float] = field(default_factory=dict)
-
-
-def validation_loss(model: ParallelModel, batches: Iterable[Batch], at_once: int) -> float:
-    return evaluate(model, batches, at_once).loss
+        """The number of tokens, at least 1."""
+        if self._pending is not None:
+            self._pending.wait()
+        return self._sum.clamp(min=1).float()
 
 
 @torch.no_grad()
-def evaluate(model: ParallelModel, batches: Iterable[Batch], at_once: int) -> EvaluationResult:
+def evaluate(
+    model: ParallelModel, batches: Iterable[Batch], at_once: int
+) -> tuple[float, Mapping[str, float]]:
     """Returns the objective over the batches of all data-parallel ranks: by default the mean loss per token.
 
-    Runs `at_once` micro-batches at a time through the pipeline.
+    Runs `at_once` micro-batches at a time through the pipeline. Also returns the values that the loss function
+    reported.
     """
     world, names = model.world, model.program.reported_names
     totals = torch.zeros(2, dtype=torch.float64, device=world.device)
@@ -281,11 +231,9 @@ def evaluate(model: ParallelModel, batches: Iterable[Batch], at_once: int) -> Ev
     model.train()
     if names is None:
         loss_sum, valid = all_reduce_(totals, world.everyone).tolist()
-        return EvaluationResult(float(loss_sum / max(valid, 1.0)))
+        return loss_sum / max(valid, 1.0), {}
     numbers = torch.cat((totals, objective.numbers(names, world)))
     summed = all_reduce_(numbers, world.everyone).cpu()
     loss_sum, valid, counted, sums, means = summed[:5].tolist()
-    total = objective.total(summed[2:], valid, names, world)
-    return EvaluationResult(
-        loss_sum / ((counted or 1.0) if sums else means or max(valid, 1.0)), total.reported
-    )
+    _, reported = objective.total(summed[2:], valid, names, world)
+    return loss_sum / ((counted or 1.0) if sums else means or max(valid, 1.0)), reported

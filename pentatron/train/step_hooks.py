@@ -4,10 +4,12 @@ import errno
 import gc
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,48 +23,38 @@ from pentatron.settings.decision_types import Decisions
 from pentatron.settings.run_config import RunConfig
 from pentatron.train.output import Output
 
-T = TypeVar("T")
 _MEMORY_EVENTS = 100_000
 # Name, start and shape of a rank's part of a logical tensor.
 _Part = tuple[str, Shape, Shape]
 
 
+@dataclass(eq=False)
 class StepHooks:
     """Called before and after each step, around evaluations, and at the end of the loop."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        decisions: Decisions,
-        world: World,
-        optimizer: AnyOptimizer,
-        folder: Path,
-        output: Output,
-    ) -> None:
-        self.config, self.world, self.optimizer, self.output = config, world, optimizer, output
-        self.decisions = decisions
-        self.folder = folder
+    config: RunConfig
+    decisions: Decisions
+    world: World
+    optimizer: AnyOptimizer
+    folder: Path
+    output: Output
+
+    def __post_init__(self) -> None:
         self._trace: Any = None
         self._in_cuda_range = False
-        if config.loop.manual_gc:
+        if self.config.loop.manual_gc:
             gc.disable()
             gc.collect()
-        if decisions.allocations_recorded.on:
-            torch.cuda.memory._record_memory_history(
-                enabled="all", context="all", stacks="all", max_entries=_MEMORY_EVENTS
-            )
+        if self.decisions.allocations_recorded.on:
+            record = torch.cuda.memory._record_memory_history
+            record(enabled="all", context="all", stacks="all", max_entries=_MEMORY_EVENTS)
 
     def before(self, step: int) -> None:
-        """`step` counts from 1."""
+        """Starts the profile. `step` counts from 1."""
         log = self.config.log
-        if (
-            log.profile
-            and step == log.profile_step_start + 1
-            and self.world.everyone.rank in log.profile_ranks
-        ):
-            self._start_profile()
-
-    def _start_profile(self) -> None:
+        is_due = log.profile and step == log.profile_step_start + 1
+        if not is_due or self.world.everyone.rank not in log.profile_ranks:
+            return
         if not self.decisions.torch_profiler.on:
             # Starts `nsys profile --capture-range=cudaProfilerApi`.
             torch.cuda.cudart().cudaProfilerStart()
@@ -81,22 +73,20 @@ class StepHooks:
             self._end_profile()
         interval = loop.check_weight_hash_across_dp_replicas_interval
         if interval and step % interval == 0:
-            compared = require_equal_weights(self.optimizer, self.world, step)
-            self.output.note(
-                f"weights of replicas are the same after iteration {step} ({compared} comparisons)"
-            )
+            count = require_equal_weights(self.optimizer, self.world, step)
+            self.output.note(f"weights of replicas are the same after iteration {step} ({count} comparisons)")
         if loop.manual_gc and loop.manual_gc_interval and step % loop.manual_gc_interval == 0:
             gc.collect()
 
-    def around_evaluation(self, evaluate: Callable[[], T]) -> T:
+    @contextmanager
+    def around_evaluation(self) -> Iterator[None]:
         """Collects garbage before and after an evaluation, so that the objects it creates delay no step."""
         collects = self.config.loop.manual_gc and self.config.loop.manual_gc_eval
         if collects:
             gc.collect()
-        result = evaluate()
+        yield
         if collects:
             gc.collect(0)
-        return result
 
     def _end_profile(self) -> None:
         if self._in_cuda_range:
@@ -107,9 +97,8 @@ class StepHooks:
         trace, self._trace = self._trace, None
         trace.stop()
         path = self.folder / "profile" / f"rank-{self.world.everyone.rank:05d}.json"
-        self._write(
-            "profile", path, partial(_export, trace), "open it at ui.perfetto.dev or chrome://tracing"
-        )
+        hint = "open it at ui.perfetto.dev or chrome://tracing"
+        self._write("profile", path, partial(_export, trace), hint)
 
     def _write(self, what: str, path: Path, write: Callable[[str], object], hint: str) -> None:
         """Warns instead of failing if the file cannot be written: a full disk must not end the training."""
@@ -117,9 +106,8 @@ class StepHooks:
             path.parent.mkdir(parents=True, exist_ok=True)
             write(str(path))
         except (OSError, RuntimeError) as error:
-            reason = (
-                getattr(error, "strerror", None) or (str(error).splitlines() or [type(error).__name__])[0]
-            )
+            lines = str(error).splitlines() or [type(error).__name__]
+            reason = getattr(error, "strerror", None) or lines[0]
             self.output.say(
                 f"warning: the {what} {path} cannot be written ({reason}); the run does without it"
             )
@@ -145,9 +133,8 @@ def require_equal_weights(optimizer: AnyOptimizer, world: World, step: int) -> i
 
     These are data-parallel replicas, and tensor-parallel ranks for norms. Returns the number of comparisons.
     """
-    local = {
-        (f.tensor, tuple(f.start), tuple(f.values.shape)): digest(f.values) for f in optimizer.model_weights()
-    }
+    weights = optimizer.model_weights()
+    local = {(f.tensor, tuple(f.start), tuple(f.values.shape)): digest(f.values) for f in weights}
     first: dict[_Part, tuple[int, str]] = {}
     compared, different = 0, []
     for rank, digests in enumerate(gather_objects(local, world.everyone)):

@@ -34,14 +34,16 @@ class StopConditions:
 
     def by_signal(self, number: Signals) -> StopReason:
         is_expected = self.config.exit_signal_handler and number.name == self.config.exit_signal
-        return StopReason(
-            f"exiting program after receiving {number.name}.",
+        reason = (
             "stopped as its launcher is gone"
             if self.stop.is_orphaned
-            else f"stopped by {signal_name(number)}",
-            0 if is_expected else _BY_SIGNAL + number,
-            number,
+            else f"stopped by {signal_name(number)}"
         )
+        line, code = (
+            f"exiting program after receiving {number.name}.",
+            0 if is_expected else _BY_SIGNAL + number,
+        )
+        return StopReason(line, reason, code, number)
 
     def after_step(self, step: int) -> StopReason | None:
         """Checks the time limit first, then the step interval, as Megatron does. Collective."""
@@ -57,7 +59,5 @@ class StopConditions:
         limit, minutes = self.config.exit_duration_in_mins, (time.monotonic() - self.began) / 60
         if limit is None or not largest(int(minutes > limit), self.world.everyone):
             return None
-        return StopReason(
-            f"exiting program after {minutes} minutes",
-            f"stopped after {minutes:.1f} minutes (--exit-duration-in-mins {limit:g})",
-        )
+        reason = f"stopped after {minutes:.1f} minutes (--exit-duration-in-mins {limit:g})"
+        return StopReason(f"exiting program after {minutes} minutes", reason)

@@ -52,18 +52,10 @@ def gather_statistics(
     world: World, seconds: float, waited: WaitTimes, knows_waits: bool = True, unheard: int = 0
 ) -> RankReport:
     """Gathers the statistics of all ranks in host memory, without a GPU synchronization. Collective."""
-    utilisation = gpu_utilisation(world.device)
-    local = torch.tensor(
-        [
-            seconds,
-            waited.collectives,
-            waited.messages,
-            memory_bytes(world.device),
-            _UNKNOWN if utilisation is None else utilisation,
-            unheard,
-        ],
-        dtype=torch.float64,
-    )
+    used, utilisation = memory_bytes(world.device), gpu_utilisation(world.device)
+    known = _UNKNOWN if utilisation is None else utilisation
+    row = (seconds, waited.collectives, waited.messages, used, known, unheard)
+    local = torch.tensor(row, dtype=torch.float64)
     everyone = torch.empty(world.everyone.size, len(local), dtype=torch.float64)
     all_gather_into(everyone, local.unsqueeze(0), world.everyone)
     steps, collectives, messages, memory, percent, sentences = everyone.T.tolist()
@@ -89,10 +81,8 @@ class StragglerDetector:
 
     def look(self, step: int, report: RankReport) -> list[str]:
         """Returns a line for each new straggler. A rank is reported again only after it has caught up."""
-        busy = [
-            max(0.0, whole - c - m)
-            for whole, c, m in zip(report.seconds, report.collectives, report.messages)
-        ]
+        rows = zip(report.seconds, report.collectives, report.messages)
+        busy = [max(0.0, whole - c - m) for whole, c, m in rows]
         if len(busy) < 2:
             return []
         lines = []
@@ -122,7 +112,5 @@ class StragglerDetector:
         advice = "look at its GPU, its cores and the data it reads"
         if same_stage:
             return [busy[other] for other in same_stage], "ranks like it", advice
-        share = (
-            "`pentatron layout` with the same settings shows whether its stage has more to compute; if not, "
-        )
-        return [busy[other] for other in others], "ranks of other stages", share + advice
+        share = "`pentatron layout` with the same settings shows whether its stage has more to compute"
+        return [busy[other] for other in others], "ranks of other stages", f"{share}; if not, {advice}"

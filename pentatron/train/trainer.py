@@ -4,15 +4,12 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
-import torch
-
 from pentatron.checkpoint.state import TrainState
-from pentatron.checkpoint.store import CheckpointStore
 from pentatron.data.datasets import Datasets
 from pentatron.data.loader import Batch
-from pentatron.devices import find_chip
 from pentatron.errors import AgreedError, NonFiniteError
 from pentatron.models.router_load import ExpertLoad
 from pentatron.monitor.memory import memory_bytes, memory_scalars
@@ -20,12 +17,11 @@ from pentatron.monitor.report import ExpertReport, StepReport
 from pentatron.optim.build import AnyOptimizer
 from pentatron.optim.loss_scale import LossScaler
 from pentatron.settings.parameters import step_flops
-from pentatron.supervise.signals import StopRequest
 from pentatron.train.batches import micro_batches, next_step_batches
 from pentatron.train.checkpoints import Checkpoints
 from pentatron.train.evaluation import Evaluation
 from pentatron.train.health import NumericsCheck
-from pentatron.train.model import ParallelModel
+from pentatron.train.model import ParallelModel, peak_teraflops
 from pentatron.train.output import Output
 from pentatron.train.run_header import log_memory, merge_messages
 from pentatron.train.schedules import Schedule
@@ -39,49 +35,38 @@ _SPEED_WINDOW = 20
 _EVALUATE_TIMER = "evaluate"
 
 
+@dataclass(eq=False)
 class Trainer:
     """Runs the steps, evaluations and saves of a run until its last step or a stop condition."""
 
-    def __init__(
-        self,
-        model: ParallelModel,
-        optimizer: AnyOptimizer,
-        datasets: Datasets,
-        store: CheckpointStore,
-        state: TrainState,
-        output: Output,
-        stop: StopRequest,
-        is_saved: bool,
-        began: float,
-        hooks: StepHooks,
-    ) -> None:
-        """`is_saved`: whether the run's own folder already holds a checkpoint of `state`."""
-        config, world = model.config, model.world
-        self.config, self.world, self.model, self.optimizer = config, world, model, optimizer
-        self.datasets, self.store, self.state, self.output, self.stop = datasets, store, state, output, stop
-        self.where = world.whereabouts
-        self.endings = StopConditions(config, world, stop, began)
-        self.hooks, self.timers = hooks, model.timers
-        self.health = NumericsCheck(model, optimizer, state, output)
-        self.evaluation = Evaluation(model, datasets, state, output, self.endings)
-        self.total_steps = config.train.train_iters
-        self.plan = config.batch_plan
+    model: ParallelModel
+    optimizer: AnyOptimizer
+    datasets: Datasets
+    state: TrainState
+    output: Output
+    endings: StopConditions
+    hooks: StepHooks
+    checkpoints: Checkpoints
+
+    def __post_init__(self) -> None:
+        model, state, output, world = self.model, self.state, self.output, self.model.world
+        self.config, self.timers = model.config, model.timers
+        self.world, self.where = world, world.whereabouts
+        self.health = NumericsCheck(model, self.optimizer, state, output)
+        self.evaluation = Evaluation(model, self.datasets, state, output, self.endings)
+        self.total_steps, self.plan = self.config.train.train_iters, self.config.batch_plan
         # Global batch size of the current step.
         self.batch_size = self.plan.size_at(state.consumed_samples)
-        self.schedule = Schedule.from_json(state.schedule) if state.schedule else Schedule.of(config)
-        self.scaler = LossScaler(config.precision, state.loss_scaling)
-        self.ranks = RankStatistics(config, world, self.total_steps)
+        self.schedule = Schedule.from_json(state.schedule) if state.schedule else Schedule.of(self.config)
+        self.scaler = LossScaler(self.config.precision, state.loss_scaling)
+        self.ranks = RankStatistics(self.config, world, self.total_steps)
         self.stragglers = StragglerDetector(world.grid)
         # Samples and seconds of the last steps.
         self._recent: list[tuple[int, float]] = []
-        chip = find_chip(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
-        self._peak_teraflops = chip.teraflops(config.precision.name != "fp32") if chip else None
+        self._peak_teraflops = peak_teraflops(self.config, world.device)
         # Steps since times were logged.
         self._timed_steps = 0
         self._first_step = state.step
-        self.checkpoints = Checkpoints(
-            model, optimizer, store, state, output, state.step if is_saved else None
-        )
 
     def run(self) -> StopReason | None:
         """Trains to the last step, saves and evaluates. Returns why it stopped early, if it did."""
@@ -124,7 +109,7 @@ class Trainer:
             count = self.config.accumulation_of(self.batch_size)
             with self.timers("batch-generator", 2), self.where.doing("reading data"):
                 step_batches, stopped_by = next_step_batches(
-                    batches, count, self.stop, self.world, self.store.guard
+                    batches, count, self.endings.stop, self.world, self.checkpoints.store.guard
                 )
             if stopped_by is not None:
                 if self.state.step != self._first_step:
@@ -157,7 +142,7 @@ class Trainer:
                 self.output.say(line)
         self._timed_steps += 1
         if self.state.step % self.config.log.log_interval == 0:
-            self._log_times(self.timers.block(self.world.everyone, self._timed_steps))
+            self.output.note(self.timers.block(self.world.everyone, self._timed_steps))
             self._timed_steps = 0
         if len(self._recent) == 1:
             log_memory(self.world, self.state.step, self.output)
@@ -183,31 +168,22 @@ class Trainer:
         rate = self.schedule.learning_rate(self.state.scheduled_samples)
         decay = self.schedule.weight_decay(self.state.scheduled_samples)
         self.health.before_step()
-        result = train_step(
-            self.model, self.optimizer, batches, rate, self.state.step, self.scaler.scale, decay
-        )
+        step, scale = self.state.step, self.scaler.scale
+        result = train_step(self.model, self.optimizer, batches, rate, step, scale, decay)
         self._finish_update(result, batches)
-        self.state.step += 1
-        self._count_samples()
+        self._count_step()
         self.state.consumed_tokens += result.tokens
         return result, rate
 
-    def _log_times(self, times: str | None) -> None:
-        if times is not None:
-            self.output.note(times)
-
     def _skip_step(self) -> None:
         """Skips a step of --iterations-to-skip. Its samples count as consumed."""
-        self.state.step += 1
-        self._count_samples()
+        self._count_step()
         self.state.count_skipped(is_nan=False)
         self.state.skipped_samples += self.batch_size
         self.where.step_done(self.state.step, 0.0)
-        self.output.left_out(
-            self.state.step,
-            self.state.consumed_samples,
-            f"step {self.state.step} is left out (--iterations-to-skip); its {self.batch_size} samples count as consumed",
-        )
+        step, size = self.state.step, self.batch_size
+        line = f"step {step} is left out (--iterations-to-skip); its {size} samples count as consumed"
+        self.output.left_out(step, self.state.consumed_samples, line)
 
     def settle_batch_size(self) -> None:
         """Sets the global batch size of the next step."""
@@ -217,7 +193,8 @@ class Trainer:
                 f"  the global batch size changes from {before} to {self.batch_size} after iteration {self.state.step}"
             )
 
-    def _count_samples(self) -> None:
+    def _count_step(self) -> None:
+        self.state.step += 1
         before = self.state.consumed_samples
         self.state.consumed_samples += self.batch_size
         for name, count in self.datasets.drawn(before, self.state.consumed_samples).items():
@@ -244,7 +221,7 @@ class Trainer:
                 f"step {self.state.step + 1}: fp16 overflows whatever the loss scale is (now {self.scaler.scale:g}), so the "
                 f"weights stand still. Lower --lr, use --bf16, or check the data; {self.checkpoints.last}"
             )
-        elif self.scaler.is_dynamic or not self.health.stops:
+        elif self.scaler.is_dynamic or not self.config.loop.check_for_nan_in_loss_and_grad:
             self.state.count_skipped(not math.isfinite(result.loss))
         else:
             self._stop_for_nan(result, batches, scale)
@@ -265,11 +242,10 @@ class Trainer:
         interval = self.config.train.eval_interval
         if not interval or self.state.step % interval:
             return None
-        with self.timers(_EVALUATE_TIMER, 0), self.where.doing("evaluating"):
-            loss = self.hooks.around_evaluation(
-                lambda: self.evaluation.validate(f"iteration {self.state.step}")
-            )
-        self._log_times(self.timers.block(self.world.everyone, only=_EVALUATE_TIMER))
+        timer = self.timers(_EVALUATE_TIMER, 0)
+        with timer, self.where.doing("evaluating"), self.hooks.around_evaluation():
+            loss = self.evaluation.validate(f"iteration {self.state.step}")
+        self.output.note(self.timers.block(self.world.everyone, only=_EVALUATE_TIMER))
         return loss
 
     def _evaluate_at_the_end(self) -> StopReason | None:
@@ -279,13 +255,13 @@ class Trainer:
         if not self.config.train.skip_train:
             self.output.evaluated(self.state.step, losses)
         elif not losses:
-            self.output.say(
-                "there is nothing to evaluate on: no validation and no test samples (--eval-iters, --split)"
-            )
+            missing = "no validation and no test samples (--eval-iters, --split)"
+            self.output.say(f"there is nothing to evaluate on: {missing}")
         return self.evaluation.ended_by
 
     def _report(self, result: StepResult, rate: float, seconds: float) -> StepReport:
         self._recent = [*self._recent[1 - _SPEED_WINDOW :], (self.batch_size, seconds)]
+        config, fallbacks = self.config, len(self.model.compilation.unreported_fallbacks())
         return StepReport(
             step=self.state.step,
             total_steps=self.total_steps,
@@ -298,19 +274,15 @@ class Trainer:
             global_batch_size=self.batch_size,
             seconds=seconds,
             memory_bytes=memory_bytes(self.world.device),
-            flops=step_flops(
-                self.config.model, self.batch_size, self.config.model.seq_length, self.config.moe
-            ),
+            flops=step_flops(config.model, self.batch_size, config.model.seq_length, config.moe),
             devices=self.world.everyone.size,
             consumed_tokens=self.state.consumed_tokens,
             skipped_samples=self.state.skipped_samples,
             peak_teraflops=self._peak_teraflops,
-            memory=memory_scalars(self.world.device) if self.config.log.log_memory_to_tensorboard else {},
+            memory=memory_scalars(self.world.device) if config.log.log_memory_to_tensorboard else {},
             reported=result.reported,
             experts=self._expert_report(result.experts),
-            ranks=self.ranks.report(
-                self.state.step, seconds, len(self.model.compilation.unreported_fallbacks())
-            ),
+            ranks=self.ranks.report(self.state.step, seconds, fallbacks),
             loss_scale=self.scaler.scale,
             is_skipped=not result.updated,
             is_nan=not result.updated and not math.isfinite(result.loss),
@@ -319,10 +291,8 @@ class Trainer:
     def _expert_report(self, load: ExpertLoad | None) -> ExpertReport | None:
         if load is None:
             return None
-        by_layer: dict[int, list[int]] = {}
-        if self.config.moe.moe_per_layer_logging:
-            by_layer = dict(zip(load.layers, load.counts.long().tolist()))
-        return ExpertReport(load.losses, load.imbalance, load.idle, by_layer)
+        counts = load.counts.long().tolist() if self.config.moe.moe_per_layer_logging else ()
+        return ExpertReport(load.losses, load.imbalance, load.idle, dict(zip(load.layers, counts)))
 
     def _seconds_left(self) -> float:
         """Estimates the remaining time by samples, as a batch size ramp-up makes steps longer."""

@@ -5,7 +5,13 @@ import torch
 
 from pentatron.errors import UserError
 from pentatron.generate import generate as generation
-from pentatron.generate.generate import GeneratedToken, GenerationModel, Sampling, generate, generation_model
+from pentatron.generate.generate import (
+    GeneratedToken,
+    GenerationModel,
+    Sampling,
+    build_generation_model,
+    generate,
+)
 from pentatron.models.causal_lm import CausalLM, build_model
 from pentatron.nn import attention, kv_cache
 from pentatron.parallel.world import single_process
@@ -31,7 +37,8 @@ def built(words: str) -> GenerationModel:
     config = resolved(f"{words} {UNTIED}").config
     model = build_model(config.model, 1, CPU, moe=config.moe).eval()
     assert config.model.max_position_embeddings == 40
-    return generation_model({0: model}, single_process(CPU), config.model.hidden_size, model.vocab_size, 40)
+    assert config.model.vocab_size == model.vocab_size
+    return build_generation_model({0: model}, config.model, single_process(CPU))
 
 
 def collected(events: list[GeneratedToken], count: int) -> tuple[list[list[int]], list[list[float]]]:
@@ -201,4 +208,4 @@ def test_logits_are_copied_to_the_host_for_lots_alone(monkeypatch: pytest.Monkey
     list(generate(model, [(1, 2, 3), (4, 5)], 3, Sampling()))
     assert copied == []
     list(generate(model, [(1, 2, 3), (4, 5)], 3, Sampling(1.0)))
-    assert copied == [torch.Size((2, model.vocab_size))] * 3
+    assert copied == [torch.Size((2, model.settings.vocab_size))] * 3

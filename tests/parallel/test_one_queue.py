@@ -13,7 +13,7 @@ from pentatron.optim.build import build_optimizer
 from pentatron.parallel.messages import Messages, open_channels
 from pentatron.train import model as model_module
 from pentatron.train.model import build_parallel_model, model_dtype
-from pentatron.train.step import train_step, validation_loss
+from pentatron.train.step import evaluate, train_step
 from tests.harness import run_distributed
 from tests.layout.one_ahead import one_ahead
 from tests.parallel.recorded_calls import Call, Recorder, problem_of
@@ -43,7 +43,7 @@ def recorded(words: str, bug: str = "") -> list[Call]:
     for step in range(2):
         chunk = list(itertools.islice(drawn, config.accumulation))
         train_step(model, optimizer, chunk, 1e-3, step=step)
-    validation_loss(model, chunk, len(chunk))
+    evaluate(model, chunk, len(chunk))
     recorder.on = False
     return recorder.calls
 

@@ -18,7 +18,7 @@ from pentatron.layout.documents import DocumentStarts
 from pentatron.models.causal_lm import CausalLM, build_model
 from pentatron.nn import context_attention
 from pentatron.train.model import ParallelModel, build_parallel_model
-from pentatron.train.step import validation_loss
+from pentatron.train.step import evaluate
 from tests.harness import run_distributed
 from tests.parity.cases import FAMILIES, Layout
 from tests.parity.net import SHORT, TIMEOUT, on_one_process, reference, spread
@@ -168,7 +168,7 @@ def mean_losses_of_packed(words: str) -> list[float]:
     found = []
     for exchange in ("p2p", "all_gather", "a2a"):
         config = resolved(f"{words} --cp-comm-type {exchange}", dist.get_world_size()).config
-        found.append(validation_loss(build_parallel_model(config, here(config)), [packed()], 1))
+        found.append(evaluate(build_parallel_model(config, here(config)), [packed()], 1)[0])
     return found
 
 

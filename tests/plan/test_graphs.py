@@ -16,7 +16,7 @@ from pentatron.plan.search import usable_memory
 from pentatron.plan.shape import Shape
 from pentatron.settings.run_config import RunConfig
 from pentatron.train.model import build_parallel_model
-from pentatron.train.step import validation_loss
+from pentatron.train.step import evaluate
 from tests.parity.trajectory import here
 from tests.plan.on_gpu import QWEN2, configured
 from tests.plan.test_peak import SHAPE, Living
@@ -70,7 +70,7 @@ def peak_of_an_evaluation(config: RunConfig) -> int:
     model = build_parallel_model(config, world)
     batches = list(itertools.islice(micro_batches(config, world, 0), 2))
     with Living() as living:
-        validation_loss(model, batches, 1)
+        evaluate(model, batches, 1)
     return living.peak
 
 

@@ -35,12 +35,12 @@ def settled(
     repeatable = {"deterministic": True} if "--deterministic-mode" in words else None
 
     decided = decide(resolved(words).config, DeviceFacts(device)).compilation
-    checked = check_compilation(decided, torch.device(device))
-    assert checked.compile is None or checked.compile.options == repeatable, (
+    compile, notes = check_compilation(decided, torch.device(device))
+    assert compile is None or compile.options == repeatable, (
         "kernels that are chosen by the clock are others in the next run"
     )
-    model = build_model(model_config("--num-layers 3"), 1, CPU, options=ModelOptions(compile=checked.compile))
-    return track_compilation(checked, [model], RankStatus())
+    model = build_model(model_config("--num-layers 3"), 1, CPU, options=ModelOptions(compile=compile))
+    return track_compilation(compile, notes, [model], RankStatus())
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,11 @@ def test_the_handler_makes_its_signal_a_wish(
     interrupt_at(3, monkeypatch, signal.SIGTERM)
     outcome = run(tmp_path / "a", words)
     assert outcome.ending is not None and outcome.ending.exit_code == code
-    assert outcome.stopped_by == signal.SIGTERM and steps(tmp_path / "a") == ["3"]
+    assert (
+        outcome.ending is not None
+        and outcome.ending.signal == signal.SIGTERM
+        and steps(tmp_path / "a") == ["3"]
+    )
     assert "\nexiting program after receiving SIGTERM.\n" in log(tmp_path / "a")
 
 

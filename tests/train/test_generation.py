@@ -11,12 +11,11 @@ from pentatron.errors import UserError
 from pentatron.generate.continue_text import (
     Ranks,
     Text,
-    build_generation_model,
     generate_texts,
     generation_config,
     load_stages,
 )
-from pentatron.generate.generate import Sampling
+from pentatron.generate.generate import Sampling, build_generation_model
 from pentatron.generate.source import open_source
 from pentatron.hf.convert import ImportOptions, import_folder
 from pentatron.monitor.display import SilentDisplay
@@ -172,7 +171,7 @@ def test_half_precision(tmp_path: Path) -> None:
     stages = load_stages(source, config, single_process(), torch.bfloat16)
     assert {p.dtype for p in stages[0].parameters()} == {torch.bfloat16}
     assert stages[0].rope is not None and stages[0].rope.inverse_frequencies.dtype == torch.float32
-    model = build_generation_model(stages, config, single_process())
+    model = build_generation_model(stages, config.model, single_process())
     found = dict(generate_texts(model, PROMPTS[:1], 1, Sampling(), frozenset(), 1))[0]
     exact = made(folder)[0]
     assert (

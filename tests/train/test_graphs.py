@@ -22,7 +22,7 @@ from pentatron.train import graphs
 from pentatron.train.graphs import GraphReplay, build_graph_replay
 from pentatron.train.health import repeat_step
 from pentatron.train.model import ParallelModel, build_parallel_model, model_dtype
-from pentatron.train.step import train_step, validation_loss
+from pentatron.train.step import evaluate, train_step
 from tests.support import resolved
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -101,7 +101,7 @@ class Run:
             result = train_step(self.model, self.optimizer, drawn, 1e-2, step, 2.0**step)
             found += [result.loss, result.gradient_norm]
             if step == 3:
-                found.append(validation_loss(self.model, drawn, 2))
+                found.append(evaluate(self.model, drawn, 2)[0])
         return found
 
     def weights(self) -> list[Tensor]:
@@ -256,7 +256,7 @@ def test_a_step_that_is_looked_into_runs_as_it_is() -> None:
     run = Run("", recorded=True)
     run.numbers((1, 1))
     batches = list(itertools.islice(micro_batches(run.config, run.world, 0), 1))
-    assert repeat_step(run.model, run.optimizer, batches, 2, 1.0).origin is None
+    assert repeat_step(run.model, run.optimizer, batches, 2, 1.0)[1] is None
     assert run.recorder.replays == 1
 
 

@@ -12,7 +12,6 @@ from pentatron.checkpoint.lock import lock_folder
 from pentatron.errors import UserError
 from pentatron.parallel.world import single_process
 from pentatron.settings.files import HEADER
-from pentatron.train.model import CONFIGURED
 from pentatron.train.open_folders import list_contents
 from pentatron.train.session import Session, open_session, run_training
 from tests.support import LLAMA, resolved
@@ -24,7 +23,7 @@ TWO_STEPS = f"{LLAMA} --train-iters 2 --save-interval 1"
 def opened(folder: Path, words: str = "", resumes: bool = True) -> Iterator[Session]:
     """A run that holds its folders, before anything is built."""
     settings = resolved(f"{LLAMA} --run-dir {folder} {words}")
-    with open_session(settings, single_process(), resumes, None, CONFIGURED) as session:
+    with open_session(settings, single_process(), resumes) as session:
         yield session
 
 

@@ -69,7 +69,7 @@ def interrupt_at(step: int, monkeypatch: pytest.MonkeyPatch, number: signal.Sign
 
 
 def test_the_run_folder_holds_everything(tmp_path: Path) -> None:
-    assert run(tmp_path / "a").stopped_by is None
+    assert run(tmp_path / "a").ending is None
     names = {p.name for p in (tmp_path / "a").iterdir()} - {".lock"}
     assert names == {
         "config.yaml",
@@ -107,11 +107,11 @@ def test_an_interrupted_run_goes_on_to_the_same_end(
     run(tmp_path / "whole")
     with monkeypatch.context() as patched:
         interrupt_at(3, patched, number)
-        assert run(tmp_path / "cut").stopped_by == number
+        assert run(tmp_path / "cut").ending.signal == number
     assert [step for step, _ in losses(tmp_path / "cut")] == [1, 2, 3], (
         "the step under way is finished and kept"
     )
-    assert run(tmp_path / "cut").stopped_by is None
+    assert run(tmp_path / "cut").ending is None
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
     assert final_state(tmp_path / "cut") == final_state(tmp_path / "whole")
 
@@ -368,7 +368,7 @@ def test_a_signal_to_one_rank_stops_both_at_the_same_step(tmp_path: Path) -> Non
         if dist.get_rank() == 1:
             interrupt_at(2, patched)
         outcome = run_training(settings(tmp_path / "a", "--micro-batch-size 4", 2), world_here(), True)
-    assert outcome.stopped_by == signal.SIGINT, "on both ranks"
+    assert outcome.ending is not None and outcome.ending.signal == signal.SIGINT, "on both ranks"
     found, _ = CheckpointStore(tmp_path / "a" / "checkpoints", keep=None).newest_valid(
         verify=True, set_aside=True
     )

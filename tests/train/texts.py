@@ -9,12 +9,11 @@ import torch.distributed as dist
 from pentatron.generate.continue_text import (
     Ranks,
     Text,
-    build_generation_model,
     generate_texts,
     generation_config,
     load_stages,
 )
-from pentatron.generate.generate import Sampling
+from pentatron.generate.generate import Sampling, build_generation_model
 from pentatron.generate.source import find_weights, open_source
 from pentatron.parallel.world import create_groups, single_process
 
@@ -40,7 +39,7 @@ def texts(
         else single_process(place)
     )
     stages = load_stages(source, config, world, torch.float32)
-    model = build_generation_model(stages, config, world)
+    model = build_generation_model(stages, config.model, world)
     # Three at a time: the last prompt is read after the others have ended.
     found = [
         list(dict(generate_texts(model, PROMPTS, NEW, sampling, stop, at_once=3)).values())
