@@ -342,8 +342,9 @@ def _ranges_of(held: GradientSlice) -> Iterator[_Range]:
     """
     bucket = held.bucket
     firsts = [slot.span.first for slot in bucket.plan.slots]
-    for decays, kind in bucket.plan.kinds():
-        decay_span = kind.within(bucket.kept)
+    middle = bucket.plan.decayed
+    for decays, parameters in ((True, Span(0, middle)), (False, Span(middle, bucket.size))):
+        decay_span = parameters.within(bucket.kept)
         end = min((f for f in firsts if f >= held.span.last), default=decay_span.last)
         span = Span(held.span.first, end).within(decay_span)
         if len(span):

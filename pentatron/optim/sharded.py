@@ -15,7 +15,7 @@ from pentatron.layout.actions import Kind
 from pentatron.optim.optimizer import Chunks, OptimizerBase
 from pentatron.optim.update_rules import Gradients, Part
 from pentatron.parallel.buckets import storage_bytes
-from pentatron.parallel.collectives import PendingWork, start_all_reduce_
+from pentatron.parallel.collectives import Pending, start_all_reduce_
 from pentatron.parallel.gradients import FlatGradients, GradientStorage, PartialGradientReduction
 from pentatron.parallel.sharding import Fragment, Shard, true_runs
 from pentatron.parallel.world import World
@@ -33,7 +33,7 @@ class ShardedOptimizer(OptimizerBase):
         super().__init__(world, config)
         self._stages = {number: ShardedStage(chunk, world, dtype) for number, chunk in chunks.items()}
         self._shards = [shard for stage in self._stages.values() for shard in stage.shards]
-        self._pending: list[PendingWork] = []
+        self._pending: list[Pending] = []
         kept = [_kept_gradients(shard) for shard in self._shards]
         self._partial_sums = PartialGradientReduction(world, kept)
         self._padding = [view for shard in self._shards for view in _padding_of(shard)]
@@ -70,9 +70,7 @@ class ShardedOptimizer(OptimizerBase):
     def reduce(self, stage: int) -> None:
         """Called after all backward passes of the stage; all-reduces over the groups of replicas."""
         for axis, flat in self._stages[stage].flat.items():
-            pending = start_all_reduce_(flat, self.world.group(SHARD_AXES[axis][1]))
-            if pending is not None:
-                self._pending.append(pending)
+            self._pending.append(start_all_reduce_(flat, self.world.group(SHARD_AXES[axis][1])))
 
     def finish_reduction(self) -> None:
         """Waits for the sums over replicas, and sums partial gradients over other axes."""

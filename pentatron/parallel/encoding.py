@@ -94,14 +94,8 @@ def _all_encoded(values: Collection[Any]) -> Iterable[Any]:
     return [item if type(item) in _PLAIN else _encoded(item) for item in values]
 
 
-_KINDS: dict[str, Callable[[Any], Any]] = {
-    "tuple": tuple,
-    "dict": dict,
-    "set": set,
-    "frozenset": frozenset,
-    "path": Path,
-    "bytes": base64.b85decode,
-}
+_KINDS: dict[str, Callable[[Any], Any]] = {kind.__name__: kind for kind in (tuple, dict, set, frozenset)}
+_KINDS |= {"path": Path, "bytes": base64.b85decode}
 
 
 def _decoded(value: dict[str, Any]) -> Any:

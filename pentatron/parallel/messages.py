@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pentatron.layout.actions import RECEIVES, SENDS, Action, Kind, Placement, Schedule
-from pentatron.parallel.collectives import Group
+from pentatron.parallel.collectives import Group, Pending
 from pentatron.parallel.rank_status import Call
 from pentatron.parallel.sharding import Shape
 from pentatron.parallel.world import World
@@ -49,22 +49,6 @@ def message_tag(parcel: MessageKey) -> int:
     gradient, stage, micro_batch = parcel
     assert stage < MOST_STAGES and micro_batch < MOST_MICRO_BATCHES, "the tag has too few bits"
     return 1 + gradient + 2 * (stage + MOST_STAGES * micro_batch)
-
-
-@dataclass(frozen=True)
-class PendingReceive:
-    """Handle of a posted receive."""
-
-    buffer: Tensor
-    work: dist.Work
-    device: torch.device
-    group: Group
-    call: Call | None = None
-
-    def wait(self) -> Tensor:
-        with self.group.standing(self.buffer, "message", self.call):
-            self.work.wait()
-        return self.buffer.to(self.device)
 
 
 @dataclass(frozen=True)
@@ -116,7 +100,7 @@ class Messages:
 
     def post_receive(
         self, shape: Shape, dtype: torch.dtype, device: torch.device, peer: int, action: Action
-    ) -> PendingReceive:
+    ) -> Pending:
         """Allocates a buffer and starts an asynchronous receive into it."""
         memory = torch.device("cpu") if self._group.through_host else device
         buffer = torch.empty(shape, dtype=dtype, device=memory)
@@ -126,7 +110,7 @@ class Messages:
         content = "gradients" if action.kind in GRADIENTS else "activations"
         what = f"{content} of micro-batch {action.micro_batch} from pipeline rank {peer}"
         call = Call(what, self._group.name, 0, buffer.numel())
-        return PendingReceive(buffer, work, device, self._group, call)
+        return Pending(buffer, self._group, [work], call, "message", device)
 
     def delivered(self, parcel: MessageKey) -> None:
         """Releases a sent tensor that is known to have arrived."""

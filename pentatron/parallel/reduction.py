@@ -16,15 +16,15 @@ complete after the weight half. Memory is allocated when a gradient arrives and 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from pentatron.layout.actions import Kind
 from pentatron.parallel.buckets import Bucket
-from pentatron.parallel.collectives import PendingWork, start_all_reduce_, start_reduce_scatter_into
+from pentatron.parallel.collectives import Pending, start_all_reduce_, start_reduce_scatter_into
 from pentatron.parallel.gradients import (
     BucketBuffer,
     GradientSlice,
@@ -62,7 +62,8 @@ class Reduction(ABC):
         self._from_input_half: list[set[int]] = [set() for _ in buckets]
         for number, bucket in enumerate(buckets):
             for slot, entry in enumerate(bucket.plan.slots):
-                entry.held.parameter.register_post_accumulate_grad_hook(self._collector(number, slot))
+                collect = partial(self._collect, number, slot)
+                entry.held.parameter.register_post_accumulate_grad_hook(collect)
 
     @property
     def held(self) -> Iterator[GradientSlice]:
@@ -72,28 +73,24 @@ class Reduction(ABC):
             else:
                 yield GradientSlice(bucket, bucket.kept, self._reduced[number])
 
-    def _collector(self, number: int, slot: int) -> Callable[[Tensor], None]:
-        """Returns a hook that moves each new gradient of a parameter from `.grad` into this object."""
-
-        def collect(parameter: Tensor) -> None:
-            gradient, parameter.grad = parameter.grad, None
-            if gradient is None:
-                assert self._in_input_half, "autograd produced no gradient"
-                # Deferred to the weight half; autograd calls the hook nevertheless.
-                return
-            if self._in_input_half:
-                self._from_input_half[number].add(slot)
-            else:
-                assert number >= self._next, "a gradient came after its bucket was reduced"
-            if number in self._local:
-                self._local[number].take(slot, gradient)
-            else:
-                self._take(number, slot, gradient)
-            if self._missing is not None:
-                self._missing[number].discard(slot)
-                self._reduce_complete()
-
-        return collect
+    def _collect(self, number: int, slot: int, parameter: Tensor) -> None:
+        """Moves each new gradient of a parameter from `.grad` into this object; called by autograd."""
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None:
+            assert self._in_input_half, "autograd produced no gradient"
+            # Deferred to the weight half; autograd calls the hook nevertheless.
+            return
+        if self._in_input_half:
+            self._from_input_half[number].add(slot)
+        else:
+            assert number >= self._next, "a gradient came after its bucket was reduced"
+        if number in self._local:
+            self._local[number].take(slot, gradient)
+        else:
+            self._take(number, slot, gradient)
+        if self._missing is not None:
+            self._missing[number].discard(slot)
+            self._reduce_complete()
 
     def _buffer(self, number: int) -> BucketBuffer:
         if number not in self._buffers:
@@ -109,13 +106,6 @@ class Reduction(ABC):
             if self._next not in self._local:
                 self._start(self._next)
             self._next += 1
-
-    def _reduce_as_filled(self, kind: Kind) -> None:
-        """Reduces each bucket as soon as all of its gradients have come in the backward that begins now."""
-        self._missing = [
-            set(range(len(bucket.plan.slots))) - (early if kind is Kind.WEIGHT else set())
-            for bucket, early in zip(self.buckets, self._from_input_half)
-        ]
 
     @abstractmethod
     def _allocate(self, bucket: Bucket) -> Tensor:
@@ -139,12 +129,19 @@ class Reduction(ABC):
 
     def begin_backward(self, last: bool, kind: Kind = Kind.BACKWARD) -> None:
         self._in_input_half = kind is Kind.INPUT
-        if not self._in_input_half:
-            self._begin(last, kind)
+        if not self._in_input_half and self._reduces_during(last):
+            self._next = 0
+            self._missing = [
+                set(range(len(bucket.plan.slots))) - (early if kind is Kind.WEIGHT else set())
+                for bucket, early in zip(self.buckets, self._from_input_half)
+            ]
 
     @abstractmethod
-    def _begin(self, last: bool, kind: Kind) -> None:
-        """Called before a whole backward or a weight half, which completes a micro-batch's gradients."""
+    def _reduces_during(self, last: bool) -> bool:
+        """Whether each bucket is reduced as soon as all of its gradients have come in a backward.
+
+        That is a whole backward or a weight half, which completes a micro-batch's gradients.
+        """
 
     def end_backward(self) -> None:
         self._in_input_half = False
@@ -177,7 +174,7 @@ class FullReduction(Reduction):
         super().__init__(buckets)
         self.scatter = scatter
         self.overlap = overlap
-        self._pending: list[PendingWork] = []
+        self._pending: list[Pending] = []
 
     def _allocate(self, bucket: Bucket) -> Tensor:
         return torch.empty(bucket.size, dtype=torch.float32, device=bucket.weights.device)
@@ -187,11 +184,9 @@ class FullReduction(Reduction):
         filling.complete()
         kept = self._reduced[number].values = bucket.kept.of(filling.buffer)
         if self.scatter:
-            pending = start_reduce_scatter_into(kept, filling.buffer, bucket.copies)
+            self._pending.append(start_reduce_scatter_into(kept, filling.buffer, bucket.copies))
         else:
-            pending = start_all_reduce_(filling.buffer, bucket.copies)
-        if pending is not None:
-            self._pending.append(pending)
+            self._pending.append(start_all_reduce_(filling.buffer, bucket.copies))
 
     def drop(self) -> None:
         super().drop()
@@ -199,9 +194,8 @@ class FullReduction(Reduction):
         self._wait()
         self._buffers.clear()
 
-    def _begin(self, last: bool, kind: Kind) -> None:
-        if last and self.overlap:
-            self._reduce_as_filled(kind)
+    def _reduces_during(self, last: bool) -> bool:
+        return last and self.overlap
 
     def reduce(self) -> None:
         self._reduce_complete()
@@ -229,8 +223,9 @@ class SharedReduction(FullReduction):
         self.stages = stages
         self._stages_left = stages
 
-    def _begin(self, last: bool, kind: Kind) -> None:
+    def _reduces_during(self, last: bool) -> bool:
         """Does not overlap: the last backward of one stage need not be the last of all stages."""
+        return False
 
     def drop(self) -> None:
         super().drop()
@@ -240,16 +235,6 @@ class SharedReduction(FullReduction):
         self._stages_left -= 1
         if self._stages_left == 0:
             super().reduce()
-
-
-@dataclass(frozen=True)
-class _PendingScatter:
-    """A running reduce-scatter. It writes this rank's part of the sum to `part`, to be added to `share`."""
-
-    buffer: Tensor
-    part: Tensor
-    share: GradientStorage
-    pending: PendingWork | None
 
 
 class ScatterBuffers:
@@ -264,7 +249,8 @@ class ScatterBuffers:
         self.overlap = overlap
         self.made: list[Tensor] = []
         self._free: list[Tensor] = []
-        self._running: _PendingScatter | None = None
+        # The running reduce-scatter, its buffer, and the gradients to which its result is added.
+        self._running: tuple[Pending, Tensor, GradientStorage] | None = None
 
     def take(self) -> Tensor:
         """Returns a free buffer, which has room for any bucket, or allocates one."""
@@ -281,19 +267,17 @@ class ScatterBuffers:
             # `share` keeps this tensor, so it must not be a view of the buffer, which is reused.
             part = torch.empty_like(part)
         pending = start_reduce_scatter_into(part, buffer[: bucket.size], bucket.copies)
-        self._running = _PendingScatter(buffer, part, share, pending)
+        self._running = pending, buffer, share
         if not self.overlap:
             self.finish()
 
     def finish(self) -> None:
         """Waits for the running reduction and accumulates its result."""
         if self._running is not None:
-            done, self._running = self._running, None
-            if done.pending is not None:
-                done.pending.wait()
-            values = done.share.values
-            done.share.values = done.part if values is None else values.add_(done.part)
-            self._free.append(done.buffer)
+            (pending, buffer, share), self._running = self._running, None
+            part = pending.wait()
+            share.values = part if share.values is None else share.values.add_(part)
+            self._free.append(buffer)
 
     def drop(self) -> None:
         """Releases the buffers between steps."""
@@ -341,9 +325,8 @@ class ShardedReduction(Reduction):
         for gradients in self._input_half_gradients:
             gradients.clear()
 
-    def _begin(self, last: bool, kind: Kind) -> None:
-        self._next = 0
-        self._reduce_as_filled(kind)
+    def _reduces_during(self, last: bool) -> bool:
+        return True
 
     def reduce(self) -> None:
         assert not self._buffers, "a backward pass was not ended"

@@ -237,8 +237,7 @@ class ValidTokens:
     def total(self) -> Tensor:
         """Returns the number of tokens, at least 1."""
         if self._total is None:
-            if self._pending is not None:
-                self._pending.wait()
+            self._pending.wait()
             self._total = self._sum.clamp(min=1).float()
         return self._total
 

@@ -40,7 +40,7 @@ from pentatron.nn.norm import LayerNorm, RMSNorm
 from pentatron.ops.linear import DeferredGradients, Product, outer_products
 from pentatron.optim.optimizer import Optimizer
 from pentatron.parallel.axes import TensorAxis
-from pentatron.parallel.collectives import Group, RingExchange
+from pentatron.parallel.collectives import Group, Pending
 from pentatron.parallel.world import World
 from pentatron.train.model import MicroBatches, ParallelModel
 from tests.parity.mixture_bugs import MIXTURE_BUGS, forget_partial
@@ -77,7 +77,7 @@ def tied_weights_not_summed() -> None:
 
 
 def loss_divided_by_a_local_count() -> None:
-    step_module.start_all_reduce_ = lambda tensor, group: None
+    step_module.start_all_reduce_ = Pending
 
 
 def bias_added_on_every_rank() -> None:
@@ -126,7 +126,7 @@ def wrong_micro_batch_labels() -> None:
 def gradients_not_reduced() -> None:
     for name in ("start_all_reduce_", "start_reduce_scatter_into"):
         assert hasattr(reduction_module, name)
-        setattr(reduction_module, name, lambda *tensors_and_group: None)
+        setattr(reduction_module, name, lambda *words: Pending(words[0], words[-1]))
 
 
 def replicated_norm_counted_everywhere() -> None:
@@ -139,7 +139,7 @@ def replicated_norm_counted_everywhere() -> None:
 def stale_shard() -> None:
     """Weights updated by other ranks never arrive."""
     assert hasattr(gathering_module, "start_all_gather_into")
-    gathering_module.start_all_gather_into = lambda whole, part, group: None  # type: ignore[assignment]
+    gathering_module.start_all_gather_into = lambda whole, part, group: Pending(whole, group)
 
 
 def dropout_by_local_position() -> None:
@@ -255,9 +255,9 @@ def key_gradients_left_on_the_way() -> None:
     """Gradients of keys and values do not travel on with them: each rank keeps what it has computed last."""
     pass_on = context_module.start_ring_exchange
 
-    def stay(tensor: Tensor, group: Group, tag: int) -> RingExchange:
+    def stay(tensor: Tensor, group: Group, tag: int) -> Pending:
         if tag == context_module._GRADIENTS:
-            return RingExchange(tensor, tensor, (), tensor.device, group)
+            return Pending(tensor, group)
         return pass_on(tensor, group, tag)
 
     context_module.start_ring_exchange = stay
