@@ -18,26 +18,13 @@ from pentatron.layout.actions import Kind
 from pentatron.optim.update_rules import Gradients, Part, UpdateRule, build_norm, build_update
 from pentatron.parallel.buckets import Bucket, Plan, Span, WeightGather, plan_buckets, storage_bytes
 from pentatron.parallel.gradients import (
-    FlatGradients,
     GradientSlice,
     GradientStorage,
     GradientView,
     PartialGradientReduction,
 )
-from pentatron.parallel.reduction import (
-    FullReduction,
-    Reduction,
-    ScatterBuffers,
-    ShardedReduction,
-    SharedReduction,
-)
-from pentatron.parallel.sharding import (
-    Fragment,
-    ShardedParameter,
-    fragments_of,
-    sharded_parameters,
-    true_runs,
-)
+from pentatron.parallel.reduction import Reduction, build_reductions
+from pentatron.parallel.sharding import Fragment, ShardedParameter, fragments_of, sharded_parameters
 from pentatron.parallel.world import World
 from pentatron.settings.decision_types import OptimizerOptions
 from pentatron.settings.training import OptimConfig
@@ -170,7 +157,9 @@ class Optimizer(OptimizerBase):
         }
         replicated = any(b.copies.size > 1 for buckets in stage_buckets.values() for b in buckets)
         assert options.zero_stage < 3 or not replicated, "ZeRO 3 needs ShardedOptimizer"
-        self._reductions = _reductions(stage_buckets, world, options)
+        self._reductions = build_reductions(
+            stage_buckets, world.device, options.zero_stage, options.overlap_reduce
+        )
         # Buckets are packed from the end of a model to its start. Parameters shared by two stages are
         # embeddings, which come first.
         in_order = sorted(self._reductions, key=lambda stages: (stages[0], -len(stages)))
@@ -178,8 +167,8 @@ class Optimizer(OptimizerBase):
         self._gathering = WeightGather(forward, chunks.values(), options.overlap_gather)
         self._buckets = [bucket for reduction in self._reductions.values() for bucket in reduction.buckets]
         self._held = [held for reduction in self._reductions.values() for held in reduction.held]
-        self._partial_sums = PartialGradientReduction(world, [_kept_gradients(held) for held in self._held])
-        self._padding = [place for held in self._held for place in _padding_of(held)]
+        self._partial_sums = PartialGradientReduction(world, [held.flat() for held in self._held])
+        self._padding = [place for held in self._held for place in held.padding()]
         self._normed = self._norm_views()
         self._ranges = [entry for held in self._held for entry in _ranges_of(held)]
         self._build_update([entry.part for entry in self._ranges], options.one_pass)
@@ -192,11 +181,8 @@ class Optimizer(OptimizerBase):
         """Returns the gradients this rank adds to the norm: the pieces whose first replica it holds."""
         views: list[GradientView] = []
         for held in self._held:
-            template = held.holder.template()
-            owned_span = held.span.within(held.bucket.own)
-            pieces = held.bucket.plan.pieces(owned_span, template, held.span.first)
-            owned = [f.values for piece, f in pieces if self.world.is_first_of(piece.replicated_over)]
-            views.extend(held.holder.places(owned, template))
+            own = held.flat(held.bucket.own)
+            views += own.runs(f for piece, f in own.pieces if self.world.is_first_of(piece.replicated_over))
         return views
 
     @property
@@ -317,24 +303,6 @@ def plan_stage_buckets(chunks: Chunks, world: World, bucket_size: int) -> dict[S
     return {stages: plan_buckets(held, bucket_size, world.group) for stages, held in parameters.items()}
 
 
-def _reductions(
-    buckets: Mapping[Stages, Sequence[Bucket]], world: World, options: OptimizerOptions
-) -> dict[Stages, Reduction]:
-    overlap, scatter = options.overlap_reduce, options.zero_stage > 0
-    of_one_stage = [bucket for stages in buckets if len(stages) == 1 for bucket in buckets[stages]]
-    largest = max((bucket.size for bucket in of_one_stage), default=0)
-    buffers = ScatterBuffers(largest, world.device, overlap)
-
-    def reduction(stages: Stages, stage_buckets: Sequence[Bucket]) -> Reduction:
-        if len(stages) > 1:
-            return SharedReduction(stage_buckets, scatter, overlap, len(stages))
-        if options.zero_stage == 2:
-            return ShardedReduction(stage_buckets, buffers)
-        return FullReduction(stage_buckets, scatter, overlap)
-
-    return {stages: reduction(stages, stage_buckets) for stages, stage_buckets in buckets.items()}
-
-
 def _ranges_of(held: GradientSlice) -> Iterator[_Range]:
     """Splits gradients by weight decay.
 
@@ -353,29 +321,3 @@ def _ranges_of(held: GradientSlice) -> Iterator[_Range]:
             part = Part(local.of(bucket.master), decays, weights if bucket.master_is_separate else None)
             received = span.within(held.span).relative_to(held.span)
             yield _Range(bucket, span, part, GradientView.of(held.holder, received))
-
-
-def _padding_of(held: GradientSlice) -> list[GradientView]:
-    """Returns the gradients of elements outside all logical tensors, which must stay zero."""
-    views: list[GradientView] = []
-    plan = held.bucket.plan
-    for slot in plan.slots:
-        part = slot.span.within(held.span)
-        if not len(part) or sum(p.elements for p in slot.held.declared.pieces) == len(slot.span):
-            continue
-        covered = torch.zeros(len(slot.span), dtype=torch.bool)
-        for _, fragment in plan.pieces(slot.span, covered, slot.span.first):
-            fragment.values.fill_(True)
-        local = part.relative_to(slot.span)
-        begin = part.first - held.span.first
-        runs = true_runs(~covered[local.first : local.last])
-        views.extend(GradientView.of(held.holder, Span(begin + i, begin + j)) for i, j in runs)
-    return views
-
-
-def _kept_gradients(held: GradientSlice) -> FlatGradients:
-    template, plan = held.holder.template(), held.bucket.plan
-    # The name of the parameter or, for a whole bucket, of its first one: equal on all ranks.
-    first = next((s.held.tensor for s in plan.slots if s.span == held.span), plan.slots[0].held.tensor)
-    pieces = list(plan.pieces(held.span, template, held.span.first))
-    return FlatGradients(first, held.holder, template, pieces)

@@ -141,23 +141,14 @@ class UpdateRule(ABC):
         divisor = None if factor == 1 else torch.full((), 1 / factor, dtype=torch.float32, device=device)
         for decays in (True, False):
             pairs = [(p, g) for p, g in zip(self._parts, gradients, strict=True) if p.decays is decays]
+            options = {"lr": learning_rate, "weight_decay": decay if decays else 0.0, "grad_scale": divisor}
             for chunk in _chunks(pairs):
                 parts = [part for part, _ in chunk]
                 exact = [torch.zeros_like(p.values) if g is None else g.to(torch.float32) for p, g in chunk]
-                values = [beside(part.values, gradient) for part, gradient in zip(parts, exact)]
-                moments = [
-                    [beside(self._moments[id(part)][name], gradient) for part, gradient in zip(parts, exact)]
-                    for name in self._kept
-                ]
-                self._update(
-                    parts,
-                    values,
-                    [gradient.to(part.values.device) for part, gradient in zip(parts, exact)],
-                    *moments,
-                    lr=learning_rate,
-                    weight_decay=decay if decays else 0.0,
-                    grad_scale=divisor,
-                )
+                kept = [[self.state(part)[name] for part in parts] for name in ("weights", *self._kept)]
+                values, *moments = [list(map(beside, tensors, exact)) for tensors in kept]
+                on_device = [gradient.to(part.values.device) for part, gradient in zip(parts, exact)]
+                self._update(parts, values, on_device, *moments, **options)
 
     def start(
         self, gradients: Gradients, learning_rate: float, loss_and_norm: Tensor, scale: float, decay: float
@@ -261,11 +252,10 @@ class Sgd(UpdateRule):
 
     def _update(self, parts: Sequence[Part], *tensors: list[Tensor], **options: Any) -> None:
         values, gradients, *momentum = tensors
-        no_momentum: list[Tensor | None] = [None] * len(parts)
         sgd(
             values,
             gradients,
-            [*momentum[0]] if momentum else no_momentum,
+            [*momentum[0]] if momentum else [None] * len(parts),
             fused=True,
             momentum=self.config.sgd_momentum,
             dampening=0.0,

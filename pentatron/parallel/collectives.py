@@ -232,10 +232,10 @@ def all_to_all_into(
         return
     # Gloo implements all-to-all as point-to-point messages, which need host memory.
     buffer = torch.empty_like(received, device="cpu") if group.through_host else received
-    sizes = [None if sizes is None else list(sizes) for sizes in (received_sizes, sent_sizes)]
+    output_sizes, input_sizes = (sizes and list(sizes) for sizes in (received_sizes, sent_sizes))
     with group.standing(received, call=group.begins("all-to-all", sent)):
         leaving = sent.cpu() if group.through_host else sent
-        dist.all_to_all_single(buffer, leaving, *sizes, group=group.process_group)
+        dist.all_to_all_single(buffer, leaving, output_sizes, input_sizes, group=group.process_group)
         if group.through_host:
             received.copy_(buffer)
 

@@ -17,7 +17,7 @@ from pentatron.layout.ranks import Axis
 from pentatron.ops.dispatch import uses_triton
 from pentatron.parallel.buckets import Bucket, Span, merge_views
 from pentatron.parallel.collectives import all_reduce_, gather_objects
-from pentatron.parallel.sharding import Fragment, Shape, Shard
+from pentatron.parallel.sharding import Fragment, Shape, Shard, true_runs
 from pentatron.parallel.world import World
 
 
@@ -55,13 +55,6 @@ class GradientStorage:
         """Returns a meta tensor of the same size, on which views are computed."""
         return torch.empty(self.elements, device="meta")
 
-    def places(self, views: Iterable[Tensor], template: Tensor) -> "list[GradientView]":
-        """Merges disjoint views of the template into few views of each step's gradients."""
-        return [
-            GradientView(self, tuple(run.shape), run.stride(), int(run.storage_offset()))
-            for run in merge_views(template, views)
-        ]
-
 
 @dataclass(frozen=True)
 class GradientView:
@@ -87,12 +80,54 @@ class GradientView:
 
 
 @dataclass(frozen=True)
+class FlatGradients:
+    """A flat range of gradients with its fragments as views of `template`; `name` is equal on all ranks."""
+
+    name: str
+    holder: GradientStorage
+    template: Tensor
+    pieces: Sequence[tuple[Shard, Fragment]]
+
+    def runs(self, chosen: Iterable[Fragment]) -> list[GradientView]:
+        """Merges disjoint fragments into few views of each step's gradients."""
+        runs = merge_views(self.template, (fragment.values for fragment in chosen))
+        return [
+            GradientView(self.holder, tuple(run.shape), run.stride(), int(run.storage_offset()))
+            for run in runs
+        ]
+
+
+@dataclass(frozen=True)
 class GradientSlice:
     """A contiguous part of a bucket's gradients, which begins at `span.first`."""
 
     bucket: Bucket
     span: Span
     holder: GradientStorage = field(repr=False)
+
+    def flat(self, within: Span | None = None) -> FlatGradients:
+        """Returns the gradients with their fragments, or only those in the span `within`."""
+        template, plan = self.holder.template(), self.bucket.plan
+        # The name of the parameter or, for a whole bucket, of its first one: equal on all ranks.
+        slot = next((slot for slot in plan.slots if slot.span == self.span), plan.slots[0])
+        span = self.span if within is None else self.span.within(within)
+        pieces = list(plan.pieces(span, template, self.span.first))
+        return FlatGradients(slot.held.tensor, self.holder, template, pieces)
+
+    def padding(self) -> list[GradientView]:
+        """Returns the gradients of elements outside all logical tensors, which must stay zero."""
+        views: list[GradientView] = []
+        for slot in self.bucket.plan.slots:
+            part = slot.span.within(self.span)
+            if not len(part) or sum(p.elements for p in slot.held.declared.pieces) == len(slot.span):
+                continue
+            covered = torch.zeros(len(slot.span), dtype=torch.bool)
+            for _, fragment in self.bucket.plan.pieces(slot.span, covered, slot.span.first):
+                fragment.values.fill_(True)
+            begin = part.first - self.span.first
+            runs = true_runs(~part.relative_to(slot.span).of(covered))
+            views.extend(GradientView.of(self.holder, Span(begin + i, begin + j)) for i, j in runs)
+        return views
 
 
 class UnbucketedGradients:
@@ -161,19 +196,6 @@ class BucketBuffer:
 
 # The axes, besides the replicas, over which gradients can be partial sums.
 PARTIAL_AXES: tuple[Axis, ...] = ("tensor", "kv", "embedding")
-
-
-@dataclass(frozen=True)
-class FlatGradients:
-    """A flat range of gradients with its fragments as views of `template`; `name` is equal on all ranks."""
-
-    name: str
-    holder: GradientStorage
-    template: Tensor
-    pieces: Sequence[tuple[Shard, Fragment]]
-
-    def runs(self, chosen: Iterable[Fragment]) -> list[GradientView]:
-        return self.holder.places([fragment.values for fragment in chosen], self.template)
 
 
 class PartialGradientReduction:

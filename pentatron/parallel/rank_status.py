@@ -50,6 +50,11 @@ class RankStatus:
     on_step_done: Callable[[], None] | None = None
     on_opened: Callable[[], None] | None = None
 
+    @property
+    def place(self) -> tuple[int, str, int]:
+        """Position in the run; it changes as long as the rank makes progress."""
+        return self.step, self.phase, self.calls
+
     def run_folder_locked(self) -> None:
         self.opened = True
         if self.on_opened is not None:

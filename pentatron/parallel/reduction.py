@@ -16,7 +16,7 @@ complete after the weight half. Memory is allocated when a gradient arrives and 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -338,3 +338,20 @@ class ShardedReduction(Reduction):
     def memory(self) -> list[Tensor]:
         early = [tensor for gradients in self._input_half_gradients for tensor in gradients.values()]
         return [*super().memory(), *self.buffers.made, *early]
+
+
+def build_reductions(
+    buckets: Mapping[tuple[int, ...], Sequence[Bucket]], device: torch.device, zero_stage: int, overlap: bool
+) -> dict[tuple[int, ...], Reduction]:
+    """Returns the reductions of buckets, by the stages that use them."""
+    largest = max((b.size for stages, own in buckets.items() if len(stages) == 1 for b in own), default=0)
+    buffers = ScatterBuffers(largest, device, overlap)
+
+    def reduction(stages: tuple[int, ...], own: Sequence[Bucket]) -> Reduction:
+        if len(stages) > 1:
+            return SharedReduction(own, zero_stage > 0, overlap, len(stages))
+        if zero_stage == 2:
+            return ShardedReduction(own, buffers)
+        return FullReduction(own, zero_stage > 0, overlap)
+
+    return {stages: reduction(stages, own) for stages, own in buckets.items()}

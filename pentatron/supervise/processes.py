@@ -137,18 +137,6 @@ class ReceivedSignals:
         return signal.SIGINT in self.received[1:]
 
 
-@contextmanager
-def recording_signals(numbers: Sequence[signal.Signals]) -> Iterator[ReceivedSignals]:
-    """Context manager that records signals instead of ending this process."""
-    signals = ReceivedSignals()
-    before = {number: signal.signal(number, signals) for number in numbers}
-    try:
-        yield signals
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 # --- failures ---
 
 # Files in the job's folder: failure record of a rank, stack trace by faulthandler, and markers for "working"
@@ -270,11 +258,17 @@ def _failure(process: Process, job: Path) -> Failure:
     if record is not None:
         return Failure(process.rank, process.code, record["at"], record["kind"], record["text"])
     # Killed by the launcher, unless it ended in another way before.
-    if process.was_killed and process.code == -signal.SIGKILL:
-        return Failure(process.rank, process.code, process.ended_at, "killed")
-    return Failure(
-        process.rank, process.code, process.ended_at, text=_crash_stack(crash_path(job, process.rank))
-    )
+    killed = process.was_killed and process.code == -signal.SIGKILL
+    kind, text = ("killed", "") if killed else ("", _crash_stack(crash_path(job, process.rank)))
+    return Failure(process.rank, process.code, process.ended_at, kind, text)
+
+
+def read_if_possible(path: Path) -> str:
+    """Returns the text of a file; an empty string if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def _read_record(path: Path) -> dict[str, Any] | None:
@@ -287,10 +281,7 @@ def _read_record(path: Path) -> dict[str, Any] | None:
 
 def _crash_stack(path: Path) -> str:
     """Returns the stack trace that faulthandler wrote at a crash, of the current thread if that is marked."""
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""
+    text = read_if_possible(path).strip()
     current = re.search(r"(?s)\A.*?Current thread.*?(?=\n\n|\Z)", text)
     lines = (current[0] if current else text).splitlines()
     return "\n".join(lines[:_LONGEST_CRASH])
