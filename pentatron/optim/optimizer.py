@@ -8,7 +8,7 @@ stages, and for a single process. `pentatron.optim.sharded` implements ZeRO 3.
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -66,8 +66,8 @@ class OptimizerBase(ABC):
         self._normed: list[GradientView] = []
 
     def _build_update(self, parts: Sequence[Part], one_pass: bool) -> None:
-        self._update: UpdateRule = build_update(parts, self.config, one_pass)
-        self._norm = build_norm(self.world.device, self._update.in_one_pass)
+        self.update: UpdateRule = build_update(parts, self.config, one_pass)
+        self._norm = build_norm(self.world.device, self.update.in_one_pass)
 
     @abstractmethod
     def zero_gradients(self) -> None:
@@ -105,13 +105,8 @@ class OptimizerBase(ABC):
         assert math.isfinite(norm), "a step with NaN or inf gradients"
         self.wait_for_weights()
         decay = self.config.weight_decay if weight_decay is None else weight_decay
-        self._update.step(self._gradients(), learning_rate, norm, scale, decay)
+        self.update.step(self._gradients(), learning_rate, norm, scale, decay)
         self._publish(rounded=True)
-
-    @property
-    def skips_on_device(self) -> bool:
-        """Whether `start_step` is supported: the device itself skips updates with NaN or inf."""
-        return self._update.in_one_pass
 
     def start_step(
         self, learning_rate: float, loss_and_norm: Tensor, scale: float, weight_decay: float | None
@@ -124,20 +119,16 @@ class OptimizerBase(ABC):
         """
         self.wait_for_weights()
         decay = self.config.weight_decay if weight_decay is None else weight_decay
-        self._update.start(self._gradients(), learning_rate, loss_and_norm, scale, decay)
+        self.update.start(self._gradients(), learning_rate, loss_and_norm, scale, decay)
         self._publish(rounded=True)
 
     def finish_step(self, updated: bool) -> None:
         """Reports whether the update that was started was made or skipped."""
-        self._update.settle(updated)
-
-    def set_before_update(self, wait: Callable[[], None]) -> None:
-        """Registers a callback before each update: a background save must have copied the old values."""
-        self._update.before = wait
+        self.update.settle(updated)
 
     def loaded(self, updates: int) -> None:
         """Must be called after `fragments` were overwritten by a checkpoint that had seen `updates` steps."""
-        self._update.set_updates(updates)
+        self.update.set_updates(updates)
         self._publish()
         self.wait_for_weights()
 
@@ -237,7 +228,7 @@ class Optimizer(OptimizerBase):
     def _publish(self, rounded: bool = False) -> None:
         # Weights in the model's dtype.
         separate = [bucket for bucket in self._buckets if bucket.master_is_separate]
-        if separate and not (rounded and self._update.in_one_pass):
+        if separate and not (rounded and self.update.in_one_pass):
             torch._foreach_copy_([b.kept.of(b.weights) for b in separate], [b.master for b in separate])
         if self._sharded:
             self._gathering.start()
@@ -253,7 +244,7 @@ class Optimizer(OptimizerBase):
         """
         self.wait_for_weights()
         for entry in self._ranges:
-            for kind, values in self._update.state(entry.part).items():
+            for kind, values in self.update.state(entry.part).items():
                 yield from self._named(kind, entry, values, owned_only)
 
     def gradients(self, owned_only: bool) -> Iterator[Fragment]:
@@ -284,7 +275,7 @@ class Optimizer(OptimizerBase):
             "parameters": storage_bytes(p for chunk in self._chunks.values() for p in chunk.parameters()),
             "gradients": self._gradient_bytes,
             "master": storage_bytes(b.master for b in self._buckets if b.master_is_separate),
-            "moments": storage_bytes(self._update.moments()),
+            "moments": storage_bytes(self.update.moments()),
         }
 
 

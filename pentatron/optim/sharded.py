@@ -94,7 +94,7 @@ class ShardedOptimizer(OptimizerBase):
     def fragments(self, owned_only: bool) -> Iterator[Fragment]:
         """As in `Optimizer`."""
         for shard, part in self._parts:
-            for kind, values in self._update.state(part).items():
+            for kind, values in self.update.state(part).items():
                 yield from self._named(kind, shard, values, owned_only)
 
     def gradients(self, owned_only: bool) -> Iterator[Fragment]:
@@ -121,7 +121,7 @@ class ShardedOptimizer(OptimizerBase):
                 flat for stage in self._stages.values() for flat in stage.flat.values()
             ),
             "master": 0,
-            "moments": storage_bytes(self._update.moments()),
+            "moments": storage_bytes(self.update.moments()),
         }
 
 

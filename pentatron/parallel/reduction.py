@@ -2,9 +2,8 @@
 replicas.
 
 `FullReduction` keeps full gradients and reduces them once a step (ZeRO 0 and 1). `ShardedReduction` keeps
-this rank's shard and reduces in every backward pass (ZeRO 2). `SharedReduction` keeps full gradients of
-parameters that several stages of a rank share, such as a tied embedding, and reduces them once a step under
-every ZeRO stage. Buckets without replicas are not reduced: their gradients stay as autograd produced them
+this rank's shard and reduces in every backward pass (ZeRO 2). Under every ZeRO stage,
+parameters that several stages of a rank share, such as a tied embedding, have a `FullReduction`. Buckets without replicas are not reduced: their gradients stay as autograd produced them
 (`UnbucketedGradients`).
 
 Buckets are reduced strictly in order: a bucket that is complete early waits for those before it. The ranks of
@@ -167,13 +166,15 @@ class Reduction(ABC):
 class FullReduction(Reduction):
     """Full gradients, reduced once a step by all-reduce, or by reduce-scatter if `scatter`.
 
-    With `overlap` the reduction overlaps the last backward pass, otherwise it follows it.
+    With `overlap` the reduction overlaps the last backward pass, otherwise it follows it. Gradients of
+    parameters that several `stages` of a rank share are reduced after the last stage, without overlap: the
+    last backward of one stage need not be the last of all stages.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], scatter: bool, overlap: bool) -> None:
+    def __init__(self, buckets: Sequence[Bucket], scatter: bool, overlap: bool, stages: int = 1) -> None:
         super().__init__(buckets)
-        self.scatter = scatter
-        self.overlap = overlap
+        self.scatter, self.overlap, self.stages = scatter, overlap, stages
+        self._stages_left = stages
         self._pending: list[Pending] = []
 
     def _allocate(self, bucket: Bucket) -> Tensor:
@@ -193,14 +194,17 @@ class FullReduction(Reduction):
         # Collectives of a step that failed may still write to the buffers.
         self._wait()
         self._buffers.clear()
+        self._stages_left = self.stages
 
     def _reduces_during(self, last: bool) -> bool:
-        return last and self.overlap
+        return last and self.overlap and self.stages == 1
 
     def reduce(self) -> None:
-        self._reduce_complete()
-        if not self.overlap:
-            self._wait()
+        self._stages_left -= 1
+        if self._stages_left == 0:
+            self._reduce_complete()
+            if not self.overlap:
+                self._wait()
 
     def finish(self) -> None:
         assert self._next == len(self.buckets), "the stage was never reduced"
@@ -213,28 +217,6 @@ class FullReduction(Reduction):
 
     def memory(self) -> list[Tensor]:
         return [*super().memory(), *(filling.buffer for filling in self._buffers.values())]
-
-
-class SharedReduction(FullReduction):
-    """Gradients of parameters that several stages of a rank share, reduced once after the last stage."""
-
-    def __init__(self, buckets: Sequence[Bucket], scatter: bool, overlap: bool, stages: int) -> None:
-        super().__init__(buckets, scatter, overlap)
-        self.stages = stages
-        self._stages_left = stages
-
-    def _reduces_during(self, last: bool) -> bool:
-        """Does not overlap: the last backward of one stage need not be the last of all stages."""
-        return False
-
-    def drop(self) -> None:
-        super().drop()
-        self._stages_left = self.stages
-
-    def reduce(self) -> None:
-        self._stages_left -= 1
-        if self._stages_left == 0:
-            super().reduce()
 
 
 class ScatterBuffers:
@@ -347,11 +329,9 @@ def build_reductions(
     largest = max((b.size for stages, own in buckets.items() if len(stages) == 1 for b in own), default=0)
     buffers = ScatterBuffers(largest, device, overlap)
 
-    def reduction(stages: tuple[int, ...], own: Sequence[Bucket]) -> Reduction:
-        if len(stages) > 1:
-            return SharedReduction(own, zero_stage > 0, overlap, len(stages))
-        if zero_stage == 2:
-            return ShardedReduction(own, buffers)
-        return FullReduction(own, zero_stage > 0, overlap)
-
-    return {stages: reduction(stages, own) for stages, own in buckets.items()}
+    return {
+        stages: ShardedReduction(own, buffers)
+        if zero_stage == 2 and len(stages) == 1
+        else FullReduction(own, zero_stage > 0, overlap, len(stages))
+        for stages, own in buckets.items()
+    }

@@ -100,7 +100,7 @@ class Checkpoints:
         self.saver = Saver(store, self.world.everyone, self.config.checkpoint.async_save, output.say)
         # Steps of the last started and the last finished save.
         self._started = self._saved = saved
-        optimizer.set_before_update(self.saver.wait_until_copied)
+        optimizer.update.before = self.saver.wait_until_copied
 
     @property
     def last(self) -> str:

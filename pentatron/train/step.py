@@ -72,7 +72,7 @@ def train_step(
     pending = _start(model, optimizer, batches, step, scale)
     # Gradients of router losses are not sums over tokens: their ratio must be known before backward.
     needs_ratio = model.program.reported_names is not None and bool(model.routers.names)
-    if optimizer.skips_on_device and not needs_ratio:
+    if optimizer.update.in_one_pass and not needs_ratio:
         # The update is skipped on the device if needed, so that the host does not wait for loss and norm
         # first.
         with model.timers("optimizer", 1):

@@ -18,7 +18,6 @@ import pentatron.nn.loss as loss_module
 import pentatron.nn.transformer_layer as layer_module
 import pentatron.ops.cross_entropy as fused_module
 import pentatron.ops.linear as deferral_module
-import pentatron.parallel.axes as axis_module
 import pentatron.parallel.buckets as gathering_module
 import pentatron.parallel.reduction as reduction_module
 import pentatron.train.model as model_module
@@ -49,11 +48,11 @@ from tests.parity.shard_bugs import SHARD_BUGS
 
 
 def row_output_not_summed() -> None:
-    axis_module._Sum.forward = staticmethod(lambda ctx, x, group: x.clone())  # type: ignore[method-assign]
+    TensorAxis.leave = lambda self, x: x.clone()  # type: ignore[method-assign]
 
 
 def column_input_gradient_not_summed() -> None:
-    axis_module._Copy.backward = staticmethod(lambda ctx, *g: (g[0].clone(), None))  # type: ignore[method-assign]
+    TensorAxis.enter = lambda self, x: x.clone()  # type: ignore[method-assign]
 
 
 def norm_gradients_not_summed() -> None:
@@ -333,13 +332,13 @@ def dropout_drawn_anew_in_recompute() -> None:
 
 def recomputed_without_a_sum() -> None:
     """The second run of a layer leaves out the sum over the tensor axis that the first one had."""
-    forward = axis_module._Sum.forward
+    leave = TensorAxis.leave
 
-    def local_in_backward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+    def local_in_backward(self: TensorAxis, x: Tensor) -> Tensor:
         in_backward = torch._C._current_graph_task_id() != -1
-        return x.clone() if in_backward else forward(ctx, x, group)
+        return x.clone() if in_backward else leave(self, x)
 
-    axis_module._Sum.forward = staticmethod(local_in_backward)  # type: ignore[method-assign]
+    TensorAxis.leave = local_in_backward  # type: ignore[method-assign]
 
 
 # Each bug with a family and a layout on which it acts.
