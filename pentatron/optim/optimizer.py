@@ -107,6 +107,7 @@ class OptimizerBase(ABC):
         decay = self.config.weight_decay if weight_decay is None else weight_decay
         self.update.step(self._gradients(), learning_rate, norm, scale, decay)
         self._publish(rounded=True)
+        self._updated()
 
     def start_step(
         self, learning_rate: float, loss_and_norm: Tensor, scale: float, weight_decay: float | None
@@ -125,6 +126,12 @@ class OptimizerBase(ABC):
     def finish_step(self, updated: bool) -> None:
         """Reports whether the update that was started was made or skipped."""
         self.update.settle(updated)
+        if updated:
+            self._updated()
+
+    @abstractmethod
+    def _updated(self) -> None:
+        """Called after an update was made."""
 
     def loaded(self, updates: int) -> None:
         """Must be called after `fragments` were overwritten by a checkpoint that had seen `updates` steps."""
@@ -210,17 +217,9 @@ class Optimizer(OptimizerBase):
         self._partial_sums.all_reduce()
         self._gradient_bytes = storage_bytes(t for r in self._reductions.values() for t in r.memory())
 
-    def step(
-        self, learning_rate: float, norm: float, scale: float = 1.0, weight_decay: float | None = None
-    ) -> None:
-        super().step(learning_rate, norm, scale, weight_decay)
+    def _updated(self) -> None:
+        """Releases the gradients. Those of a skipped step are kept, to diagnose it."""
         self.zero_gradients()
-
-    def finish_step(self, updated: bool) -> None:
-        """As in the base class; the gradients of a skipped step are kept, to diagnose it."""
-        super().finish_step(updated)
-        if updated:
-            self.zero_gradients()
 
     def _gradients(self) -> Gradients:
         return [entry.place.now for entry in self._ranges]

@@ -88,6 +88,9 @@ class ShardedOptimizer(OptimizerBase):
         for stage in self._stages.values():
             stage.reshard()
 
+    def _updated(self) -> None:
+        """Does nothing: the gradients have a fixed storage."""
+
     def wait_for_weights(self) -> None:
         """Does nothing: layers gather their weights when they run."""
 

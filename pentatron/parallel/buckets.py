@@ -117,30 +117,21 @@ class Bucket:
     """
 
     def __init__(self, plan: Plan, dtype: torch.dtype, sharded: bool, on_host: bool = False) -> None:
-        self.plan = plan
+        self.plan, self.size, self.copies = plan, plan.size, plan.copies
         self.master_is_separate = on_host or dtype != torch.float32
         self.own = plan.own_share()
         self.kept = self.own if sharded else Span(0, plan.size)
         values = torch.zeros(plan.size, dtype=torch.float32, device=plan.slots[0].held.parameter.device)
         for slot in plan.slots:
             slot.span.of(values).copy_(slot.held.parameter.detach().flatten())
+        self.weights, self.master = values.to(dtype), self.kept.of(values)
         if on_host:
-            self.weights, self.master = values.to(dtype), self.kept.of(values).to("cpu", copy=True)
-        elif dtype == torch.float32:
-            self.weights, self.master = values, self.kept.of(values)
-        else:
+            self.master = self.master.to("cpu", copy=True)
+        elif sharded and self.master_is_separate:
             # A copy of the share, not a view: a view would keep the whole fp32 buffer alive.
-            self.weights, self.master = values.to(dtype), self.kept.of(values).clone() if sharded else values
+            self.master = self.master.clone()
         for slot in plan.slots:
             slot.held.parameter.data = slot.span.of(self.weights).view(slot.held.parameter.shape)
-
-    @property
-    def size(self) -> int:
-        return self.plan.size
-
-    @property
-    def copies(self) -> Group:
-        return self.plan.copies
 
 
 def merge_views(flat: Tensor, views: Iterable[Tensor]) -> list[Tensor]:

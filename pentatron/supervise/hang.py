@@ -18,7 +18,7 @@ from pathlib import Path
 from pentatron.layout.ranks import ranks_in_words
 from pentatron.parallel.rank_status import RankStatus
 from pentatron.supervise.heartbeat import Heartbeat, HeartbeatWriter, heartbeat_path, read_heartbeat
-from pentatron.supervise.processes import Failure, Process, read_if_possible
+from pentatron.supervise.processes import Failure, Process, rank_file, read_if_possible
 
 # Phases with step limits. Any other phase (start, save, evaluation) may take as long as the collective
 # timeout.
@@ -71,13 +71,6 @@ class HangLimits:
 def _is_steady(pace: RankStatus) -> bool:
     """Whether the rank is in a step other than the first, which compiles."""
     return pace.phase in _STEADY and pace.first_step > 0
-
-
-@dataclass
-class _Seen:
-    beat: Heartbeat
-    pulse_at: float
-    place_at: float
 
 
 @dataclass(frozen=True)
@@ -146,7 +139,8 @@ class HangDetector:
 
     def __init__(self, limits: HangLimits) -> None:
         self.limits = limits
-        self._seen: dict[int, _Seen] = {}
+        # The last heartbeat of each rank, and when its pulse and its place have last changed.
+        self._seen: dict[int, tuple[Heartbeat, float, float]] = {}
         self._last_check = 0.0
 
     def look(self, beats: Sequence[Heartbeat], now: float, ranks: Sequence[int]) -> Hang | None:
@@ -157,19 +151,15 @@ class HangDetector:
         self._last_check = now
         self._seen = {rank: seen for rank, seen in self._seen.items() if rank in ranks}
         for beat in beats:
-            seen = self._seen.setdefault(beat.rank, _Seen(beat, now, now))
-            if beat.pulse != seen.beat.pulse:
-                seen.pulse_at = now
-            if beat.place != seen.beat.place:
-                seen.place_at = now
-            seen.beat = beat
+            before, pulse_at, place_at = self._seen.get(beat.rank, (beat, now, now))
+            pulse_at = pulse_at if beat.pulse == before.pulse else now
+            place_at = place_at if beat.place == before.place else now
+            self._seen[beat.rank] = beat, pulse_at, place_at
         if not beats or self.limits.heartbeat == 0:
             return None
         standing = [
-            RankState(
-                s.beat, now - s.pulse_at, now - s.place_at, now - s.pulse_at > self.limits.silence(s.beat)
-            )
-            for _, s in sorted(self._seen.items())
+            RankState(beat, now - pulse_at, now - place_at, now - pulse_at > self.limits.silence(beat))
+            for _, (beat, pulse_at, place_at) in sorted(self._seen.items())
         ]
         limit = max(self.limits.of(s.beat) for s in standing)
         if any(s.is_silent for s in standing) or all(s.still > limit for s in standing):
@@ -263,10 +253,6 @@ def report_path(folder: Path, step: int, is_taken: Callable[[Path], bool] = Path
     return path
 
 
-def stacks_path(job: Path, rank: int) -> Path:
-    return job / f"rank-{rank}.stacks"
-
-
 def read_heartbeats(job: Path, ranks: Sequence[int]) -> list[Heartbeat]:
     return [beat for rank in ranks if (beat := read_heartbeat(heartbeat_path(job, rank))) is not None]
 
@@ -300,7 +286,7 @@ class JobWatchdog:
             if process.rank in listening:
                 process.send(STACKS_SIGNAL)
         time.sleep(_STACKS_SECONDS)
-        stacks = {rank: read_if_possible(stacks_path(job, rank)) for rank in listening}
+        stacks = {rank: read_if_possible(rank_file(job, rank, "stacks")) for rank in listening}
         path = report_path(self.folder, hang.step)
         with suppress(OSError):
             path.write_text(format_report(hang, sentence, stacks), encoding="utf-8")

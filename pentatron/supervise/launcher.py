@@ -21,13 +21,14 @@ from types import FrameType
 from pentatron.errors import NonFiniteError, UserError
 from pentatron.files import lock
 from pentatron.parallel.rendezvous import LISTENER, SECRET, Rendezvous, listening_socket
-from pentatron.supervise.hang import STACKS_SIGNAL, read_heartbeats, stacks_path
+from pentatron.supervise.hang import STACKS_SIGNAL, read_heartbeats
 from pentatron.supervise.processes import (
     Failure,
     Process,
     ReceivedSignals,
     find_failures,
     kill_all,
+    rank_file,
     start_workers,
     unfinished_ranks,
 )
@@ -226,7 +227,7 @@ def _stacks_on_request(processes: Sequence[Process], job: Path) -> AbstractConte
 
     def ask(number: int, frame: FrameType | None) -> None:
         # The file shows that the worker has a handler: without one the signal would kill it.
-        ready = [process for process in processes if stacks_path(job, process.rank).exists()]
+        ready = [process for process in processes if rank_file(job, process.rank, "stacks").exists()]
         for process in ready:
             process.send(STACKS_SIGNAL)
         with contextlib.suppress(OSError):

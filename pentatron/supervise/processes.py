@@ -139,10 +139,6 @@ class ReceivedSignals:
 
 # --- failures ---
 
-# Files in the job's folder: failure record of a rank, stack trace by faulthandler, and markers for "working"
-# and "done".
-_RECORD, _CRASH = "rank-{rank}.failure", "rank-{rank}.crash"
-_WORKING, _DONE = "rank-{rank}.working", "rank-{rank}.done"
 _LONGEST_CRASH = 40
 
 
@@ -202,17 +198,18 @@ _HINTS: dict[int, str] = {
 }
 
 
-def record_path(job: Path, rank: int) -> Path:
-    return job / _RECORD.format(rank=rank)
+def rank_file(job: Path, rank: int, kind: str) -> Path:
+    """Returns a file in the job's folder.
 
-
-def crash_path(job: Path, rank: int) -> Path:
-    return job / _CRASH.format(rank=rank)
+    Kinds are `failure` (the record of a rank), `crash` and `stacks` (traces by faulthandler), and the markers
+    `working` and `done`.
+    """
+    return job / f"rank-{rank}.{kind}"
 
 
 def write_record(job: Path, rank: int, kind: str, text: str, at: float) -> None:
     """Writes the failure record of a rank, with an atomic rename."""
-    path = record_path(job, rank)
+    path = rank_file(job, rank, "failure")
     partial = path.with_suffix(".part")
     partial.write_text(json.dumps({"kind": kind, "text": text, "at": at}), encoding="utf-8")
     rename(partial, path)
@@ -220,12 +217,12 @@ def write_record(job: Path, rank: int, kind: str, text: str, at: float) -> None:
 
 def mark_working(job: Path, rank: int) -> None:
     """Creates the file that `mark_done` renames: a new file might not fit on a full disk by then."""
-    (job / _WORKING.format(rank=rank)).touch()
+    rank_file(job, rank, "working").touch()
 
 
 def mark_done(job: Path, rank: int) -> None:
     """Records that a rank has completed its work."""
-    rename(job / _WORKING.format(rank=rank), job / _DONE.format(rank=rank))
+    rename(rank_file(job, rank, "working"), rank_file(job, rank, "done"))
 
 
 def unfinished_ranks(processes: Sequence[Process], job: Path) -> list[Failure]:
@@ -233,7 +230,7 @@ def unfinished_ranks(processes: Sequence[Process], job: Path) -> list[Failure]:
     return [
         Failure(process.rank, 1, process.ended_at, "unfinished")
         for process in processes
-        if not (job / _DONE.format(rank=process.rank)).exists()
+        if not rank_file(job, process.rank, "done").exists()
     ]
 
 
@@ -254,12 +251,12 @@ def find_failures(processes: Sequence[Process], job: Path) -> list[Failure]:
 
 def _failure(process: Process, job: Path) -> Failure:
     assert process.code is not None
-    record = _read_record(record_path(job, process.rank))
+    record = _read_record(rank_file(job, process.rank, "failure"))
     if record is not None:
         return Failure(process.rank, process.code, record["at"], record["kind"], record["text"])
     # Killed by the launcher, unless it ended in another way before.
     killed = process.was_killed and process.code == -signal.SIGKILL
-    kind, text = ("killed", "") if killed else ("", _crash_stack(crash_path(job, process.rank)))
+    kind, text = ("killed", "") if killed else ("", _crash_stack(rank_file(job, process.rank, "crash")))
     return Failure(process.rank, process.code, process.ended_at, kind, text)
 
 
