@@ -65,8 +65,8 @@ def _encoded(value: Any) -> Any:
         return value
     if kind is list:
         return _all_encoded(value)
-    if kind is tuple:
-        return {_TAG: ("tuple", value if _PLAIN.issuperset(map(type, value)) else _all_encoded(value))}
+    if kind in (tuple, set, frozenset):
+        return {_TAG: (kind.__name__, _all_encoded(value))}
     if kind in _NAMES:
         name, contents = _NAMES[kind]
         return {_TAG: (name, _all_encoded(contents(value)[:-1]))}
@@ -74,8 +74,6 @@ def _encoded(value: Any) -> Any:
         if _TAG not in value and _TEXT.issuperset(map(type, value)):
             return dict(zip(value, _all_encoded(value.values())))
         return {_TAG: ("dict", list(zip(_all_encoded(value), _all_encoded(value.values()))))}
-    if kind is set or kind is frozenset:
-        return {_TAG: (kind.__name__, _all_encoded(value))}
     if isinstance(value, PurePath):
         return {_TAG: ["path", str(value)]}
     if kind is bytes:

@@ -2,9 +2,9 @@
 replicas.
 
 `FullReduction` keeps full gradients and reduces them once a step (ZeRO 0 and 1). `ShardedReduction` keeps
-this rank's shard and reduces in every backward pass (ZeRO 2). Under every ZeRO stage,
-parameters that several stages of a rank share, such as a tied embedding, have a `FullReduction`. Buckets without replicas are not reduced: their gradients stay as autograd produced them
-(`UnbucketedGradients`).
+this rank's shard and reduces in every backward pass (ZeRO 2). Under every ZeRO stage, parameters that several
+stages of a rank share, such as a tied embedding, have a `FullReduction`. Buckets without replicas are not
+reduced: their gradients stay as autograd produced them.
 
 Buckets are reduced strictly in order: a bucket that is complete early waits for those before it. The ranks of
 a stage run the same schedule over the same buckets, so all of them start the same collectives in the same
@@ -14,6 +14,7 @@ If the schedule splits backwards, the input half produces some gradients ahead o
 complete after the weight half. Memory is allocated when a gradient arrives and released by `drop`.
 """
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -22,15 +23,53 @@ import torch
 from torch import Tensor
 
 from pentatron.layout.actions import Kind
-from pentatron.parallel.buckets import Bucket
+from pentatron.ops.dispatch import uses_triton
+from pentatron.parallel.buckets import Bucket, Span
 from pentatron.parallel.collectives import Pending, start_all_reduce_, start_reduce_scatter_into
-from pentatron.parallel.gradients import (
-    BucketBuffer,
-    GradientSlice,
-    GradientStorage,
-    UnbucketedGradients,
-    accumulate,
-)
+from pentatron.parallel.gradients import GradientSlice, GradientStorage
+
+
+def accumulate(before: Tensor | None, gradient: Tensor) -> Tensor:
+    """Accumulates a gradient, in fp32 from the second one on. May reuse the memory of `before`."""
+    if before is None:
+        return gradient
+    if before.dtype == torch.float32:
+        return before.add_(gradient)
+    if uses_triton(before) and gradient.dtype == before.dtype and gradient.is_contiguous():
+        from pentatron.ops.triton_update import sum_in_fp32
+
+        return sum_in_fp32(before, gradient)
+    return before.to(torch.float32).add_(gradient)
+
+
+class BucketBuffer:
+    """A flat fp32 buffer that collects the gradients of a bucket. It need not be initialized."""
+
+    def __init__(self, bucket: Bucket, buffer: Tensor) -> None:
+        self.bucket = bucket
+        self.buffer = buffer
+        self._filled: set[int] = set()
+
+    def take(self, slot: int, gradient: Tensor) -> None:
+        place = self.bucket.plan.slots[slot].span.of(self.buffer).view(gradient.shape)
+        if slot in self._filled:
+            place.add_(gradient)
+        else:
+            place.copy_(gradient)
+            self._filled.add(slot)
+
+    def complete(self) -> None:
+        """Zeros the padding and the parameters without a gradient."""
+        end = 0
+        gaps: list[Span] = []
+        for number, slot in enumerate(self.bucket.plan.slots):
+            if number in self._filled:
+                gaps.append(Span(end, slot.span.first))
+                end = slot.span.last
+        gaps.append(Span(end, self.bucket.size))
+        unfilled = [span.of(self.buffer) for span in gaps if len(span)]
+        if unfilled:
+            torch._foreach_zero_(unfilled)
 
 
 class Reduction(ABC):
@@ -41,15 +80,19 @@ class Reduction(ABC):
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self.buckets = buckets
-        storages: set[int] = set()
-        # Buckets without replicas, by their number.
-        self._local = {
-            n: UnbucketedGradients(b, storages) for n, b in enumerate(buckets) if b.copies.size == 1
-        }
-        # This rank's part of the reduced gradients of all other buckets.
-        self._reduced = {
-            n: GradientStorage(len(b.kept)) for n, b in enumerate(buckets) if n not in self._local
-        }
+        # For each bucket the gradients this rank keeps: without replicas those of each parameter, as autograd
+        # produced them, otherwise its part of the sums.
+        self._slices = [
+            [
+                GradientSlice(bucket, span, GradientStorage(len(span)))
+                for span in (
+                    [bucket.kept] if bucket.copies.size > 1 else [slot.span for slot in bucket.plan.slots]
+                )
+            ]
+            for bucket in buckets
+        ]
+        # The addresses of gradients without replicas.
+        self._storages: set[int] = set()
         # Flat fp32 buffers that collect the gradients of a bucket before its reduction.
         self._buffers: dict[int, BucketBuffer] = {}
         # The next bucket to reduce in this step (ZeRO 2: in this backward).
@@ -66,11 +109,7 @@ class Reduction(ABC):
 
     @property
     def held(self) -> Iterator[GradientSlice]:
-        for number, bucket in enumerate(self.buckets):
-            if number in self._local:
-                yield from self._local[number].stretches
-            else:
-                yield GradientSlice(bucket, bucket.kept, self._reduced[number])
+        return itertools.chain.from_iterable(self._slices)
 
     def _collect(self, number: int, slot: int, parameter: Tensor) -> None:
         """Moves each new gradient of a parameter from `.grad` into this object; called by autograd."""
@@ -83,13 +122,28 @@ class Reduction(ABC):
             self._from_input_half[number].add(slot)
         else:
             assert number >= self._next, "a gradient came after its bucket was reduced"
-        if number in self._local:
-            self._local[number].take(slot, gradient)
+        if self.buckets[number].copies.size == 1:
+            self._keep(self._slices[number][slot].holder, gradient)
         else:
             self._take(number, slot, gradient)
         if self._missing is not None:
             self._missing[number].discard(slot)
             self._reduce_complete()
+
+    def _keep(self, holder: GradientStorage, gradient: Tensor) -> None:
+        """Adds a gradient without replicas.
+
+        Autograd may produce views of one storage for two parameters (the gradients of a sum, say), but
+        gradients are changed in place, so the second one is copied.
+        """
+        # Autograd keeps the layout of the parameter, which is contiguous.
+        flat = gradient if gradient.dim() == 1 else gradient.view(-1)
+        if holder.values is None:
+            memory = flat.untyped_storage().data_ptr()
+            if memory in self._storages:
+                flat = flat.clone()
+            self._storages.add(memory)
+        holder.values = accumulate(holder.values, flat)
 
     def _buffer(self, number: int) -> BucketBuffer:
         if number not in self._buffers:
@@ -102,7 +156,7 @@ class Reduction(ABC):
         are reduced as they fill.
         """
         while self._next < len(self.buckets) and not (self._missing and self._missing[self._next]):
-            if self._next not in self._local:
+            if self.buckets[self._next].copies.size > 1:
                 self._start(self._next)
             self._next += 1
 
@@ -121,10 +175,9 @@ class Reduction(ABC):
     def drop(self) -> None:
         """Releases the gradients after the update or before a new step, also those of a step that failed."""
         self._next, self._missing, self._in_input_half = 0, None, False
-        for bucket in self._local.values():
-            bucket.drop()
-        for holder in self._reduced.values():
-            holder.values = None
+        self._storages.clear()
+        for held in self.held:
+            held.holder.values = None
 
     def begin_backward(self, last: bool, kind: Kind = Kind.BACKWARD) -> None:
         self._in_input_half = kind is Kind.INPUT
@@ -159,8 +212,7 @@ class Reduction(ABC):
 
     def memory(self) -> list[Tensor]:
         """Returns all tensors that currently hold gradients, for memory reports."""
-        sums = [holder.values for holder in self._reduced.values() if holder.values is not None]
-        return [*sums, *(t for bucket in self._local.values() for t in bucket.memory())]
+        return [held.holder.values for held in self.held if held.holder.values is not None]
 
 
 class FullReduction(Reduction):
@@ -183,7 +235,7 @@ class FullReduction(Reduction):
     def _start(self, number: int) -> None:
         bucket, filling = self.buckets[number], self._buffer(number)
         filling.complete()
-        kept = self._reduced[number].values = bucket.kept.of(filling.buffer)
+        kept = self._slices[number][0].holder.values = bucket.kept.of(filling.buffer)
         if self.scatter:
             self._pending.append(start_reduce_scatter_into(kept, filling.buffer, bucket.copies))
         else:
@@ -298,7 +350,7 @@ class ShardedReduction(Reduction):
         filling.complete()
         del self._buffers[number]
         self._input_half_gradients[number].clear()
-        self.buffers.scatter(filling.buffer, bucket, self._reduced[number])
+        self.buffers.scatter(filling.buffer, bucket, self._slices[number][0].holder)
 
     def drop(self) -> None:
         self.buffers.drop()
