@@ -8,13 +8,14 @@ stages, and for a single process. `pentatron.optim.sharded` implements ZeRO 3.
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from pentatron.layout.actions import Kind
+from pentatron.layout.ranks import Axis
 from pentatron.optim.update_rules import Gradients, Part, UpdateRule, build_norm, build_update
 from pentatron.parallel.buckets import Bucket, Plan, Span, WeightGather, plan_buckets, storage_bytes
 from pentatron.parallel.gradients import (
@@ -31,6 +32,8 @@ from pentatron.settings.training import OptimConfig
 
 # The stages of this rank by number.
 Chunks = Mapping[int, nn.Module]
+# Fragments with the axes over which they are replicated.
+Pieces = Iterator[tuple[Iterable[Axis], Fragment]]
 # The stages of this rank that use some parameters.
 Stages = tuple[int, ...]
 
@@ -43,14 +46,6 @@ class _Range:
     span: Span
     part: Part
     place: GradientView
-
-    @property
-    def gradients(self) -> Tensor:
-        """The gradients in fp32, to be read only."""
-        gradients = self.place.now
-        if gradients is None:
-            return torch.zeros(self.place.shape, dtype=torch.float32, device=self.bucket.weights.device)
-        return gradients.to(torch.float32)
 
 
 class OptimizerBase(ABC):
@@ -66,6 +61,7 @@ class OptimizerBase(ABC):
         self._normed: list[GradientView] = []
 
     def _build_update(self, parts: Sequence[Part], one_pass: bool) -> None:
+        self._parts = parts
         self.update: UpdateRule = build_update(parts, self.config, one_pass)
         self._norm = build_norm(self.world.device, self.update.in_one_pass)
 
@@ -132,6 +128,32 @@ class OptimizerBase(ABC):
     @abstractmethod
     def _updated(self) -> None:
         """Called after an update was made."""
+
+    def fragments(self, owned_only: bool) -> Iterator[Fragment]:
+        """Yields master weights and optimizer state by logical name, as views: all that this rank holds, for
+        loading, or with `owned_only` its part of a checkpoint.
+
+        Over all ranks the owned parts cover every element exactly once.
+        """
+        self.wait_for_weights()
+        for number, part in enumerate(self._parts):
+            for kind, values in self.update.state(part).items():
+                yield from self._named(kind, number, values, owned_only)
+
+    def gradients(self, owned_only: bool) -> Iterator[Fragment]:
+        """Yields the gradients in the same way as `fragments`, in fp32, for comparisons."""
+        for number, (part, gradients) in enumerate(zip(self._parts, self._gradients())):
+            values = torch.zeros_like(part.values) if gradients is None else gradients.to(torch.float32)
+            yield from self._named("gradients", number, values, owned_only)
+
+    def _named(self, kind: str, number: int, values: Tensor, owned_only: bool) -> Iterator[Fragment]:
+        for axes, fragment in self._pieces(number, values, owned_only):
+            if not owned_only or self.world.is_first_of(axes):
+                yield dataclasses.replace(fragment, tensor=f"{kind}/{fragment.tensor}")
+
+    @abstractmethod
+    def _pieces(self, number: int, values: Tensor, owned_only: bool) -> Pieces:
+        """Yields the fragments of a part as views of `values`."""
 
     def loaded(self, updates: int) -> None:
         """Must be called after `fragments` were overwritten by a checkpoint that had seen `updates` steps."""
@@ -235,28 +257,11 @@ class Optimizer(OptimizerBase):
     def wait_for_weights(self) -> None:
         self._gathering.wait()
 
-    def fragments(self, owned_only: bool) -> Iterator[Fragment]:
-        """Yields master weights and optimizer state by logical name, as views: all that this rank holds, for
-        loading, or with `owned_only` its part of a checkpoint.
-
-        Over all ranks the owned parts cover every element exactly once.
-        """
-        self.wait_for_weights()
-        for entry in self._ranges:
-            for kind, values in self.update.state(entry.part).items():
-                yield from self._named(kind, entry, values, owned_only)
-
-    def gradients(self, owned_only: bool) -> Iterator[Fragment]:
-        """Yields the gradients in the same way as `fragments`, for comparisons."""
-        for entry in self._ranges:
-            yield from self._named("gradients", entry, entry.gradients, owned_only)
-
-    def _named(self, kind: str, entry: _Range, values: Tensor, owned_only: bool) -> Iterator[Fragment]:
-        bucket, span = entry.bucket, entry.span
-        within = span.within(bucket.own) if owned_only else span
-        for piece, fragment in bucket.plan.pieces(within, values, span.first):
-            if not owned_only or self.world.is_first_of(piece.replicated_over):
-                yield dataclasses.replace(fragment, tensor=f"{kind}/{fragment.tensor}")
+    def _pieces(self, number: int, values: Tensor, owned_only: bool) -> Pieces:
+        entry = self._ranges[number]
+        within = entry.span.within(entry.bucket.own) if owned_only else entry.span
+        for piece, fragment in entry.bucket.plan.pieces(within, values, entry.span.first):
+            yield piece.replicated_over, fragment
 
     def model_weights(self) -> Iterator[Fragment]:
         """Yields the full weights this rank computes with; collective, so every rank must exhaust it."""

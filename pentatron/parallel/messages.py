@@ -165,9 +165,8 @@ def open_messages(world: World, placement: Placement) -> Messages:
 
     `placement` is that of all schedules that will run.
     """
-    if world.pipeline.size > 1 and world.device.type == "cuda" and not world.pipeline.through_host:
-        return Messages(world.pipeline, open_channels(world, placement))
-    return Messages(world.pipeline)
+    own_channels = world.pipeline.size > 1 and world.uses_nccl
+    return Messages(world.pipeline, open_channels(world, placement) if own_channels else None)
 
 
 def open_channels(world: World, placement: Placement) -> dict[Channel, Any]:

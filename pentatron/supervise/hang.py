@@ -11,7 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
@@ -308,31 +308,30 @@ _SLOWEST_PULSE = 5.0
 _LOOKS = 3
 
 
+@dataclass(eq=False)
 class PeerWatchdog:
     """A rank's watchdog over itself and its peers.
 
     `folder`: the run folder, on a shared file system. `tell` prints a line to the terminal.
     """
 
-    def __init__(
-        self,
-        where: RankStatus,
-        rank: int,
-        ranks: int,
-        folder: Path,
-        limits: HangLimits,
-        tell: Callable[[str], None],
-    ) -> None:
-        self.where, self.rank, self.ranks, self.folder = where, rank, ranks, folder
-        self.beats = folder / "ranks"
-        self.limits, self.tell = limits, tell
-        self.heart: HeartbeatWriter | None = None
-        self._place: object = None
-        self._since = time.monotonic()
-        self._first: dict[int, Heartbeat] = {}
-        self._looks = 0
-        # Reports of earlier hangs, from before this start.
-        self._earlier_reports: frozenset[Path] = frozenset()
+    where: RankStatus
+    rank: int
+    ranks: int
+    folder: Path
+    limits: HangLimits
+    tell: Callable[[str], None]
+    heart: HeartbeatWriter | None = None
+    _place: object = None
+    _since: float = field(default_factory=time.monotonic)
+    _first: dict[int, Heartbeat] = field(default_factory=dict)
+    _looks: int = 0
+    # Reports of earlier hangs, from before this start.
+    _earlier_reports: frozenset[Path] = frozenset()
+
+    @property
+    def beats(self) -> Path:
+        return self.folder / "ranks"
 
     def start(self) -> None:
         """Starts the heartbeat. Called once the run folder is locked; ignores an unwritable folder."""

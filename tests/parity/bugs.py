@@ -130,7 +130,7 @@ def gradients_not_reduced() -> None:
 
 def replicated_norm_counted_everywhere() -> None:
     def everything(self: Optimizer) -> Tensor:
-        return torch.stack([s.gradients.square().sum() for s in self._ranges]).sum()
+        return torch.stack([f.values.square().sum() for f in self.gradients(owned_only=False)]).sum()
 
     Optimizer.squared_norm = everything  # type: ignore[method-assign]
 
