@@ -250,8 +250,7 @@ def training_schedule(
     kind: str, ranks: int, virtual: int, micro_batches: int, group: int | None = None
 ) -> Schedule:
     """Returns the schedule of one training step."""
-    problem = schedule_problem(kind, ranks, virtual, micro_batches, group)
-    if problem is not None:
+    if problem := schedule_problem(kind, ranks, virtual, micro_batches, group):
         raise ValueError(problem)
     placement = placement_for(kind, ranks, virtual)
     return add_communication(placement, micro_batches, _orders(kind, placement, micro_batches, group))

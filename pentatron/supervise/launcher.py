@@ -259,8 +259,7 @@ def _follow(
             deadline = time.monotonic() + (_AFTER_AN_END if agreed else _AFTER_A_CRASH)
         if deadline is not None and time.monotonic() > deadline:
             return None
-        hang = watch(processes, job) if watch is not None and deadline is None else None
-        if hang is not None:
+        if watch is not None and deadline is None and (hang := watch(processes, job)) is not None:
             return hang
         time.sleep(_PAUSE)
 
