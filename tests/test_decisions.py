@@ -258,7 +258,7 @@ def updates_in_one_pass(model: ParallelModel) -> bool:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(update_rules, "_suits_one_pass", lambda parts: True)
         patched.setitem(sys.modules, "pentatron.optim.fused_adamw", SimpleNamespace(FusedAdamW=OnePass))
-        return isinstance(optimizer_of(model)._update, OnePass)
+        return isinstance(optimizer_of(model).update, OnePass)
 
 
 def offloads(model: ParallelModel) -> bool:

@@ -36,7 +36,7 @@ from pentatron.settings.run_config import RunConfig
 from pentatron.settings.settings import Start, how_to_resume
 from pentatron.supervise.hang import STACKS_SIGNAL
 from pentatron.supervise.heartbeat import running_heartbeat
-from pentatron.supervise.signals import signals_to_watch
+from pentatron.supervise.signals import handle_signals
 from pentatron.text import plural
 from pentatron.train.run_folder import RunFolder
 
@@ -264,7 +264,7 @@ def launch_workers(prepared: Prepared, python_words: Sequence[str]) -> int:
     ignore_output_errors()
     from pentatron.supervise.hang import HangLimits, JobWatchdog
     from pentatron.supervise.launcher import run_workers
-    from pentatron.supervise.processes import recording_signals
+    from pentatron.supervise.processes import ReceivedSignals
     from pentatron.supervise.supervisor import Supervisor
 
     config, ranks = prepared.resolved.config, prepared.facts.world_size
@@ -279,7 +279,7 @@ def launch_workers(prepared: Prepared, python_words: Sequence[str]) -> int:
     inherited = f" with {', '.join(variables)}" if variables else ""
     limits = HangLimits(config.launch.heartbeat_timeout, config.launch.distributed_timeout_minutes * 60)
     say(f"starting {ranks} {plural(ranks, 'process')}{inherited} ...")
-    with recording_signals(signals_to_watch()) as signals:
+    with handle_signals(ReceivedSignals()) as signals:
 
         def attempt(restart: int) -> "JobResult":
             environment = {**os.environ, BEGAN: repr(prepared.attempt.began)}

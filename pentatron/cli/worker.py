@@ -17,7 +17,7 @@ from pathlib import Path
 from pentatron.parallel.rank_status import RankStatus
 from pentatron.parallel.rendezvous import collective_error
 from pentatron.supervise.attempts import Attempt, LauncherState, identify_attempt
-from pentatron.supervise.hang import STACKS_SIGNAL, HangLimits, stacks_path
+from pentatron.supervise.hang import STACKS_SIGNAL, HangLimits
 from pentatron.supervise.heartbeat import HeartbeatWriter, heartbeat_path, read_heartbeat
 from pentatron.supervise.launcher import (
     JOB_FOLDER,
@@ -27,7 +27,7 @@ from pentatron.supervise.launcher import (
     WORKER_VARIABLES,
     lock_folder,
 )
-from pentatron.supervise.processes import crash_path, mark_done, mark_working, write_record
+from pentatron.supervise.processes import mark_done, mark_working, rank_file, write_record
 
 # Marks the process that the worker variables are for: its child processes inherit them but are not workers.
 WORKER = "PENTATRON_WORKER"
@@ -58,8 +58,10 @@ class SupervisedWorker:
         lock_folder(self.folder)
         mark_working(self.folder, self.rank)
         # Both files stay open until the process ends: faulthandler writes to their descriptors.
-        faulthandler.enable(crash_path(self.folder, self.rank).open("w", encoding="utf-8"))
-        faulthandler.register(STACKS_SIGNAL, stacks_path(self.folder, self.rank).open("w", encoding="utf-8"))
+        faulthandler.enable(rank_file(self.folder, self.rank, "crash").open("w", encoding="utf-8"))
+        faulthandler.register(
+            STACKS_SIGNAL, rank_file(self.folder, self.rank, "stacks").open("w", encoding="utf-8")
+        )
 
     def heart(self, where: RankStatus, limits: HangLimits) -> HeartbeatWriter:
         """Returns the heartbeat that reports the status of this rank to the launcher."""

@@ -8,7 +8,7 @@ from pentatron.cli.output import print_error
 from pentatron.cli.worker import current_worker
 from pentatron.errors import AgreedError, UserError
 from pentatron.launch.machine import host_memory
-from pentatron.parallel.rendezvous import RendezvousError, checklist, collective_error
+from pentatron.parallel.rendezvous import CHECKLIST, RendezvousError, collective_error
 from pentatron.plan.fit import AvailableMemory, Verdict, check_device_memory, check_host_memory, out_of_memory
 from pentatron.settings.decision_types import DeviceFacts
 from pentatron.settings.decisions import decide
@@ -171,4 +171,4 @@ def _print_lost_ranks(error: UserError, worker: Worker) -> None:
     spans_machines = worker.local_size < worker.world_size
     if isinstance(error, RendezvousError) and spans_machines and worker.local_rank == 0:
         # Printed once per machine, because the user may see the output of one machine only.
-        print_error("\n".join(checklist("every machine")))
+        print_error("\n".join(CHECKLIST))

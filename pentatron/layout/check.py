@@ -347,6 +347,5 @@ def _describe(action: Action) -> str:
     if action.kind in COMPUTATIONS:
         name = NAMES.get(action.kind, action.kind.name.lower())
         return f"the {name} of stage {action.stage}, micro-batch {action.micro_batch} ({action})"
-    verb = "sending" if action.kind in SENDS else "receiving"
-    side = "to" if action.kind in SENDS else "from"
+    verb, side = ("sending", "to") if action.kind in SENDS else ("receiving", "from")
     return f"{verb} {_describe_message(_message(action))} {side} rank {action.peer} ({action})"

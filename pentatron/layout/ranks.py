@@ -7,20 +7,19 @@ Ranks are numbered with the tensor axis fastest, then context, data and pipeline
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from pentatron.text import plural
 
+Dense = Literal["tensor", "context", "data", "pipeline"]
+# Sparse axes, which partition the same ranks of a stage for experts.
+Sparse = Literal["expert_tensor", "expert", "expert_data"]
+# Replicas may partition parameters (ZeRO) in several groups, each with a full copy: `shards` are the ranks of
+# one group, `instances` those with the same shard in different groups. The same for experts.
+Sharding = Literal["shards", "instances", "expert_shards", "expert_instances"]
 Axis = Literal[
-    # Dense axes.
-    "tensor",
-    "context",
-    "data",
-    "pipeline",
-    # Sparse axes, which partition the same ranks of a stage for experts.
-    "expert_tensor",
-    "expert",
-    "expert_data",
+    Dense,
+    Sparse,
     # Ranks with the same weights and other tokens (data × context).
     "replicas",
     # Neighbours on the tensor axis that hold the same key/value head.
@@ -31,17 +30,12 @@ Axis = Literal[
     "sequence",
     # Ranks that together hold all experts of a layer (expert × expert tensor).
     "experts",
-    # Replicas may partition parameters (ZeRO) in several groups, each with a full copy: `shards` are the
-    # ranks of one group, `instances` those with the same shard in different groups. The same for experts.
-    "shards",
-    "instances",
-    "expert_shards",
-    "expert_instances",
+    Sharding,
 ]
 
 
-_DENSE: tuple[Axis, ...] = ("tensor", "context", "data", "pipeline")
-_SPARSE: tuple[Axis, ...] = ("expert_tensor", "expert", "expert_data", "pipeline")
+_DENSE: tuple[Axis, ...] = get_args(Dense)
+_SPARSE: tuple[Axis, ...] = (*get_args(Sparse), "pipeline")
 _COMBINED: dict[Axis, tuple[Axis, ...]] = {
     "replicas": ("data", "context"),
     "sequence": ("tensor", "context"),

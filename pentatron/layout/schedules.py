@@ -34,20 +34,6 @@ def v_placement(ranks: int) -> Placement:
     return Placement((*range(ranks), *range(ranks - 1, -1, -1)))
 
 
-def zero_bubble_orders(
-    placement: Placement, orders: Sequence[Sequence[Computation]], limit: int
-) -> list[list[Computation]]:
-    """Splits the backwards of another schedule's order; no rank holds more than `limit` micro-batches.
-
-    Applied to 1F1B with as many micro-batches as ranks this is ZB-H1.
-    """
-    lanes = [
-        [[(Kind.INPUT if kind is Kind.BACKWARD else kind, stage, m) for kind, stage, m in order]]
-        for order in orders
-    ]
-    return greedy_orders(placement, lanes, limit)
-
-
 def zbv_orders(ranks: int, micro_batches: int) -> list[list[Computation]]:
     """ZB-V: two stages per rank, each half as large, with as much activation memory as 1F1B.
 
@@ -127,10 +113,6 @@ def _inputs(placement: Placement, computation: Computation) -> set[Computation]:
 #
 # By DeepSeek, in the variant with each stage on one rank. Most backwards stay whole, so that a forward and a
 # backward can overlap; they are split only while the pipeline fills and drains.
-
-
-def dualpipev_orders(ranks: int, micro_batches: int) -> list[list[Computation]]:
-    return [_dualpipev_order(ranks, micro_batches, rank) for rank in range(ranks)]
 
 
 def _dualpipev_order(ranks: int, micro_batches: int, rank: int) -> list[Computation]:
@@ -268,8 +250,7 @@ def training_schedule(
     kind: str, ranks: int, virtual: int, micro_batches: int, group: int | None = None
 ) -> Schedule:
     """Returns the schedule of one training step."""
-    problem = schedule_problem(kind, ranks, virtual, micro_batches, group)
-    if problem is not None:
+    if problem := schedule_problem(kind, ranks, virtual, micro_batches, group):
         raise ValueError(problem)
     placement = placement_for(kind, ranks, virtual)
     return add_communication(placement, micro_batches, _orders(kind, placement, micro_batches, group))
@@ -317,13 +298,16 @@ def _orders(
     if kind == "zbv":
         return zbv_orders(ranks, micro_batches)
     if kind == "dualpipev":
-        return dualpipev_orders(ranks, micro_batches)
+        return [_dualpipev_order(ranks, micro_batches, rank) for rank in range(ranks)]
     if kind == "zero-bubble":
         base = "1f1b" if virtual == 1 else "interleaved"
         orders = _orders(base, placement, micro_batches, group)
+        # Backwards are split. Applied to 1F1B with as many micro-batches as ranks this is ZB-H1.
+        halves = {Kind.FORWARD: Kind.FORWARD, Kind.BACKWARD: Kind.INPUT}
+        lanes = [[[(halves[kind], stage, m) for kind, stage, m in order]] for order in orders]
         # The most that the base schedule holds, which is on its first rank.
         limit = 1 + warmup_forwards(base, ranks, virtual, 0, micro_batches, group)
-        return zero_bubble_orders(placement, orders, limit)
+        return greedy_orders(placement, lanes, limit)
     return [_order(kind, placement, rank, micro_batches, group) for rank in range(ranks)]
 
 

@@ -78,10 +78,8 @@ def split_layers(
             f"{num_layers} {plural(num_layers, 'layer')} cannot fill {stages} stages; "
             f"use {stages} layers or more, or fewer stages"
         )
-    extra = [0.0] * stages
-    extra[0] += embedding_cost
-    extra[-1] += head_cost
-    return _parts(_fill_cheapest(num_layers, [1] * stages, layer_cost, extra, list(range(stages))))
+    costs = Costs(layer_cost, embedding_cost, head_cost)
+    return _parts(_fill_cheapest(num_layers, [1] * stages, costs, range(stages)))
 
 
 def stage_parts(num_layers: int, division: StageDivision, costs: Costs) -> tuple[StagePart, ...]:
@@ -95,16 +93,17 @@ def stage_parts(num_layers: int, division: StageDivision, costs: Costs) -> tuple
     return split_layers(num_layers, division.stages, costs.layer, costs.embedding, costs.head)
 
 
-def _fill_cheapest(
-    num_layers: int, counts: list[int], layer_cost: float, extra: Sequence[float], stages: list[int]
-) -> list[int]:
+def _fill_cheapest(num_layers: int, counts: list[int], costs: Costs, stages: Sequence[int]) -> list[int]:
     """Gives the remaining layers, one at a time, to the stage that is cheapest with one more; on a tie to the
     latest.
 
     As all layers cost the same, this greedy order minimizes the cost of the most expensive stage.
     """
+    extra = [0.0] * len(counts)
+    extra[0] += costs.embedding
+    extra[-1] += costs.head
     for _ in range(num_layers - sum(counts)):
-        chosen = min(stages, key=lambda s: ((counts[s] + 1) * layer_cost + extra[s], -s))
+        chosen = min(stages, key=lambda s: ((counts[s] + 1) * costs.layer + extra[s], -s))
         counts[chosen] += 1
     return counts
 
@@ -147,9 +146,7 @@ def _counts_with_ends(num_layers: int, division: StageDivision, costs: Costs) ->
             f"stages, which need one each; the sum of all must be --num-layers {num_layers}"
         )
     # A fixed end accounts for its embedding or head already; their costs matter for open ends only.
-    extra = [0.0] * division.stages
-    extra[0], extra[-1] = extra[0] + costs.embedding, extra[-1] + costs.head
-    return _fill_cheapest(num_layers, counts, costs.layer, extra, open_stages)
+    return _fill_cheapest(num_layers, counts, costs, open_stages)
 
 
 def _written_parts(num_layers: int, division: StageDivision) -> tuple[StagePart, ...]:

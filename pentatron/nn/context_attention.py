@@ -27,7 +27,7 @@ from pentatron.nn.attention_blocks import (
 from pentatron.parallel.axes import ContextAxis, chunk_order, gather_order
 from pentatron.parallel.collectives import (
     Group,
-    RingExchange,
+    Pending,
     all_gather_into,
     all_to_all_into,
     reduce_scatter_into,
@@ -141,7 +141,7 @@ class _SplitAttention(torch.autograd.Function):
         gradient, context = gradients[0].contiguous(), ctx.context
         attended = AttentionResult(q_BNSH, out_BNSH, lse_BNS, gradient, ctx.flash, ctx.generator)
         dq_BNSH = torch.zeros_like(q_BNSH, dtype=torch.float32)
-        collected: RingExchange | None = None
+        collected: Pending | None = None
         for keys_values, visible in zip(_arriving(k_BKSH, v_BKSH, context), ctx.blocks):
             # In a buffer of its own, so that the gradients of the previous ranks can arrive meanwhile.
             d_keys_values = torch.zeros_like(keys_values, dtype=torch.float32)

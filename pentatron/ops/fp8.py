@@ -137,9 +137,7 @@ def rounded(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def _like_rounded(
     matrix: Tensor, scale: Tensor, columns_scale: Tensor | None, dtype: torch.dtype, rows: bool, columns: bool
 ) -> list[Tensor]:
-    shapes = [matrix.shape] if rows else []
-    if columns:
-        shapes.append(matrix.shape[::-1])
+    shapes = [matrix.shape] * rows + [matrix.shape[::-1]] * columns
     return [matrix.new_empty(shape, dtype=dtype) for shape in shapes]
 
 

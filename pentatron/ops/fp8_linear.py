@@ -150,14 +150,14 @@ class Weighted(Protocol):
     weight: nn.Parameter
 
 
+@dataclass(eq=False)
 class WeightScale:
     """The cached scale of one fp8 weight.
 
     While it is UNKNOWN, the layer computes the scale in every forward.
     """
 
-    def __init__(self) -> None:
-        self.known: Scale = UNKNOWN
+    known: Scale = UNKNOWN
 
 
 class WeightScales:
@@ -171,34 +171,30 @@ class WeightScales:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._layers: list[Weighted] = []
-        self._entries: list[WeightScale] = []
-        self._scales: list[Tensor] = []
-        self._unscales: list[Tensor] = []
+        # Layers with the scale of their weight and its inverse.
+        self._entries: list[tuple[Weighted, WeightScale, Tensor, Tensor]] = []
 
     def of(self, layer: Weighted) -> WeightScale:
         """Returns the scale of a layer under construction, which `refresh` computes from now on."""
-        entry = WeightScale()
-        self._layers.append(layer)
-        self._entries.append(entry)
-        self._scales.append(torch.ones((), device=self._device))
-        self._unscales.append(torch.ones((), device=self._device))
-        return entry
+        scale, unscale = (torch.ones((), device=self._device) for _ in range(2))
+        self._entries.append((layer, WeightScale(), scale, unscale))
+        return self._entries[-1][1]
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Must be called after weights have changed, before the next product."""
-        if not self._layers:
+        if not self._entries:
             return
-        scales = scales_of([layer.weight for layer in self._layers], E4M3)
-        torch._foreach_copy_(self._scales, list(scales.unbind()))
-        torch._foreach_copy_(self._unscales, list(scales.reciprocal().unbind()))
-        for entry, scale, unscale in zip(self._entries, self._scales, self._unscales):
+        layers, _, known, known_inverse = zip(*self._entries)
+        scales = scales_of([layer.weight for layer in layers], E4M3)
+        torch._foreach_copy_(known, scales.unbind())
+        torch._foreach_copy_(known_inverse, scales.reciprocal().unbind())
+        for _, entry, scale, unscale in self._entries:
             entry.known = (scale, unscale)
 
     def forget(self) -> None:
         """Must be called before weights change: later products compute their own scales."""
-        for entry in self._entries:
+        for _, entry, _, _ in self._entries:
             entry.known = UNKNOWN
 
 

@@ -82,11 +82,6 @@ def through_fp32(rows: Tensor) -> bool:
     )
 
 
-def uses_fast_cpu_path(rows: Tensor, matrix: Tensor) -> bool:
-    """Whether `rows_times` and `product` differ from torch's products, so that backward must use them too."""
-    return through_fp32(rows) or _by_onednn(rows, matrix)
-
-
 def _by_onednn(rows: Tensor, matrix: Tensor) -> bool:
     """Whether oneDNN is faster, for many rows."""
     return (
@@ -109,18 +104,6 @@ def _suits_onednn(rows: Tensor, matrix: Tensor) -> bool:
 def _onednn_product(rows: Tensor, matrix_OI: Tensor, bias: Tensor | None = None) -> Tensor:
     assert _ONEDNN is not None
     return _ONEDNN(rows, matrix_OI, bias, "none", [], "")
-
-
-def linear_inference(rows: Tensor, matrix_OI: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Returns `x Wᵀ + b`; uses oneDNN for few rows if gradients are disabled."""
-    if (
-        torch.is_grad_enabled()
-        or matrix_OI.numel() < _UNCACHED_ELEMENTS
-        or rows.numel() >= _MANY_ROWS * rows.shape[-1]
-        or not _suits_onednn(rows, matrix_OI)
-    ):
-        return F.linear(rows, matrix_OI, bias)
-    return _onednn_product(rows, matrix_OI, bias)
 
 
 def rows_times(rows: Tensor, matrix_OI: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -297,9 +280,17 @@ def linear(
     x: Tensor, weight: nn.Parameter, bias: Tensor | None, deferred: DeferredGradients | None
 ) -> Tensor:
     """Returns `x Wᵀ + b`; with `deferred` the weight gradient may be deferred."""
-    if deferred is None and not uses_fast_cpu_path(x, weight):
-        return linear_inference(x, weight, bias)
-    return _Linear.apply(x, weight, bias, deferred)
+    if deferred is not None or through_fp32(x) or _by_onednn(x, weight):
+        # `rows_times` and `product` may differ from torch's products, so backward must use them too.
+        return _Linear.apply(x, weight, bias, deferred)
+    # A few rows, if gradients are disabled.
+    is_bound_by_memory = (
+        not torch.is_grad_enabled()
+        and weight.numel() >= _UNCACHED_ELEMENTS
+        and x.numel() < _MANY_ROWS * x.shape[-1]
+    )
+    suits_onednn = is_bound_by_memory and _suits_onednn(x, weight)
+    return _onednn_product(x, weight, bias) if suits_onednn else F.linear(x, weight, bias)
 
 
 class _Linear(torch.autograd.Function):

@@ -101,8 +101,7 @@ def weighted_activation_backward(
 
 
 def _block(width: int) -> int:
-    block: int = min(triton.next_power_of_2(width), _WIDEST_ACTIVATION)
-    return block
+    return min(int(triton.next_power_of_2(width)), _WIDEST_ACTIVATION)
 
 
 # Backward of the gate, with row maxima. The kernel that a compiler generates for both takes twice as long.

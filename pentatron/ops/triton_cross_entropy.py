@@ -64,17 +64,7 @@ def _cross_entropy_sums(logits, labels, found, rows, first, stride, WORDS: tl.co
 
 @triton.jit
 def _cross_entropy_gradient(
-    gradient,
-    logits,
-    labels,
-    log_sums,
-    weights,
-    words,
-    width,
-    first,
-    gradient_stride,
-    stride,
-    BLOCK: tl.constexpr,
+    gradient, logits, labels, log_sums, weights, words, width, first, out_stride, stride, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -85,6 +75,4 @@ def _cross_entropy_gradient(
     local = tl.load(labels + row) - first
     share = tl.exp(logit - tl.load(log_sums + row)) - tl.where(places == local, 1.0, 0.0)
     made = tl.where(counts, share * weight, 0.0)
-    tl.store(
-        gradient + row * gradient_stride + places, made.to(gradient.dtype.element_ty), mask=places < width
-    )
+    tl.store(gradient + row * out_stride + places, made.to(gradient.dtype.element_ty), mask=places < width)

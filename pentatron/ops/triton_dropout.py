@@ -52,37 +52,6 @@ def _to_word(value, KIND: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["site", "limit"])
-def _drop_pairs(
-    x,
-    stream,
-    rows,
-    out,
-    words,
-    site,
-    limit,
-    scale,
-    HAS_STREAM: tl.constexpr,
-    SITE_IN_MEMORY: tl.constexpr,
-    PAIRS: tl.constexpr,
-    KIND: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * PAIRS
-    lower, upper = _halves(rows, row, first, site, SITE_IN_MEMORY, PAIRS)
-    columns = first + tl.arange(0, PAIRS)
-    inside = columns < words
-    word = tl.load(x + row * words + columns, mask=inside, other=0).to(tl.uint32, bitcast=True)
-    even = _kept(_of_word(word, KIND), lower, limit, scale, KIND)
-    odd = _kept(_of_word(word >> 16, KIND), upper, limit, scale, KIND)
-    if HAS_STREAM:
-        beside = tl.load(stream + row * words + columns, mask=inside, other=0).to(tl.uint32, bitcast=True)
-        even += _of_word(beside, KIND)
-        odd += _of_word(beside >> 16, KIND)
-    made = _to_word(even, KIND) | (_to_word(odd, KIND) << 16)
-    tl.store(out + row * words + columns, made.to(tl.int32, bitcast=True), mask=inside)
-
-
-@triton.jit(do_not_specialize=["site", "limit"])
 def _drop(
     x,
     stream,
@@ -96,18 +65,33 @@ def _drop(
     SITE_IN_MEMORY: tl.constexpr,
     PAIRS: tl.constexpr,
     KIND: tl.constexpr,
+    IN_WORDS: tl.constexpr,
 ):
+    """IN_WORDS: the tensors are words of two channels, and `width` counts words."""
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * PAIRS
     lower, upper = _halves(rows, row, first, site, SITE_IN_MEMORY, PAIRS)
-    numbers = tl.interleave(lower, upper)
-    columns = 2 * first + tl.arange(0, 2 * PAIRS)
-    inside = columns < width
-    value = tl.load(x + row * width + columns, mask=inside, other=0.0).to(tl.float32)
-    kept = _kept(value, numbers, limit, scale, KIND)
-    if HAS_STREAM:
-        kept += tl.load(stream + row * width + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * width + columns, kept.to(KIND), mask=inside)
+    if IN_WORDS:
+        columns = first + tl.arange(0, PAIRS)
+        inside = columns < width
+        word = tl.load(x + row * width + columns, mask=inside, other=0).to(tl.uint32, bitcast=True)
+        even = _kept(_of_word(word, KIND), lower, limit, scale, KIND)
+        odd = _kept(_of_word(word >> 16, KIND), upper, limit, scale, KIND)
+        if HAS_STREAM:
+            beside = tl.load(stream + row * width + columns, mask=inside, other=0).to(tl.uint32, bitcast=True)
+            even += _of_word(beside, KIND)
+            odd += _of_word(beside >> 16, KIND)
+        made = _to_word(even, KIND) | (_to_word(odd, KIND) << 16)
+        tl.store(out + row * width + columns, made.to(tl.int32, bitcast=True), mask=inside)
+    else:
+        numbers = tl.interleave(lower, upper)
+        columns = 2 * first + tl.arange(0, 2 * PAIRS)
+        inside = columns < width
+        value = tl.load(x + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+        kept = _kept(value, numbers, limit, scale, KIND)
+        if HAS_STREAM:
+            kept += tl.load(stream + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + row * width + columns, kept.to(KIND), mask=inside)
 
 
 _KINDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -125,19 +109,22 @@ def dropout(
     if not output.numel():
         return output
     stream = x if stream_BSD is None else stream_BSD.contiguous()
-    tensors, kernel, columns = [x, stream, output], _drop, width
+    tensors = [x, stream, output]
     # A view that does not begin at a word boundary cannot be read word by word.
-    if x.element_size() == 2 and width % 2 == 0 and all(t.storage_offset() % 2 == 0 for t in tensors):
-        tensors, kernel, columns = [t.view(torch.int32) for t in tensors], _drop_pairs, width // 2
-    pairs, numbers = min(triton.next_power_of_2((width + 1) // 2), _PAIRS), (columns, site, limit, scale)
-    kernel[(x.numel() // width, triton.cdiv(width, 2 * pairs))](
+    in_words = x.element_size() == 2 and width % 2 == 0 and all(t.storage_offset() % 2 == 0 for t in tensors)
+    if in_words:
+        tensors = [t.view(torch.int32) for t in tensors]
+    pairs = min(triton.next_power_of_2((width + 1) // 2), _PAIRS)
+    flags = {"HAS_STREAM": stream_BSD is not None, "SITE_IN_MEMORY": isinstance(site, Tensor)}
+    numbers = (width // 2 if in_words else width, site, limit, scale)
+    _drop[(x.numel() // width, triton.cdiv(width, 2 * pairs))](
         *tensors[:2],
         rows_BS.contiguous(),
         tensors[2],
         *numbers,
-        HAS_STREAM=stream_BSD is not None,
-        SITE_IN_MEMORY=isinstance(site, Tensor),
+        **flags,
         PAIRS=pairs,
         KIND=_KINDS[x.dtype],
+        IN_WORDS=in_words,
     )
     return output

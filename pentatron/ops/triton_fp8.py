@@ -73,20 +73,9 @@ def write_rounded(
     tiles = triton.cdiv(height, high) * triton.cdiv(width, wide)
     written = (wanted if rows is None else rows, wanted if columns is None else columns)
     sizes = (height, width, matrix.stride(0), matrix.stride(1))
-    _write_rounded[(tiles,)](
-        matrix,
-        of_rows,
-        of_columns,
-        *written,
-        *sizes,
-        LIMIT=torch.finfo(wanted.dtype).max,
-        ROWS=rows is not None,
-        COLUMNS=columns is not None,
-        BY_ROWS=of_rows.dim() > 0,
-        HIGH=high,
-        WIDE=wide,
-        num_warps=8,
-    )
+    parts = {"ROWS": rows is not None, "COLUMNS": columns is not None, "BY_ROWS": of_rows.dim() > 0}
+    constants = {"LIMIT": torch.finfo(wanted.dtype).max, "HIGH": high, "WIDE": wide, **parts}
+    _write_rounded[(tiles,)](matrix, of_rows, of_columns, *written, *sizes, **constants, num_warps=8)
 
 
 @triton.jit

@@ -11,6 +11,7 @@ version.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,11 +21,15 @@ from torch import Tensor
 # One launch over many tensors: a table of addresses, and for each program its block of a tensor.
 
 
-TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+TYPES: dict[torch.dtype | None, Any] = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    None: None,
+}
 
 
-@dataclass(frozen=True)
-class Programs:
+class Programs(NamedTuple):
     """For every program its row of the table, and for every row its first program."""
 
     row_of: Tensor
@@ -111,9 +116,7 @@ class FusedAdamWKernel:
     """Updates targets at fixed addresses, with gradients at other addresses in every step."""
 
     def __init__(self, targets: Sequence[Target], block: int = 8192, warps: int = 16) -> None:
-        self.targets = targets
-        self.block = block
-        self.warps = warps
+        self.targets, self.block, self.warps = targets, block, warps
         self._known: tuple[object, ...] = ()
         self._launches: list[_Launch] = []
 
@@ -133,25 +136,29 @@ class FusedAdamWKernel:
         groups: dict[tuple[torch.dtype | None, torch.dtype | None], list[int]] = {}
         for number, (target, gradient) in enumerate(zip(self.targets, gradients, strict=True)):
             groups.setdefault((_dtype_of(gradient), _dtype_of(target.rounded)), []).append(number)
-        return [self._plan_launch(targets, gradients) for targets in groups.values()]
+        return [self._plan_launch(targets, gradients, *dtypes) for dtypes, targets in groups.items()]
 
-    def _plan_launch(self, targets: Sequence[int], gradients: Sequence[Tensor | None]) -> _Launch:
+    def _plan_launch(
+        self,
+        targets: Sequence[int],
+        gradients: Sequence[Tensor | None],
+        gradient_dtype: torch.dtype | None,
+        rounded_dtype: torch.dtype | None,
+    ) -> _Launch:
         """`targets` have gradients of one dtype and weights of one dtype."""
         rows, sizes = [], []
         for number in targets:
-            target, gradient_of_target = self.targets[number], gradients[number]
-            elements = target.values.numel() if gradient_of_target is None else gradient_of_target.numel()
+            target, gradient = self.targets[number], gradients[number]
+            sizes.append(target.values.numel() if gradient is None else gradient.numel())
             tensors = (target.values, target.exp_avg, target.exp_avg_sq)
             addresses = [t.data_ptr() for t in tensors]
             addresses.append(0 if target.rounded is None else target.rounded.data_ptr())
             assert all(t.is_contiguous() and t.dtype == torch.float32 for t in tensors)
             # Weight decay is a flag in the table, which keeps rows short.
-            rows.append([*addresses, elements, int(target.decays)])
-            sizes.append(elements)
-        first, device = targets[0], self.targets[targets[0]].values.device
-        dtypes = _dtype_of(gradients[first]), _dtype_of(self.targets[first].rounded)
+            rows.append([*addresses, sizes[-1], int(target.decays)])
+        device = self.targets[targets[0]].values.device
         fixed, programs = torch.tensor(rows).to(device), programs_of(sizes, self.block, device)
-        return _Launch(targets, *dtypes, fixed, programs, Addresses(device))
+        return _Launch(targets, gradient_dtype, rounded_dtype, fixed, programs, Addresses(device))
 
     def _launch(
         self, launch: _Launch, gradients: Sequence[Tensor | None], control: Tensor, numbers: AdamWParameters
@@ -161,19 +168,14 @@ class FusedAdamWKernel:
         rate, beta1, beta2 = numbers.learning_rate, numbers.beta1, numbers.beta2
         correction1, correction2 = 1 - beta1**numbers.update, 1 - beta2**numbers.update
         factors = (rate / correction1, rate * numbers.decay, beta1, 1 - beta1, beta2, 1 - beta2)
-        programs, tables = launch.programs, (launch.fixed, launch.addresses(launch_gradients))
-        _update[(len(programs.row_of),)](
-            programs.row_of,
-            programs.first_of,
-            *tables,
-            control,
-            *factors,
-            correction2**-0.5,
-            numbers.epsilon,
-            GRADIENT=None if launch.gradient is None else TYPES[launch.gradient],
-            ROUNDED=None if launch.rounded is None else TYPES[launch.rounded],
-            BLOCK=self.block,
-            num_warps=self.warps,
+        tables = (*launch.programs, launch.fixed, launch.addresses(launch_gradients), control)
+        constants = {
+            "GRADIENT": TYPES[launch.gradient],
+            "ROUNDED": TYPES[launch.rounded],
+            "BLOCK": self.block,
+        }
+        _update[(len(launch.programs.row_of),)](
+            *tables, *factors, correction2**-0.5, numbers.epsilon, **constants, num_warps=self.warps
         )
 
 
@@ -206,12 +208,8 @@ def _update(
         begin = (program - tl.load(first_of + row)).to(tl.int64) * BLOCK
         entry = fixed + row * _FIXED_COLUMNS
         gradient = tl.load(gradients + row)
-        values, average, square, rounded = (
-            tl.load(entry),
-            tl.load(entry + 1),
-            tl.load(entry + 2),
-            tl.load(entry + 3),
-        )
+        values, average = tl.load(entry), tl.load(entry + 1)
+        square, rounded = tl.load(entry + 2), tl.load(entry + 3)
         elements = tl.load(entry + 4)
         decay = decay * tl.load(entry + 5).to(tl.float32)
         factor = tl.load(control)
@@ -273,31 +271,24 @@ class SumOfSquares:
     """Sums squares over many tensors; caches what depends on their sizes, which seldom change."""
 
     def __init__(self, block: int = 4096, warps: int = 8) -> None:
-        self.block = block
-        self.warps = warps
+        self.block, self.warps = block, warps
         self._known: tuple[int, ...] = ()
-        self._programs: Programs | None = None
-        self._sizes: Tensor | None = None
-        self._addresses: Addresses | None = None
+        self._plan: tuple[Programs, Tensor, Addresses] | None = None
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
         """Returns the sum in fp64, for contiguous tensors of one dtype on one device."""
         device, sizes = tensors[0].device, tuple(t.numel() for t in tensors)
-        if sizes != self._known or self._programs is None or self._addresses is None:
-            self._known, self._programs = sizes, programs_of(sizes, self.block, device)
-            self._addresses = Addresses(device)
-            self._sizes = torch.tensor(sizes, dtype=torch.int64).to(device)
-        programs = self._programs
+        if sizes != self._known or self._plan is None:
+            on_device = torch.tensor(sizes, dtype=torch.int64).to(device)
+            self._known, self._plan = (
+                sizes,
+                (programs_of(sizes, self.block, device), on_device, Addresses(device)),
+            )
+        programs, sizes_on_device, addresses = self._plan
         sums = torch.empty(len(programs.row_of), dtype=torch.float32, device=device)
+        tables = (*programs, sizes_on_device, addresses(tensors), sums)
         _sum_of_squares[(len(sums),)](
-            programs.row_of,
-            programs.first_of,
-            self._sizes,
-            self._addresses(tensors),
-            sums,
-            DTYPE=TYPES[tensors[0].dtype],
-            BLOCK=self.block,
-            num_warps=self.warps,
+            *tables, DTYPE=TYPES[tensors[0].dtype], BLOCK=self.block, num_warps=self.warps
         )
         return sums.sum(dtype=torch.float64)
 

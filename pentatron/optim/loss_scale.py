@@ -24,32 +24,28 @@ class LossScaler:
         self.config = config
         self.is_dynamic = config.fp16 and not config.loss_scale
         self.scale = _to_fp32(config.initial_loss_scale if self.is_dynamic else config.loss_scale or 1.0)
-        self._made_in_a_row = 0
-        self._useless_in_a_row = 0
-        self._overflows_left = config.hysteresis
+        self._counts = {"made_in_a_row": 0, "useless_in_a_row": 0, "overflows_left": config.hysteresis}
         if self.is_dynamic and saved:
             self.scale = saved["scale"]
-            self._made_in_a_row = int(saved["made_in_a_row"])
-            self._useless_in_a_row = int(saved["useless_in_a_row"])
-            self._overflows_left = int(saved["overflows_left"])
+            self._counts = {name: int(saved[name]) for name in self._counts}
 
     def settle(self, updated: bool) -> None:
         """Must be called after every step; `updated` is False if an overflow has skipped the update."""
         if not self.is_dynamic:
             return
+        counts = self._counts
         if updated:
-            self._useless_in_a_row = 0
-            self._made_in_a_row += 1
-            if self._made_in_a_row == self.config.loss_scale_window:
-                self._made_in_a_row = 0
-                self._overflows_left = self.config.hysteresis
+            counts["useless_in_a_row"] = 0
+            counts["made_in_a_row"] += 1
+            if counts["made_in_a_row"] == self.config.loss_scale_window:
+                counts |= {"made_in_a_row": 0, "overflows_left": self.config.hysteresis}
                 larger = _to_fp32(self.scale * _to_fp32(self.config.loss_scale_growth_factor))
                 self.scale = larger if math.isfinite(larger) else self.scale
             return
-        self._made_in_a_row = 0
-        self._useless_in_a_row += self.scale <= max(1.0, self.config.min_loss_scale)
-        self._overflows_left -= 1
-        if self._overflows_left <= 0:
+        counts["made_in_a_row"] = 0
+        counts["useless_in_a_row"] += self.scale <= max(1.0, self.config.min_loss_scale)
+        counts["overflows_left"] -= 1
+        if counts["overflows_left"] <= 0:
             smaller = _to_fp32(self.scale * _to_fp32(self.config.loss_scale_backoff_factor))
             # A scale of zero would silently zero every gradient.
             self.scale = max(smaller, self.config.min_loss_scale) or self.scale
@@ -57,18 +53,11 @@ class LossScaler:
     @property
     def cannot_recover(self) -> bool:
         """Whether overflows persist although the scale cannot become smaller."""
-        return self._useless_in_a_row >= _MOST_USELESS_SKIPS
+        return self._counts["useless_in_a_row"] >= _MOST_USELESS_SKIPS
 
     def state(self) -> dict[str, float]:
         """Returns the state for a checkpoint; empty if the scale is constant."""
-        if not self.is_dynamic:
-            return {}
-        return {
-            "scale": self.scale,
-            "made_in_a_row": self._made_in_a_row,
-            "useless_in_a_row": self._useless_in_a_row,
-            "overflows_left": self._overflows_left,
-        }
+        return {"scale": self.scale, **self._counts} if self.is_dynamic else {}
 
 
 def _to_fp32(number: float) -> float:

@@ -8,42 +8,32 @@ stages, and for a single process. `pentatron.optim.sharded` implements ZeRO 3.
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from pentatron.layout.actions import Kind
+from pentatron.layout.ranks import Axis
 from pentatron.optim.update_rules import Gradients, Part, UpdateRule, build_norm, build_update
 from pentatron.parallel.buckets import Bucket, Plan, Span, WeightGather, plan_buckets, storage_bytes
 from pentatron.parallel.gradients import (
-    FlatGradients,
     GradientSlice,
     GradientStorage,
     GradientView,
     PartialGradientReduction,
 )
-from pentatron.parallel.reduction import (
-    FullReduction,
-    Reduction,
-    ScatterBuffers,
-    ShardedReduction,
-    SharedReduction,
-)
-from pentatron.parallel.sharding import (
-    Fragment,
-    ShardedParameter,
-    fragments_of,
-    sharded_parameters,
-    true_runs,
-)
+from pentatron.parallel.reduction import Reduction, build_reductions
+from pentatron.parallel.sharding import Fragment, ShardedParameter, fragments_of, sharded_parameters
 from pentatron.parallel.world import World
 from pentatron.settings.decision_types import OptimizerOptions
 from pentatron.settings.training import OptimConfig
 
 # The stages of this rank by number.
 Chunks = Mapping[int, nn.Module]
+# Fragments with the axes over which they are replicated.
+Pieces = Iterator[tuple[Iterable[Axis], Fragment]]
 # The stages of this rank that use some parameters.
 Stages = tuple[int, ...]
 
@@ -56,14 +46,6 @@ class _Range:
     span: Span
     part: Part
     place: GradientView
-
-    @property
-    def gradients(self) -> Tensor:
-        """The gradients in fp32, to be read only."""
-        gradients = self.place.now
-        if gradients is None:
-            return torch.zeros(self.place.shape, dtype=torch.float32, device=self.bucket.weights.device)
-        return gradients.to(torch.float32)
 
 
 class OptimizerBase(ABC):
@@ -79,8 +61,9 @@ class OptimizerBase(ABC):
         self._normed: list[GradientView] = []
 
     def _build_update(self, parts: Sequence[Part], one_pass: bool) -> None:
-        self._update: UpdateRule = build_update(parts, self.config, one_pass)
-        self._norm = build_norm(self.world.device, self._update.in_one_pass)
+        self._parts = parts
+        self.update: UpdateRule = build_update(parts, self.config, one_pass)
+        self._norm = build_norm(self.world.device, self.update.in_one_pass)
 
     @abstractmethod
     def zero_gradients(self) -> None:
@@ -118,13 +101,9 @@ class OptimizerBase(ABC):
         assert math.isfinite(norm), "a step with NaN or inf gradients"
         self.wait_for_weights()
         decay = self.config.weight_decay if weight_decay is None else weight_decay
-        self._update.step(self._gradients(), learning_rate, norm, scale, decay)
+        self.update.step(self._gradients(), learning_rate, norm, scale, decay)
         self._publish(rounded=True)
-
-    @property
-    def skips_on_device(self) -> bool:
-        """Whether `start_step` is supported: the device itself skips updates with NaN or inf."""
-        return self._update.in_one_pass
+        self._updated()
 
     def start_step(
         self, learning_rate: float, loss_and_norm: Tensor, scale: float, weight_decay: float | None
@@ -137,20 +116,48 @@ class OptimizerBase(ABC):
         """
         self.wait_for_weights()
         decay = self.config.weight_decay if weight_decay is None else weight_decay
-        self._update.start(self._gradients(), learning_rate, loss_and_norm, scale, decay)
+        self.update.start(self._gradients(), learning_rate, loss_and_norm, scale, decay)
         self._publish(rounded=True)
 
     def finish_step(self, updated: bool) -> None:
         """Reports whether the update that was started was made or skipped."""
-        self._update.settle(updated)
+        self.update.settle(updated)
+        if updated:
+            self._updated()
 
-    def set_before_update(self, wait: Callable[[], None]) -> None:
-        """Registers a callback before each update: a background save must have copied the old values."""
-        self._update.before = wait
+    @abstractmethod
+    def _updated(self) -> None:
+        """Called after an update was made."""
+
+    def fragments(self, owned_only: bool) -> Iterator[Fragment]:
+        """Yields master weights and optimizer state by logical name, as views: all that this rank holds, for
+        loading, or with `owned_only` its part of a checkpoint.
+
+        Over all ranks the owned parts cover every element exactly once.
+        """
+        self.wait_for_weights()
+        for number, part in enumerate(self._parts):
+            for kind, values in self.update.state(part).items():
+                yield from self._named(kind, number, values, owned_only)
+
+    def gradients(self, owned_only: bool) -> Iterator[Fragment]:
+        """Yields the gradients in the same way as `fragments`, in fp32, for comparisons."""
+        for number, (part, gradients) in enumerate(zip(self._parts, self._gradients())):
+            values = torch.zeros_like(part.values) if gradients is None else gradients.to(torch.float32)
+            yield from self._named("gradients", number, values, owned_only)
+
+    def _named(self, kind: str, number: int, values: Tensor, owned_only: bool) -> Iterator[Fragment]:
+        for axes, fragment in self._pieces(number, values, owned_only):
+            if not owned_only or self.world.is_first_of(axes):
+                yield dataclasses.replace(fragment, tensor=f"{kind}/{fragment.tensor}")
+
+    @abstractmethod
+    def _pieces(self, number: int, values: Tensor, owned_only: bool) -> Pieces:
+        """Yields the fragments of a part as views of `values`."""
 
     def loaded(self, updates: int) -> None:
         """Must be called after `fragments` were overwritten by a checkpoint that had seen `updates` steps."""
-        self._update.set_updates(updates)
+        self.update.set_updates(updates)
         self._publish()
         self.wait_for_weights()
 
@@ -170,7 +177,9 @@ class Optimizer(OptimizerBase):
         }
         replicated = any(b.copies.size > 1 for buckets in stage_buckets.values() for b in buckets)
         assert options.zero_stage < 3 or not replicated, "ZeRO 3 needs ShardedOptimizer"
-        self._reductions = _reductions(stage_buckets, world, options)
+        self._reductions = build_reductions(
+            stage_buckets, world.device, options.zero_stage, options.overlap_reduce
+        )
         # Buckets are packed from the end of a model to its start. Parameters shared by two stages are
         # embeddings, which come first.
         in_order = sorted(self._reductions, key=lambda stages: (stages[0], -len(stages)))
@@ -178,8 +187,8 @@ class Optimizer(OptimizerBase):
         self._gathering = WeightGather(forward, chunks.values(), options.overlap_gather)
         self._buckets = [bucket for reduction in self._reductions.values() for bucket in reduction.buckets]
         self._held = [held for reduction in self._reductions.values() for held in reduction.held]
-        self._partial_sums = PartialGradientReduction(world, [_kept_gradients(held) for held in self._held])
-        self._padding = [place for held in self._held for place in _padding_of(held)]
+        self._partial_sums = PartialGradientReduction(world, [held.flat() for held in self._held])
+        self._padding = [place for held in self._held for place in held.padding()]
         self._normed = self._norm_views()
         self._ranges = [entry for held in self._held for entry in _ranges_of(held)]
         self._build_update([entry.part for entry in self._ranges], options.one_pass)
@@ -192,11 +201,8 @@ class Optimizer(OptimizerBase):
         """Returns the gradients this rank adds to the norm: the pieces whose first replica it holds."""
         views: list[GradientView] = []
         for held in self._held:
-            template = held.holder.template()
-            owned_span = held.span.within(held.bucket.own)
-            pieces = held.bucket.plan.pieces(owned_span, template, held.span.first)
-            owned = [f.values for piece, f in pieces if self.world.is_first_of(piece.replicated_over)]
-            views.extend(held.holder.places(owned, template))
+            own = held.flat(held.bucket.own)
+            views += own.runs(f for piece, f in own.pieces if self.world.is_first_of(piece.replicated_over))
         return views
 
     @property
@@ -233,17 +239,9 @@ class Optimizer(OptimizerBase):
         self._partial_sums.all_reduce()
         self._gradient_bytes = storage_bytes(t for r in self._reductions.values() for t in r.memory())
 
-    def step(
-        self, learning_rate: float, norm: float, scale: float = 1.0, weight_decay: float | None = None
-    ) -> None:
-        super().step(learning_rate, norm, scale, weight_decay)
+    def _updated(self) -> None:
+        """Releases the gradients. Those of a skipped step are kept, to diagnose it."""
         self.zero_gradients()
-
-    def finish_step(self, updated: bool) -> None:
-        """As in the base class; the gradients of a skipped step are kept, to diagnose it."""
-        super().finish_step(updated)
-        if updated:
-            self.zero_gradients()
 
     def _gradients(self) -> Gradients:
         return [entry.place.now for entry in self._ranges]
@@ -251,7 +249,7 @@ class Optimizer(OptimizerBase):
     def _publish(self, rounded: bool = False) -> None:
         # Weights in the model's dtype.
         separate = [bucket for bucket in self._buckets if bucket.master_is_separate]
-        if separate and not (rounded and self._update.in_one_pass):
+        if separate and not (rounded and self.update.in_one_pass):
             torch._foreach_copy_([b.kept.of(b.weights) for b in separate], [b.master for b in separate])
         if self._sharded:
             self._gathering.start()
@@ -259,28 +257,11 @@ class Optimizer(OptimizerBase):
     def wait_for_weights(self) -> None:
         self._gathering.wait()
 
-    def fragments(self, owned_only: bool) -> Iterator[Fragment]:
-        """Yields master weights and optimizer state by logical name, as views: all that this rank holds, for
-        loading, or with `owned_only` its part of a checkpoint.
-
-        Over all ranks the owned parts cover every element exactly once.
-        """
-        self.wait_for_weights()
-        for entry in self._ranges:
-            for kind, values in self._update.state(entry.part).items():
-                yield from self._named(kind, entry, values, owned_only)
-
-    def gradients(self, owned_only: bool) -> Iterator[Fragment]:
-        """Yields the gradients in the same way as `fragments`, for comparisons."""
-        for entry in self._ranges:
-            yield from self._named("gradients", entry, entry.gradients, owned_only)
-
-    def _named(self, kind: str, entry: _Range, values: Tensor, owned_only: bool) -> Iterator[Fragment]:
-        bucket, span = entry.bucket, entry.span
-        within = span.within(bucket.own) if owned_only else span
-        for piece, fragment in bucket.plan.pieces(within, values, span.first):
-            if not owned_only or self.world.is_first_of(piece.replicated_over):
-                yield dataclasses.replace(fragment, tensor=f"{kind}/{fragment.tensor}")
+    def _pieces(self, number: int, values: Tensor, owned_only: bool) -> Pieces:
+        entry = self._ranges[number]
+        within = entry.span.within(entry.bucket.own) if owned_only else entry.span
+        for piece, fragment in entry.bucket.plan.pieces(within, values, entry.span.first):
+            yield piece.replicated_over, fragment
 
     def model_weights(self) -> Iterator[Fragment]:
         """Yields the full weights this rank computes with; collective, so every rank must exhaust it."""
@@ -298,7 +279,7 @@ class Optimizer(OptimizerBase):
             "parameters": storage_bytes(p for chunk in self._chunks.values() for p in chunk.parameters()),
             "gradients": self._gradient_bytes,
             "master": storage_bytes(b.master for b in self._buckets if b.master_is_separate),
-            "moments": storage_bytes(self._update.moments()),
+            "moments": storage_bytes(self.update.moments()),
         }
 
 
@@ -317,24 +298,6 @@ def plan_stage_buckets(chunks: Chunks, world: World, bucket_size: int) -> dict[S
     return {stages: plan_buckets(held, bucket_size, world.group) for stages, held in parameters.items()}
 
 
-def _reductions(
-    buckets: Mapping[Stages, Sequence[Bucket]], world: World, options: OptimizerOptions
-) -> dict[Stages, Reduction]:
-    overlap, scatter = options.overlap_reduce, options.zero_stage > 0
-    of_one_stage = [bucket for stages in buckets if len(stages) == 1 for bucket in buckets[stages]]
-    largest = max((bucket.size for bucket in of_one_stage), default=0)
-    buffers = ScatterBuffers(largest, world.device, overlap)
-
-    def reduction(stages: Stages, stage_buckets: Sequence[Bucket]) -> Reduction:
-        if len(stages) > 1:
-            return SharedReduction(stage_buckets, scatter, overlap, len(stages))
-        if options.zero_stage == 2:
-            return ShardedReduction(stage_buckets, buffers)
-        return FullReduction(stage_buckets, scatter, overlap)
-
-    return {stages: reduction(stages, stage_buckets) for stages, stage_buckets in buckets.items()}
-
-
 def _ranges_of(held: GradientSlice) -> Iterator[_Range]:
     """Splits gradients by weight decay.
 
@@ -342,8 +305,9 @@ def _ranges_of(held: GradientSlice) -> Iterator[_Range]:
     """
     bucket = held.bucket
     firsts = [slot.span.first for slot in bucket.plan.slots]
-    for decays, kind in bucket.plan.kinds():
-        decay_span = kind.within(bucket.kept)
+    middle = bucket.plan.decayed
+    for decays, parameters in ((True, Span(0, middle)), (False, Span(middle, bucket.size))):
+        decay_span = parameters.within(bucket.kept)
         end = min((f for f in firsts if f >= held.span.last), default=decay_span.last)
         span = Span(held.span.first, end).within(decay_span)
         if len(span):
@@ -352,29 +316,3 @@ def _ranges_of(held: GradientSlice) -> Iterator[_Range]:
             part = Part(local.of(bucket.master), decays, weights if bucket.master_is_separate else None)
             received = span.within(held.span).relative_to(held.span)
             yield _Range(bucket, span, part, GradientView.of(held.holder, received))
-
-
-def _padding_of(held: GradientSlice) -> list[GradientView]:
-    """Returns the gradients of elements outside all logical tensors, which must stay zero."""
-    views: list[GradientView] = []
-    plan = held.bucket.plan
-    for slot in plan.slots:
-        part = slot.span.within(held.span)
-        if not len(part) or sum(p.elements for p in slot.held.declared.pieces) == len(slot.span):
-            continue
-        covered = torch.zeros(len(slot.span), dtype=torch.bool)
-        for _, fragment in plan.pieces(slot.span, covered, slot.span.first):
-            fragment.values.fill_(True)
-        local = part.relative_to(slot.span)
-        begin = part.first - held.span.first
-        runs = true_runs(~covered[local.first : local.last])
-        views.extend(GradientView.of(held.holder, Span(begin + i, begin + j)) for i, j in runs)
-    return views
-
-
-def _kept_gradients(held: GradientSlice) -> FlatGradients:
-    template, plan = held.holder.template(), held.bucket.plan
-    # The name of the parameter or, for a whole bucket, of its first one: equal on all ranks.
-    first = next((s.held.tensor for s in plan.slots if s.span == held.span), plan.slots[0].held.tensor)
-    pieces = list(plan.pieces(held.span, template, held.span.first))
-    return FlatGradients(first, held.holder, template, pieces)

@@ -4,6 +4,7 @@ Counting samples rather than steps keeps the curves exact if the batch size chan
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -44,21 +45,18 @@ class LearningRate:
             stable = self.decay_samples - self.wsd_samples
             if samples <= stable:
                 return 1.0
-            return _decay_factor(self.wsd_style, (samples - stable) / self.wsd_samples)
+            return _DECAYS[self.wsd_style]((samples - stable) / self.wsd_samples)
         progress = (samples - self.warmup_samples) / (self.decay_samples - self.warmup_samples)
-        return _decay_factor(self.style, progress)
+        return _DECAYS[self.style](progress)
 
 
-def _decay_factor(style: str, progress: float) -> float:
-    """Returns the decay factor, from 1 at the beginning of a decay to 0 at its end."""
-    if style == "linear":
-        return 1.0 - progress
-    if style == "exponential":
-        return 2.0 * 0.5**progress - 1.0
-    if style == "minus_sqrt":
-        return 1.0 - math.sqrt(progress)
-    assert style == "cosine", style
-    return 0.5 * (math.cos(math.pi * progress) + 1.0)
+# The shapes of a decay, from 1 at its beginning (progress 0) to 0 at its end.
+_DECAYS: dict[str, Callable[[float], float]] = {
+    "linear": lambda progress: 1.0 - progress,
+    "exponential": lambda progress: 2.0 * 0.5**progress - 1.0,
+    "minus_sqrt": lambda progress: 1.0 - math.sqrt(progress),
+    "cosine": lambda progress: 0.5 * (math.cos(math.pi * progress) + 1.0),
+}
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ class WeightDecay:
         if self.style == "constant" or samples > self.samples:
             return self.end
         progress = samples / self.samples
-        fraction = progress if self.style == "linear" else 1.0 - _decay_factor("cosine", progress)
+        fraction = progress if self.style == "linear" else 1.0 - _DECAYS["cosine"](progress)
         return self.start + fraction * (self.end - self.start)
 
 

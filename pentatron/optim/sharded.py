@@ -5,17 +5,17 @@ updates, saves and loads the shards. If the replicas form several groups with a 
 gradients are all-reduced over the groups once a step.
 """
 
-import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
 from pentatron.layout.actions import Kind
-from pentatron.optim.optimizer import Chunks, OptimizerBase
+from pentatron.layout.ranks import Axis
+from pentatron.optim.optimizer import Chunks, OptimizerBase, Pieces
 from pentatron.optim.update_rules import Gradients, Part
 from pentatron.parallel.buckets import storage_bytes
-from pentatron.parallel.collectives import PendingWork, start_all_reduce_
+from pentatron.parallel.collectives import Pending, start_all_reduce_
 from pentatron.parallel.gradients import FlatGradients, GradientStorage, PartialGradientReduction
 from pentatron.parallel.sharding import Fragment, Shard, true_runs
 from pentatron.parallel.world import World
@@ -33,25 +33,19 @@ class ShardedOptimizer(OptimizerBase):
         super().__init__(world, config)
         self._stages = {number: ShardedStage(chunk, world, dtype) for number, chunk in chunks.items()}
         self._shards = [shard for stage in self._stages.values() for shard in stage.shards]
-        self._pending: list[PendingWork] = []
+        self._pending: list[Pending] = []
         kept = [_kept_gradients(shard) for shard in self._shards]
         self._partial_sums = PartialGradientReduction(world, kept)
         self._padding = [view for shard in self._shards for view in _padding_of(shard)]
         self._normed = [
             run
             for shard, gradients in zip(self._shards, kept)
-            for run in gradients.runs(f for piece, f in gradients.pieces if self._owns(shard, piece))
+            for run in gradients.runs(f for p, f in gradients.pieces if world.is_first_of(_holders(shard, p)))
         ]
         # A rank has no part of a parameter with fewer rows than ranks.
-        self._parts = [
-            (shard, Part(shard.values, shard.held.decays)) for shard in self._shards if shard.values.numel()
-        ]
-        self._build_update([part for _, part in self._parts], options.one_pass)
-
-    def _owns(self, shard: Zero3Shard, piece: Shard) -> bool:
-        """Whether this rank is the first of those that hold this piece of this shard."""
-        _, instances = SHARD_AXES[shard.held.declared.copies]
-        return self.world.is_first_of({instances, *piece.replicated_over})
+        self._updated_shards = [shard for shard in self._shards if shard.values.numel()]
+        parts = [Part(shard.values, shard.held.decays) for shard in self._updated_shards]
+        self._build_update(parts, options.one_pass)
 
     def zero_gradients(self) -> None:
         for stage in self._stages.values():
@@ -70,9 +64,7 @@ class ShardedOptimizer(OptimizerBase):
     def reduce(self, stage: int) -> None:
         """Called after all backward passes of the stage; all-reduces over the groups of replicas."""
         for axis, flat in self._stages[stage].flat.items():
-            pending = start_all_reduce_(flat, self.world.group(SHARD_AXES[axis][1]))
-            if pending is not None:
-                self._pending.append(pending)
+            self._pending.append(start_all_reduce_(flat, self.world.group(SHARD_AXES[axis][1])))
 
     def finish_reduction(self) -> None:
         """Waits for the sums over replicas, and sums partial gradients over other axes."""
@@ -84,30 +76,22 @@ class ShardedOptimizer(OptimizerBase):
         self._partial_sums.all_reduce()
 
     def _gradients(self) -> Gradients:
-        return [shard.gradients for shard, _ in self._parts]
+        return [shard.gradients for shard in self._updated_shards]
 
     def _publish(self, rounded: bool = False) -> None:
         for stage in self._stages.values():
             stage.reshard()
 
+    def _updated(self) -> None:
+        """Does nothing: the gradients have a fixed storage."""
+
     def wait_for_weights(self) -> None:
         """Does nothing: layers gather their weights when they run."""
 
-    def fragments(self, owned_only: bool) -> Iterator[Fragment]:
-        """As in `Optimizer`."""
-        for shard, part in self._parts:
-            for kind, values in self._update.state(part).items():
-                yield from self._named(kind, shard, values, owned_only)
-
-    def gradients(self, owned_only: bool) -> Iterator[Fragment]:
-        """As in `Optimizer`."""
-        for shard, _ in self._parts:
-            yield from self._named("gradients", shard, shard.gradients, owned_only)
-
-    def _named(self, kind: str, shard: Zero3Shard, values: Tensor, owned_only: bool) -> Iterator[Fragment]:
+    def _pieces(self, number: int, values: Tensor, owned_only: bool) -> Pieces:
+        shard = self._updated_shards[number]
         for piece, fragment in shard.pieces(values):
-            if not owned_only or self._owns(shard, piece):
-                yield dataclasses.replace(fragment, tensor=f"{kind}/{fragment.tensor}")
+            yield _holders(shard, piece), fragment
 
     def model_weights(self) -> Iterator[Fragment]:
         """Yields the full weights this rank computes with; collective, so every rank must exhaust it."""
@@ -123,8 +107,13 @@ class ShardedOptimizer(OptimizerBase):
                 flat for stage in self._stages.values() for flat in stage.flat.values()
             ),
             "master": 0,
-            "moments": storage_bytes(self._update.moments()),
+            "moments": storage_bytes(self.update.moments()),
         }
+
+
+def _holders(shard: Zero3Shard, piece: Shard) -> Iterable[Axis]:
+    """Returns the axes of the ranks that hold this piece of this shard."""
+    return SHARD_AXES[shard.held.declared.copies][1], *piece.replicated_over
 
 
 def _kept_gradients(shard: Zero3Shard) -> FlatGradients:

@@ -139,25 +139,17 @@ class UpdateRule(ABC):
         # Filled by the device itself: a copy from the host would synchronize for every chunk.
         device = self._parts[0].values.device if self._parts else None
         divisor = None if factor == 1 else torch.full((), 1 / factor, dtype=torch.float32, device=device)
+        options = {"lr": learning_rate, "grad_scale": divisor, "fused": True, "maximize": False}
         for decays in (True, False):
             pairs = [(p, g) for p, g in zip(self._parts, gradients, strict=True) if p.decays is decays]
             for chunk in _chunks(pairs):
                 parts = [part for part, _ in chunk]
                 exact = [torch.zeros_like(p.values) if g is None else g.to(torch.float32) for p, g in chunk]
-                values = [beside(part.values, gradient) for part, gradient in zip(parts, exact)]
-                moments = [
-                    [beside(self._moments[id(part)][name], gradient) for part, gradient in zip(parts, exact)]
-                    for name in self._kept
-                ]
-                self._update(
-                    parts,
-                    values,
-                    [gradient.to(part.values.device) for part, gradient in zip(parts, exact)],
-                    *moments,
-                    lr=learning_rate,
-                    weight_decay=decay if decays else 0.0,
-                    grad_scale=divisor,
-                )
+                kept = [[self.state(part)[name] for part in parts] for name in ("weights", *self._kept)]
+                values, *moments = [list(map(beside, tensors, exact)) for tensors in kept]
+                on_device = [gradient.to(part.values.device) for part, gradient in zip(parts, exact)]
+                weight_decay = decay if decays else 0.0
+                self._update(parts, values, on_device, *moments, weight_decay=weight_decay, **options)
 
     def start(
         self, gradients: Gradients, learning_rate: float, loss_and_norm: Tensor, scale: float, decay: float
@@ -229,21 +221,13 @@ class Adam(UpdateRule):
 
     def _update(self, parts: Sequence[Part], *tensors: list[Tensor], **options: Any) -> None:
         values, gradients, averages, squares = tensors
-        adamw(
-            values,
-            gradients,
-            averages,
-            squares,
-            [],
-            [self._steps[id(part)] for part in parts],
-            fused=True,
-            amsgrad=False,
-            beta1=self.config.adam_beta1,
-            beta2=self.config.adam_beta2,
-            eps=self.config.adam_eps,
-            maximize=False,
-            **options,
-        )
+        steps = [self._steps[id(part)] for part in parts]
+        options |= {
+            "beta1": self.config.adam_beta1,
+            "beta2": self.config.adam_beta2,
+            "eps": self.config.adam_eps,
+        }
+        adamw(values, gradients, averages, squares, [], steps, amsgrad=False, **options)
 
     def set_updates(self, updates: int) -> None:
         for step in self._steps.values():
@@ -261,18 +245,9 @@ class Sgd(UpdateRule):
 
     def _update(self, parts: Sequence[Part], *tensors: list[Tensor], **options: Any) -> None:
         values, gradients, *momentum = tensors
-        no_momentum: list[Tensor | None] = [None] * len(parts)
-        sgd(
-            values,
-            gradients,
-            [*momentum[0]] if momentum else no_momentum,
-            fused=True,
-            momentum=self.config.sgd_momentum,
-            dampening=0.0,
-            nesterov=False,
-            maximize=False,
-            **options,
-        )
+        buffers: list[Tensor | None] = [*momentum[0]] if momentum else [None] * len(parts)
+        options |= {"momentum": self.config.sgd_momentum, "dampening": 0.0, "nesterov": False}
+        sgd(values, gradients, buffers, **options)
 
     def set_updates(self, updates: int) -> None:
         """Does nothing: SGD does not count its updates."""

@@ -9,8 +9,9 @@ split along the sequence. `enter` and `leave` are conjugate: the backward of one
     all-gather
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,21 +64,21 @@ class TensorAxis(_Axis):
         assert total % self.size == 0, f"{total} cannot be shared by {self.size} ranks"
         return total // self.size
 
+    @property
+    def _conjugates(self) -> "tuple[Communication, Communication]":
+        if self.sequence_parallel:
+            return _all_gather_sequence, _reduce_scatter_sequence
+        return _unchanged, _summed
+
     def enter(self, x_BSD: Tensor) -> Tensor:
         """Returns the complete hidden states, for layers whose output is split."""
-        if self.size == 1:
-            return x_BSD
-        if self.sequence_parallel:
-            return _ExchangeSequence.apply(x_BSD, self.group, True)
-        return _Copy.apply(x_BSD, self.group)
+        there, back = self._conjugates
+        return _communicated(x_BSD, self.group, there, back)
 
     def leave(self, x_BSD: Tensor) -> Tensor:
         """Sums the ranks' partial outputs; with sequence parallelism keeps this rank's part."""
-        if self.size == 1:
-            return x_BSD
-        if self.sequence_parallel:
-            return _ExchangeSequence.apply(x_BSD, self.group, False)
-        return _Sum.apply(x_BSD, self.group)
+        there, back = self._conjugates
+        return _communicated(x_BSD, self.group, back, there)
 
     def own_sequence(self, x_BS: Tensor) -> Tensor:
         """Returns this rank's part of a per-token tensor that all ranks have in full; no gradient."""
@@ -98,39 +99,33 @@ def tensor_axis(world: World, sequence_parallel: bool) -> TensorAxis:
     return TensorAxis(world.tensor, world.grid.kv_copies, sequence_parallel and world.tensor.size > 1)
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
+# Communicates a tensor within a group.
+Communication = Callable[[Tensor, Group], Tensor]
+
+
+class _Communicated(torch.autograd.Function):
+    """Communicates a tensor by `there`, and its gradient by `back`."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return all_reduce_(gradients[0].clone(memory_format=torch.contiguous_format), ctx.group), None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return all_reduce_(x.clone(memory_format=torch.contiguous_format), group)
+    def forward(ctx: Any, x: Tensor, group: Group, there: Communication, back: Communication) -> Tensor:
+        ctx.group, ctx.back = group, back
+        return there(x, group)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(gradients[0], ctx.group), None, None, None
 
 
-class _ExchangeSequence(torch.autograd.Function):
-    """Gathers the sequence, and reduce-scatters its gradient, or the other way round."""
+def _communicated(x: Tensor, group: Group, there: Communication, back: Communication) -> Tensor:
+    return x if group.size == 1 else _Communicated.apply(x, group, there, back)
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, gathers: bool) -> Tensor:
-        ctx.group, ctx.gathers = group, gathers
-        return _all_gather_sequence(x, group) if gathers else _reduce_scatter_sequence(x, group)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        back = _reduce_scatter_sequence if ctx.gathers else _all_gather_sequence
-        return back(gradients[0], ctx.group), None, None
+def _unchanged(x: Tensor, group: Group) -> Tensor:
+    return x
+
+
+def _summed(x: Tensor, group: Group) -> Tensor:
+    return all_reduce_(x.clone(memory_format=torch.contiguous_format), group)
 
 
 def _all_gather_sequence(part_BSD: Tensor, group: Group) -> Tensor:
@@ -257,9 +252,9 @@ class ExpertAxis:
 
     def all_to_all(self, x_ND: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Sends consecutive rows to the ranks and returns the received rows (all-to-all, differentiable)."""
-        if self.group.size == 1:
-            return x_ND
-        return _Exchange.apply(x_ND, tuple(sent), tuple(received), self.group)
+        there = partial(_exchanged, sent=tuple(sent), received=tuple(received))
+        back = partial(_exchanged, sent=tuple(received), received=tuple(sent))
+        return _communicated(x_ND, self.group, there, back)
 
     def all_to_all_counts(self, counts_GE: Tensor) -> Tensor:
         """Sends row i to rank i; row i of the result comes from rank i."""
@@ -293,21 +288,7 @@ def _all_gather_rows(x: Tensor, group: Group) -> Tensor:
     return whole
 
 
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, sent: tuple[int, ...], received: tuple[int, ...], group: Group
-    ) -> Tensor:
-        ctx.sizes, ctx.group = (sent, received), group
-        return _exchanged(x, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        sent, received = ctx.sizes
-        return _exchanged(gradients[0], received, sent, ctx.group), None, None, None
-
-
-def _exchanged(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
+def _exchanged(x: Tensor, group: Group, sent: Sequence[int], received: Sequence[int]) -> Tensor:
     received_rows = x.new_empty(sum(received), *x.shape[1:])
     all_to_all_into(received_rows, x.contiguous(), group, received, sent)
     return received_rows

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pentatron.layout.packing import ALIGNMENT, Item, align_up, pack
 from pentatron.layout.ranks import Axis
-from pentatron.parallel.collectives import Group, PendingWork, start_all_gather_into
+from pentatron.parallel.collectives import Group, Pending, start_all_gather_into
 from pentatron.parallel.sharding import Fragment, Shard, ShardedParameter, fragments_of
 
 # The most rows of strided views to examine for merging; more would slow down the construction of a model.
@@ -65,10 +65,6 @@ class Plan:
     decayed: int
     size: int
     copies: Group
-
-    def kinds(self) -> tuple[tuple[bool, Span], tuple[bool, Span]]:
-        """Returns (whether the parameters decay, span) for both parts; either may be empty."""
-        return (True, Span(0, self.decayed)), (False, Span(self.decayed, self.size))
 
     def own_share(self) -> Span:
         """Returns this rank's equal share of the bucket."""
@@ -121,30 +117,21 @@ class Bucket:
     """
 
     def __init__(self, plan: Plan, dtype: torch.dtype, sharded: bool, on_host: bool = False) -> None:
-        self.plan = plan
+        self.plan, self.size, self.copies = plan, plan.size, plan.copies
         self.master_is_separate = on_host or dtype != torch.float32
         self.own = plan.own_share()
         self.kept = self.own if sharded else Span(0, plan.size)
         values = torch.zeros(plan.size, dtype=torch.float32, device=plan.slots[0].held.parameter.device)
         for slot in plan.slots:
             slot.span.of(values).copy_(slot.held.parameter.detach().flatten())
+        self.weights, self.master = values.to(dtype), self.kept.of(values)
         if on_host:
-            self.weights, self.master = values.to(dtype), self.kept.of(values).to("cpu", copy=True)
-        elif dtype == torch.float32:
-            self.weights, self.master = values, self.kept.of(values)
-        else:
+            self.master = self.master.to("cpu", copy=True)
+        elif sharded and self.master_is_separate:
             # A copy of the share, not a view: a view would keep the whole fp32 buffer alive.
-            self.weights, self.master = values.to(dtype), self.kept.of(values).clone() if sharded else values
+            self.master = self.master.clone()
         for slot in plan.slots:
             slot.held.parameter.data = slot.span.of(self.weights).view(slot.held.parameter.shape)
-
-    @property
-    def size(self) -> int:
-        return self.plan.size
-
-    @property
-    def copies(self) -> Group:
-        return self.plan.copies
 
 
 def merge_views(flat: Tensor, views: Iterable[Tensor]) -> list[Tensor]:
@@ -210,7 +197,7 @@ class WeightGather:
     def __init__(self, buckets: Sequence[Bucket], models: Iterable[nn.Module], overlap: bool) -> None:
         self.buckets = buckets
         self.overlap = overlap
-        self._pending: dict[int, PendingWork] = {}
+        self._pending: dict[int, Pending] = {}
         if overlap and any(bucket.copies.size > 1 for bucket in buckets):
             bucket_of = {
                 id(slot.held.parameter): n for n, bucket in enumerate(buckets) for slot in bucket.plan.slots
@@ -221,17 +208,13 @@ class WeightGather:
                     assert type(module).forward is not nn.Module.forward, (
                         f"{path} has no forward, so it cannot wait for its weights"
                     )
-                    module.register_forward_pre_hook(partial(self._before_forward, sorted(numbers)))
-
-    def _before_forward(self, numbers: Sequence[int], module: nn.Module, arguments: Any) -> None:
-        self._wait(numbers)
+                    module.register_forward_pre_hook(partial(self._wait, sorted(numbers)))
 
     def start(self) -> None:
         """Starts to gather all buckets; waits for them unless `overlap`."""
         for number, bucket in enumerate(self.buckets):
-            pending = start_all_gather_into(bucket.weights, bucket.own.of(bucket.weights), bucket.copies)
-            if pending is not None:
-                self._pending[number] = pending
+            own = bucket.own.of(bucket.weights)
+            self._pending[number] = start_all_gather_into(bucket.weights, own, bucket.copies)
         if not self.overlap:
             self.wait()
 
@@ -239,11 +222,10 @@ class WeightGather:
         """Waits until all weights are gathered."""
         self._wait(list(self._pending))
 
-    def _wait(self, numbers: Iterable[int]) -> None:
+    def _wait(self, numbers: Iterable[int], *arguments_of_the_hook: Any) -> None:
         for number in numbers:
-            pending = self._pending.pop(number, None)
-            if pending is not None:
-                pending.wait()
+            if number in self._pending:
+                self._pending.pop(number).wait()
 
 
 def _parameters_run_by(

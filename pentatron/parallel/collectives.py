@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -105,12 +105,6 @@ _SEND, _RECEIVE = dist.isend, dist.irecv
 _BLOCK = 1024
 
 
-class PendingWork(Protocol):
-    """Handle of an asynchronous collective."""
-
-    def wait(self) -> Any: ...
-
-
 @dataclass(frozen=True)
 class Group:
     """A process group, and this rank's index in it.
@@ -141,74 +135,84 @@ class Group:
         """Context manager around an operation that may wait for other ranks."""
         return self.waits.standing(tensor.device, cause, call)
 
-    def object_exchange(self, what: str) -> AbstractContextManager[None]:
-        """Context manager around an exchange of Python objects, whose wait time is not measured."""
-        return self.waits.whereabouts.inside(self.begins(what))
-
 
 @dataclass(frozen=True)
-class _TimedWork:
-    """Handle of an asynchronous collective that measures the time spent in `wait`."""
+class Pending:
+    """Handle of operations that run on `tensor`; without `works` there is nothing to wait for.
 
-    work: Any
-    group: Group
+    `device` is where the tensor is wanted. `sent` is a tensor that is kept alive.
+    """
+
     tensor: Tensor
-    call: Call | None
+    group: Group
+    works: Sequence[Any] = ()
+    call: Call | None = None
+    cause: Cause = "collective"
+    device: torch.device | None = None
+    sent: Tensor | None = None
 
-    def wait(self) -> None:
-        with self.group.standing(self.tensor, call=self.call):
-            self.work.wait()
+    def wait(self) -> Tensor:
+        """Returns the tensor when it is complete. A tensor that is sent must not be changed before."""
+        if self.works:
+            with self.group.standing(self.tensor, self.cause, self.call):
+                for work in self.works:
+                    work.wait()
+        return self.tensor if self.device is None else self.tensor.to(self.device)
+
+
+def _run_in_place(
+    tensor: Tensor, group: Group, what: str, collective: Callable[..., Any], **options: Any
+) -> Tensor:
+    if group.size > 1:
+        with group.standing(tensor, call=group.begins(what, tensor)):
+            collective(tensor, group=group.process_group, **options)
+    return tensor
 
 
 def all_reduce_(tensor: Tensor, group: Group) -> Tensor:
     """Sums over the group, in place."""
-    if group.size > 1:
-        with group.standing(tensor, call=group.begins("all-reduce", tensor)):
-            dist.all_reduce(tensor, group=group.process_group)
-    return tensor
+    return _run_in_place(tensor, group, "all-reduce", dist.all_reduce)
 
 
-def start_all_reduce_(tensor: Tensor, group: Group) -> PendingWork | None:
-    """Starts an in-place sum over the group; returns None if there is nothing to wait for."""
+def start_all_reduce_(tensor: Tensor, group: Group) -> Pending:
+    """Starts an in-place sum over the group."""
     if group.size == 1:
-        return None
+        return Pending(tensor, group)
     call = group.begins("all-reduce", tensor)
-    return _TimedWork(dist.all_reduce(tensor, group=group.process_group, async_op=True), group, tensor, call)
+    work = dist.all_reduce(tensor, group=group.process_group, async_op=True)
+    return Pending(tensor, group, [work], call)
 
 
 def all_gather_into(whole: Tensor, part: Tensor, group: Group) -> None:
     """Concatenates the `part` of every rank along the first dimension into `whole`."""
-    if (pending := start_all_gather_into(whole, part, group)) is not None:
-        pending.wait()
+    start_all_gather_into(whole, part, group).wait()
 
 
-def start_all_gather_into(whole: Tensor, part: Tensor, group: Group) -> PendingWork | None:
+def start_all_gather_into(whole: Tensor, part: Tensor, group: Group) -> Pending:
     """Starts `all_gather_into`. `part` may be a view of this rank's place in `whole`."""
-    if group.size == 1:
-        if part.data_ptr() != whole.data_ptr():
-            whole.copy_(part.view_as(whole))
-        return None
-    gather, call = getattr(dist, _GATHER_NAME), group.begins("all-gather", whole)
-    return _TimedWork(gather(whole, part, group=group.process_group, async_op=True), group, whole, call)
+    return _start("all-gather", _GATHER_NAME, whole, part, group, whole)
 
 
 def reduce_scatter_into(part: Tensor, whole: Tensor, group: Group) -> None:
     """Sums `whole` over the group; each rank receives its share, cut along the first dimension, in `part`."""
-    if (pending := start_reduce_scatter_into(part, whole, group)) is not None:
-        pending.wait()
+    start_reduce_scatter_into(part, whole, group).wait()
 
 
-def start_reduce_scatter_into(part: Tensor, whole: Tensor, group: Group) -> PendingWork | None:
+def start_reduce_scatter_into(part: Tensor, whole: Tensor, group: Group) -> Pending:
     """Starts `reduce_scatter_into`.
 
     `part` may be a view of this rank's place in `whole`, the rest of which becomes undefined.
     """
+    return _start("reduce-scatter", _SCATTER_NAME, part, whole, group, whole)
+
+
+def _start(what: str, name: str, output: Tensor, given: Tensor, group: Group, whole: Tensor) -> Pending:
     if group.size == 1:
-        if part.data_ptr() != whole.data_ptr():
-            part.copy_(whole.view_as(part))
-        return None
-    scatter, call = getattr(dist, _SCATTER_NAME), group.begins("reduce-scatter", whole)
-    return _TimedWork(scatter(part, whole, group=group.process_group, async_op=True), group, part, call)
+        if given.data_ptr() != output.data_ptr():
+            output.copy_(given.view_as(output))
+        return Pending(output, group)
+    collective, call = getattr(dist, name), group.begins(what, whole)
+    return Pending(output, group, [collective(output, given, group=group.process_group, async_op=True)], call)
 
 
 def all_to_all_into(
@@ -228,38 +232,15 @@ def all_to_all_into(
         return
     # Gloo implements all-to-all as point-to-point messages, which need host memory.
     buffer = torch.empty_like(received, device="cpu") if group.through_host else received
+    output_sizes, input_sizes = (sizes and list(sizes) for sizes in (received_sizes, sent_sizes))
     with group.standing(received, call=group.begins("all-to-all", sent)):
-        dist.all_to_all_single(
-            buffer,
-            sent.cpu() if group.through_host else sent,
-            None if received_sizes is None else list(received_sizes),
-            None if sent_sizes is None else list(sent_sizes),
-            group=group.process_group,
-        )
+        leaving = sent.cpu() if group.through_host else sent
+        dist.all_to_all_single(buffer, leaving, output_sizes, input_sizes, group=group.process_group)
         if group.through_host:
             received.copy_(buffer)
 
 
-@dataclass(frozen=True)
-class RingExchange:
-    """Handle of a ring exchange: one tensor is received from the previous rank and one sent to the next."""
-
-    arriving: Tensor
-    leaving: Tensor
-    works: Sequence[PendingWork]
-    device: torch.device
-    group: Group
-    call: Call | None = None
-
-    def wait(self) -> Tensor:
-        """Returns the received tensor. The sent tensor must not be changed before."""
-        with self.group.standing(self.arriving, call=self.call):
-            for work in self.works:
-                work.wait()
-        return self.arriving.to(self.device)
-
-
-def start_ring_exchange(tensor: Tensor, group: Group, tag: int) -> RingExchange:
+def start_ring_exchange(tensor: Tensor, group: Group, tag: int) -> Pending:
     """Starts sending a tensor to the next rank of a ring and receiving one of the same shape from the
     previous rank.
 
@@ -270,21 +251,17 @@ def start_ring_exchange(tensor: Tensor, group: Group, tag: int) -> RingExchange:
     arriving = torch.empty_like(leaving)
     following, preceding = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     # One batch: with NCCL, a ring in which every rank sends first would deadlock.
-    works = dist.batch_isend_irecv(
-        [
-            dist.P2POp(_SEND, leaving, group=group.process_group, tag=tag, group_peer=following),
-            dist.P2POp(_RECEIVE, arriving, group=group.process_group, tag=tag, group_peer=preceding),
-        ]
-    )
-    return RingExchange(arriving, leaving, works, tensor.device, group, call)
+    operations = [
+        dist.P2POp(_SEND, leaving, group=group.process_group, tag=tag, group_peer=following),
+        dist.P2POp(_RECEIVE, arriving, group=group.process_group, tag=tag, group_peer=preceding),
+    ]
+    works = dist.batch_isend_irecv(operations)
+    return Pending(arriving, group, works, call, device=tensor.device, sent=leaving)
 
 
 def all_reduce_max_(tensor: Tensor, group: Group) -> Tensor:
     """Takes the maximum over the group, in place."""
-    if group.size > 1:
-        with group.standing(tensor, call=group.begins("all-reduce (largest)", tensor)):
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group.process_group)
-    return tensor
+    return _run_in_place(tensor, group, "all-reduce (largest)", dist.all_reduce, op=dist.ReduceOp.MAX)
 
 
 def largest(number: int, group: Group) -> int:
@@ -300,10 +277,7 @@ def earliest_over_ranks(moment: float, group: Group) -> float:
 
 def broadcast_(tensor: Tensor, group: Group, source: int) -> Tensor:
     """Overwrites the tensor with that of rank `source` of the group."""
-    if group.size > 1:
-        with group.standing(tensor, call=group.begins("broadcast", tensor)):
-            dist.broadcast(tensor, group=group.process_group, group_src=source)
-    return tensor
+    return _run_in_place(tensor, group, "broadcast", dist.broadcast, group_src=source)
 
 
 def broadcast_object(value: Any, group: Group) -> Any:
@@ -311,7 +285,7 @@ def broadcast_object(value: Any, group: Group) -> Any:
     if group.size == 1:
         return value
     first, own_rest = sign(encode(value), group.key, 0, _BLOCK) if group.rank == 0 else (bytes(_BLOCK), b"")
-    with group.object_exchange("broadcast of a value"), _reject_forged(group):
+    with _object_exchange("broadcast of a value", group):
         block = _as_tensor(first)
         dist.broadcast(block, group=group.process_group, group_src=0)
         rest_bytes = length_of_rest(_as_bytes(block), group.key, 0)
@@ -328,7 +302,7 @@ def gather_objects(value: Any, group: Group) -> Sequence[Any]:
     if group.size == 1:
         return [value]
     first, rest = sign(encode(value), group.key, group.rank, _BLOCK)
-    with group.object_exchange("gathering of values"), _reject_forged(group):
+    with _object_exchange("gathering of values", group):
         blocks = _gathered(first, group)
         lengths = [length_of_rest(block, group.key, rank) for rank, block in enumerate(blocks)]
         longest = max(lengths)
@@ -356,9 +330,11 @@ def _as_bytes(tensor: Tensor) -> memoryview:
 
 
 @contextmanager
-def _reject_forged(group: Group) -> Iterator[None]:
+def _object_exchange(what: str, group: Group) -> Iterator[None]:
+    """Context manager around an exchange of Python objects, whose wait time is not measured."""
     try:
-        yield
+        with group.waits.whereabouts.inside(group.begins(what)):
+            yield
     except ForgedMessage as error:
         raise UserError(
             f"rank {group.rank} was sent a message within {group.name} that is not one of this job's: {error}; another job uses the same "

@@ -65,8 +65,8 @@ def _encoded(value: Any) -> Any:
         return value
     if kind is list:
         return _all_encoded(value)
-    if kind is tuple:
-        return {_TAG: ("tuple", value if _PLAIN.issuperset(map(type, value)) else _all_encoded(value))}
+    if kind in (tuple, set, frozenset):
+        return {_TAG: (kind.__name__, _all_encoded(value))}
     if kind in _NAMES:
         name, contents = _NAMES[kind]
         return {_TAG: (name, _all_encoded(contents(value)[:-1]))}
@@ -74,8 +74,6 @@ def _encoded(value: Any) -> Any:
         if _TAG not in value and _TEXT.issuperset(map(type, value)):
             return dict(zip(value, _all_encoded(value.values())))
         return {_TAG: ("dict", list(zip(_all_encoded(value), _all_encoded(value.values()))))}
-    if kind is set or kind is frozenset:
-        return {_TAG: (kind.__name__, _all_encoded(value))}
     if isinstance(value, PurePath):
         return {_TAG: ["path", str(value)]}
     if kind is bytes:
@@ -94,14 +92,8 @@ def _all_encoded(values: Collection[Any]) -> Iterable[Any]:
     return [item if type(item) in _PLAIN else _encoded(item) for item in values]
 
 
-_KINDS: dict[str, Callable[[Any], Any]] = {
-    "tuple": tuple,
-    "dict": dict,
-    "set": set,
-    "frozenset": frozenset,
-    "path": Path,
-    "bytes": base64.b85decode,
-}
+_KINDS: dict[str, Callable[[Any], Any]] = {kind.__name__: kind for kind in (tuple, dict, set, frozenset)}
+_KINDS |= {"path": Path, "bytes": base64.b85decode}
 
 
 def _decoded(value: dict[str, Any]) -> Any:

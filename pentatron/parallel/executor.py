@@ -19,14 +19,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pentatron.layout.actions import Action, Kind, Schedule
 from pentatron.ops.linear import Cell, DeferredGradients
-from pentatron.parallel.messages import (
-    MessageKey,
-    Messages,
-    PendingReceive,
-    SendSummary,
-    acknowledged_sends,
-    summarize_sends,
-)
+from pentatron.parallel.collectives import Pending
+from pentatron.parallel.messages import MessageKey, Messages, SendSummary, acknowledged_sends, summarize_sends
 from pentatron.parallel.sharding import Shape
 from pentatron.parallel.timers import Timers
 
@@ -105,7 +99,7 @@ class _ScheduleRun:
     """One run through this rank's actions.
 
     `activations[s, m]` is the output of stage s for micro-batch m, `gradients[s, m]` the gradient of the
-    input of stage s. Both hold `PendingReceive`s for tensors that are still being received.
+    input of stage s. Both hold a `Pending` for tensors that are still being received.
     """
 
     def __init__(
@@ -130,8 +124,8 @@ class _ScheduleRun:
             action.stage for action in self.actions if action.kind in (Kind.BACKWARD, Kind.WEIGHT)
         )
         self.acknowledged = acknowledged_sends(schedule, executor.rank)
-        self.activations: dict[Cell, Tensor | PendingReceive] = {}
-        self.gradients: dict[Cell, Tensor | PendingReceive] = {}
+        self.activations: dict[Cell, Tensor | Pending] = {}
+        self.gradients: dict[Cell, Tensor | Pending] = {}
         self.saved: dict[Cell, _SavedForward] = {}
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=executor.device)
 
@@ -218,7 +212,7 @@ class _ScheduleRun:
         assert self.sink is not None, "a schedule for evaluation reduces nothing"
         self.sink.reduce(action.stage)
 
-    def _take(self, table: dict[Cell, Tensor | PendingReceive], gradient: bool, cell: Cell) -> Tensor:
+    def _take(self, table: dict[Cell, Tensor | Pending], gradient: bool, cell: Cell) -> Tensor:
         value = table.pop(cell)
         if isinstance(value, Tensor):
             return value

@@ -7,31 +7,17 @@ addresses change every step, views of gradients are described by `GradientView`s
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from pentatron.layout.ranks import Axis
-from pentatron.ops.dispatch import uses_triton
 from pentatron.parallel.buckets import Bucket, Span, merge_views
 from pentatron.parallel.collectives import all_reduce_, gather_objects
-from pentatron.parallel.sharding import Fragment, Shape, Shard
+from pentatron.parallel.sharding import Fragment, Shape, Shard, true_runs
 from pentatron.parallel.world import World
-
-
-def accumulate(before: Tensor | None, gradient: Tensor) -> Tensor:
-    """Accumulates a gradient, in fp32 from the second one on. May reuse the memory of `before`."""
-    if before is None:
-        return gradient
-    if before.dtype == torch.float32:
-        return before.add_(gradient)
-    if uses_triton(before) and gradient.dtype == before.dtype and gradient.is_contiguous():
-        from pentatron.ops.triton_update import sum_in_fp32
-
-        return sum_in_fp32(before, gradient)
-    return before.to(torch.float32).add_(gradient)
 
 
 @dataclass(eq=False)
@@ -54,13 +40,6 @@ class GradientStorage:
     def template(self) -> Tensor:
         """Returns a meta tensor of the same size, on which views are computed."""
         return torch.empty(self.elements, device="meta")
-
-    def places(self, views: Iterable[Tensor], template: Tensor) -> "list[GradientView]":
-        """Merges disjoint views of the template into few views of each step's gradients."""
-        return [
-            GradientView(self, tuple(run.shape), run.stride(), int(run.storage_offset()))
-            for run in merge_views(template, views)
-        ]
 
 
 @dataclass(frozen=True)
@@ -87,83 +66,6 @@ class GradientView:
 
 
 @dataclass(frozen=True)
-class GradientSlice:
-    """A contiguous part of a bucket's gradients, which begins at `span.first`."""
-
-    bucket: Bucket
-    span: Span
-    holder: GradientStorage = field(repr=False)
-
-
-class UnbucketedGradients:
-    """Gradients of a bucket without replicas, each in its own memory.
-
-    Autograd may produce views of one storage for two parameters (the gradients of a sum, say), but gradients
-    are changed in place. A gradient whose storage is already in `storages`, which several buckets share, is
-    copied.
-    """
-
-    def __init__(self, bucket: Bucket, storages: set[int]) -> None:
-        self._storages = storages
-        self.stretches = [
-            GradientSlice(bucket, slot.span, GradientStorage(len(slot.span))) for slot in bucket.plan.slots
-        ]
-
-    def take(self, slot: int, gradient: Tensor) -> None:
-        holder = self.stretches[slot].holder
-        # Autograd keeps the layout of the parameter, which is contiguous.
-        flat = gradient if gradient.dim() == 1 else gradient.view(-1)
-        if holder.values is None:
-            memory = flat.untyped_storage().data_ptr()
-            if memory in self._storages:
-                flat = flat.clone()
-            self._storages.add(memory)
-        holder.values = accumulate(holder.values, flat)
-
-    def drop(self) -> None:
-        self._storages.clear()
-        for stretch in self.stretches:
-            stretch.holder.values = None
-
-    def memory(self) -> Iterator[Tensor]:
-        return (s.holder.values for s in self.stretches if s.holder.values is not None)
-
-
-class BucketBuffer:
-    """A flat fp32 buffer that collects the gradients of a bucket. It need not be initialized."""
-
-    def __init__(self, bucket: Bucket, buffer: Tensor) -> None:
-        self.bucket = bucket
-        self.buffer = buffer
-        self._filled: set[int] = set()
-
-    def take(self, slot: int, gradient: Tensor) -> None:
-        place = self.bucket.plan.slots[slot].span.of(self.buffer).view(gradient.shape)
-        if slot in self._filled:
-            place.add_(gradient)
-        else:
-            place.copy_(gradient)
-            self._filled.add(slot)
-
-    def complete(self) -> None:
-        """Zeros the padding and the parameters without a gradient."""
-        end = 0
-        gaps: list[Span] = []
-        for number, slot in enumerate(self.bucket.plan.slots):
-            if number in self._filled:
-                gaps.append(Span(end, slot.span.first))
-                end = slot.span.last
-        gaps.append(Span(end, self.bucket.size))
-        unfilled = [span.of(self.buffer) for span in gaps if len(span)]
-        if unfilled:
-            torch._foreach_zero_(unfilled)
-
-
-# The axes, besides the replicas, over which gradients can be partial sums.
-PARTIAL_AXES: tuple[Axis, ...] = ("tensor", "kv", "embedding")
-
-
-@dataclass(frozen=True)
 class FlatGradients:
     """A flat range of gradients with its fragments as views of `template`; `name` is equal on all ranks."""
 
@@ -173,7 +75,49 @@ class FlatGradients:
     pieces: Sequence[tuple[Shard, Fragment]]
 
     def runs(self, chosen: Iterable[Fragment]) -> list[GradientView]:
-        return self.holder.places([fragment.values for fragment in chosen], self.template)
+        """Merges disjoint fragments into few views of each step's gradients."""
+        runs = merge_views(self.template, (fragment.values for fragment in chosen))
+        return [
+            GradientView(self.holder, tuple(run.shape), run.stride(), int(run.storage_offset()))
+            for run in runs
+        ]
+
+
+@dataclass(frozen=True)
+class GradientSlice:
+    """A contiguous part of a bucket's gradients, which begins at `span.first`."""
+
+    bucket: Bucket
+    span: Span
+    holder: GradientStorage = field(repr=False)
+
+    def flat(self, within: Span | None = None) -> FlatGradients:
+        """Returns the gradients with their fragments, or only those in the span `within`."""
+        template, plan = self.holder.template(), self.bucket.plan
+        # The name of the parameter or, for a whole bucket, of its first one: equal on all ranks.
+        slot = next((slot for slot in plan.slots if slot.span == self.span), plan.slots[0])
+        span = self.span if within is None else self.span.within(within)
+        pieces = list(plan.pieces(span, template, self.span.first))
+        return FlatGradients(slot.held.tensor, self.holder, template, pieces)
+
+    def padding(self) -> list[GradientView]:
+        """Returns the gradients of elements outside all logical tensors, which must stay zero."""
+        views: list[GradientView] = []
+        for slot in self.bucket.plan.slots:
+            part = slot.span.within(self.span)
+            if not len(part) or sum(p.elements for p in slot.held.declared.pieces) == len(slot.span):
+                continue
+            covered = torch.zeros(len(slot.span), dtype=torch.bool)
+            for _, fragment in self.bucket.plan.pieces(slot.span, covered, slot.span.first):
+                fragment.values.fill_(True)
+            begin = part.first - self.span.first
+            runs = true_runs(~part.relative_to(slot.span).of(covered))
+            views.extend(GradientView.of(self.holder, Span(begin + i, begin + j)) for i, j in runs)
+        return views
+
+
+# The axes, besides the replicas, over which gradients can be partial sums.
+PARTIAL_AXES: tuple[Axis, ...] = ("tensor", "kv", "embedding")
 
 
 class PartialGradientReduction:

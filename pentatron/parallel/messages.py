@@ -12,7 +12,7 @@ import itertools
 import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pentatron.layout.actions import RECEIVES, SENDS, Action, Kind, Placement, Schedule
-from pentatron.parallel.collectives import Group
+from pentatron.parallel.collectives import Group, Pending
 from pentatron.parallel.rank_status import Call
 from pentatron.parallel.sharding import Shape
 from pentatron.parallel.world import World
@@ -52,22 +52,6 @@ def message_tag(parcel: MessageKey) -> int:
 
 
 @dataclass(frozen=True)
-class PendingReceive:
-    """Handle of a posted receive."""
-
-    buffer: Tensor
-    work: dist.Work
-    device: torch.device
-    group: Group
-    call: Call | None = None
-
-    def wait(self) -> Tensor:
-        with self.group.standing(self.buffer, "message", self.call):
-            self.work.wait()
-        return self.buffer.to(self.device)
-
-
-@dataclass(frozen=True)
 class SendSummary:
     """Summary of the activations one rank sends another in a step: their number, the total number of
     elements, and a checksum of their dtype and shapes."""
@@ -96,14 +80,14 @@ class Messages:
         self._group = group
         self.channels = channels or {}
         # Tensors being sent, kept alive until the send has completed.
-        self.under_way: dict[MessageKey, tuple[Tensor, dist.Work]] = {}
-        self._announcements: list[tuple[Tensor, dist.Work]] = []
+        self.under_way: dict[MessageKey, Pending] = {}
+        self._announcements: list[Pending] = []
 
     def post_send(self, tensor: Tensor, peer: int, action: Action) -> None:
         """Starts an asynchronous send."""
         # NCCL reports completed sends. Gloo does so only in `wait`, so there `delivered` drops the tensor.
-        for sent, (_, work) in list(self.under_way.items()):
-            if work.is_completed():
+        for sent, pending in list(self.under_way.items()):
+            if pending.works[0].is_completed():
                 del self.under_way[sent]
         parcel = message_key(action)
         assert parcel not in self.under_way, f"{action} is sent twice"
@@ -112,37 +96,38 @@ class Messages:
             tensor = tensor.cpu()
         process_group = self._process_group(action, peer > self._group.rank)
         sending = dist.isend(tensor, group=process_group, group_dst=peer, tag=message_tag(parcel))
-        self.under_way[parcel] = (tensor, _started(sending))
+        self.under_way[parcel] = self._pending(tensor, sending)
 
     def post_receive(
         self, shape: Shape, dtype: torch.dtype, device: torch.device, peer: int, action: Action
-    ) -> PendingReceive:
+    ) -> Pending:
         """Allocates a buffer and starts an asynchronous receive into it."""
         memory = torch.device("cpu") if self._group.through_host else device
         buffer = torch.empty(shape, dtype=dtype, device=memory)
         process_group = self._process_group(action, peer < self._group.rank)
         tag = message_tag(message_key(action))
-        work = _started(dist.irecv(buffer, group=process_group, group_src=peer, tag=tag))
+        pending = self._pending(buffer, dist.irecv(buffer, group=process_group, group_src=peer, tag=tag))
         content = "gradients" if action.kind in GRADIENTS else "activations"
         what = f"{content} of micro-batch {action.micro_batch} from pipeline rank {peer}"
         call = Call(what, self._group.name, 0, buffer.numel())
-        return PendingReceive(buffer, work, device, self._group, call)
+        return replace(pending, call=call, device=device)
 
     def delivered(self, parcel: MessageKey) -> None:
         """Releases a sent tensor that is known to have arrived."""
         if parcel in self.under_way:
-            self._wait_for(*self.under_way.pop(parcel))
+            self.under_way.pop(parcel).wait()
 
     def finish(self) -> None:
         """Waits for all sends that have not completed."""
         for parcel in list(self.under_way):
             self.delivered(parcel)
         while self._announcements:
-            self._wait_for(*self._announcements.pop())
+            self._announcements.pop().wait()
 
-    def _wait_for(self, tensor: Tensor, work: dist.Work) -> None:
-        with self._group.standing(tensor, "message", Call("a message", self._group.name, 0, tensor.numel())):
-            work.wait()
+    def _pending(self, tensor: Tensor, work: dist.Work | None) -> Pending:
+        assert work is not None, "this rank is not a member of the group"
+        call = Call("a message", self._group.name, 0, tensor.numel())
+        return Pending(tensor, self._group, [work], call, "message")
 
     def agree(self, sends: Mapping[int, SendSummary], receives: Mapping[int, SendSummary]) -> None:
         """Compares the announced sends and receives of this rank with those of its peers.
@@ -155,16 +140,14 @@ class Messages:
         process_group = self._group.process_group
         for peer, announcement in sends.items():
             numbers = torch.tensor(astuple(announcement))
-            sent = _started(dist.isend(numbers, group=process_group, group_dst=peer, tag=ANNOUNCEMENT_TAG))
-            self._announcements.append((numbers, sent))
-        incoming = {peer: torch.empty(3, dtype=torch.int64) for peer in receives}
-        works = [
-            _started(dist.irecv(numbers, group=process_group, group_src=peer, tag=ANNOUNCEMENT_TAG))
-            for peer, numbers in incoming.items()
-        ]
-        for numbers, work in zip(incoming.values(), works):
-            self._wait_for(numbers, work)
-        for peer, numbers in incoming.items():
+            sent = dist.isend(numbers, group=process_group, group_dst=peer, tag=ANNOUNCEMENT_TAG)
+            self._announcements.append(self._pending(numbers, sent))
+        incoming = {}
+        for peer in receives:
+            numbers = torch.empty(3, dtype=torch.int64)
+            work = dist.irecv(numbers, group=process_group, group_src=peer, tag=ANNOUNCEMENT_TAG)
+            incoming[peer] = self._pending(numbers, work)
+        for peer, numbers in {peer: pending.wait() for peer, pending in incoming.items()}.items():
             announced, expected = SendSummary(*numbers.tolist()), receives[peer]
             if announced != expected:
                 raise RuntimeError(
@@ -177,19 +160,13 @@ class Messages:
         return self.channels.get((action.kind in GRADIENTS, upward), self._group.process_group)
 
 
-def _started(work: dist.Work | None) -> dist.Work:
-    assert work is not None, "this rank is not a member of the group"
-    return work
-
-
 def open_messages(world: World, placement: Placement) -> Messages:
     """Returns the messages of a pipeline; collective, as it may create process groups.
 
     `placement` is that of all schedules that will run.
     """
-    if world.pipeline.size > 1 and world.device.type == "cuda" and not world.pipeline.through_host:
-        return Messages(world.pipeline, open_channels(world, placement))
-    return Messages(world.pipeline)
+    own_channels = world.pipeline.size > 1 and world.uses_nccl
+    return Messages(world.pipeline, open_channels(world, placement) if own_channels else None)
 
 
 def open_channels(world: World, placement: Placement) -> dict[Channel, Any]:

@@ -6,7 +6,7 @@ The training thread writes with plain assignments; another thread reads periodic
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 
@@ -27,6 +27,7 @@ class Call:
         return f"{self.what} {which}of {self.group} ({self.size} elements)"
 
 
+@dataclass(eq=False)
 class RankStatus:
     """Progress of this rank.
 
@@ -34,21 +35,25 @@ class RankStatus:
     of each group.
     """
 
-    def __init__(self) -> None:
-        self.step = 0
-        # The step from which the run started or resumed.
-        self.began = 0
-        self.phase = "starting"
-        self.calls = 0
-        self.counts: dict[str, int] = {}
-        self.waits_in: Call | None = None
-        # Whether this run has taken the lock of its folder.
-        self.opened = False
-        # Seconds of the first step, which compiles and fills caches, and of the longest later one.
-        self.first_step = 0.0
-        self.longest_step = 0.0
-        self.on_step_done: Callable[[], None] | None = None
-        self.on_opened: Callable[[], None] | None = None
+    step: int = 0
+    # The step from which the run started or resumed.
+    began: int = 0
+    phase: str = "starting"
+    calls: int = 0
+    counts: dict[str, int] = field(default_factory=dict)
+    waits_in: Call | None = None
+    # Whether this run has taken the lock of its folder.
+    opened: bool = False
+    # Seconds of the first step, which compiles and fills caches, and of the longest later one.
+    first_step: float = 0.0
+    longest_step: float = 0.0
+    on_step_done: Callable[[], None] | None = None
+    on_opened: Callable[[], None] | None = None
+
+    @property
+    def place(self) -> tuple[int, str, int]:
+        """Position in the run; it changes as long as the rank makes progress."""
+        return self.step, self.phase, self.calls
 
     def run_folder_locked(self) -> None:
         self.opened = True
@@ -98,14 +103,6 @@ class RankStatus:
 
     def to_json(self) -> dict[str, Any]:
         call = self.waits_in
-        return {
-            "step": self.step,
-            "began": self.began,
-            "phase": self.phase,
-            "calls": self.calls,
-            "counts": dict(self.counts),
-            "waits_in": None if call is None else list(astuple(call)),
-            "opened": self.opened,
-            "first_step": self.first_step,
-            "longest_step": self.longest_step,
-        }
+        status = {name: value for name, value in vars(self).items() if not name.startswith("on_")}
+        # Copied, as the training thread adds groups.
+        return status | {"counts": dict(self.counts), "waits_in": call and list(astuple(call))}

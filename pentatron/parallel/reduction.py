@@ -2,10 +2,9 @@
 replicas.
 
 `FullReduction` keeps full gradients and reduces them once a step (ZeRO 0 and 1). `ShardedReduction` keeps
-this rank's shard and reduces in every backward pass (ZeRO 2). `SharedReduction` keeps full gradients of
-parameters that several stages of a rank share, such as a tied embedding, and reduces them once a step under
-every ZeRO stage. Buckets without replicas are not reduced: their gradients stay as autograd produced them
-(`UnbucketedGradients`).
+this rank's shard and reduces in every backward pass (ZeRO 2). Under every ZeRO stage, parameters that several
+stages of a rank share, such as a tied embedding, have a `FullReduction`. Buckets without replicas are not
+reduced: their gradients stay as autograd produced them.
 
 Buckets are reduced strictly in order: a bucket that is complete early waits for those before it. The ranks of
 a stage run the same schedule over the same buckets, so all of them start the same collectives in the same
@@ -15,23 +14,62 @@ If the schedule splits backwards, the input half produces some gradients ahead o
 complete after the weight half. Memory is allocated when a gradient arrives and released by `drop`.
 """
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from pentatron.layout.actions import Kind
-from pentatron.parallel.buckets import Bucket
-from pentatron.parallel.collectives import PendingWork, start_all_reduce_, start_reduce_scatter_into
-from pentatron.parallel.gradients import (
-    BucketBuffer,
-    GradientSlice,
-    GradientStorage,
-    UnbucketedGradients,
-    accumulate,
-)
+from pentatron.ops.dispatch import uses_triton
+from pentatron.parallel.buckets import Bucket, Span
+from pentatron.parallel.collectives import Pending, start_all_reduce_, start_reduce_scatter_into
+from pentatron.parallel.gradients import GradientSlice, GradientStorage
+
+
+def accumulate(before: Tensor | None, gradient: Tensor) -> Tensor:
+    """Accumulates a gradient, in fp32 from the second one on. May reuse the memory of `before`."""
+    if before is None:
+        return gradient
+    if before.dtype == torch.float32:
+        return before.add_(gradient)
+    if uses_triton(before) and gradient.dtype == before.dtype and gradient.is_contiguous():
+        from pentatron.ops.triton_update import sum_in_fp32
+
+        return sum_in_fp32(before, gradient)
+    return before.to(torch.float32).add_(gradient)
+
+
+class BucketBuffer:
+    """A flat fp32 buffer that collects the gradients of a bucket. It need not be initialized."""
+
+    def __init__(self, bucket: Bucket, buffer: Tensor) -> None:
+        self.bucket = bucket
+        self.buffer = buffer
+        self._filled: set[int] = set()
+
+    def take(self, slot: int, gradient: Tensor) -> None:
+        place = self.bucket.plan.slots[slot].span.of(self.buffer).view(gradient.shape)
+        if slot in self._filled:
+            place.add_(gradient)
+        else:
+            place.copy_(gradient)
+            self._filled.add(slot)
+
+    def complete(self) -> None:
+        """Zeros the padding and the parameters without a gradient."""
+        end = 0
+        gaps: list[Span] = []
+        for number, slot in enumerate(self.bucket.plan.slots):
+            if number in self._filled:
+                gaps.append(Span(end, slot.span.first))
+                end = slot.span.last
+        gaps.append(Span(end, self.bucket.size))
+        unfilled = [span.of(self.buffer) for span in gaps if len(span)]
+        if unfilled:
+            torch._foreach_zero_(unfilled)
 
 
 class Reduction(ABC):
@@ -42,15 +80,19 @@ class Reduction(ABC):
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self.buckets = buckets
-        storages: set[int] = set()
-        # Buckets without replicas, by their number.
-        self._local = {
-            n: UnbucketedGradients(b, storages) for n, b in enumerate(buckets) if b.copies.size == 1
-        }
-        # This rank's part of the reduced gradients of all other buckets.
-        self._reduced = {
-            n: GradientStorage(len(b.kept)) for n, b in enumerate(buckets) if n not in self._local
-        }
+        # For each bucket the gradients this rank keeps: without replicas those of each parameter, as autograd
+        # produced them, otherwise its part of the sums.
+        self._slices = [
+            [
+                GradientSlice(bucket, span, GradientStorage(len(span)))
+                for span in (
+                    [bucket.kept] if bucket.copies.size > 1 else [slot.span for slot in bucket.plan.slots]
+                )
+            ]
+            for bucket in buckets
+        ]
+        # The addresses of gradients without replicas.
+        self._storages: set[int] = set()
         # Flat fp32 buffers that collect the gradients of a bucket before its reduction.
         self._buffers: dict[int, BucketBuffer] = {}
         # The next bucket to reduce in this step (ZeRO 2: in this backward).
@@ -62,38 +104,46 @@ class Reduction(ABC):
         self._from_input_half: list[set[int]] = [set() for _ in buckets]
         for number, bucket in enumerate(buckets):
             for slot, entry in enumerate(bucket.plan.slots):
-                entry.held.parameter.register_post_accumulate_grad_hook(self._collector(number, slot))
+                collect = partial(self._collect, number, slot)
+                entry.held.parameter.register_post_accumulate_grad_hook(collect)
 
     @property
     def held(self) -> Iterator[GradientSlice]:
-        for number, bucket in enumerate(self.buckets):
-            if number in self._local:
-                yield from self._local[number].stretches
-            else:
-                yield GradientSlice(bucket, bucket.kept, self._reduced[number])
+        return itertools.chain.from_iterable(self._slices)
 
-    def _collector(self, number: int, slot: int) -> Callable[[Tensor], None]:
-        """Returns a hook that moves each new gradient of a parameter from `.grad` into this object."""
+    def _collect(self, number: int, slot: int, parameter: Tensor) -> None:
+        """Moves each new gradient of a parameter from `.grad` into this object; called by autograd."""
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None:
+            assert self._in_input_half, "autograd produced no gradient"
+            # Deferred to the weight half; autograd calls the hook nevertheless.
+            return
+        if self._in_input_half:
+            self._from_input_half[number].add(slot)
+        else:
+            assert number >= self._next, "a gradient came after its bucket was reduced"
+        if self.buckets[number].copies.size == 1:
+            self._keep(self._slices[number][slot].holder, gradient)
+        else:
+            self._take(number, slot, gradient)
+        if self._missing is not None:
+            self._missing[number].discard(slot)
+            self._reduce_complete()
 
-        def collect(parameter: Tensor) -> None:
-            gradient, parameter.grad = parameter.grad, None
-            if gradient is None:
-                assert self._in_input_half, "autograd produced no gradient"
-                # Deferred to the weight half; autograd calls the hook nevertheless.
-                return
-            if self._in_input_half:
-                self._from_input_half[number].add(slot)
-            else:
-                assert number >= self._next, "a gradient came after its bucket was reduced"
-            if number in self._local:
-                self._local[number].take(slot, gradient)
-            else:
-                self._take(number, slot, gradient)
-            if self._missing is not None:
-                self._missing[number].discard(slot)
-                self._reduce_complete()
+    def _keep(self, holder: GradientStorage, gradient: Tensor) -> None:
+        """Adds a gradient without replicas.
 
-        return collect
+        Autograd may produce views of one storage for two parameters (the gradients of a sum, say), but
+        gradients are changed in place, so the second one is copied.
+        """
+        # Autograd keeps the layout of the parameter, which is contiguous.
+        flat = gradient if gradient.dim() == 1 else gradient.view(-1)
+        if holder.values is None:
+            memory = flat.untyped_storage().data_ptr()
+            if memory in self._storages:
+                flat = flat.clone()
+            self._storages.add(memory)
+        holder.values = accumulate(holder.values, flat)
 
     def _buffer(self, number: int) -> BucketBuffer:
         if number not in self._buffers:
@@ -106,16 +156,9 @@ class Reduction(ABC):
         are reduced as they fill.
         """
         while self._next < len(self.buckets) and not (self._missing and self._missing[self._next]):
-            if self._next not in self._local:
+            if self.buckets[self._next].copies.size > 1:
                 self._start(self._next)
             self._next += 1
-
-    def _reduce_as_filled(self, kind: Kind) -> None:
-        """Reduces each bucket as soon as all of its gradients have come in the backward that begins now."""
-        self._missing = [
-            set(range(len(bucket.plan.slots))) - (early if kind is Kind.WEIGHT else set())
-            for bucket, early in zip(self.buckets, self._from_input_half)
-        ]
 
     @abstractmethod
     def _allocate(self, bucket: Bucket) -> Tensor:
@@ -132,19 +175,25 @@ class Reduction(ABC):
     def drop(self) -> None:
         """Releases the gradients after the update or before a new step, also those of a step that failed."""
         self._next, self._missing, self._in_input_half = 0, None, False
-        for bucket in self._local.values():
-            bucket.drop()
-        for holder in self._reduced.values():
-            holder.values = None
+        self._storages.clear()
+        for held in self.held:
+            held.holder.values = None
 
     def begin_backward(self, last: bool, kind: Kind = Kind.BACKWARD) -> None:
         self._in_input_half = kind is Kind.INPUT
-        if not self._in_input_half:
-            self._begin(last, kind)
+        if not self._in_input_half and self._reduces_during(last):
+            self._next = 0
+            self._missing = [
+                set(range(len(bucket.plan.slots))) - (early if kind is Kind.WEIGHT else set())
+                for bucket, early in zip(self.buckets, self._from_input_half)
+            ]
 
     @abstractmethod
-    def _begin(self, last: bool, kind: Kind) -> None:
-        """Called before a whole backward or a weight half, which completes a micro-batch's gradients."""
+    def _reduces_during(self, last: bool) -> bool:
+        """Whether each bucket is reduced as soon as all of its gradients have come in a backward.
+
+        That is a whole backward or a weight half, which completes a micro-batch's gradients.
+        """
 
     def end_backward(self) -> None:
         self._in_input_half = False
@@ -163,21 +212,22 @@ class Reduction(ABC):
 
     def memory(self) -> list[Tensor]:
         """Returns all tensors that currently hold gradients, for memory reports."""
-        sums = [holder.values for holder in self._reduced.values() if holder.values is not None]
-        return [*sums, *(t for bucket in self._local.values() for t in bucket.memory())]
+        return [held.holder.values for held in self.held if held.holder.values is not None]
 
 
 class FullReduction(Reduction):
     """Full gradients, reduced once a step by all-reduce, or by reduce-scatter if `scatter`.
 
-    With `overlap` the reduction overlaps the last backward pass, otherwise it follows it.
+    With `overlap` the reduction overlaps the last backward pass, otherwise it follows it. Gradients of
+    parameters that several `stages` of a rank share are reduced after the last stage, without overlap: the
+    last backward of one stage need not be the last of all stages.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], scatter: bool, overlap: bool) -> None:
+    def __init__(self, buckets: Sequence[Bucket], scatter: bool, overlap: bool, stages: int = 1) -> None:
         super().__init__(buckets)
-        self.scatter = scatter
-        self.overlap = overlap
-        self._pending: list[PendingWork] = []
+        self.scatter, self.overlap, self.stages = scatter, overlap, stages
+        self._stages_left = stages
+        self._pending: list[Pending] = []
 
     def _allocate(self, bucket: Bucket) -> Tensor:
         return torch.empty(bucket.size, dtype=torch.float32, device=bucket.weights.device)
@@ -185,28 +235,28 @@ class FullReduction(Reduction):
     def _start(self, number: int) -> None:
         bucket, filling = self.buckets[number], self._buffer(number)
         filling.complete()
-        kept = self._reduced[number].values = bucket.kept.of(filling.buffer)
+        kept = self._slices[number][0].holder.values = bucket.kept.of(filling.buffer)
         if self.scatter:
-            pending = start_reduce_scatter_into(kept, filling.buffer, bucket.copies)
+            self._pending.append(start_reduce_scatter_into(kept, filling.buffer, bucket.copies))
         else:
-            pending = start_all_reduce_(filling.buffer, bucket.copies)
-        if pending is not None:
-            self._pending.append(pending)
+            self._pending.append(start_all_reduce_(filling.buffer, bucket.copies))
 
     def drop(self) -> None:
         super().drop()
         # Collectives of a step that failed may still write to the buffers.
         self._wait()
         self._buffers.clear()
+        self._stages_left = self.stages
 
-    def _begin(self, last: bool, kind: Kind) -> None:
-        if last and self.overlap:
-            self._reduce_as_filled(kind)
+    def _reduces_during(self, last: bool) -> bool:
+        return last and self.overlap and self.stages == 1
 
     def reduce(self) -> None:
-        self._reduce_complete()
-        if not self.overlap:
-            self._wait()
+        self._stages_left -= 1
+        if self._stages_left == 0:
+            self._reduce_complete()
+            if not self.overlap:
+                self._wait()
 
     def finish(self) -> None:
         assert self._next == len(self.buckets), "the stage was never reduced"
@@ -221,37 +271,6 @@ class FullReduction(Reduction):
         return [*super().memory(), *(filling.buffer for filling in self._buffers.values())]
 
 
-class SharedReduction(FullReduction):
-    """Gradients of parameters that several stages of a rank share, reduced once after the last stage."""
-
-    def __init__(self, buckets: Sequence[Bucket], scatter: bool, overlap: bool, stages: int) -> None:
-        super().__init__(buckets, scatter, overlap)
-        self.stages = stages
-        self._stages_left = stages
-
-    def _begin(self, last: bool, kind: Kind) -> None:
-        """Does not overlap: the last backward of one stage need not be the last of all stages."""
-
-    def drop(self) -> None:
-        super().drop()
-        self._stages_left = self.stages
-
-    def reduce(self) -> None:
-        self._stages_left -= 1
-        if self._stages_left == 0:
-            super().reduce()
-
-
-@dataclass(frozen=True)
-class _PendingScatter:
-    """A running reduce-scatter. It writes this rank's part of the sum to `part`, to be added to `share`."""
-
-    buffer: Tensor
-    part: Tensor
-    share: GradientStorage
-    pending: PendingWork | None
-
-
 class ScatterBuffers:
     """Pool of buffers for buckets of gradients between their first gradient and their reduction.
 
@@ -264,7 +283,8 @@ class ScatterBuffers:
         self.overlap = overlap
         self.made: list[Tensor] = []
         self._free: list[Tensor] = []
-        self._running: _PendingScatter | None = None
+        # The running reduce-scatter, its buffer, and the gradients to which its result is added.
+        self._running: tuple[Pending, Tensor, GradientStorage] | None = None
 
     def take(self) -> Tensor:
         """Returns a free buffer, which has room for any bucket, or allocates one."""
@@ -281,19 +301,17 @@ class ScatterBuffers:
             # `share` keeps this tensor, so it must not be a view of the buffer, which is reused.
             part = torch.empty_like(part)
         pending = start_reduce_scatter_into(part, buffer[: bucket.size], bucket.copies)
-        self._running = _PendingScatter(buffer, part, share, pending)
+        self._running = pending, buffer, share
         if not self.overlap:
             self.finish()
 
     def finish(self) -> None:
         """Waits for the running reduction and accumulates its result."""
         if self._running is not None:
-            done, self._running = self._running, None
-            if done.pending is not None:
-                done.pending.wait()
-            values = done.share.values
-            done.share.values = done.part if values is None else values.add_(done.part)
-            self._free.append(done.buffer)
+            (pending, buffer, share), self._running = self._running, None
+            part = pending.wait()
+            share.values = part if share.values is None else share.values.add_(part)
+            self._free.append(buffer)
 
     def drop(self) -> None:
         """Releases the buffers between steps."""
@@ -332,7 +350,7 @@ class ShardedReduction(Reduction):
         filling.complete()
         del self._buffers[number]
         self._input_half_gradients[number].clear()
-        self.buffers.scatter(filling.buffer, bucket, self._reduced[number])
+        self.buffers.scatter(filling.buffer, bucket, self._slices[number][0].holder)
 
     def drop(self) -> None:
         self.buffers.drop()
@@ -341,9 +359,8 @@ class ShardedReduction(Reduction):
         for gradients in self._input_half_gradients:
             gradients.clear()
 
-    def _begin(self, last: bool, kind: Kind) -> None:
-        self._next = 0
-        self._reduce_as_filled(kind)
+    def _reduces_during(self, last: bool) -> bool:
+        return True
 
     def reduce(self) -> None:
         assert not self._buffers, "a backward pass was not ended"
@@ -355,3 +372,18 @@ class ShardedReduction(Reduction):
     def memory(self) -> list[Tensor]:
         early = [tensor for gradients in self._input_half_gradients for tensor in gradients.values()]
         return [*super().memory(), *self.buffers.made, *early]
+
+
+def build_reductions(
+    buckets: Mapping[tuple[int, ...], Sequence[Bucket]], device: torch.device, zero_stage: int, overlap: bool
+) -> dict[tuple[int, ...], Reduction]:
+    """Returns the reductions of buckets, by the stages that use them."""
+    largest = max((b.size for stages, own in buckets.items() if len(stages) == 1 for b in own), default=0)
+    buffers = ScatterBuffers(largest, device, overlap)
+
+    return {
+        stages: ShardedReduction(own, buffers)
+        if zero_stage == 2 and len(stages) == 1
+        else FullReduction(own, zero_stage > 0, overlap, len(stages))
+        for stages, own in buckets.items()
+    }

@@ -30,11 +30,12 @@ _SHORTEST_SECRET = 16
 _BACKLOG = 4096
 
 CHECKLIST = (
-    "the machines can ping each other, and their names mean the same address everywhere",
-    "no firewall closes MASTER_PORT, nor the ports above 1024 that the processes choose themselves",
-    "MASTER_ADDR and MASTER_PORT are the same everywhere, and name the machine of rank 0",
-    "every machine has the same code, settings and data, under the same paths",
-    "every machine has the same versions of torch and NCCL (`pentatron doctor` prints them)",
+    "what to check on every machine:",
+    "  1. the machines can ping each other, and their names mean the same address everywhere",
+    "  2. no firewall closes MASTER_PORT, nor the ports above 1024 that the processes choose themselves",
+    "  3. MASTER_ADDR and MASTER_PORT are the same everywhere, and name the machine of rank 0",
+    "  4. every machine has the same code, settings and data, under the same paths",
+    "  5. every machine has the same versions of torch and NCCL (`pentatron doctor` prints them)",
 )
 
 
@@ -265,8 +266,3 @@ def collective_error(message: str, timeout_minutes: float) -> UserError | None:
             # The rank that failed reports the cause; the operation that noticed it here would only distract.
             return UserError(f"lost contact with another rank ({reason}), so this one stops too")
     return None
-
-
-def checklist(between: str) -> Sequence[str]:
-    """Returns the lines to check when machines cannot reach each other."""
-    return (f"what to check on {between}:", *(f"  {n}. {text}" for n, text in enumerate(CHECKLIST, 1)))

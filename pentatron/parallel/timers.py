@@ -5,8 +5,9 @@ so that it measures exactly its part; that is the price of the higher levels.
 """
 
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -15,17 +16,9 @@ from pentatron.parallel.collectives import Group, gather_objects
 _NAME_WIDTH = 48
 # The order in which the parts of a step are shown; other timers follow, sorted by name.
 _ORDER = (
-    "forward-backward",
-    "forward-compute",
-    "backward-compute",
-    "batch-generator",
-    "forward-recv",
-    "forward-send",
-    "backward-recv",
-    "backward-send",
-    "all-grads-sync",
-    "optimizer",
-)
+    "forward-backward forward-compute backward-compute batch-generator forward-recv forward-send "
+    "backward-recv backward-send all-grads-sync optimizer"
+).split()
 _INNERMOST = 2
 
 
@@ -33,28 +26,35 @@ class Timers:
     def __init__(self, level: int = 0, option: str = "minmax", device: torch.device | None = None) -> None:
         self.level, self.option = level, option
         self._on_gpu = device is not None and device.type == "cuda"
-        self._disabled: AbstractContextManager[None] = nullcontext()
-        self._timers: dict[str, _Timer] = {}
-        self._running: list[_Timer] = []
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        # The running timers with their levels, the innermost last.
+        self._running: list[tuple[str, int]] = []
 
     def __call__(self, name: str, level: int) -> AbstractContextManager[None]:
         """Returns a context manager that times its body.
 
         Nested timers of the innermost level are subtracted.
         """
-        if level > self.level:
-            return self._disabled
-        if name not in self._timers:
-            self._timers[name] = _Timer(self, level)
-        return self._timers[name]
+        return nullcontext() if level > self.level else self._measuring(name, level)
+
+    @contextmanager
+    def _measuring(self, name: str, level: int) -> Iterator[None]:
+        self._running.append((name, level))
+        started = self.now()
+        try:
+            yield
+        finally:
+            elapsed = self.now() - started
+            self._running.pop()
+            self.add(name, level, elapsed)
 
     def add(self, name: str, level: int, seconds: float) -> None:
         """Adds time measured elsewhere within the running timer, from which it is subtracted."""
         if level > self.level:
             return
-        self._timers.setdefault(name, _Timer(self, level)).seconds += seconds
-        if self._running and level == _INNERMOST == self._running[-1].level:
-            self._running[-1].seconds -= seconds
+        self._seconds[name] += seconds
+        if self._running and level == _INNERMOST == self._running[-1][1]:
+            self._seconds[self._running[-1][0]] -= seconds
 
     def now(self) -> float:
         if self._on_gpu:
@@ -67,8 +67,8 @@ class Timers:
         Returns None if nothing was timed; timers of level 0 run on all ranks or on none. With `only`, just
         this timer is shown and reset.
         """
-        names = [name for name in self._timers if only in (None, name)]
-        times = {name: 1000 * self._timers.pop(name).seconds / steps for name in names}
+        names = [name for name in self._seconds if only in (None, name)]
+        times = {name: 1000 * self._seconds.pop(name) / steps for name in names}
         return block_of(gather_objects(times, group), self.option) if times else None
 
 
@@ -87,22 +87,3 @@ def block_of(everyone: Sequence[Mapping[str, float]], option: str) -> str:
             value = f"({smallest:.2f}, {largest:.2f})" if option == "minmax" else f"{largest:.2f}"
             lines.append(f"    {f'{name} '.ljust(_NAME_WIDTH, '.')}: {value}")
     return "\n".join(lines)
-
-
-class _Timer(AbstractContextManager[None]):
-    def __init__(self, timers: Timers, level: int) -> None:
-        self.timers, self.level = timers, level
-        self.seconds = 0.0
-        self._started = 0.0
-
-    def __enter__(self) -> None:
-        self.timers._running.append(self)
-        self._started = self.timers.now()
-
-    def __exit__(self, *error: object) -> None:
-        elapsed = self.timers.now() - self._started
-        self.seconds += elapsed
-        running = self.timers._running
-        running.pop()
-        if running and self.level == _INNERMOST == running[-1].level:
-            running[-1].seconds -= elapsed

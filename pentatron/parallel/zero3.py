@@ -37,6 +37,8 @@ from pentatron.parallel.sharding import (
 )
 from pentatron.parallel.world import World
 
+_SUM = dist.ReduceOp.SUM
+
 
 class _TimedCollective:
     """A collective of FSDP with the default behaviour that measures its wait time.
@@ -53,14 +55,9 @@ class _TimedCollective:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: Any,
-        op: Any = dist.ReduceOp.SUM,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any = _SUM, async_op: bool = False
     ) -> None:
-        assert op == dist.ReduceOp.SUM, f"gradients are sums here, torch asks for {op}"
+        assert op == _SUM, f"gradients are sums here, torch asks for {op}"
         shards = Group(group.rank(), group.size(), group, waits=self.waits, name="the shards")
         self.collective(output_tensor, input_tensor, shards)
 

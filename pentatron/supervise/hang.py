@@ -5,21 +5,20 @@ without progress. All other ranks wait in a collective; the numbers of the colle
 started show which rank is missing.
 """
 
-import contextlib
 import faulthandler
 import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
 from pentatron.layout.ranks import ranks_in_words
 from pentatron.parallel.rank_status import RankStatus
 from pentatron.supervise.heartbeat import Heartbeat, HeartbeatWriter, heartbeat_path, read_heartbeat
-from pentatron.supervise.processes import Failure, Process
+from pentatron.supervise.processes import Failure, Process, rank_file, read_if_possible
 
 # Phases with step limits. Any other phase (start, save, evaluation) may take as long as the collective
 # timeout.
@@ -39,10 +38,6 @@ _CHECK_SECONDS = 0.5
 _STACKS_SECONDS = 1.5
 
 
-# The limits of a rank depend on its own status or, seen from outside, on its heartbeat.
-Pace = RankStatus | Heartbeat
-
-
 @dataclass(frozen=True)
 class HangLimits:
     """Timeouts in seconds.
@@ -58,12 +53,12 @@ class HangLimits:
     def pulse(self) -> float:
         return _LEAST_SECONDS if self.heartbeat is None else self.heartbeat
 
-    def silence(self, pace: Pace) -> float:
+    def silence(self, pace: RankStatus) -> float:
         """Limit for a missing heartbeat. Outside of steps, I/O or compilation may hold the GIL for long."""
         steady = _is_steady(pace) or self.heartbeat is not None
         return self.pulse if steady else _TIMES_OUTSIDE_STEPS * self.pulse
 
-    def of(self, pace: Pace) -> float:
+    def of(self, pace: RankStatus) -> float:
         """Limit for a rank without progress."""
         if not _is_steady(pace):
             return max(self.collective, self.pulse)
@@ -73,16 +68,9 @@ class HangLimits:
         return max(usual, min(_TIMES_THE_FIRST_STEP * pace.first_step, self.collective))
 
 
-def _is_steady(pace: Pace) -> bool:
+def _is_steady(pace: RankStatus) -> bool:
     """Whether the rank is in a step other than the first, which compiles."""
     return pace.phase in _STEADY and pace.first_step > 0
-
-
-@dataclass
-class _Seen:
-    beat: Heartbeat
-    pulse_at: float
-    place_at: float
 
 
 @dataclass(frozen=True)
@@ -122,16 +110,14 @@ class Hang:
         others = [
             s for s in self.standing if s.beat.rank not in self.culprits and s.beat.waits_in is not None
         ]
-        waiting = ""
+        waiting = more = ""
         if others:
             who = ranks_in_words([s.beat.rank for s in others])
             verb = "waits" if len(others) == 1 else "wait"
             waiting = f", and {who} {verb} in the {others[0].beat.waits_in}"
-        more = (
-            f" (so {'does' if len(self.culprits) == 2 else 'do'} {ranks_in_words(self.culprits[1:])})"
-            if len(self.culprits) > 1
-            else ""
-        )
+        if len(self.culprits) > 1:
+            verb = "does" if len(self.culprits) == 2 else "do"
+            more = f" (so {verb} {ranks_in_words(self.culprits[1:])})"
         if standing.is_silent:
             state = states.get(culprit, "")
             return f"is frozen{f' ({state})' if state else ''}: no sign of life for {standing.silent:.0f} seconds{more}{waiting}"
@@ -153,7 +139,8 @@ class HangDetector:
 
     def __init__(self, limits: HangLimits) -> None:
         self.limits = limits
-        self._seen: dict[int, _Seen] = {}
+        # The last heartbeat of each rank, and when its pulse and its place have last changed.
+        self._seen: dict[int, tuple[Heartbeat, float, float]] = {}
         self._last_check = 0.0
 
     def look(self, beats: Sequence[Heartbeat], now: float, ranks: Sequence[int]) -> Hang | None:
@@ -164,19 +151,15 @@ class HangDetector:
         self._last_check = now
         self._seen = {rank: seen for rank, seen in self._seen.items() if rank in ranks}
         for beat in beats:
-            seen = self._seen.setdefault(beat.rank, _Seen(beat, now, now))
-            if beat.pulse != seen.beat.pulse:
-                seen.pulse_at = now
-            if beat.place != seen.beat.place:
-                seen.place_at = now
-            seen.beat = beat
+            before, pulse_at, place_at = self._seen.get(beat.rank, (beat, now, now))
+            pulse_at = pulse_at if beat.pulse == before.pulse else now
+            place_at = place_at if beat.place == before.place else now
+            self._seen[beat.rank] = beat, pulse_at, place_at
         if not beats or self.limits.heartbeat == 0:
             return None
         standing = [
-            RankState(
-                s.beat, now - s.pulse_at, now - s.place_at, now - s.pulse_at > self.limits.silence(s.beat)
-            )
-            for _, s in sorted(self._seen.items())
+            RankState(beat, now - pulse_at, now - place_at, now - pulse_at > self.limits.silence(beat))
+            for _, (beat, pulse_at, place_at) in sorted(self._seen.items())
         ]
         limit = max(self.limits.of(s.beat) for s in standing)
         if any(s.is_silent for s in standing) or all(s.still > limit for s in standing):
@@ -222,9 +205,8 @@ def _minority(standing: Sequence[RankState]) -> list[int]:
 
 def process_state(pid: int) -> str:
     """Describes the state of a local process. From /proc, as a stopped process does not respond."""
-    try:
-        text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
-    except OSError:
+    text = read_if_possible(Path(f"/proc/{pid}/status"))
+    if not text:
         return ""
     fields = dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
     letter = fields.get("State", "?").strip()[:1]
@@ -237,12 +219,6 @@ def process_state(pid: int) -> str:
         "Z": "its process is dead",
     }
     return words.get(letter, f"its process is in state {letter}")
-
-
-def _children(pid: int) -> list[int]:
-    with suppress(OSError, ValueError):
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return []
 
 
 def format_report(hang: Hang, sentence: str, stacks: Mapping[int, str]) -> str:
@@ -260,14 +236,12 @@ def format_report(hang: Hang, sentence: str, stacks: Mapping[int, str]) -> str:
         lines.append(f"  collectives begun: {counts or 'none'}")
         if beat.host == os.uname().nodename:
             lines.append(f"  {process_state(beat.pid) or 'its process is gone'}")
-            lines += [f"  its process {child}: {process_state(child)}" for child in _children(beat.pid)]
+            children = read_if_possible(Path(f"/proc/{beat.pid}/task/{beat.pid}/children")).split()
+            lines += [f"  its process {child}: {process_state(int(child))}" for child in children]
         lines.append("")
     for rank, text in sorted(stacks.items()):
-        lines += [
-            f"--- stacks of rank {rank}, the innermost call first ---",
-            text.strip() or "(it did not answer)",
-            "",
-        ]
+        title = f"--- stacks of rank {rank}, the innermost call first ---"
+        lines += [title, text.strip() or "(it did not answer)", ""]
     return "\n".join(lines)
 
 
@@ -279,10 +253,6 @@ def report_path(folder: Path, step: int, is_taken: Callable[[Path], bool] = Path
     return path
 
 
-def stacks_path(job: Path, rank: int) -> Path:
-    return job / f"rank-{rank}.stacks"
-
-
 def read_heartbeats(job: Path, ranks: Sequence[int]) -> list[Heartbeat]:
     return [beat for rank in ranks if (beat := read_heartbeat(heartbeat_path(job, rank))) is not None]
 
@@ -290,14 +260,14 @@ def read_heartbeats(job: Path, ranks: Sequence[int]) -> list[Heartbeat]:
 class JobWatchdog:
     """The launcher's watchdog over its workers. `folder`: the run folder, for the report."""
 
-    def __init__(self, limits: HangLimits, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self.limits, self.folder, self.clock = limits, folder, clock
+    def __init__(self, limits: HangLimits, folder: Path) -> None:
+        self.limits, self.folder = limits, folder
         self._watch = HangDetector(limits)
         self._next = 0.0
 
     def __call__(self, processes: Sequence[Process], job: Path) -> Failure | None:
         """Returns the failure if the job hangs."""
-        now = self.clock()
+        now = time.monotonic()
         if now < self._next:
             return None
         self._next = now + _CHECK_SECONDS
@@ -316,20 +286,13 @@ class JobWatchdog:
             if process.rank in listening:
                 process.send(STACKS_SIGNAL)
         time.sleep(_STACKS_SECONDS)
-        stacks = {rank: _read(stacks_path(job, rank)) for rank in listening}
+        stacks = {rank: read_if_possible(rank_file(job, rank, "stacks")) for rank in listening}
         path = report_path(self.folder, hang.step)
         with suppress(OSError):
             path.write_text(format_report(hang, sentence, stacks), encoding="utf-8")
             sentence = f"{sentence}; {path} says where every rank is"
         rank = hang.culprits[0] if hang.culprits else running[0].rank
         return Failure(rank, 1, time.time(), "hung", story=sentence)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
 
 
 # Watchdog for hangs without our launcher, as under torchrun or Slurm: every rank watches itself and its
@@ -345,34 +308,26 @@ _SLOWEST_PULSE = 5.0
 _LOOKS = 3
 
 
+@dataclass(eq=False)
 class PeerWatchdog:
     """A rank's watchdog over itself and its peers.
 
     `folder`: the run folder, on a shared file system. `tell` prints a line to the terminal.
     """
 
-    def __init__(
-        self,
-        where: RankStatus,
-        rank: int,
-        ranks: int,
-        folder: Path,
-        limits: HangLimits,
-        tell: Callable[[str], None],
-    ) -> None:
-        self.where, self.rank, self.ranks, self.folder = where, rank, ranks, folder
-        self.limits, self.tell = limits, tell
-        self.heart: HeartbeatWriter | None = None
-        self._place: object = None
-        self._since = time.monotonic()
-        self._first: dict[int, Heartbeat] = {}
-        self._looks = 0
-        # Reports of earlier hangs, from before this start.
-        self._earlier_reports: frozenset[Path] = frozenset()
-
-    @property
-    def pause(self) -> float:
-        return min(_SLOWEST_PULSE, self.limits.pulse / 4)
+    where: RankStatus
+    rank: int
+    ranks: int
+    folder: Path
+    limits: HangLimits
+    tell: Callable[[str], None]
+    heart: HeartbeatWriter | None = None
+    _place: object = None
+    _since: float = field(default_factory=time.monotonic)
+    _first: dict[int, Heartbeat] = field(default_factory=dict)
+    _looks: int = 0
+    # Reports of earlier hangs, from before this start.
+    _earlier_reports: frozenset[Path] = frozenset()
 
     @property
     def beats(self) -> Path:
@@ -380,24 +335,23 @@ class PeerWatchdog:
 
     def start(self) -> None:
         """Starts the heartbeat. Called once the run folder is locked; ignores an unwritable folder."""
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             self._earlier_reports = frozenset(self.folder.glob("hang-*.txt"))
             self.beats.mkdir(exist_ok=True)
             path = heartbeat_path(self.beats, self.rank)
-            host = os.uname().nodename
-            self.heart = HeartbeatWriter(path, self.rank, host, self.where, self.pause, True, self.at_pulse)
+            host, pause = os.uname().nodename, min(_SLOWEST_PULSE, self.limits.pulse / 4)
+            self.heart = HeartbeatWriter(path, self.rank, host, self.where, pause, True, self.at_pulse)
             self.heart.start()
 
     def close(self) -> None:
         if self.heart is not None:
             self.heart.close()
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 self.beats.rmdir()
 
     def at_pulse(self) -> None:
-        place = (self.where.step, self.where.phase, self.where.calls)
-        if place != self._place:
-            self._place, self._since, self._looks = place, time.monotonic(), 0
+        if self.where.place != self._place:
+            self._place, self._since, self._looks = self.where.place, time.monotonic(), 0
             return
         if time.monotonic() - self._since <= self.limits.of(self.where):
             return
@@ -425,7 +379,7 @@ class PeerWatchdog:
     def _report_and_exit(self, hang: Hang) -> None:
         host = os.uname().nodename
         states = {s.beat.rank: process_state(s.beat.pid) for s in hang.standing if s.beat.host == host}
-        with contextlib.suppress(OSError), (self.beats / f"rank-{self.rank:05d}.log").open("a") as log:
+        with suppress(OSError), (self.beats / f"rank-{self.rank:05d}.log").open("a") as log:
             log.write(f"hangs after step {self.where.step}, the innermost call first:\n")
             log.flush()
             faulthandler.dump_traceback(log, all_threads=True)

@@ -23,29 +23,14 @@ _EXACT_BYTES = 48
 _BYTES = 8192
 
 
-@dataclass(frozen=True)
-class Heartbeat:
-    """Content of a heartbeat file. `pulse` counts the writes."""
+@dataclass(kw_only=True)
+class Heartbeat(RankStatus):
+    """Content of a heartbeat file: the status of a rank. `pulse` counts the writes."""
 
     rank: int
     pid: int
     host: str
     pulse: int
-    step: int
-    began: int
-    phase: str
-    calls: int
-    counts: dict[str, int]
-    waits_in: Call | None
-    opened: bool
-    # Seconds of the first step (0 while it is not done), and of the longest of the others.
-    first_step: float
-    longest_step: float
-
-    @property
-    def place(self) -> tuple[int, str, int]:
-        """Position in the run; it changes as long as the rank makes progress."""
-        return self.step, self.phase, self.calls
 
 
 def heartbeat_path(folder: Path, rank: int) -> Path:

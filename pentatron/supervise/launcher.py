@@ -13,26 +13,26 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 from pentatron.errors import NonFiniteError, UserError
+from pentatron.files import lock
 from pentatron.parallel.rendezvous import LISTENER, SECRET, Rendezvous, listening_socket
-from pentatron.supervise.hang import STACKS_SIGNAL, stacks_path
-from pentatron.supervise.heartbeat import heartbeat_path, read_heartbeat
+from pentatron.supervise.hang import STACKS_SIGNAL, read_heartbeats
 from pentatron.supervise.processes import (
     Failure,
     Process,
     ReceivedSignals,
     find_failures,
     kill_all,
-    recording_signals,
+    rank_file,
     start_workers,
     unfinished_ranks,
 )
-from pentatron.supervise.signals import WATCHED, signals_to_watch
+from pentatron.supervise.signals import WATCHED, handle_signals
 
 # Environment of workers: the folder of the job, process ID of the launcher, and number of restarts.
 JOB_FOLDER, LAUNCHER_PID, RESTART_COUNT = "PENTATRON_JOB", "PENTATRON_LAUNCHER", "PENTATRON_RESTART"
@@ -111,18 +111,18 @@ def scratch_folder(purpose: str) -> Iterator[Path]:
     """Creates a temporary folder, and removes those of killed commands of this user."""
     _remove_stale_folders(Path(tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{purpose}-") as name:
-        lock = lock_folder(Path(name))
+        descriptor = lock_folder(Path(name))
         try:
             yield Path(name)
         finally:
-            os.close(lock)
+            os.close(descriptor)
 
 
 def lock_folder(folder: Path) -> int:
     """Locks a temporary folder against removal while the returned descriptor is open."""
-    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_SH)
-    return lock
+    descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    return descriptor
 
 
 def _remove_stale_folders(place: Path) -> None:
@@ -136,14 +136,11 @@ def _remove_stale_folders(place: Path) -> None:
 
 
 def _is_locked(folder: Path) -> bool:
-    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        return not lock(descriptor)
     finally:
-        os.close(lock)
-    return False
+        os.close(descriptor)
 
 
 # --- workers ---
@@ -197,7 +194,7 @@ def run_workers(
     `launcher`: ID of this process. `received`: the signals of a caller that records them already.
     """
     with contextlib.ExitStack() as stack:
-        signals = received or stack.enter_context(recording_signals(signals_to_watch()))
+        signals = received or stack.enter_context(handle_signals(ReceivedSignals()))
         listener = stack.enter_context(listener_for_workers(port or 0))
         require_descriptors(processes)
         job = stack.enter_context(scratch_folder("job"))
@@ -225,23 +222,18 @@ def run_workers(
             return _ended(running, signals, job, hang)
 
 
-@contextmanager
-def _stacks_on_request(processes: Sequence[Process], job: Path) -> Iterator[None]:
+def _stacks_on_request(processes: Sequence[Process], job: Path) -> AbstractContextManager[object]:
     """Context manager in which SIGQUIT (Ctrl-\\) makes every rank write its stack traces and continue."""
 
     def ask(number: int, frame: FrameType | None) -> None:
         # The file shows that the worker has a handler: without one the signal would kill it.
-        ready = [process for process in processes if stacks_path(job, process.rank).exists()]
+        ready = [process for process in processes if rank_file(job, process.rank, "stacks").exists()]
         for process in ready:
             process.send(STACKS_SIGNAL)
         with contextlib.suppress(OSError):
             os.write(2, f"pentatron: {len(ready)} ranks write their stacks to {job}/rank-*.stacks\n".encode())
 
-    before = signal.signal(STACKS_SIGNAL, ask)
-    try:
-        yield
-    finally:
-        signal.signal(STACKS_SIGNAL, before)
+    return handle_signals(ask, STACKS_SIGNAL)
 
 
 def _follow(
@@ -267,8 +259,7 @@ def _follow(
             deadline = time.monotonic() + (_AFTER_AN_END if agreed else _AFTER_A_CRASH)
         if deadline is not None and time.monotonic() > deadline:
             return None
-        hang = watch(processes, job) if watch is not None and deadline is None else None
-        if hang is not None:
+        if watch is not None and deadline is None and (hang := watch(processes, job)) is not None:
             return hang
         time.sleep(_PAUSE)
 
@@ -288,10 +279,10 @@ def _ended(
     codes = [process.code for process in processes]
     if hang is None and not any(codes):
         failures = unfinished_ranks(processes, job)
-        if not failures:
-            return JobResult(0)
     else:
         failures = [*([hang] if hang else []), *find_failures(processes, job)]
+    if not failures:
+        return JobResult(0)
     code = failures[0].code
     # A rank without its handler, at the start or the end, is killed by the signal or a later one of the
     # scheduler.
@@ -302,7 +293,7 @@ def _ended(
         if all(code == -stopped_by for code in codes):
             sys.stderr.write(f"pentatron: stopped by {stopped_by.name} before training began\n")
         return JobResult(128 + stopped_by, stopped_by=stopped_by)
-    beats = [b for p in processes if (b := read_heartbeat(heartbeat_path(job, p.rank))) is not None]
+    beats = read_heartbeats(job, [process.rank for process in processes])
     step = max((b.step for b in beats), default=0)
     advanced, opened = any(b.step > b.began for b in beats), any(b.opened for b in beats)
     return JobResult(code, failures, stopped_by, step, advanced, opened)

@@ -137,24 +137,8 @@ class ReceivedSignals:
         return signal.SIGINT in self.received[1:]
 
 
-@contextmanager
-def recording_signals(numbers: Sequence[signal.Signals]) -> Iterator[ReceivedSignals]:
-    """Context manager that records signals instead of ending this process."""
-    signals = ReceivedSignals()
-    before = {number: signal.signal(number, signals) for number in numbers}
-    try:
-        yield signals
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 # --- failures ---
 
-# Files in the job's folder: failure record of a rank, stack trace by faulthandler, and markers for "working"
-# and "done".
-_RECORD, _CRASH = "rank-{rank}.failure", "rank-{rank}.crash"
-_WORKING, _DONE = "rank-{rank}.working", "rank-{rank}.done"
 _LONGEST_CRASH = 40
 
 
@@ -214,17 +198,18 @@ _HINTS: dict[int, str] = {
 }
 
 
-def record_path(job: Path, rank: int) -> Path:
-    return job / _RECORD.format(rank=rank)
+def rank_file(job: Path, rank: int, kind: str) -> Path:
+    """Returns a file in the job's folder.
 
-
-def crash_path(job: Path, rank: int) -> Path:
-    return job / _CRASH.format(rank=rank)
+    Kinds are `failure` (the record of a rank), `crash` and `stacks` (traces by faulthandler), and the markers
+    `working` and `done`.
+    """
+    return job / f"rank-{rank}.{kind}"
 
 
 def write_record(job: Path, rank: int, kind: str, text: str, at: float) -> None:
     """Writes the failure record of a rank, with an atomic rename."""
-    path = record_path(job, rank)
+    path = rank_file(job, rank, "failure")
     partial = path.with_suffix(".part")
     partial.write_text(json.dumps({"kind": kind, "text": text, "at": at}), encoding="utf-8")
     rename(partial, path)
@@ -232,12 +217,12 @@ def write_record(job: Path, rank: int, kind: str, text: str, at: float) -> None:
 
 def mark_working(job: Path, rank: int) -> None:
     """Creates the file that `mark_done` renames: a new file might not fit on a full disk by then."""
-    (job / _WORKING.format(rank=rank)).touch()
+    rank_file(job, rank, "working").touch()
 
 
 def mark_done(job: Path, rank: int) -> None:
     """Records that a rank has completed its work."""
-    rename(job / _WORKING.format(rank=rank), job / _DONE.format(rank=rank))
+    rename(rank_file(job, rank, "working"), rank_file(job, rank, "done"))
 
 
 def unfinished_ranks(processes: Sequence[Process], job: Path) -> list[Failure]:
@@ -245,7 +230,7 @@ def unfinished_ranks(processes: Sequence[Process], job: Path) -> list[Failure]:
     return [
         Failure(process.rank, 1, process.ended_at, "unfinished")
         for process in processes
-        if not (job / _DONE.format(rank=process.rank)).exists()
+        if not rank_file(job, process.rank, "done").exists()
     ]
 
 
@@ -266,15 +251,21 @@ def find_failures(processes: Sequence[Process], job: Path) -> list[Failure]:
 
 def _failure(process: Process, job: Path) -> Failure:
     assert process.code is not None
-    record = _read_record(record_path(job, process.rank))
+    record = _read_record(rank_file(job, process.rank, "failure"))
     if record is not None:
         return Failure(process.rank, process.code, record["at"], record["kind"], record["text"])
     # Killed by the launcher, unless it ended in another way before.
-    if process.was_killed and process.code == -signal.SIGKILL:
-        return Failure(process.rank, process.code, process.ended_at, "killed")
-    return Failure(
-        process.rank, process.code, process.ended_at, text=_crash_stack(crash_path(job, process.rank))
-    )
+    killed = process.was_killed and process.code == -signal.SIGKILL
+    kind, text = ("killed", "") if killed else ("", _crash_stack(rank_file(job, process.rank, "crash")))
+    return Failure(process.rank, process.code, process.ended_at, kind, text)
+
+
+def read_if_possible(path: Path) -> str:
+    """Returns the text of a file; an empty string if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def _read_record(path: Path) -> dict[str, Any] | None:
@@ -287,10 +278,7 @@ def _read_record(path: Path) -> dict[str, Any] | None:
 
 def _crash_stack(path: Path) -> str:
     """Returns the stack trace that faulthandler wrote at a crash, of the current thread if that is marked."""
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""
+    text = read_if_possible(path).strip()
     current = re.search(r"(?s)\A.*?Current thread.*?(?=\n\n|\Z)", text)
     lines = (current[0] if current else text).splitlines()
     return "\n".join(lines[:_LONGEST_CRASH])

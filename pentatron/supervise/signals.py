@@ -4,20 +4,14 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
+from typing import TypeVar
 
 # SIGHUP: closed terminal. SIGUSR1, SIGUSR2: warnings of schedulers before preemption. SIGXCPU: limit of CPU
 # time (RLIMIT_CPU).
-WATCHED = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGXCPU,
-)
+WATCHED = tuple(signal.Signals[f"SIG{name}"] for name in ("INT", "TERM", "HUP", "USR1", "USR2", "XCPU"))
 # A scheduler signals every process of a job, and the launcher forwards its signal: the second one is an echo.
 _ECHO_SECONDS = 5.0
 
@@ -78,16 +72,23 @@ class StopRequest:
                 raise KeyboardInterrupt
 
 
+Handler = TypeVar("Handler", bound=Callable[[int, FrameType | None], None])
+
+
 @contextmanager
-def stop_on_signals(launcher: int | None, tells: bool = False) -> Iterator[StopRequest]:
-    """Installs the handler. `launcher`: process ID to watch. `tells`: whether Ctrl-C prints a line."""
-    request = StopRequest(launcher, tells)
-    before = {number: signal.signal(number, request) for number in signals_to_watch()}
+def handle_signals(handler: Handler, *numbers: signal.Signals) -> Iterator[Handler]:
+    """Context manager in which `handler` is called for these signals, by default for all that are watched."""
+    before = {number: signal.signal(number, handler) for number in numbers or signals_to_watch()}
     try:
-        yield request
+        yield handler
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+def stop_on_signals(launcher: int | None, tells: bool = False) -> AbstractContextManager[StopRequest]:
+    """Installs the handler. `launcher`: process ID to watch. `tells`: whether Ctrl-C prints a line."""
+    return handle_signals(StopRequest(launcher, tells))
 
 
 def signal_name(number: signal.Signals) -> str:

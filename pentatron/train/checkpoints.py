@@ -97,7 +97,7 @@ class Checkpoints:
         self.saver = Saver(self.store, self.world.everyone, background, self.output.say)
         # The step of the last started save.
         self._started = self.saved
-        self.optimizer.set_before_update(self.saver.wait_until_copied)
+        self.optimizer.update.before = self.saver.wait_until_copied
 
     @property
     def last(self) -> str:

@@ -80,7 +80,7 @@ def train_step(
     pending = start_step(model, optimizer, batches, step, scale)
     # Gradients of router losses are not sums over tokens: their ratio must be known before backward.
     needs_ratio = model.program.reported_names is not None and bool(model.routers.names)
-    if optimizer.skips_on_device and not needs_ratio:
+    if optimizer.update.in_one_pass and not needs_ratio:
         # The update is skipped on the device if needed, so that the host does not wait for loss and norm
         # first.
         with model.timers("optimizer", 1):
@@ -197,8 +197,7 @@ class ValidTokens:
     @functools.cached_property
     def total(self) -> Tensor:
         """The number of tokens, at least 1."""
-        if self._pending is not None:
-            self._pending.wait()
+        self._pending.wait()
         return self._sum.clamp(min=1).float()
 
 

@@ -167,7 +167,7 @@ def test_a_step_decided_on_the_device(accumulated: int, monkeypatch: pytest.Monk
         optimizer = build_optimizer(
             model.stages, world, config.optim, model.decisions.optimizer, model_dtype(config)
         )
-        assert optimizer.skips_on_device is (flag == "")
+        assert optimizer.update.in_one_pass is (flag == "")
         batches = micro_batches(config, world, 0)
         states.append([f.values.clone() for f in optimizer.fragments(owned_only=False)])
         for step in range(2):

@@ -14,9 +14,8 @@ from pentatron.compare.trial import micro_batches
 from pentatron.optim.build import build_optimizer
 from pentatron.optim.optimizer import Optimizer
 from pentatron.optim.update_rules import clip_factor, squared_norm
-from pentatron.parallel import gradients as gradients_module
 from pentatron.parallel import reduction as reduction_module
-from pentatron.parallel.gradients import BucketBuffer
+from pentatron.parallel.reduction import BucketBuffer
 from pentatron.parallel.sharding import ONES, ShardedModule, whole
 from pentatron.parallel.world import single_process
 from pentatron.settings.run_config import RunConfig
@@ -103,7 +102,7 @@ def test_the_bits_are_those_of_a_zeroed_fp32_sum(count: int, dtype: torch.dtype,
 
 def test_sums_in_bf16_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        gradients_module, "accumulate", lambda before, new: new if before is None else before + new
+        reduction_module, "accumulate", lambda before, new: new if before is None else before + new
     )
     found, expected = both_ways(3, torch.bfloat16, 0)
     assert not all(torch.equal(found[name].view_as(value), value) for name, value in expected.items())
@@ -209,7 +208,7 @@ def zeroed(self: BucketBuffer, slot: int, gradient: Tensor) -> None:
 
 def state_after(words: str, plainly: bool) -> dict[tuple[str, Any], str]:
     if plainly:
-        gradients_module.accumulate = reduction_module.accumulate = as_before
+        reduction_module.accumulate = as_before
         BucketBuffer.take = zeroed  # type: ignore[method-assign]
     config: RunConfig = resolved(f"{SHAPE} --clip-grad 0 {words}", dist.get_world_size()).config
     world = here(config)

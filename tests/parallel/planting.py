@@ -34,7 +34,7 @@ BUGS = {
         "self.deferred.compute((action.stage, action.micro_batch))",
         "same = [c for c in self.deferred.cells if c[0] == action.stage]\n"
         "        own, other = self.deferred._pending[same[0]], self.deferred._pending[same[-1]]\n"
-        "        own[:] = [type(p)(p.weight, q.inputs, p.gradient) for p, q in zip(own, other)]\n"
+        "        own[:] = [type(p)(p.weight, p.function, p.gradient, q.inputs) for p, q in zip(own, other)]\n"
         "        self.deferred.compute((action.stage, action.micro_batch))",
     ),
     "the last flag comes early": (

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import pentatron.optim.optimizer as optimizer_module
 import pentatron.parallel.collectives as collectives
+import pentatron.parallel.reduction as reduction_module
 from pentatron.layout.ranks import Grid
 from pentatron.models.causal_lm import build_model
 from pentatron.optim.optimizer import Optimizer
@@ -281,7 +281,7 @@ class CountingBuffers(ScatterBuffers):
 
 def peak_of_open_buckets(world: World, grad: bool, passes: list[dict[str, Tensor]] | None = None) -> int:
     """One step of the network (or of prescribed gradients), and how many buckets it had open at most."""
-    optimizer_module.ScatterBuffers = CountingBuffers  # type: ignore[misc]
+    reduction_module.ScatterBuffers = CountingBuffers  # type: ignore[misc]
     model = prescribed() if passes else network()
     optimizer = Optimizer({0: model}, world, OPTIM, parallel(2, grad, bucket=8), torch.float32)
     reduction = optimizer._reductions[0,]
@@ -312,7 +312,7 @@ def test_one_bucket_is_open_or_two_while_one_is_reduced() -> None:
 @pytest.mark.parametrize("words", ["", LLAMA, f"{LLAMA} --untie-embeddings-and-output-weights"])
 @distributed(world=2)
 def test_a_language_model_has_one_bucket_open(words: str) -> None:
-    optimizer_module.ScatterBuffers = CountingBuffers  # type: ignore[misc]
+    reduction_module.ScatterBuffers = CountingBuffers  # type: ignore[misc]
     config = resolved(words).config
     model = build_model(config.model, 1, torch.device("cpu"))
     world = here(Grid(data=2))

@@ -8,7 +8,6 @@ import torch
 
 import pentatron.parallel.buckets as gathering
 from pentatron.layout.ranks import Grid
-from pentatron.parallel.collectives import PendingWork
 from pentatron.parallel.world import single_process
 from tests.harness import run_distributed
 from tests.optim.tiny import here, parallel, trajectory
@@ -30,11 +29,9 @@ class Lazy:
 def lazy_gathers() -> None:
     real = gathering.start_all_gather_into
 
-    def put_off(*arguments: Any) -> PendingWork:
+    def put_off(*arguments: Any) -> Any:
         def act() -> None:
-            pending = real(*arguments)
-            assert pending is not None
-            pending.wait()
+            real(*arguments).wait()
 
         return Lazy(act)
 

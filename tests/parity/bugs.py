@@ -18,7 +18,6 @@ import pentatron.nn.loss as loss_module
 import pentatron.nn.transformer_layer as layer_module
 import pentatron.ops.cross_entropy as fused_module
 import pentatron.ops.linear as deferral_module
-import pentatron.parallel.axes as axis_module
 import pentatron.parallel.buckets as gathering_module
 import pentatron.parallel.reduction as reduction_module
 import pentatron.train.model as model_module
@@ -40,7 +39,7 @@ from pentatron.nn.norm import LayerNorm, RMSNorm
 from pentatron.ops.linear import DeferredGradients, Product, outer_products
 from pentatron.optim.optimizer import Optimizer
 from pentatron.parallel.axes import TensorAxis
-from pentatron.parallel.collectives import Group, RingExchange
+from pentatron.parallel.collectives import Group, Pending
 from pentatron.parallel.world import World
 from pentatron.train.model import MicroBatches, ParallelModel
 from tests.parity.mixture_bugs import MIXTURE_BUGS, forget_partial
@@ -49,11 +48,11 @@ from tests.parity.shard_bugs import SHARD_BUGS
 
 
 def row_output_not_summed() -> None:
-    axis_module._Sum.forward = staticmethod(lambda ctx, x, group: x.clone())  # type: ignore[method-assign]
+    TensorAxis.leave = lambda self, x: x.clone()  # type: ignore[method-assign]
 
 
 def column_input_gradient_not_summed() -> None:
-    axis_module._Copy.backward = staticmethod(lambda ctx, *g: (g[0].clone(), None))  # type: ignore[method-assign]
+    TensorAxis.enter = lambda self, x: x.clone()  # type: ignore[method-assign]
 
 
 def norm_gradients_not_summed() -> None:
@@ -77,7 +76,7 @@ def tied_weights_not_summed() -> None:
 
 
 def loss_divided_by_a_local_count() -> None:
-    step_module.start_all_reduce_ = lambda tensor, group: None
+    step_module.start_all_reduce_ = Pending
 
 
 def bias_added_on_every_rank() -> None:
@@ -126,12 +125,12 @@ def wrong_micro_batch_labels() -> None:
 def gradients_not_reduced() -> None:
     for name in ("start_all_reduce_", "start_reduce_scatter_into"):
         assert hasattr(reduction_module, name)
-        setattr(reduction_module, name, lambda *tensors_and_group: None)
+        setattr(reduction_module, name, lambda *words: Pending(words[0], words[-1]))
 
 
 def replicated_norm_counted_everywhere() -> None:
     def everything(self: Optimizer) -> Tensor:
-        return torch.stack([s.gradients.square().sum() for s in self._ranges]).sum()
+        return torch.stack([f.values.square().sum() for f in self.gradients(owned_only=False)]).sum()
 
     Optimizer.squared_norm = everything  # type: ignore[method-assign]
 
@@ -139,7 +138,7 @@ def replicated_norm_counted_everywhere() -> None:
 def stale_shard() -> None:
     """Weights updated by other ranks never arrive."""
     assert hasattr(gathering_module, "start_all_gather_into")
-    gathering_module.start_all_gather_into = lambda whole, part, group: None  # type: ignore[assignment]
+    gathering_module.start_all_gather_into = lambda whole, part, group: Pending(whole, group)
 
 
 def dropout_by_local_position() -> None:
@@ -255,9 +254,9 @@ def key_gradients_left_on_the_way() -> None:
     """Gradients of keys and values do not travel on with them: each rank keeps what it has computed last."""
     pass_on = context_module.start_ring_exchange
 
-    def stay(tensor: Tensor, group: Group, tag: int) -> RingExchange:
+    def stay(tensor: Tensor, group: Group, tag: int) -> Pending:
         if tag == context_module._GRADIENTS:
-            return RingExchange(tensor, tensor, (), tensor.device, group)
+            return Pending(tensor, group)
         return pass_on(tensor, group, tag)
 
     context_module.start_ring_exchange = stay
@@ -333,13 +332,13 @@ def dropout_drawn_anew_in_recompute() -> None:
 
 def recomputed_without_a_sum() -> None:
     """The second run of a layer leaves out the sum over the tensor axis that the first one had."""
-    forward = axis_module._Sum.forward
+    leave = TensorAxis.leave
 
-    def local_in_backward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+    def local_in_backward(self: TensorAxis, x: Tensor) -> Tensor:
         in_backward = torch._C._current_graph_task_id() != -1
-        return x.clone() if in_backward else forward(ctx, x, group)
+        return x.clone() if in_backward else leave(self, x)
 
-    axis_module._Sum.forward = staticmethod(local_in_backward)  # type: ignore[method-assign]
+    TensorAxis.leave = local_in_backward  # type: ignore[method-assign]
 
 
 # Each bug with a family and a layout on which it acts.

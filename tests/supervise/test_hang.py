@@ -17,7 +17,18 @@ def beat(
 ) -> Heartbeat:
     call = Call(what, EVERYONE, calls, 2) if waits else None
     return Heartbeat(
-        rank, 1000 + rank, "a", 1, step, 0, "step", calls, {EVERYONE: calls}, call, True, 2.0, 1.0
+        rank=rank,
+        pid=1000 + rank,
+        host="a",
+        pulse=1,
+        step=step,
+        phase="step",
+        calls=calls,
+        counts={EVERYONE: calls},
+        waits_in=call,
+        opened=True,
+        first_step=2.0,
+        longest_step=1.0,
     )
 
 

@@ -110,12 +110,13 @@ def test_sigquit_asks_every_rank_for_its_stacks_and_the_job_continues(
 ) -> None:
     script = """
 import faulthandler
-from pentatron.supervise.hang import STACKS_SIGNAL, stacks_path
+from pentatron.supervise.hang import STACKS_SIGNAL
+from pentatron.supervise.processes import rank_file
 mark_working(job, rank)
-stacks = stacks_path(job, rank)
+stacks = rank_file(job, rank, "stacks")
 faulthandler.register(STACKS_SIGNAL, stacks.open("w"))
 if rank == 0:
-    while not stacks_path(job, 1).exists() or not stacks_path(job, 1).with_suffix(".ready").exists():
+    while not rank_file(job, 1, "stacks").exists() or not rank_file(job, 1, "stacks").with_suffix(".ready").exists():
         time.sleep(0.02)
     os.kill(os.getppid(), STACKS_SIGNAL)
 else:

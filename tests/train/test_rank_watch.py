@@ -77,7 +77,6 @@ def in_two_ways(world: World) -> list[float]:
         if way == "later":
             pending = start_all_reduce_(torch.ones(3), world.everyone)
             time.sleep(0.4)
-            assert pending is not None
             pending.wait()
         else:
             all_reduce_(torch.ones(3), world.everyone)
