@@ -31,11 +31,16 @@ def refuse_if(holds: Callable[[Settings], object], error: str) -> Rule:
     return lambda s: error.format(s=s) if holds(s) else None
 
 
-def indivisible(s: Settings, name: str, by: str, advice: object) -> str:
-    """Returns the error about a setting that is not divisible by another."""
-    return (
-        f"{flag_of(name)} {getattr(s, name)} is not divisible by {flag_of(by)} {getattr(s, by)}; use {advice}"
-    )
+def indivisible(s: Settings, name: str, by: str, advice: object = None) -> str | None:
+    """Returns the error about a setting that is not divisible by another, or None.
+
+    `advice`: what to use instead (default: the divisors).
+    """
+    number, divisor = getattr(s, name), getattr(s, by)
+    if number % divisor == 0:
+        return None
+    advice = advice or join_choices(divisors(number))
+    return f"{flag_of(name)} {number} is not divisible by {flag_of(by)} {divisor}; use {advice}"
 
 
 def error_of(check: Callable[..., object], *arguments: object) -> str | None:
@@ -57,13 +62,6 @@ def _data_parallel(s: Settings) -> str | None:
     )
 
 
-def _heads_per_rank(s: Settings) -> str | None:
-    if s.num_attention_heads % s.tensor_model_parallel_size == 0:
-        return None
-    advice = join_choices(divisors(s.num_attention_heads))
-    return indivisible(s, "num_attention_heads", "tensor_model_parallel_size", advice)
-
-
 def _groups_per_rank(s: Settings) -> str | None:
     groups, tp = s.num_query_groups, s.tensor_model_parallel_size
     # Without grouping, the rule about heads reports the problem.
@@ -76,25 +74,18 @@ def _groups_per_rank(s: Settings) -> str | None:
 
 
 def _mlp_per_rank(s: Settings) -> str | None:
+    """Suggests a width at most 5 % larger whose shard per rank is a multiple of a power of 2."""
     width, tp = s.ffn_hidden_size, s.tensor_model_parallel_size
-    if width % tp == 0:
-        return None
-    advice = f"--ffn-hidden-size {_next_width(width, tp)}"
-    return indivisible(s, "ffn_hidden_size", "tensor_model_parallel_size", advice)
-
-
-def _next_width(width: int, ranks: int) -> int:
-    """Returns a width at most 5 % larger whose shard per rank is a multiple of a power of 2."""
-    sizes = [math.ceil(width / (ranks * unit)) * ranks * unit for unit in (128, 64, 32, 16, 8, 4, 2)]
-    return next((size for size in sizes if size <= 1.05 * width), sizes[-1])
+    sizes = [math.ceil(width / (tp * unit)) * tp * unit for unit in (128, 64, 32, 16, 8, 4, 2)]
+    wider = next((size for size in sizes if size <= 1.05 * width), sizes[-1])
+    return indivisible(s, "ffn_hidden_size", "tensor_model_parallel_size", f"--ffn-hidden-size {wider}")
 
 
 def _padded_vocabulary(s: Settings) -> str | None:
     size, padded, tp = s.vocab_size, s.padded_vocab_size, s.tensor_model_parallel_size
-    if size is None or (padded >= size and padded % tp == 0):
+    if size is None:
         return None
-    enough = math.ceil(max(size, padded) / tp) * tp
-    advice = f"{enough} or leave it out"
+    advice = f"{math.ceil(max(size, padded) / tp) * tp} or leave it out"
     if padded < size:
         return f"--padded-vocab-size {padded} is smaller than --vocab-size {size}; use {advice}"
     return indivisible(s, "padded_vocab_size", "tensor_model_parallel_size", advice)
@@ -102,8 +93,7 @@ def _padded_vocabulary(s: Settings) -> str | None:
 
 def _sequence_per_rank(s: Settings) -> str | None:
     length, cp, tp = s.seq_length, s.context_parallel_size, s.tensor_model_parallel_size
-    factors = [f"2 × {cp} (context)"] if cp > 1 else []
-    multiple = 2 * cp if cp > 1 else 1
+    factors, multiple = ([f"2 × {cp} (context)"], 2 * cp) if cp > 1 else ([], 1)
     if s.sequence_parallel and tp > 1:
         factors.append(f"{tp} (tensor, for --sequence-parallel)")
         multiple = math.lcm(multiple, cp * tp)
@@ -111,8 +101,7 @@ def _sequence_per_rank(s: Settings) -> str | None:
         return None
     up = math.ceil(length / multiple) * multiple
     down = f"{up - multiple} or " if up > multiple else ""
-    needed = " and ".join(factors)
-    return f"--seq-length {length} is not divisible by {multiple}, as {needed} need; use {down}{up}"
+    return f"--seq-length {length} is not divisible by {multiple}, as {' and '.join(factors)} need; use {down}{up}"
 
 
 def _heads_per_context_rank(s: Settings) -> str | None:
@@ -190,37 +179,32 @@ def _division(s: Settings) -> str | None:
 
 def _schedule(s: Settings) -> str | None:
     """Checks that the schedule exists for this number of virtual stages."""
-    kind, ranks, virtual = s.pipeline_schedule, s.pipeline_model_parallel_size, s.virtual_stages
-    match None if ranks == 1 else required_stages(kind, virtual):
-        case Stages.SEVERAL:
-            return (
-                f"--pipeline-schedule {kind} needs several stages on each rank; "
-                "give --virtual-pipeline-model-parallel-size 2 or more, or use 1f1b"
-            )
-        case Stages.TWO:
-            return (
-                f"--pipeline-schedule {kind} runs two stages on each rank, not {virtual}; "
-                f"leave --virtual-pipeline-model-parallel-size out, or use zero-bubble"
-            )
-        case Stages.ONE:
-            return (
-                f"--pipeline-schedule {kind} runs one stage on each rank, not the {virtual} of "
-                f"--virtual-pipeline-model-parallel-size {virtual}; use interleaved, or leave one of the two out"
-            )
-    return None
+    kind, virtual = s.pipeline_schedule, s.virtual_stages
+    if s.pipeline_model_parallel_size == 1:
+        return None
+    flag = "--virtual-pipeline-model-parallel-size"
+    errors = {
+        Stages.SEVERAL: f"needs several stages on each rank; give {flag} 2 or more, or use 1f1b",
+        Stages.TWO: f"runs two stages on each rank, not {virtual}; leave {flag} out, or use zero-bubble",
+        Stages.ONE: f"runs one stage on each rank, not the {virtual} of {flag} {virtual}; "
+        "use interleaved, or leave one of the two out",
+    }
+    needed = required_stages(kind, virtual)
+    return f"--pipeline-schedule {kind} {errors[needed]}" if needed is not None else None
 
 
 def _micro_batch_count(s: Settings) -> int | None:
     """Returns the micro-batches per step, or None if the batch sizes are unknown or do not divide."""
-    if is_unset(s.global_batch_size) or is_unset(s.micro_batch_size) or _batch(s) is not None:
+    if is_unset(s.global_batch_size) or is_unset(s.micro_batch_size):
         return None
-    return int(s.global_batch_size // (s.micro_batch_size * s.data_parallel_size))
+    count, rest = divmod(s.global_batch_size, s.micro_batch_size * s.data_parallel_size)
+    return None if rest else count
 
 
 def _enough_micro_batches(s: Settings) -> str | None:
     kind, ranks, count = s.pipeline_schedule, s.pipeline_model_parallel_size, _micro_batch_count(s)
-    problem = None if ranks == 1 or count is None else micro_batches_problem(kind, ranks, count)
-    return None if problem is None else f"--pipeline-schedule {problem}"
+    problem = ranks > 1 and count is not None and micro_batches_problem(kind, ranks, count)
+    return f"--pipeline-schedule {problem}" if problem else None
 
 
 def _micro_batch_groups(s: Settings) -> str | None:
@@ -229,9 +213,8 @@ def _micro_batch_groups(s: Settings) -> str | None:
     if group is None or virtual == 1 or ranks == 1 or not uses_groups(s.pipeline_schedule, virtual):
         return None
     count = _micro_batch_count(s)
-    problem = None if count is None else group_problem(ranks, count, group)
-    flag = f"--microbatch-group-size-per-virtual-pipeline-stage {group}"
-    return None if problem is None else f"{flag}: {problem}"
+    problem = count is not None and group_problem(ranks, count, group)
+    return f"--microbatch-group-size-per-virtual-pipeline-stage {group}: {problem}" if problem else None
 
 
 def _batch(s: Settings) -> str | None:
@@ -242,25 +225,16 @@ def _batch(s: Settings) -> str | None:
 
 def _recompute_method(s: Settings) -> str | None:
     kind, method, count = s.recompute_granularity, s.recompute_method, s.recompute_num_layers
-    if kind == "selective" and (method is not None or not is_unset(count)):
-        flag = f"--recompute-num-layers {count}" if method is None else f"--recompute-method {method}"
-        return (
-            f"{flag} is for whole layers, but --recompute-granularity selective recomputes modules; "
-            f"leave it out or use full"
-        )
-    if kind == "full" and method == "block" and is_unset(count):
-        return (
-            "--recompute-method block needs the number of first layers of a stage to recompute; "
-            "give --recompute-num-layers"
-        )
-    return None
+    if kind != "selective" or (method is None and is_unset(count)):
+        return None
+    flag = f"--recompute-num-layers {count}" if method is None else f"--recompute-method {method}"
+    modules = "--recompute-granularity selective recomputes modules"
+    return f"{flag} is for whole layers, but {modules}; leave it out or use full"
 
 
 def _recomputed_layers(s: Settings) -> str | None:
     count, ranks = s.recompute_num_layers, s.pipeline_model_parallel_size
-    if s.recompute_granularity != "full" or count is None:
-        return None
-    if _division(s) is not None or _layers_per_stage(s) is not None:
+    if s.recompute_granularity != "full" or count is None or _division(s) or _layers_per_stage(s):
         return None
     parts = stage_parts(s.num_layers, division_of(s), costs_of(s))
     most = max(len(part.layers) for part in parts)
@@ -286,7 +260,7 @@ LAYOUT_RULES: dict[str, Rule] = {
         "--nproc-per-node {s.nproc_per_node} does not match the {s.facts.local_processes} process(es) that "
         "{s.facts.launcher} started on this machine; leave --nproc-per-node out",
     ),
-    "heads_per_rank": _heads_per_rank,
+    "heads_per_rank": lambda s: indivisible(s, "num_attention_heads", "tensor_model_parallel_size"),
     "groups_per_rank": _groups_per_rank,
     "mlp_per_rank": _mlp_per_rank,
     "padded_vocabulary": _padded_vocabulary,
@@ -320,6 +294,15 @@ LAYOUT_RULES: dict[str, Rule] = {
     "enough_micro_batches": _enough_micro_batches,
     "micro_batch_groups": _micro_batch_groups,
     "recompute_method": _recompute_method,
+    "recomputed_block": refuse_if(
+        lambda s: (
+            s.recompute_granularity == "full"
+            and s.recompute_method == "block"
+            and is_unset(s.recompute_num_layers)
+        ),
+        "--recompute-method block needs the number of first layers of a stage to recompute; "
+        "give --recompute-num-layers",
+    ),
     "recomputed_layers": _recomputed_layers,
     "batch": _batch,
 }

@@ -15,11 +15,10 @@ from pentatron.settings.settings import Settings, is_unset
 
 
 def _eval_batch(s: Settings) -> str | None:
-    if s.eval_global_batch_size is None and s.eval_micro_batch_size is None:
-        return None
     total = s.eval_global_batch_size or s.global_batch_size
     micro = s.eval_micro_batch_size or s.micro_batch_size
-    if total is None or micro is None:
+    is_own = s.eval_global_batch_size is not None or s.eval_micro_batch_size is not None
+    if not is_own or total is None or micro is None:
         return None
     problem = batch_size_problem(total, micro, s.data_parallel_size)
     return problem and f"in evaluation (--eval-global-batch-size, --eval-micro-batch-size): {problem}"
@@ -76,21 +75,13 @@ def _sft_file(s: Settings) -> str | None:
         return "--sft reads files of conversations, which --split divides; give --data-path FILE.jsonl instead of files for each split"
     if not words:
         return "--sft reads files of conversations, and none is named; give --data-path FILE.jsonl"
-    weight = next((word for word in words if is_weight(word)), None)
-    if weight is not None:
-        return (
-            f"--sft reads every conversation once in an epoch, so the weight {weight} has no meaning; give --data-path FILES alone "
-            "(a file named twice counts twice)"
-        )
-    return None
-
-
-def _sft_date(s: Settings) -> str | None:
-    try:
-        datetime.date.fromisoformat(s.sft_date)
-    except ValueError:
-        return f"--sft-date {s.sft_date} is not a date; write it like 2024-07-26"
-    return None
+    weight = next(filter(is_weight, words), None)
+    if weight is None:
+        return None
+    return (
+        f"--sft reads every conversation once in an epoch, so the weight {weight} has no meaning; give --data-path FILES alone "
+        "(a file named twice counts twice)"
+    )
 
 
 SFT_RULES: dict[str, Rule] = {
@@ -99,7 +90,10 @@ SFT_RULES: dict[str, Rule] = {
         lambda s: s.sft and not any((s.tokenizer_type, s.tokenizer_model, s.vocab_file, s.merge_file)),
         "--sft needs a tokenizer for conversations; give --tokenizer-model FOLDER, which contains a chat template",
     ),
-    "sft_date": _sft_date,
+    "sft_date": refuse_if(
+        lambda s: error_of(datetime.date.fromisoformat, s.sft_date),
+        "--sft-date {s.sft_date} is not a date; write it like 2024-07-26",
+    ),
 }
 
 
@@ -107,11 +101,8 @@ SFT_RULES: dict[str, Rule] = {
 
 
 def _plan(s: Settings) -> str | None:
-    if not s.rampup_batch_size and not s.step_batch_size_schedule:
-        return None
-    if is_unset(s.global_batch_size) and not s.step_batch_size_schedule:
-        return None
-    return error_of(batch_plan_of, s)
+    is_ramp = s.rampup_batch_size and not is_unset(s.global_batch_size)
+    return error_of(batch_plan_of, s) if s.step_batch_size_schedule or is_ramp else None
 
 
 def _run_length(s: Settings) -> str | None:
@@ -182,10 +173,10 @@ def _wsd(s: Settings) -> str | None:
 
 
 def _min_lr(s: Settings) -> str | None:
-    for name in ("min_lr", "lr_warmup_init"):
-        if getattr(s, name) > s.lr:
-            return f"{flag_of(name)} {getattr(s, name)} is above --lr {s.lr}; lower the first or raise the second"
-    return None
+    name = next((name for name in ("min_lr", "lr_warmup_init") if getattr(s, name) > s.lr), None)
+    if name is None:
+        return None
+    return f"{flag_of(name)} {getattr(s, name)} is above --lr {s.lr}; lower the first or raise the second"
 
 
 def _weight_decay(s: Settings) -> str | None:
