@@ -162,7 +162,7 @@ def _rows(report: PlanReport, layouts: Sequence[Layout]) -> Iterator[str]:
     sparse = any(layout.shape.sparse_layers for layout in layouts)
     split = any(layout.shape.grid.context > 1 for layout in layouts)
     heads = ["TP", "PP", *(["CP"] if split else []), *(["EP"] if sparse else []), "DP"]
-    width = 8 if any(layout.shape.decisions.offload.on for layout in layouts) else 5
+    width = 8 if any(layout.shape.decisions.optimizer.in_host_memory for layout in layouts) else 5
     yield (
         f"      {''.join(f'{head:>5}' for head in heads)}{'ZeRO':>{width}}  {'recompute':<9} {'micro-batch':>11}  {'memory a GPU':>12}  "
         f"{'':<{_BAR}}  bubble     step  tokens/s/GPU  MFU"
@@ -172,7 +172,7 @@ def _rows(report: PlanReport, layouts: Sequence[Layout]) -> Iterator[str]:
         virtual, train = config.virtual_stages, config.train
         stages = f"{grid.pipeline}×{virtual}" if virtual > 1 else f"{grid.pipeline}"
         sizes = [grid.tensor, stages, *([grid.context] if split else []), *([grid.expert] if sparse else [])]
-        zero = f"{config.parallel.zero_stage}{'+host' if layout.shape.decisions.offload.on else ''}"
+        zero = f"{config.parallel.zero_stage}{'+host' if layout.shape.decisions.optimizer.in_host_memory else ''}"
         total, (speed, utilisation) = layout.largest.total, speed_of(layout)
         yield (
             f"  {number:>3} {''.join(f'{size:>5}' for size in [*sizes, grid.data])}{zero:>{width}}  "

@@ -9,7 +9,6 @@ from pentatron.settings.layout_rules import Rule, error_of, indivisible, refuse_
 from pentatron.settings.model import moe_layers
 from pentatron.settings.parameters import grid_of
 from pentatron.settings.settings import Settings, is_unset
-from pentatron.text import divisors, join_choices
 
 # --- experts ---
 

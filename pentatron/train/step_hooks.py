@@ -47,7 +47,7 @@ class StepHooks:
         if config.loop.manual_gc:
             gc.disable()
             gc.collect()
-        if decisions.allocations_recorded.on:
+        if decisions.allocations_recorded:
             torch.cuda.memory._record_memory_history(
                 enabled="all", context="all", stacks="all", max_entries=_MEMORY_EVENTS
             )
@@ -63,7 +63,7 @@ class StepHooks:
             self._start_profile()
 
     def _start_profile(self) -> None:
-        if not self.decisions.torch_profiler.on:
+        if not self.decisions.torch_profiler:
             # Starts `nsys profile --capture-range=cudaProfilerApi`.
             torch.cuda.cudart().cudaProfilerStart()
             self._in_cuda_range = True
@@ -131,7 +131,7 @@ class StepHooks:
         self._end_profile()
         if self.config.loop.manual_gc:
             gc.enable()
-        if self.decisions.allocations_recorded.on:
+        if self.decisions.allocations_recorded:
             # Joining with an absolute path yields that path.
             path = self.folder / self.config.memory.memory_snapshot_path
             path = path.with_name(f"{path.stem}-rank-{self.world.everyone.rank:05d}{path.suffix}")
