@@ -30,7 +30,7 @@ class CheckpointConfig:
 
     on_resume: ClassVar = FREE
 
-    save: str = setting(None, "checkpoint folder (RUN_DIR/checkpoints)", needs.CHECKPOINTS, SILENT)
+    save: str = setting(None, "checkpoint folder (RUN_DIR/checkpoints)", needs.checkpoints, SILENT)
     load: str = setting(
         None, "checkpoints or Hugging Face model to load (those of the run)", SILENT, also="--hf"
     )
@@ -38,24 +38,24 @@ class CheckpointConfig:
         None,
         "steps between checkpoints (a tenth of the run, at least 100); the last step is always saved",
         POSITIVE,
-        needs.CHECKPOINTS,
+        needs.checkpoints,
         also="--save_steps",
     )
     save_checkpoints: bool = setting(True, "save checkpoints (--no-save-checkpoints: for benchmarks)")
     keep_checkpoints: int | None = setting(
-        3, "number of newest checkpoints to keep (none: all)", POSITIVE, needs.CHECKPOINTS
+        3, "number of newest checkpoints to keep (none: all)", POSITIVE, needs.checkpoints
     )
     save_retain_interval: int | None = setting(
         None,
         "also keep every checkpoint at a multiple of this step for good (a multiple of --save-interval)",
         POSITIVE,
-        needs.CHECKPOINTS,
+        needs.checkpoints,
         needs.RETENTION,
     )
     async_save: bool = setting(
         False,
         "save checkpoints in the background; training blocks only until the state is copied to host memory",
-        needs.CHECKPOINTS,
+        needs.checkpoints,
     )
     verify_checkpoint: bool = setting(
         True,
@@ -149,7 +149,7 @@ class LogConfig:
     profile_step_start: int = setting(10, "steps before the profile", NON_NEGATIVE, needs.PROFILE)
     profile_step_end: int = setting(12, "last step of the profile", POSITIVE, needs.PROFILE)
     profile_ranks: tuple[int, ...] = setting(
-        (0,), "profiled ranks", NON_NEGATIVE, needs.PROFILE, needs.PROFILED_RANK
+        (0,), "profiled ranks", NON_NEGATIVE, needs.PROFILE, needs.a_profiled_rank
     )
     use_pytorch_profiler: bool = setting(
         False, "on a GPU, write a trace by torch.profiler instead of a range for nsys"
