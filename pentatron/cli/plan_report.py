@@ -382,9 +382,7 @@ def command_words(layout: Layout) -> tuple[list[str], list[str]]:
     layout_words = [*_flag_words(layout_settings), *_flag_words(_overrides_of_files(layout))]
     if "micro_batch_size" not in layout.settings and draft.given("micro_batch_size"):
         layout_words += _words_of("micro_batch_size", draft.micro_batch_size)
-    from_flags = [
-        n for n in table() if draft.source(n).startswith("flag") and n not in (*LAYOUT_SETTINGS, *_NOT_COPIED)
-    ]
+    from_flags = [n for n in table() if draft.by_flag(n) and n not in (*LAYOUT_SETTINGS, *_NOT_COPIED)]
     other_words = _flag_words({name: getattr(draft, name) for name in from_flags})
     if not _has_data_flags(search):
         other_words.append("--mock-data")
@@ -398,7 +396,7 @@ def _overrides_of_files(layout: Layout) -> dict[str, Any]:
     """Returns sizes of the layout that equal the defaults but must be written, because a file that the
     command names sets them differently."""
     draft, parallel = layout.search.draft, layout.config.parallel
-    in_file = [n for n in DIVISION_SETTINGS if draft.given(n) and not draft.source(n).startswith("flag")]
+    in_file = [n for n in DIVISION_SETTINGS if draft.given(n) and not draft.by_flag(n)]
     sizes = {name: getattr(parallel, name) for name in in_file if name not in layout.settings}
     return {n: size for n, size in sizes.items() if isinstance(size, int) and size != getattr(draft, n)}
 

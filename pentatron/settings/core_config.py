@@ -66,5 +66,5 @@ def core_transformer_config_from_args(args: RunConfig | SimpleNamespace) -> Core
         {f.name: getattr(settings, f.name) for f in dataclasses.fields(section)}
         for section in (TransformerConfig, MoEConfig)
     )
-    own = {"seed": settings.seed, "attention_backend": settings.attention_backend}
-    return CoreTransformerConfig(**model, moe=MoEConfig(**moe), **own)
+    seed, backend = settings.seed, settings.attention_backend
+    return CoreTransformerConfig(**model, moe=MoEConfig(**moe), seed=seed, attention_backend=backend)

@@ -57,8 +57,8 @@ def decide(config: RunConfig, device: DeviceFacts, own_program: bool = False) ->
     one_pass, idle["fused_update"] = _update(config, device)
     compilation, idle["compile_layers_together"] = _compile(config, device)
     gate, idle["bias_swiglu_fusion"] = _gate(config, device)
-    loss, idle["cross_entropy_chunk"] = _loss(config, device)
-    idle["cross_entropy_fusion_impl"] = idle["cross_entropy_chunk"]
+    loss, not_fused = _loss(config, device)
+    idle |= dict.fromkeys(("cross_entropy_fusion_impl", "cross_entropy_chunk"), not_fused)
     experts, idle["moe_grouped_gemm"] = _experts(config, device)
     profiler, idle["use_pytorch_profiler"] = _torch_profiler(config, device)
     offloads, records = parallel.optimizer_cpu_offload, config.memory.record_memory_history
@@ -203,18 +203,13 @@ def _has_documents(data: DataConfig) -> bool:
 
 
 def _gate(config: RunConfig, device: DeviceFacts) -> tuple[GateDecision, str]:
-    model, tensor, defers = (
-        config.model,
-        config.parallel.tensor_model_parallel_size,
-        config.defers_weight_gradients,
-    )
+    model, defers = config.model, config.defers_weight_gradients
     wanted, fp8_layers = config.kernels.bias_swiglu_fusion and model.gated_linear_unit, _fp8_layers(config)
     # A shared expert is an MLP too.
     shared, sparse = config.moe.moe_shared_expert_intermediate_size, frozenset(config.layers_with_experts)
     widths = {n: shared if n in sparse else model.ffn_hidden_size for n in range(model.num_layers)}
-    first = {
-        n: mlp_sizes(model, tensor, inner).linear_fc1 for n, inner in widths.items() if inner is not None
-    }
+    tensor = config.parallel.tensor_model_parallel_size
+    first = {n: mlp_sizes(model, tensor, width).linear_fc1 for n, width in widths.items() if width}
     in_fp8 = [
         layer in fp8_layers and fc1.inputs % FP8_MULTIPLE == fc1.outputs % FP8_MULTIPLE == 0
         for layer, fc1 in first.items()
@@ -346,10 +341,8 @@ def _graphs(config: RunConfig, device: DeviceFacts, own_program: bool) -> Graphs
         return GraphsDecision()
     if not problem:
         return GraphsDecision(if_memory_allows=True)
-    reason = (
-        "CUDA graphs are not used, though launching kernels takes longer than computing such small layers"
-    )
-    return GraphsDecision(left_out=f"{reason}: {problem}")
+    slow = "launching kernels takes longer than computing such small layers"
+    return GraphsDecision(left_out=f"CUDA graphs are not used, though {slow}: {problem}")
 
 
 def requires_graphs(cuda_graphs: str) -> bool:
@@ -382,7 +375,5 @@ def _torch_profiler(config: RunConfig, device: DeviceFacts) -> tuple[bool, str]:
     wanted = config.log.use_pytorch_profiler
     if not config.log.profile:
         return False, "nothing is profiled (--profile)"
-    return (
-        wanted or device.is_cpu,
-        "on a CPU the profiler is always torch's" if wanted and device.is_cpu else "",
-    )
+    idle = "on a CPU the profiler is always torch's" if wanted and device.is_cpu else ""
+    return wanted or device.is_cpu, idle

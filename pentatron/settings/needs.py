@@ -295,7 +295,7 @@ def loss_scale_search(name: str) -> Need:
     """Builds the need for dynamic loss scaling in fp16. A default of an entry point gets no notice."""
 
     def check(s: Settings) -> str:
-        is_default = not s.source(name).startswith("flag") and getattr(s, name) == GRAD_SCALER.get(name)
+        is_default = not s.by_flag(name) and getattr(s, name) == GRAD_SCALER.get(name)
         if s.loss_scale and not is_default:
             return f"the loss scale is static (--loss-scale {s.loss_scale:g})"
         return "" if s.fp16 or is_default else "there is no dynamic loss scale without --fp16"
