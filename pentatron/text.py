@@ -71,10 +71,8 @@ def parameter_count(number: float) -> str:
 
 def _scaled(number: float, units: Sequence[tuple[str, float]], digits: int) -> str:
     """Formats a number in its largest fitting unit; returns an empty string if it is below all units."""
-    fitting = (
-        f"{format_significant(number / size, digits)} {unit}" for unit, size in units if number >= size
-    )
-    return next(fitting, "")
+    fits = (f"{format_significant(number / size, digits)} {unit}" for unit, size in units if number >= size)
+    return next(fits, "")
 
 
 def seconds_text(seconds: float) -> str:

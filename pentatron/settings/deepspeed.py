@@ -125,9 +125,8 @@ def read_deepspeed(path: str) -> tuple[dict[str, Assigned], list[str]]:
     if problems:
         raise ConfigError(problems)
     if warmup_type != "linear" and "lr_warmup_iters" in settings:
-        notices.append(
-            f"{path}: the warm-up is linear here; DeepSpeed's is logarithmic, faster at first, unless {_WARMUP_TYPE} is linear"
-        )
+        theirs = f"DeepSpeed's is logarithmic, faster at first, unless {_WARMUP_TYPE} is linear"
+        notices.append(f"{path}: the warm-up is linear here; {theirs}")
     return settings, notices
 
 

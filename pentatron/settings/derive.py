@@ -130,10 +130,9 @@ def _attention(draft: Draft) -> None:
     heads = draft.num_attention_heads
     are_valid = draft.wrong.keys().isdisjoint(("hidden_size", "num_attention_heads"))
     if is_unset(draft.kv_channels) and hidden % heads and are_valid:
-        draft.problems.append(
-            f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}; "
-            f"use {join_choices(divisors(hidden))} heads, or give --kv-channels"
-        )
+        advice = f"use {join_choices(divisors(hidden))} heads, or give --kv-channels"
+        indivisible = f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}"
+        draft.problems.append(f"{indivisible}; {advice}")
     draft.fill(f"{hidden} hidden / {heads} heads", kv_channels=max(1, hidden // heads))
 
 
@@ -234,14 +233,11 @@ def _batches(draft: Draft) -> None:
     elif draft.rank_batch_size is not None and not explicit:
         _batches_of_a_rank(draft, draft.rank_batch_size)
     elif draft.rank_batch_size is not None and draft.given("rank_batch_size"):
-        draft.problems.append(
-            "--batch_size and --micro-batch-size/--global-batch-size set the same size; give one of them"
-        )
+        both = "--batch_size and --micro-batch-size/--global-batch-size set the same size"
+        draft.problems.append(f"{both}; give one of them")
     elif accumulation is not None and count not in (None, accumulation):
-        draft.problems.append(
-            f"--gradient-accumulation-steps {accumulation} and --num-microbatches {count} both set how many "
-            f"micro-batches a step has; give one of them"
-        )
+        both = f"--gradient-accumulation-steps {accumulation} and --num-microbatches {count}"
+        draft.problems.append(f"{both} both set how many micro-batches a step has; give one of them")
     else:
         _micro_and_global(draft, accumulation or count)
 
@@ -259,10 +255,8 @@ def _micro_and_global(draft: Draft, steps: int | None) -> None:
     if is_unset(micro):
         _micro_from_global(draft, common, steps)
     elif steps is not None and micro * dp * steps != total:
-        draft.problems.append(
-            f"--global-batch-size {total} ≠ {micro} (micro) × {dp} (data-parallel) × {steps} (micro-batches) = "
-            f"{micro * dp * steps}; leave one of them out"
-        )
+        product = f"{micro} (micro) × {dp} (data-parallel) × {steps} (micro-batches) = {micro * dp * steps}"
+        draft.problems.append(f"--global-batch-size {total} ≠ {product}; leave one of them out")
     elif common % (micro * dp) and common % dp == 0 and not draft.given("micro_batch_size"):
         fewer = max(d for d in divisors(common // dp) if d <= micro)
         draft.derive(f"a divisor of {common} / {dp} ranks; the preset has {micro}", micro_batch_size=fewer)
@@ -281,10 +275,8 @@ def _micro_from_global(draft: Draft, common: int, steps: int | None) -> None:
     elif is_open and common < total:
         micro, reason = common // dp, f"{common}, in every batch size, / {dp} ranks"
     elif rest:
-        draft.problems.append(
-            f"--global-batch-size {total} cannot be divided by {dp} data-parallel ranks × {count} micro-batches; "
-            f"use a multiple of {dp * count}"
-        )
+        parts = f"{dp} data-parallel ranks × {count} micro-batches; use a multiple of {dp * count}"
+        draft.problems.append(f"--global-batch-size {total} cannot be divided by {parts}")
         return
     draft.derive(reason, micro_batch_size=micro)
 
@@ -293,10 +285,8 @@ def _batches_of_a_rank(draft: Draft, batch: int) -> None:
     dp = draft.data_parallel_size
     count, accumulation = draft.num_microbatches or 1, draft.gradient_accumulation_steps or 1
     if batch % count:
-        draft.problems.append(
-            f"--batch_size {batch} is not divisible by --num_microbatches {count}; "
-            f"use {join_choices(divisors(batch))} micro-batches"
-        )
+        indivisible = f"--batch_size {batch} is not divisible by --num_microbatches {count}"
+        draft.problems.append(f"{indivisible}; use {join_choices(divisors(batch))} micro-batches")
         return
     draft.derive(f"{batch} per rank / {count} micro-batches", micro_batch_size=batch // count)
     reason = f"{batch} per rank × {dp} ranks × {accumulation} accumulated"

@@ -21,7 +21,7 @@ from pentatron.layout.stages import Costs, stage_parts
 from pentatron.settings.declaration import flag_of
 from pentatron.settings.parameters import attention_sizes, costs_of, division_of, grid_of
 from pentatron.settings.settings import Settings, is_unset
-from pentatron.text import divisors, join_choices
+from pentatron.text import divisors, join_choices, plural
 
 Rule = Callable[[Settings], str | None]
 
@@ -53,13 +53,11 @@ def error_of(check: Callable[..., object], *arguments: object) -> str | None:
 
 
 def _data_parallel(s: Settings) -> str | None:
-    model = s.ranks_per_replica
-    if s.facts.world_size % model or s.data_parallel_size * model == s.facts.world_size:
+    dp, model, processes = s.data_parallel_size, s.ranks_per_replica, s.facts.world_size
+    if processes % model or dp * model == processes:
         return None
-    return (
-        f"--data-parallel-size {s.data_parallel_size} × {model} (tp × pp × cp) = {s.data_parallel_size * model}, "
-        f"but there are {s.facts.world_size} processes; use {s.facts.world_size // model} or leave it out"
-    )
+    product = f"--data-parallel-size {dp} × {model} (tp × pp × cp) = {dp * model}"
+    return f"{product}, but there are {processes} processes; use {processes // model} or leave it out"
 
 
 def _groups_per_rank(s: Settings) -> str | None:
@@ -67,10 +65,9 @@ def _groups_per_rank(s: Settings) -> str | None:
     # Without grouping, the rule about heads reports the problem.
     if groups % tp == 0 or tp % groups == 0 or groups == s.num_attention_heads:
         return None
-    return (
-        f"--num-query-groups {groups} is neither a multiple nor a divisor of --tensor-model-parallel-size {tp}; "
-        f"use a tensor parallel size of {join_choices(divisors(groups))}"
-    )
+    neither = f"neither a multiple nor a divisor of --tensor-model-parallel-size {tp}"
+    advice = f"use a tensor parallel size of {join_choices(divisors(groups))}"
+    return f"--num-query-groups {groups} is {neither}; {advice}"
 
 
 def _mlp_per_rank(s: Settings) -> str | None:
@@ -115,10 +112,9 @@ def _heads_per_context_rank(s: Settings) -> str | None:
     if cp in fits:
         return None
     counts = f"{heads} heads" + (f" in {groups} groups" if groups != heads else "")
-    return (
-        f"--cp-comm-type a2a cannot distribute {counts}{' of each tensor rank' if tp > 1 else ''} to {cp} (context) ranks; "
-        f"use a context parallel size of {join_choices(fits)}, or --cp-comm-type p2p"
-    )
+    counts += " of each tensor rank" if tp > 1 else ""
+    advice = f"use a context parallel size of {join_choices(fits)}, or --cp-comm-type p2p"
+    return f"--cp-comm-type a2a cannot distribute {counts} to {cp} (context) ranks; {advice}"
 
 
 def _layers_per_stage(s: Settings) -> str | None:
@@ -127,14 +123,12 @@ def _layers_per_stage(s: Settings) -> str | None:
     if layers >= ranks * virtual or s.pipeline_model_parallel_layout is not None:
         return None
     if virtual > 1:
-        return (
-            f"--num-layers {layers} cannot fill {ranks} (pipeline) × {virtual} (virtual) = {ranks * virtual} stages; "
-            f"use {ranks * virtual} layers or more, or fewer stages"
-        )
-    return (
-        f"--num-layers {layers} cannot fill the {ranks} stages of --pipeline-model-parallel-size {ranks}; "
-        f"use {ranks} layers or more, or at most {layers} stage{'s' if layers > 1 else ''}"
-    )
+        stages = f"{ranks} (pipeline) × {virtual} (virtual) = {ranks * virtual} stages"
+        fewer = "fewer stages"
+    else:
+        stages = f"the {ranks} stages of --pipeline-model-parallel-size {ranks}"
+        fewer = f"at most {layers} {plural(layers, 'stage')}"
+    return f"--num-layers {layers} cannot fill {stages}; use {ranks * virtual} layers or more, or {fewer}"
 
 
 def _layers_per_virtual_stage(s: Settings) -> str | None:
@@ -142,17 +136,13 @@ def _layers_per_virtual_stage(s: Settings) -> str | None:
     layers, ranks, virtual = s.num_layers, s.pipeline_model_parallel_size, s.virtual_stages
     if each is None or ranks * virtual * each == layers:
         return None
+    stage = f"{each} (--num-layers-per-virtual-pipeline-stage)"
     if layers % (ranks * each):
         down = layers - layers % (ranks * each)
-        return (
-            f"--num-layers {layers} is not divisible by {ranks} (pipeline) × {each} "
-            f"(--num-layers-per-virtual-pipeline-stage) = {ranks * each}; use "
-            f"{f'{down} or ' if down else ''}{down + ranks * each} layers, or another number for each stage"
-        )
-    return (
-        f"{ranks} (pipeline) × {virtual} (virtual) × {each} (--num-layers-per-virtual-pipeline-stage) = "
-        f"{ranks * virtual * each}, but --num-layers is {layers}; leave one of the two flags for virtual stages out"
-    )
+        advice = f"use {f'{down} or ' if down else ''}{down + ranks * each} layers, or another number for each stage"
+        return f"--num-layers {layers} is not divisible by {ranks} (pipeline) × {stage} = {ranks * each}; {advice}"
+    product = f"{ranks} (pipeline) × {virtual} (virtual) × {stage} = {ranks * virtual * each}"
+    return f"{product}, but --num-layers is {layers}; leave one of the two flags for virtual stages out"
 
 
 # Ways to divide the layers. Settings of one way may be combined.
@@ -315,21 +305,17 @@ def _hybrid_sharding(s: Settings) -> str | None:
     if s.zero_stage != 3:
         return None
     count, grid = s.num_distributed_optimizer_instances, grid_of(s)
-    replicas = grid.data * grid.context
+    replicas, written = grid.data * grid.context, f"--num-distributed-optimizer-instances {count}"
     if replicas % count:
-        return (
-            f"--num-distributed-optimizer-instances {count} does not divide {grid.data} (data) × {grid.context} (context) = "
-            f"{replicas} ranks that hold the same weights; use {join_choices(divisors(replicas))}"
-        )
+        ranks = f"{grid.data} (data) × {grid.context} (context) = {replicas} ranks that hold the same weights"
+        return f"{written} does not divide {ranks}; use {join_choices(divisors(replicas))}"
     # Another rule checks whether the experts fit the ranks.
     replicas_of_experts, rest = divmod(grid.stage_size, grid.expert * grid.expert_tensor)
     if s.num_experts is None or rest or replicas_of_experts % count == 0:
         return None
     both = [n for n in divisors(replicas) if replicas_of_experts % n == 0]
-    return (
-        f"--num-distributed-optimizer-instances {count} does not divide the {replicas_of_experts} ranks that hold the same experts; "
-        f"use {join_choices(both)}"
-    )
+    ranks = f"the {replicas_of_experts} ranks that hold the same experts"
+    return f"{written} does not divide {ranks}; use {join_choices(both)}"
 
 
 ZERO_RULES: dict[str, Rule] = {

@@ -4,6 +4,7 @@ import math
 
 from pentatron.devices import FP8_MULTIPLE
 from pentatron.layout.ranks import expert_size_problem
+from pentatron.settings.declaration import flag_of
 from pentatron.settings.layer_patterns import windowed_layers
 from pentatron.settings.layout_rules import Rule, error_of, indivisible, refuse_if
 from pentatron.settings.model import moe_layers
@@ -64,10 +65,8 @@ def _groups_of_experts(s: Settings) -> str | None:
     each, most = experts // groups, used * (experts // groups)
     if topk <= most:
         return None
-    return (
-        f"--moe-router-topk {topk} is more than the {used} (--moe-router-group-topk) × {each} (experts per "
-        f"group) = {most} experts a token can use; use at most {most}"
-    )
+    product = f"{used} (--moe-router-group-topk) × {each} (experts per group) = {most}"
+    return f"--moe-router-topk {topk} is more than the {product} experts a token can use; use at most {most}"
 
 
 def _balancing(s: Settings) -> str | None:
@@ -131,20 +130,17 @@ def _rotary(s: Settings) -> str | None:
     width = int(s.kv_channels * s.rotary_percent)
     if s.position_embedding_type != "rope" or width % 2 == 0:
         return None
-    return (
-        f"the rotated part of a head, {s.kv_channels} × {s.rotary_percent} (--rotary-percent) = {width}, "
-        f"must be even; change --kv-channels or --num-attention-heads"
-    )
+    product = f"{s.kv_channels} × {s.rotary_percent} (--rotary-percent) = {width}"
+    advice = "change --kv-channels or --num-attention-heads"
+    return f"the rotated part of a head, {product}, must be even; {advice}"
 
 
 def _window(s: Settings) -> str | None:
     window = s.window_size
     if not window or (len(window) == 2 and window[1] == 0):
         return None
-    return (
-        f"--window-size {','.join(map(str, window))} must be LEFT,0, for example 4095,0: a token attends to this many "
-        f"tokens before it, and to none after it"
-    )
+    meaning = "a token attends to this many tokens before it, and to none after it"
+    return f"--window-size {','.join(map(str, window))} must be LEFT,0, for example 4095,0: {meaning}"
 
 
 POSITION_RULES: dict[str, Rule] = {
@@ -206,10 +202,10 @@ def _fp8_tokens(s: Settings) -> str | None:
         tokens = size * length // ranks
         if tokens % FP8_MULTIPLE:
             fitting = FP8_MULTIPLE // math.gcd(FP8_MULTIPLE, length // ranks)
-            return (
-                f"--fp8 {s.fp8_format} needs a multiple of {FP8_MULTIPLE} tokens in a micro-batch, and {size} × {length}{divided} is "
-                f"{tokens}; use a multiple of {fitting} for --{name.replace('_', '-')}, or one of {FP8_MULTIPLE * ranks} for --seq-length"
-            )
+            needed = f"a multiple of {FP8_MULTIPLE} tokens in a micro-batch"
+            advice = f"a multiple of {fitting} for {flag_of(name)}, or one of {FP8_MULTIPLE * ranks} for --seq-length"
+            product = f"{size} × {length}{divided} is {tokens}"
+            return f"--fp8 {s.fp8_format} needs {needed}, and {product}; use {advice}"
     return None
 
 
@@ -219,10 +215,9 @@ def _fp8_layers(s: Settings) -> str | None:
     first, last, layers = s.num_layers_at_start_in_bf16, s.num_layers_at_end_in_bf16, s.num_layers
     if first + last < layers or s.fp8_output_layer:
         return None
-    return (
-        f"--first-last-layers-bf16 with {first} first and {last} last layers leaves none of {layers} for --fp8; lower "
-        f"--num-layers-at-start-in-bf16 or --num-layers-at-end-in-bf16, or leave --fp8 out"
-    )
+    ends = f"--first-last-layers-bf16 with {first} first and {last} last layers"
+    advice = "lower --num-layers-at-start-in-bf16 or --num-layers-at-end-in-bf16, or leave --fp8 out"
+    return f"{ends} leaves none of {layers} for --fp8; {advice}"
 
 
 PRECISION_RULES: dict[str, Rule] = {

@@ -55,7 +55,7 @@ def countable_epochs(s: Settings) -> str:
     return f"{why or 'the data is not read here'}; --train-iters {s.train_iters} decides"
 
 
-def evaluations(s: Settings) -> str:
+def validating(s: Settings) -> str:
     """Evaluations during training."""
     if s.eval_interval == 0:
         return ""
@@ -105,7 +105,7 @@ def a_tokenizer(s: Settings) -> str:
     return "" if named else "there is no tokenizer, so no text can be generated"
 
 
-def a_sample(s: Settings) -> str:
+def prompt(s: Settings) -> str:
     """A prompt to continue."""
     return "there is no --sample-prompt to continue" if s.sample_prompt is None else a_tokenizer(s)
 
@@ -254,7 +254,7 @@ DECAY = requires(
 )
 
 
-def decay_or_fraction(s: Settings) -> str:
+def a_decay(s: Settings) -> str:
     """A learning rate decay, or a warm-up given as a fraction of it."""
     return DECAY(s) if s.lr_warmup_fraction is None else ""
 
@@ -414,7 +414,7 @@ def open_rendezvous(s: Settings) -> str:
     return "" if facts.launcher else here
 
 
-MEMORY_SAMPLES = requires(
+MEMORY = requires(
     lambda s: s.monitor_memory_continuously, "memory is not sampled (--monitor-memory-continuously)"
 )
 A_DASHBOARD = requires(
@@ -422,9 +422,7 @@ A_DASHBOARD = requires(
     "neither --tensorboard-dir nor --wandb-project is given",
 )
 WANDB = requires(lambda s: s.wandb_project is not None, "nothing is logged there without --wandb-project")
-PROGRESS_FILE = requires(
-    lambda s: s.log_progress, "it is written to progress.txt, which needs --log-progress"
-)
+PROGRESS = requires(lambda s: s.log_progress, "it is written to progress.txt, which needs --log-progress")
 
 
 def checkpoints(s: Settings) -> str:
@@ -472,7 +470,7 @@ def steps_within_the_run(s: Settings) -> str:
 PROFILE = requires(lambda s: s.profile, "nothing is profiled (--profile)")
 
 
-def a_profiled_rank(s: Settings) -> str:
+def a_rank(s: Settings) -> str:
     """A profiled rank that exists."""
     ranks = s.facts.world_size
     none = f"the last of the {ranks} ranks is {ranks - 1}, so none of these exists"
@@ -493,6 +491,4 @@ REPLICAS = requires(
     lambda s: s.facts.world_size > 1 or not s.check_weight_hash_across_dp_replicas_interval,
     "one process has no replicas to compare",
 )
-MEMORY_HISTORY = requires(
-    lambda s: s.record_memory_history, "no allocations are recorded (--record-memory-history)"
-)
+HISTORY = requires(lambda s: s.record_memory_history, "no allocations are recorded (--record-memory-history)")

@@ -19,9 +19,7 @@ class RunSettings:
     fresh: bool = setting(False, "start a new run; an earlier one in the folder is moved aside", SILENT)
     seed: int = setting(1234, "seed of initial weights, sample order and dropout", SEED, ORDER)
     sample_prompt: str | None = setting(None, "prompt to continue at the end", needs.a_tokenizer, FREE)
-    sample_tokens: int = setting(
-        120, "tokens to generate for it (0: none)", NON_NEGATIVE, needs.a_sample, FREE
-    )
+    sample_tokens: int = setting(120, "tokens to generate for it (0: none)", NON_NEGATIVE, needs.prompt, FREE)
 
 
 @dataclass(frozen=True)
@@ -134,9 +132,7 @@ class LogConfig:
     wandb_entity: str | None = setting(None, "team or user there", needs.WANDB)
     wandb_save_dir: str | None = setting(None, "folder for its files (RUN_DIR/wandb)", needs.WANDB)
     monitor_memory_continuously: bool = setting(False, "write each rank's memory over time to RUN_DIR/memory")
-    memory_monitor_interval: float = setting(
-        1.0, "seconds between memory samples", POSITIVE, needs.MEMORY_SAMPLES
-    )
+    memory_monitor_interval: float = setting(1.0, "seconds between memory samples", POSITIVE, needs.MEMORY)
     save_performance_summary: bool = setting(False, "write RUN_DIR/performance_summary.json at the end")
     console_lines: str = setting(
         "short", "terminal: a summary (short), or all of train.log (megatron)", choices=("short", "megatron")
@@ -149,7 +145,7 @@ class LogConfig:
     profile_step_start: int = setting(10, "steps before the profile", NON_NEGATIVE, needs.PROFILE)
     profile_step_end: int = setting(12, "last step of the profile", POSITIVE, needs.PROFILE)
     profile_ranks: tuple[int, ...] = setting(
-        (0,), "profiled ranks", NON_NEGATIVE, needs.PROFILE, needs.a_profiled_rank
+        (0,), "profiled ranks", NON_NEGATIVE, needs.PROFILE, needs.a_rank
     )
     use_pytorch_profiler: bool = setting(
         False, "on a GPU, write a trace by torch.profiler instead of a range for nsys"

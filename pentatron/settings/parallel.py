@@ -142,7 +142,7 @@ class MemoryConfig:
         False, "record GPU allocations with stack traces, for pytorch.org/memory_viz"
     )
     memory_snapshot_path: str = setting(
-        "snapshot.pickle", "file of it in the run folder; the rank is added to its name", needs.MEMORY_HISTORY
+        "snapshot.pickle", "file of it in the run folder; the rank is added to its name", needs.HISTORY
     )
 
 
@@ -289,7 +289,7 @@ class LaunchConfig:
         notice="LOCAL_RANK, which the launcher sets in the environment, is used instead",
     )
     job_id: str | None = setting(
-        None, "name of the job in progress.txt (the Slurm job ID)", needs.PROGRESS_FILE, SILENT
+        None, "name of the job in progress.txt (the Slurm job ID)", needs.PROGRESS, SILENT
     )
     enable_ft_package: bool = setting(
         False,

@@ -142,9 +142,7 @@ class TrainConfig:
         POSITIVE,
         needs.countable_epochs,
     )
-    eval_interval: int = setting(
-        1000, "steps between validations (0: never)", NON_NEGATIVE, needs.evaluations
-    )
+    eval_interval: int = setting(1000, "steps between validations (0: never)", NON_NEGATIVE, needs.validating)
     eval_iters: int = setting(
         10, "steps of one validation (0: never validate)", NON_NEGATIVE, needs.evaluation_steps
     )
@@ -179,11 +177,9 @@ class OptimConfig:
         "cosine", "shape of the decay", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
     )
     lr_decay_iters: int | None = setting(
-        None, "step at which the decay ends (train-iters)", POSITIVE, needs.decay_or_fraction
+        None, "step at which the decay ends (train-iters)", POSITIVE, needs.a_decay
     )
-    lr_decay_samples: int | None = setting(
-        None, "sample at which the decay ends", POSITIVE, needs.decay_or_fraction
-    )
+    lr_decay_samples: int | None = setting(None, "sample at which the decay ends", POSITIVE, needs.a_decay)
     lr_wsd_decay_style: str = setting(
         "exponential",
         "shape of the final decay of WSD (warmup-stable-decay)",

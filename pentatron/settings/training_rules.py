@@ -28,9 +28,9 @@ def _retained_steps(s: Settings) -> str | None:
     every, interval = s.save_retain_interval, s.save_interval
     if every is None or interval is None or every % interval == 0:
         return None
+    never = f"is not a multiple of --save-interval {interval}, so most of these steps would never be saved"
     return (
-        f"--save-retain-interval {every} is not a multiple of --save-interval {interval}, so most of these steps would never be saved; "
-        f"use a multiple, such as {-(-every // interval) * interval}"
+        f"--save-retain-interval {every} {never}; use a multiple, such as {-(-every // interval) * interval}"
     )
 
 
@@ -65,23 +65,16 @@ def _sft_file(s: Settings) -> str | None:
     words = s.data_path
     if not s.sft:
         text = first_text_file(words)
-        if text is None:
-            return None
-        return (
-            f"--data-path {text} is text; tokenize it with pentatron prepare --input {text}, or add --sft if it holds "
-            "conversations"
-        )
+        fix = f"tokenize it with pentatron prepare --input {text}, or add --sft if it holds conversations"
+        return None if text is None else f"--data-path {text} is text; {fix}"
     if s.train_data_path:
         return "--sft reads files of conversations, which --split divides; give --data-path FILE.jsonl instead of files for each split"
     if not words:
         return "--sft reads files of conversations, and none is named; give --data-path FILE.jsonl"
     weight = next(filter(is_weight, words), None)
-    if weight is None:
-        return None
-    return (
-        f"--sft reads every conversation once in an epoch, so the weight {weight} has no meaning; give --data-path FILES alone "
-        "(a file named twice counts twice)"
-    )
+    fix = "give --data-path FILES alone (a file named twice counts twice)"
+    error = f"--sft reads every conversation once in an epoch, so the weight {weight} has no meaning; {fix}"
+    return None if weight is None else error
 
 
 SFT_RULES: dict[str, Rule] = {
@@ -139,14 +132,11 @@ def _warmup(s: Settings) -> str | None:
     if lengths is None or lengths[1].warmup < lengths[1].decay:
         return None
     if s.lr_warmup_samples is None and s.lr_decay_samples is None:
-        return (
-            f"--lr-warmup-iters {s.lr_warmup_iters} must be smaller than the {s.lr_decay_iters} steps of the decay "
-            f"(--lr-decay-iters or --train-iters)"
-        )
-    return (
-        f"a warm-up of {lengths[1].warmup:.0f} samples must be shorter than the {lengths[1].decay} samples of the decay "
-        f"(--lr-decay-samples, --lr-decay-iters or the length of the run)"
-    )
+        decay = f"the {s.lr_decay_iters} steps of the decay (--lr-decay-iters or --train-iters)"
+        return f"--lr-warmup-iters {s.lr_warmup_iters} must be smaller than {decay}"
+    flags = "--lr-decay-samples, --lr-decay-iters or the length of the run"
+    decay = f"the {lengths[1].decay} samples of the decay ({flags})"
+    return f"a warm-up of {lengths[1].warmup:.0f} samples must be shorter than {decay}"
 
 
 def _wsd(s: Settings) -> str | None:
@@ -160,15 +150,13 @@ def _wsd(s: Settings) -> str | None:
     plan, spans = lengths
     if spans.warmup >= spans.decay or spans.warmup + spans.wsd <= spans.decay:
         return None
-    if s.lr_wsd_decay_samples is not None:
-        return (
-            f"--lr-wsd-decay-samples {spans.wsd} and the warm-up of {spans.warmup:.0f} do not fit into the {spans.decay} "
-            f"samples until the end of the decay; use {spans.decay - int(spans.warmup)} or fewer"
-        )
-    steps = plan.steps_within(spans.decay)
+    unit, warmup, decay = "samples", int(spans.warmup), spans.decay
+    both = f"--lr-wsd-decay-samples {spans.wsd} and the warm-up of {spans.warmup:.0f}"
+    if s.lr_wsd_decay_samples is None:
+        unit, warmup, decay = "steps", s.lr_warmup_iters, plan.steps_within(spans.decay)
+        both = f"--lr-wsd-decay-iters {s.lr_wsd_decay_iters} and the warm-up of {warmup}"
     return (
-        f"--lr-wsd-decay-iters {s.lr_wsd_decay_iters} and the warm-up of {s.lr_warmup_iters} do not fit into the {steps} "
-        f"steps until the end of the decay; use {steps - s.lr_warmup_iters} or fewer"
+        f"{both} do not fit into the {decay} {unit} until the end of the decay; use {decay - warmup} or fewer"
     )
 
 
@@ -183,10 +171,8 @@ def _weight_decay(s: Settings) -> str | None:
     ends = [n for n in ("start_weight_decay", "end_weight_decay") if getattr(s, n) is not None]
     if s.weight_decay_incr_style != "constant" or not ends:
         return None
-    return (
-        f"{flag_of(ends[0])} {getattr(s, ends[0])} needs a changing weight decay; give "
-        f"--weight-decay-incr-style linear or cosine, or --weight-decay instead"
-    )
+    advice = "give --weight-decay-incr-style linear or cosine, or --weight-decay instead"
+    return f"{flag_of(ends[0])} {getattr(s, ends[0])} needs a changing weight decay; {advice}"
 
 
 SCHEDULE_RULES: dict[str, Rule] = {
