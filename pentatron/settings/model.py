@@ -125,16 +125,11 @@ class TransformerConfig:
         "yarn: numerator of another such factor: (0.1 × mscale × ln(factor) + 1) / (0.1 × mscale_all_dim × ln(factor) + 1)",
         NON_NEGATIVE,
         needs.YARN,
-        needs.YARN_FACTOR_UNSET,
-        needs.BOTH_MSCALES,
+        needs.NO_FACTOR,
+        needs.MSCALES,
     )
     yarn_mscale_all_dim: float | None = setting(
-        None,
-        "yarn: denominator of that factor",
-        NON_NEGATIVE,
-        needs.YARN,
-        needs.YARN_FACTOR_UNSET,
-        needs.BOTH_MSCALES,
+        None, "yarn: denominator of that factor", NON_NEGATIVE, needs.YARN, needs.NO_FACTOR, needs.MSCALES
     )
     yarn_truncate: bool = setting(
         True,

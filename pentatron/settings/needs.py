@@ -136,7 +136,7 @@ def a_validation_set(s: Settings) -> str:
     return evaluation(s)
 
 
-KEPT_ORDER = requires(lambda s: not s.is_synthetic, "synthetic samples have no cached order")
+KEPT = requires(lambda s: not s.is_synthetic, "synthetic samples have no cached order")
 
 
 def a_choice_of_order(s: Settings) -> str:
@@ -162,10 +162,12 @@ def documents(s: Settings) -> str:
 
 
 CONVERSATIONS = requires(lambda s: s.sft, "there are no conversations (--sft), so this changes nothing")
-TEMPLATE = requires(
-    lambda s: s.sft_tokenizer_prompt_format != "identity",
-    "texts are concatenated without a template (--sft-tokenizer-prompt-format identity)",
-)
+
+
+def template(s: Settings) -> str:
+    """Conversations that are formatted by a template."""
+    none = "texts are concatenated without a template (--sft-tokenizer-prompt-format identity)"
+    return CONVERSATIONS(s) or (none if s.sft_tokenizer_prompt_format == "identity" else "")
 
 
 # --- architecture: positions, windows, biases, experts ---
@@ -195,10 +197,10 @@ ROPE_SCALING = _scaling("linear", "llama3", "yarn")
 ORIGINAL_LENGTH = _scaling("llama3", "yarn")
 LLAMA3_SCALING = _scaling("llama3")
 YARN = _scaling("yarn")
-YARN_FACTOR_UNSET = requires(
+NO_FACTOR = requires(
     lambda s: s.yarn_attention_factor is None, "--yarn-attention-factor is given and used as it is"
 )
-BOTH_MSCALES = requires(
+MSCALES = requires(
     lambda s: s.yarn_mscale and s.yarn_mscale_all_dim,
     "--yarn-mscale and --yarn-mscale-all-dim act together, both above 0",
 )
@@ -291,7 +293,7 @@ ADAM = requires(lambda s: s.optimizer == "adam", lambda s: f"--optimizer {s.opti
 SGD = requires(lambda s: s.optimizer == "sgd", "--optimizer adam uses --adam-beta1 instead")
 
 
-def loss_scale_search(name: str) -> Need:
+def scaler(name: str) -> Need:
     """Builds the need for dynamic loss scaling in fp16. A default of an entry point gets no notice."""
 
     def check(s: Settings) -> str:
@@ -344,18 +346,15 @@ def ranks_to_shard_over(s: Settings) -> str:
     """Several ranks that hold the same parameters."""
     # Experts may be replicated across tensor ranks, and are then sharded over these.
     replicated_experts = s.num_experts is not None and s.tensor_model_parallel_size > 1
-    alone = (
-        s.zero_stage > 0 and s.data_parallel_size * s.context_parallel_size == 1 and not replicated_experts
-    )
-    return "there is one data-parallel rank, so nothing is sharded" if alone else ""
+    alone = s.data_parallel_size * s.context_parallel_size == 1 and not replicated_experts
+    return "there is one data-parallel rank, so nothing is sharded" if alone and s.zero_stage > 0 else ""
 
 
 def hybrid_shards(s: Settings) -> str:
     """Hybrid sharding: ZeRO 3 within groups of ranks that each hold the whole model."""
     count, stage = s.num_distributed_optimizer_instances, s.zero_stage
-    nothing = (
-        "nothing is sharded over data-parallel ranks (--zero-stage 0), so there are no groups to shard in"
-    )
+    groups = "so there are no groups to shard in"
+    nothing = f"nothing is sharded over data-parallel ranks (--zero-stage 0), {groups}"
     every = f"ZeRO {stage} shards over all data-parallel ranks; hybrid sharding in groups is for ZeRO 3"
     alone = s.data_parallel_size * s.context_parallel_size == count
     single = "every data-parallel rank is a group, so nothing is sharded"
@@ -374,16 +373,14 @@ def recomputed_modules(s: Settings) -> str:
     modules = s.recompute_modules
     if not modules or s.recompute_granularity is None:
         return RECOMPUTE(s) if modules else ""
-    absent = [name for name in ("moe", "moe_act", "shared_experts") if name in modules and not s.num_experts]
-    return (
-        f"there are no experts (--num-experts), so {', '.join(absent)} cannot be recomputed" if absent else ""
-    )
+    names = ", ".join(n for n in ("moe", "moe_act", "shared_experts") if n in modules and not s.num_experts)
+    return f"there are no experts (--num-experts), so {names} cannot be recomputed" if names else ""
 
 
 # --- processes, checkpoints, logs, profiles and the training loop ---
 
 
-SEVERAL_PROCESSES = requires(lambda s: s.facts.world_size > 1, "one process runs no collectives")
+PEERS = requires(lambda s: s.facts.world_size > 1, "one process runs no collectives")
 
 
 def own_port(s: Settings) -> str:
@@ -460,7 +457,7 @@ def no_loss_scale_search(s: Settings) -> str:
     return stop_at_nan(s) if s.fp16 and not s.loss_scale else ""
 
 
-def steps_within_the_run(s: Settings) -> str:
+def in_run(s: Settings) -> str:
     """Steps to skip that the run reaches."""
     last, steps = s.train_iters, s.iterations_to_skip
     never = steps and last is not None and min(steps) > last
@@ -477,7 +474,7 @@ def a_rank(s: Settings) -> str:
     return "" if min(s.profile_ranks, default=0) < ranks else none
 
 
-def profile_within_the_run(s: Settings) -> str:
+def profiled(s: Settings) -> str:
     """A profile that begins before the last step."""
     last = s.train_iters
     late = s.profile and last is not None and s.profile_step_start >= last

@@ -138,9 +138,7 @@ class LogConfig:
         "short", "terminal: a summary (short), or all of train.log (megatron)", choices=("short", "megatron")
     )
     profile: bool = setting(
-        False,
-        "profile some steps: a trace in RUN_DIR/profile, or on a GPU a range for nsys",
-        needs.profile_within_the_run,
+        False, "profile some steps: a trace in RUN_DIR/profile, or on a GPU a range for nsys", needs.profiled
     )
     profile_step_start: int = setting(10, "steps before the profile", NON_NEGATIVE, needs.PROFILE)
     profile_step_end: int = setting(12, "last step of the profile", POSITIVE, needs.PROFILE)

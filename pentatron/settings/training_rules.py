@@ -28,10 +28,9 @@ def _retained_steps(s: Settings) -> str | None:
     every, interval = s.save_retain_interval, s.save_interval
     if every is None or interval is None or every % interval == 0:
         return None
-    never = f"is not a multiple of --save-interval {interval}, so most of these steps would never be saved"
-    return (
-        f"--save-retain-interval {every} {never}; use a multiple, such as {-(-every // interval) * interval}"
-    )
+    multiple, never = -(-every // interval) * interval, "most of these steps would never be saved"
+    error = f"--save-retain-interval {every} is not a multiple of --save-interval {interval}, so {never}"
+    return f"{error}; use a multiple, such as {multiple}"
 
 
 LOOP_RULES: dict[str, Rule] = {
@@ -155,9 +154,8 @@ def _wsd(s: Settings) -> str | None:
     if s.lr_wsd_decay_samples is None:
         unit, warmup, decay = "steps", s.lr_warmup_iters, plan.steps_within(spans.decay)
         both = f"--lr-wsd-decay-iters {s.lr_wsd_decay_iters} and the warm-up of {warmup}"
-    return (
-        f"{both} do not fit into the {decay} {unit} until the end of the decay; use {decay - warmup} or fewer"
-    )
+    advice = f"use {decay - warmup} or fewer"
+    return f"{both} do not fit into the {decay} {unit} until the end of the decay; {advice}"
 
 
 def _min_lr(s: Settings) -> str | None:
