@@ -97,7 +97,7 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u20
 
 def printable(text: str) -> str:
     """Escapes control characters (`\\x1b`), so that the text cannot control a terminal."""
-    return _CONTROL.sub(_escaped, text)
+    return _CONTROL.sub(lambda c: f"\\x{ord(c[0]):02x}" if c[0] < "\u0100" else f"\\u{ord(c[0]):04x}", text)
 
 
 def one_line(text: str) -> str:
@@ -108,11 +108,6 @@ def one_line(text: str) -> str:
 def printable_without_secrets(text: str) -> str:
     """Removes control characters and secrets from text for a terminal or log."""
     return redact(printable(text))
-
-
-def _escaped(match: re.Match[str]) -> str:
-    code = ord(match[0])
-    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
 
 
 # --- secrets ---

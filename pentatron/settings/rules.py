@@ -20,15 +20,13 @@ from pentatron.text import divisors, format_count, join_choices, parse_rendezvou
 
 
 def problems_of(s: Settings, unsound: Collection[str] = ()) -> list[str]:
-    """Returns all errors in the settings. Rules that read an `unsound` setting are skipped."""
-    return [*out_of_limits(s).values(), *unsupported_features(s), *broken_rules(s, unsound)]
+    """Returns all errors in the settings.
 
-
-def broken_rules(s: Settings, unsound: Collection[str] = ()) -> list[str]:
-    """Returns the errors of the rules, except of those that read a setting that is reported already."""
+    Rules that read an `unsound` setting, or one that is reported already, are skipped.
+    """
     wrong = out_of_limits(s)
-    stand_ins = {name: (1,) if isinstance(getattr(s, name), tuple) else 1 for name in wrong}
-    usable, problems = s.changed(**stand_ins), []
+    usable = s.changed(**{name: (1,) if isinstance(getattr(s, name), tuple) else 1 for name in wrong})
+    problems = [*wrong.values(), *unsupported_features(s)]
     for rule in RULES.values():
         recorded = _Recorded(usable)
         problem = rule(recorded)
