@@ -131,12 +131,13 @@ def read_deepspeed(path: str) -> tuple[dict[str, Assigned], list[str]]:
 
 
 def _assigned(key: str, value: Any, path: str) -> dict[str, Assigned]:
-    values = {target.setting: target.convert(value) for target in TARGETS[key]}
-    return {
-        name: Assigned(coerce(table()[name], converted, f"{path}: {key}"), f"file {path}")
-        for name, converted in values.items()
-        if converted is not None
-    }
+    settings = {}
+    for target in TARGETS[key]:
+        converted = target.convert(value)
+        if converted is not None:
+            item = table()[target.setting]
+            settings[item.name] = Assigned(coerce(item, converted, f"{path}: {key}"), f"file {path}")
+    return settings
 
 
 def _entries(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -110,7 +110,7 @@ class Settings(
 
     def fill(self, reason: str, **values: Any) -> None:
         """Sets those of the values that are unset, as `derive` does. None leaves a setting unset."""
-        unset = {name for name, value in values.items() if value is not None and getattr(self, name) is None}
+        unset = [name for name, value in values.items() if value is not None and getattr(self, name) is None]
         self.derive(reason, **{name: values[name] for name in unset})
 
     def source(self, name: str) -> str:
