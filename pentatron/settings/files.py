@@ -5,7 +5,7 @@ import json
 import re
 import shlex
 import tomllib
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -172,8 +172,8 @@ def _without_repeats(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
 
 def read_data_files(draft: Draft) -> None:
     """Assigns the data named in --data-args-path, --per-split-data-args-path and --data-path-config."""
-    files: tuple[tuple[str, str | None, Callable[[str, str], dict[str, tuple[str, ...]]]], ...] = (
-        ("data_args_path", draft.data_args_path, lambda text, flag: {"data_path": _words(text, flag)}),
+    files = (
+        ("data_args_path", draft.data_args_path, _read_words),
         ("per_split_data_args_path", draft.per_split_data_args_path, _read_per_split),
         ("data_path_config", draft.data_path_config, _read_blend),
     )
@@ -182,7 +182,7 @@ def read_data_files(draft: Draft) -> None:
             continue
         flag = table()[name].written(path)
         try:
-            for target, words in read(_text(Path(path), flag), flag).items():
+            for target, words in read(Path(path), flag).items():
                 if getattr(draft, target) not in ((), words):
                     other = table()[target].written(getattr(draft, target), draft.source(target))
                     raise UserError(f"{flag} and {other} name different data; choose one")
@@ -191,15 +191,20 @@ def read_data_files(draft: Draft) -> None:
             draft.wrong[name] = str(error)
 
 
-def _read_per_split(text: str, flag: str) -> dict[str, tuple[str, ...]]:
+def _read_words(path: Path, flag: str) -> dict[str, tuple[str, ...]]:
+    return {"data_path": _words(_text(path, flag), flag)}
+
+
+def _read_per_split(path: Path, flag: str) -> dict[str, tuple[str, ...]]:
     try:
-        content = parse_json(text)
+        content = parse_json(_text(path, flag))
     except ValueError as error:
         raise UserError(f"{flag} is not JSON ({error}); repair it") from None
     return _by_split(content, flag)
 
 
-def _read_blend(text: str, flag: str) -> dict[str, tuple[str, ...]]:
+def _read_blend(path: Path, flag: str) -> dict[str, tuple[str, ...]]:
+    text = _text(path, flag)
     try:
         content = parse_yaml(text)
     except UserError as error:
