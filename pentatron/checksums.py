@@ -17,7 +17,6 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -30,6 +29,8 @@ READ_BYTES = 2**20
 ProgressCallback = Callable[[int], None]
 
 Data = bytes | memoryview
+# A part of a block: the tensor it belongs to, its size and its CRC-32.
+_Part = tuple[str, int, int]
 
 
 def crc32(data: Data, before: int = 0) -> int:
@@ -139,29 +140,20 @@ class ThreadedBlockChecksums:
             self._close_block()
         return _digest(self._sum_of_block(block.result()) for block in self._blocks)
 
-    def _sum_of_block(self, parts: "list[_Part]") -> int:
-        crc = 0
-        for part in parts:
-            crc = crc32_combine(crc, part.sum, part.bytes)
-            if part.tensor:
-                self.tensors[part.tensor] = crc32_combine(
-                    self.tensors.get(part.tensor, 0), part.sum, part.bytes
-                )
-        return crc
+    def _sum_of_block(self, parts: list[_Part]) -> int:
+        block = 0
+        for tensor, size, crc in parts:
+            block = crc32_combine(block, crc, size)
+            if tensor:
+                self.tensors[tensor] = crc32_combine(self.tensors.get(tensor, 0), crc, size)
+        return block
 
     def close(self) -> None:
         self._threads.shutdown(cancel_futures=True)
 
 
-@dataclass(frozen=True)
-class _Part:
-    tensor: str
-    bytes: int
-    sum: int
-
-
 def _sums_of_parts(parts: list[tuple[str, memoryview]]) -> list[_Part]:
-    return [_Part(tensor, len(data), zlib.crc32(data)) for tensor, data in parts]
+    return [(tensor, len(data), zlib.crc32(data)) for tensor, data in parts]
 
 
 def _digest(sums: Iterable[int]) -> str:
@@ -179,11 +171,9 @@ def block_sums_of_file(
         descriptor = file.fileno()
         size = _size(descriptor, cold)
         if threads > 1:
+            sum_of = functools.partial(crc32_of_range, descriptor, size=block_bytes, tell=tell)
             with ThreadPoolExecutor(threads) as pool:
-                yield from pool.map(
-                    lambda start: crc32_of_range(descriptor, start, block_bytes, tell),
-                    range(0, size, block_bytes),
-                )
+                yield from pool.map(sum_of, range(0, size, block_bytes))
             return
         sums = BlockChecksums(block_bytes)
         for data in _reads(descriptor, 0, size, tell):

@@ -58,11 +58,9 @@ class ConfigError(UserError):
 
 def describe_os_error(error: OSError) -> str:
     """Formats an OSError as one sentence, with the fix for a full disk or missing permissions."""
-    reason = error.strerror or str(error)
+    reason, name = error.strerror or str(error), error.filename or "a file"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return (
-            f"{error.filename or 'a file'} cannot be written ({reason}); make room, or choose another folder"
-        )
+        return f"{name} cannot be written ({reason}); make room, or choose another folder"
     if isinstance(error, PermissionError):
-        return f"{error.filename or 'a file'} cannot be opened ({reason}); choose another place, or ask its owner"
-    return f"{error.filename or 'a file'}: {reason}"
+        return f"{name} cannot be opened ({reason}); choose another place, or ask its owner"
+    return f"{name}: {reason}"

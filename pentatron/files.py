@@ -117,9 +117,7 @@ def next_numbered_name(path: Path, separator: str, ending: str = "") -> Path:
 
     `separator` precedes the number and `ending` follows it.
     """
-    return _first_free(
-        path.with_name(f"{path.name}{separator}{number}{ending}") for number in itertools.count(1)
-    )
+    return _first_free(path.with_name(f"{path.name}{separator}{n}{ending}") for n in itertools.count(1))
 
 
 def _first_free(names: Iterable[Path]) -> Path:

@@ -71,10 +71,8 @@ def parameter_count(number: float) -> str:
 
 def _scaled(number: float, units: Sequence[tuple[str, float]], digits: int) -> str:
     """Formats a number in its largest fitting unit; returns an empty string if it is below all units."""
-    fitting = (
-        f"{format_significant(number / size, digits)} {unit}" for unit, size in units if number >= size
-    )
-    return next(fitting, "")
+    fits = (f"{format_significant(number / size, digits)} {unit}" for unit, size in units if number >= size)
+    return next(fits, "")
 
 
 def seconds_text(seconds: float) -> str:
@@ -99,7 +97,7 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u20
 
 def printable(text: str) -> str:
     """Escapes control characters (`\\x1b`), so that the text cannot control a terminal."""
-    return _CONTROL.sub(_escaped, text)
+    return _CONTROL.sub(lambda c: f"\\x{ord(c[0]):02x}" if c[0] < "\u0100" else f"\\u{ord(c[0]):04x}", text)
 
 
 def one_line(text: str) -> str:
@@ -110,11 +108,6 @@ def one_line(text: str) -> str:
 def printable_without_secrets(text: str) -> str:
     """Removes control characters and secrets from text for a terminal or log."""
     return redact(printable(text))
-
-
-def _escaped(match: re.Match[str]) -> str:
-    code = ord(match[0])
-    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
 
 
 # --- secrets ---

@@ -121,8 +121,13 @@ def done(decisions: Decisions) -> tuple[object, ...]:
         (d.experts.on, d.experts.on_device),
         (d.graphs.required, d.graphs.if_memory_allows),
         (d.fp8.format, d.fp8.format and d.fp8.by_rows, d.fp8.layers, d.fp8.head),
-        *(d.update.on, d.offload.on, d.grad_overlap.on, d.param_overlap.on),
-        *(d.allocations_recorded.on, d.torch_profiler.on),
+        *(
+            d.optimizer.one_pass,
+            d.optimizer.in_host_memory,
+            d.optimizer.overlap_reduce,
+            d.optimizer.overlap_gather,
+        ),
+        *(d.allocations_recorded, d.torch_profiler),
     )
 
 
@@ -305,10 +310,10 @@ BUILT: dict[str, tuple[Observed, Callable[[Decisions], object], tuple[str, ...]]
     ),
     "update": (
         updates_in_one_pass,
-        lambda d: d.update.on,
+        lambda d: d.optimizer.one_pass,
         ("", "--no-fused-update", "--optimizer sgd", "--optimizer-cpu-offload"),
     ),
-    "offload": (offloads, lambda d: d.offload.on, ("", "--optimizer-cpu-offload")),
+    "offload": (offloads, lambda d: d.optimizer.in_host_memory, ("", "--optimizer-cpu-offload")),
 }
 
 
@@ -379,9 +384,9 @@ def overlaps(words: str) -> tuple[tuple[object, ...], ...]:
     found = {cast(FullReduction, reduction).overlap for reduction in made._reductions.values()}
     d = model.decisions
     return (tuple(found), made._gathering.overlap, hooks), (
-        (d.grad_overlap.on,),
-        d.param_overlap.on,
-        d.param_overlap.on,
+        (d.optimizer.overlap_reduce,),
+        d.optimizer.overlap_gather,
+        d.optimizer.overlap_gather,
     )
 
 

@@ -162,7 +162,7 @@ def _rows(report: PlanReport, layouts: Sequence[Layout]) -> Iterator[str]:
     sparse = any(layout.shape.sparse_layers for layout in layouts)
     split = any(layout.shape.grid.context > 1 for layout in layouts)
     heads = ["TP", "PP", *(["CP"] if split else []), *(["EP"] if sparse else []), "DP"]
-    width = 8 if any(layout.shape.decisions.offload.on for layout in layouts) else 5
+    width = 8 if any(layout.shape.decisions.optimizer.in_host_memory for layout in layouts) else 5
     yield (
         f"      {''.join(f'{head:>5}' for head in heads)}{'ZeRO':>{width}}  {'recompute':<9} {'micro-batch':>11}  {'memory a GPU':>12}  "
         f"{'':<{_BAR}}  bubble     step  tokens/s/GPU  MFU"
@@ -172,7 +172,7 @@ def _rows(report: PlanReport, layouts: Sequence[Layout]) -> Iterator[str]:
         virtual, train = config.virtual_stages, config.train
         stages = f"{grid.pipeline}×{virtual}" if virtual > 1 else f"{grid.pipeline}"
         sizes = [grid.tensor, stages, *([grid.context] if split else []), *([grid.expert] if sparse else [])]
-        zero = f"{config.parallel.zero_stage}{'+host' if layout.shape.decisions.offload.on else ''}"
+        zero = f"{config.parallel.zero_stage}{'+host' if layout.shape.decisions.optimizer.in_host_memory else ''}"
         total, (speed, utilisation) = layout.largest.total, speed_of(layout)
         yield (
             f"  {number:>3} {''.join(f'{size:>5}' for size in [*sizes, grid.data])}{zero:>{width}}  "
@@ -382,9 +382,7 @@ def command_words(layout: Layout) -> tuple[list[str], list[str]]:
     layout_words = [*_flag_words(layout_settings), *_flag_words(_overrides_of_files(layout))]
     if "micro_batch_size" not in layout.settings and draft.given("micro_batch_size"):
         layout_words += _words_of("micro_batch_size", draft.micro_batch_size)
-    from_flags = [
-        n for n in table() if draft.source(n).startswith("flag") and n not in (*LAYOUT_SETTINGS, *_NOT_COPIED)
-    ]
+    from_flags = [n for n in table() if draft.by_flag(n) and n not in (*LAYOUT_SETTINGS, *_NOT_COPIED)]
     other_words = _flag_words({name: getattr(draft, name) for name in from_flags})
     if not _has_data_flags(search):
         other_words.append("--mock-data")
@@ -398,7 +396,7 @@ def _overrides_of_files(layout: Layout) -> dict[str, Any]:
     """Returns sizes of the layout that equal the defaults but must be written, because a file that the
     command names sets them differently."""
     draft, parallel = layout.search.draft, layout.config.parallel
-    in_file = [n for n in DIVISION_SETTINGS if draft.given(n) and not draft.source(n).startswith("flag")]
+    in_file = [n for n in DIVISION_SETTINGS if draft.given(n) and not draft.by_flag(n)]
     sizes = {name: getattr(parallel, name) for name in in_file if name not in layout.settings}
     return {n: size for n, size in sizes.items() if isinstance(size, int) and size != getattr(draft, n)}
 

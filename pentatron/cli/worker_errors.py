@@ -55,7 +55,7 @@ def check_memory(config: RunConfig, device: "torch.device", worker: Worker) -> N
     room = available_memory(device, sharing)
     _report(None if room is None else check_device_memory(config, at.pipeline, room), config, worker)
     in_background = config.checkpoint.async_save and config.checkpoint.save_checkpoints
-    offloads = decide(config, DeviceFacts(device.type)).offload.on
+    offloads = decide(config, DeviceFacts(device.type)).optimizer.in_host_memory
     if device.type != "cpu" and (offloads or in_background):
         host = _host_room(worker.local_size)
         _report(None if host is None else check_host_memory(config, host), config, worker)

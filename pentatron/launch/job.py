@@ -170,7 +170,10 @@ def cuda_connections(config: RunConfig) -> Variable | None:
     computation it was launched before. Not with an overlapped parameter all-gather (ZeRO 3,
     --overlap-param-gather): in one queue, the prefetch would block the computation launched after it.
     """
-    if config.grid.tensor * config.grid.context == 1 or decide(config, DeviceFacts()).param_overlap.on:
+    if (
+        config.grid.tensor * config.grid.context == 1
+        or decide(config, DeviceFacts()).optimizer.overlap_gather
+    ):
         return None
     return Variable(CONNECTIONS, "1", "so that kernels start in the order in which they were queued")
 

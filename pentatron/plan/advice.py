@@ -172,7 +172,7 @@ def _fits_one(unaided: RankMemory, room: float, fitting: list[Layout], world: in
         ways = [f"data parallelism with ZeRO over {world} GPUs"] if world > 1 else []
         if all(layout.config.memory.recompute_granularity for layout in fitting):
             ways.append("recompute")
-        if all(layout.shape.decisions.offload.on for layout in fitting):
+        if all(layout.shape.decisions.optimizer.in_host_memory for layout in fitting):
             ways.append("the optimizer in host memory")
         enough = f"{' and '.join(ways) or 'what is asked for'} {'are' if len(ways) > 1 else 'is'} enough"
         return f"no, {needed}; but {enough}"

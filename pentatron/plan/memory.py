@@ -236,7 +236,7 @@ def _update_copies(shape: Shape, part: StagePart) -> int:
     """Returns the bytes of the fp32 copies of gradients in the model's precision that torch's optimizer step
     makes."""
     rounded = shape.width != _FP32 and shape.accumulation == 1 and shape.ranks("replicas") == 1
-    if not rounded or shape.decisions.update.on:
+    if not rounded or shape.decisions.optimizer.one_pass:
         return 0
     sizes = [p.elements for p in shape.parameters.stage(part)]
     return _FP32 * max(max(sizes), min(_UPDATE_BLOCK, sum(sizes)))

@@ -110,7 +110,7 @@ class Layout:
     @property
     def machine_host_bytes(self) -> int:
         """Host memory in bytes that the processes of one machine need."""
-        if not (self.shape.decisions.offload.on or self.config.checkpoint.async_save):
+        if not (self.shape.decisions.optimizer.in_host_memory or self.config.checkpoint.async_save):
             return 0
         largest = max(static_memory_of(self.shape, rank).in_host for rank in self.shape.representative_ranks)
         return largest * min(self.search.per_machine, self.shape.grid.world_size)
@@ -275,7 +275,7 @@ def _sort_key(layout: Layout) -> tuple[float, ...]:
     """Sort key of a layout; smaller is better."""
     if not layout.fits:
         return 1.0, layout.largest.total
-    offloads = float(layout.shape.decisions.offload.on)
+    offloads = float(layout.shape.decisions.optimizer.in_host_memory)
     return 0.0, offloads, round(layout.estimate.seconds, 4), layout.shape.grid.model_size
 
 

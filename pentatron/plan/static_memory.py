@@ -92,7 +92,7 @@ def static_memory_of(shape: Shape, pipeline_rank: int) -> StaticMemory:
     sizes = [(size, size // shape.ranks(axis)) for _, axis, size in buckets(shape, pipeline_rank)]
     elements, shard_elements = (sum(column) for column in zip(*sizes))
     state_elements = shard_elements if shape.config.parallel.zero_stage else elements
-    offload = shape.decisions.offload.on
+    offload = shape.decisions.optimizer.in_host_memory
     master = _FP32 * state_elements if offload or shape.width != _FP32 else 0
     state = state_values(shape) * _FP32 * state_elements
     return StaticMemory(
@@ -140,7 +140,9 @@ def _sharded_gradients(shape: Shape, replicated: Sequence[tuple[tuple[int, ...],
     largest = max((size for _, size in single), default=0)
     # Buckets of experts and of dense layers fill at the same time, and with overlap another one fills while
     # one is reduced.
-    buffers = len({axis for axis, _ in single}) + (shape.decisions.grad_overlap.on and len(single) > 1)
+    buffers = len({axis for axis, _ in single}) + (
+        shape.decisions.optimizer.overlap_reduce and len(single) > 1
+    )
     return shared + shards + buffers * largest
 
 

@@ -277,6 +277,6 @@ def _exposed(shape: Shape, traffic: Traffic, computing: float, device: Device, p
     return Traffic(
         tensor=traffic.tensor / rate(grid.tensor),
         context=context,
-        data=max(0.0, data - hideable) if shape.decisions.grad_overlap.on else data,
+        data=max(0.0, data - hideable) if shape.decisions.optimizer.overlap_reduce else data,
         expert=traffic.expert / rate(grid.expert * grid.expert_tensor),
     )

@@ -33,12 +33,8 @@ class FlagTable:
 
     def __init__(self, entry: EntryPoint) -> None:
         self.entry = entry
-        self._by_flag: dict[str, tuple[Setting, Spelling]] = {}
-        for item in table().values():
-            for spelling in item.spellings:
-                self._by_flag[spelling.flag] = (item, spelling)
-        for flag, name in entry.spellings.items():
-            self._by_flag[flag] = (table()[name], Spelling(flag))
+        self._by_flag = {s.flag: (item, s) for item in table().values() for s in item.spellings}
+        self._by_flag |= {flag: (table()[name], Spelling(flag)) for flag, name in entry.spellings.items()}
 
     def find(self, word: str) -> tuple[Setting, Spelling] | None:
         return self._by_flag.get(normalize_flag(word))
@@ -108,11 +104,9 @@ def _not_a_flag(word: str, flags: FlagTable) -> str:
     if word.startswith(tuple(_DASHES)):
         dash = f"U+{ord(word[0]):04X}"
         return f"'{word}' begins with a dash of printed text ({dash}); write --{word.lstrip(_DASHES + '-')}"
-    meant = "--name value (a value with spaces needs quotes)"
     if "=" in word and flags.find(word) is not None:
-        meant = f"--{word}"
-    elif word in presets():
-        meant = f"--preset {word}"
+        return f"'{word}' is no flag; write --{word}"
+    meant = f"--preset {word}" if word in presets() else "--name value (a value with spaces needs quotes)"
     return f"'{word}' is no flag; write {meant}"
 
 
@@ -137,7 +131,8 @@ def _parse_value(item: Setting, spelling: Spelling, word: str, queue: list[str])
         return _parse_switch(item, spelling, typed, written if equals else None, queue)
     if equals:
         return coerce(item, written, typed)
-    taken = _take_until_flag(queue) if item.is_list else _take_one(queue)
+    has_value = queue and not is_flag(queue[0])
+    taken = _take_until_flag(queue) if item.is_list else [queue.pop(0)] if has_value else []
     if not taken:
         dashed = queue and not queue[0].startswith("--")
         hint = f"; a value that starts with '-' is written {typed}={queue[0]}" if dashed else ""
@@ -145,21 +140,14 @@ def _parse_value(item: Setting, spelling: Spelling, word: str, queue: list[str])
     return coerce(item, taken if item.is_list else taken[0], typed)
 
 
-def _parse_switch(
-    item: Setting, spelling: Spelling, typed: str, written: str | None, queue: list[str]
-) -> Any:
+def _parse_switch(item: Setting, flag: Spelling, typed: str, written: str | None, queue: list[str]) -> Any:
     """Parses `--flag`, `--flag=true` or `--flag true`."""
-    if not isinstance(spelling.sets, bool):
-        if written is not None:
-            raise UserError(f"{typed} takes no value")
-        return spelling.sets
-    if written is None and queue and queue[0].lower() in ("true", "false"):
+    is_boolean = isinstance(flag.sets, bool)
+    if written is not None and not is_boolean:
+        raise UserError(f"{typed} takes no value")
+    if written is None and is_boolean and queue and queue[0].lower() in ("true", "false"):
         written = queue.pop(0)
-    return spelling.sets if written is None else coerce(item, written, typed) == spelling.sets
-
-
-def _take_one(queue: list[str]) -> list[str]:
-    return [queue.pop(0)] if queue and not is_flag(queue[0]) else []
+    return flag.sets if written is None else coerce(item, written, typed) == flag.sets
 
 
 def _take_until_flag(queue: list[str]) -> list[str]:

@@ -3,7 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Self
 
 from pentatron.errors import UserError
 from pentatron.settings.model import NO_EXPERTS, MoEConfig, TransformerConfig
@@ -25,23 +25,19 @@ class CoreTransformerConfig(TransformerConfig):
         If `config` is of this class already, `moe` replaces its experts only if given.
         """
         core = config if isinstance(config, cls) else cls(**vars(config))
-        return core._completed(core.moe if moe == NO_EXPERTS else moe)
-
-    def _completed(self, moe: MoEConfig) -> Self:
-        """Fills in the sizes that a configuration written by hand may omit. That of a run has all of them."""
-        heads, hidden = self.num_attention_heads, self.hidden_size
+        heads, hidden = core.num_attention_heads, core.hidden_size
         if heads is None:
-            raise UserError(
-                "the configuration does not say how many heads attention has (num_attention_heads)"
-            )
-        if self.kv_channels is None and hidden % heads:
+            missing = "how many heads attention has (num_attention_heads)"
+            raise UserError(f"the configuration does not say {missing}")
+        if core.kv_channels is None and hidden % heads:
             raise UserError(f"hidden_size {hidden} is not divisible by {heads} heads; give kv_channels")
+        # A configuration written by hand may omit these sizes. That of a run has all of them.
         return dataclasses.replace(
-            self,
-            kv_channels=self.kv_channels or hidden // heads,
-            num_query_groups=self.num_query_groups or heads,
-            ffn_hidden_size=self.ffn_hidden_size or 4 * hidden,
-            moe=moe,
+            core,
+            kv_channels=core.kv_channels or hidden // heads,
+            num_query_groups=core.num_query_groups or heads,
+            ffn_hidden_size=core.ffn_hidden_size or 4 * hidden,
+            moe=core.moe if moe == NO_EXPERTS else moe,
         )
 
     @property
@@ -65,13 +61,9 @@ def arguments(config: RunConfig) -> SimpleNamespace:
 def core_transformer_config_from_args(args: RunConfig | SimpleNamespace) -> CoreTransformerConfig:
     """Builds the model configuration from a resolved configuration or its `arguments`."""
     settings = args.settings if isinstance(args, RunConfig) else args
-
-    def fields_of(section: type) -> dict[str, Any]:
-        return {f.name: getattr(settings, f.name) for f in dataclasses.fields(section)}
-
-    return CoreTransformerConfig(
-        **fields_of(TransformerConfig),
-        moe=MoEConfig(**fields_of(MoEConfig)),
-        seed=settings.seed,
-        attention_backend=settings.attention_backend,
+    model, moe = (
+        {f.name: getattr(settings, f.name) for f in dataclasses.fields(section)}
+        for section in (TransformerConfig, MoEConfig)
     )
+    seed, backend = settings.seed, settings.attention_backend
+    return CoreTransformerConfig(**model, moe=MoEConfig(**moe), seed=seed, attention_backend=backend)

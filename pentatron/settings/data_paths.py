@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     from pentatron.settings.training import DataConfig
 
 SPLITS = ("train", "valid", "test")
-PER_SPLIT = ("train_data_path", "valid_data_path", "test_data_path")
-NAMED = ("data_path", *PER_SPLIT)
+NAMED = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 
 
 @dataclass(frozen=True)
@@ -77,6 +76,5 @@ def why_no_epochs(s: "DataConfig") -> str:
     if s.mock_data:
         return "mock data has no epochs"
     blend = Blend.parse(s.data_path or s.train_data_path or ("",))
-    if blend.weights is not None and len(blend.prefixes) > 1:
-        return "data with weights is drawn by its shares and has no epochs"
-    return ""
+    is_drawn = blend.weights is not None and len(blend.prefixes) > 1
+    return "data with weights is drawn by its shares and has no epochs" if is_drawn else ""

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -30,27 +29,19 @@ class DeviceFacts:
 
 
 @dataclass(frozen=True)
-class Decision:
-    """`on`: whether it is done. `idle`: why the setting has no effect in this run; empty if it has one."""
-
-    on: bool
-    idle: str = ""
-
-
-@dataclass(frozen=True)
 class CompileDecision:
     """What `torch.compile` is applied to.
 
     `required`: stop the run if a layer cannot be compiled. `held_back`: why layers on a GPU are not compiled
-    by default. `together`: maximum number of layers in one compiled function. `together_idle`: why this is 1
-    although more were requested. `documents`: attention masks depend on the documents in a batch.
+    by default. `together`: maximum number of layers in one compiled function. `documents`: attention masks
+    depend on the documents in a batch.
     """
 
     on: bool
     required: bool
     disabled_reason: str
     together: int
-    together_idle: str
+
     documents: bool
     deterministic: bool
 
@@ -65,7 +56,6 @@ class GateDecision:
 
     in_second: bool
     in_fp8: bool
-    idle: str
 
     @property
     def on(self) -> bool:
@@ -83,7 +73,6 @@ class LossDecision:
     implementation: str
     chunk: int
     kernel: bool
-    idle: str
 
 
 @dataclass(frozen=True)
@@ -95,7 +84,6 @@ class ExpertsDecision:
 
     on: bool
     on_device: bool
-    idle: str
 
 
 @dataclass(frozen=True)
@@ -104,8 +92,7 @@ class Fp8Decision:
 
     `layers`: layers with fp8 matmuls. `head`: the output layer too. `experts_left`: experts of these layers
     stay in bf16. `by_rows`: one scale per row instead of per tensor. `lacking`: why the device has no fp8
-    matmuls. `idle` and `ends_idle`: why the settings of fp8, and of the first and last layers in bf16, have
-    no effect.
+    matmuls.
     """
 
     format: str | None
@@ -114,8 +101,6 @@ class Fp8Decision:
     head: bool
     experts_in_bf16: bool
     lacking: str
-    idle: str
-    ends_idle: str
 
 
 @dataclass(frozen=True)
@@ -147,7 +132,10 @@ class OptimizerOptions:
 
 @dataclass(frozen=True)
 class Decisions:
-    """All decisions of a run, and the options of its optimizer that follow from them."""
+    """All decisions of a run.
+
+    `idle` maps each setting of these decisions to why it has no effect, or to an empty string if it has one.
+    """
 
     device: DeviceFacts
     compilation: CompileDecision
@@ -156,36 +144,11 @@ class Decisions:
     experts: ExpertsDecision
     graphs: GraphsDecision
     fp8: Fp8Decision
-    update: Decision
-    offload: Decision
-    grad_overlap: Decision
-    param_overlap: Decision
-    allocations_recorded: Decision
-    torch_profiler: Decision
+    allocations_recorded: bool
+    torch_profiler: bool
     optimizer: OptimizerOptions
     slow_fp16: bool
-
-    @cached_property
-    def idle(self) -> Mapping[str, str]:
-        """Maps each setting of these decisions to why it has no effect; to an empty string if it has one."""
-        return {
-            "bias_swiglu_fusion": self.gate.idle,
-            "cross_entropy_fusion_impl": self.loss.idle,
-            "cross_entropy_chunk": self.loss.idle,
-            "fused_update": self.update.idle,
-            "optimizer_cpu_offload": self.offload.idle,
-            "overlap_grad_reduce": self.grad_overlap.idle,
-            "overlap_param_gather": self.param_overlap.idle,
-            "moe_grouped_gemm": self.experts.idle,
-            "compile_layers_together": self.compilation.together_idle,
-            "fp8_recipe": self.fp8.idle,
-            "fp8_output_layer": self.fp8.idle,
-            "first_last_layers_bf16": self.fp8.idle,
-            "num_layers_at_start_in_bf16": self.fp8.ends_idle,
-            "num_layers_at_end_in_bf16": self.fp8.ends_idle,
-            "record_memory_history": self.allocations_recorded.idle,
-            "use_pytorch_profiler": self.torch_profiler.idle,
-        }
+    idle: Mapping[str, str]
 
     @property
     def remarks(self) -> list[str]:

@@ -11,7 +11,6 @@ decided.
 from pentatron.devices import FP8_MULTIPLE
 from pentatron.settings.decision_types import (
     CompileDecision,
-    Decision,
     Decisions,
     DeviceFacts,
     ExpertsDecision,
@@ -21,6 +20,7 @@ from pentatron.settings.decision_types import (
     LossDecision,
     OptimizerOptions,
 )
+from pentatron.settings.declaration import first_reason
 from pentatron.settings.model import MoEConfig
 from pentatron.settings.parameters import expert_sizes, layer_seconds, mlp_sizes
 from pentatron.settings.run_config import RunConfig
@@ -51,60 +51,64 @@ def decide(config: RunConfig, device: DeviceFacts, own_program: bool = False) ->
 
     `own_program`: the model or its forward step is custom code of the user.
     """
-    update, offload = _update(config, device), _offload(config, device)
-    gradients, parameters = _gradient_overlap(config), _parameter_overlap(config)
-    done = (gradients.on, parameters.on, offload.on, update.on)
-    options = OptimizerOptions(config.parallel.zero_stage, config.parallel.ddp_bucket_size, *done)
+    parallel, idle = config.parallel, _fp8_idle(config)
+    reduce, idle["overlap_grad_reduce"] = _gradient_overlap(config)
+    gather, idle["overlap_param_gather"] = _parameter_overlap(config)
+    one_pass, idle["fused_update"] = _update(config, device)
+    compilation, idle["compile_layers_together"] = _compile(config, device)
+    gate, idle["bias_swiglu_fusion"] = _gate(config, device)
+    loss, not_fused = _loss(config, device)
+    idle |= dict.fromkeys(("cross_entropy_fusion_impl", "cross_entropy_chunk"), not_fused)
+    experts, idle["moe_grouped_gemm"] = _experts(config, device)
+    profiler, idle["use_pytorch_profiler"] = _torch_profiler(config, device)
+    offloads, records = parallel.optimizer_cpu_offload, config.memory.record_memory_history
+    in_memory = "everything is in host memory already, so this changes nothing"
+    idle["optimizer_cpu_offload"] = in_memory if offloads and device.is_cpu else ""
+    not_recorded = "only GPU allocations are recorded, and this run is on a CPU"
+    idle["record_memory_history"] = not_recorded if records and device.is_cpu else ""
+    offloads, records = offloads and not device.is_cpu, records and not device.is_cpu
     return Decisions(
         device,
-        _compile(config, device),
-        _gate(config, device),
-        _loss(config, device),
-        _experts(config, device),
+        compilation,
+        gate,
+        loss,
+        experts,
         _graphs(config, device, own_program),
         _fp8(config, device),
-        update,
-        offload,
-        gradients,
-        parameters,
-        _allocations_recorded(config, device),
-        _torch_profiler(config, device),
-        options,
+        records,
+        profiler,
+        OptimizerOptions(parallel.zero_stage, parallel.ddp_bucket_size, reduce, gather, offloads, one_pass),
         slow_fp16=config.precision.fp16 and device.is_cpu,
+        idle=idle,
     )
+
+
+# Each function returns what is done, and why a setting of it has no effect in this run; empty if it has one.
 
 
 # --- optimizer ---
 
 
-def _update(config: RunConfig, device: DeviceFacts) -> Decision:
+def _update(config: RunConfig, device: DeviceFacts) -> tuple[bool, str]:
     """Whether gradient clipping, update and rounding run as one kernel."""
-    optim = config.optim
-    idle = ""
-    if optim.optimizer != "adam":
-        idle = f"--optimizer {optim.optimizer} always uses torch's update"
-    elif config.parallel.optimizer_cpu_offload:
-        idle = "offloaded state (--optimizer-cpu-offload) is always updated by torch on the CPU"
-    elif device.is_cpu:
-        idle = "on a CPU the update is always torch's"
-    return Decision(optim.fused_update and device.is_gpu and not idle, idle)
+    optim, offloads = config.optim, config.parallel.optimizer_cpu_offload
+    reasons = {
+        f"--optimizer {optim.optimizer} always uses torch's update": optim.optimizer != "adam",
+        "offloaded state (--optimizer-cpu-offload) is always updated by torch on the CPU": offloads,
+        "on a CPU the update is always torch's": device.is_cpu,
+    }
+    idle = first_reason(reasons)
+    return optim.fused_update and device.is_gpu and not idle, idle
 
 
-def _offload(config: RunConfig, device: DeviceFacts) -> Decision:
-    """Whether master weights and optimizer state are offloaded to host memory."""
-    wanted = config.parallel.optimizer_cpu_offload
-    idle = "everything is in host memory already, so this changes nothing" if wanted and device.is_cpu else ""
-    return Decision(wanted and not idle, idle)
-
-
-def _gradient_overlap(config: RunConfig) -> Decision:
+def _gradient_overlap(config: RunConfig) -> tuple[bool, str]:
     wanted, sharded = config.parallel.overlap_grad_reduce, config.parallel.zero_stage == 3
     if not has_replicas(config):
-        return Decision(False, "one data-parallel rank has nothing to reduce" if wanted else "")
-    return Decision(wanted or sharded, _ALWAYS_OVERLAPPED if wanted and sharded else "")
+        return False, "one data-parallel rank has nothing to reduce" if wanted else ""
+    return wanted or sharded, _ALWAYS_OVERLAPPED if wanted and sharded else ""
 
 
-def _parameter_overlap(config: RunConfig) -> Decision:
+def _parameter_overlap(config: RunConfig) -> tuple[bool, str]:
     wanted, stage = config.parallel.overlap_param_gather, config.parallel.zero_stage
     if stage == 0:
         idle = "parameters are not sharded (--zero-stage 0), so there is nothing to gather"
@@ -112,7 +116,7 @@ def _parameter_overlap(config: RunConfig) -> Decision:
         idle = "one data-parallel rank has nothing to gather"
     else:
         idle = _ALWAYS_OVERLAPPED if stage == 3 else ""
-    return Decision(idle == _ALWAYS_OVERLAPPED or (wanted and not idle), idle if wanted else "")
+    return idle == _ALWAYS_OVERLAPPED or (wanted and not idle), idle if wanted else ""
 
 
 def has_replicas(config: RunConfig) -> bool:
@@ -137,26 +141,24 @@ def _ranks_per_expert(config: RunConfig) -> int:
 # --- compiled layers ---
 
 
-def _compile(config: RunConfig, device: DeviceFacts) -> CompileDecision:
+def _compile(config: RunConfig, device: DeviceFacts) -> tuple[CompileDecision, str]:
     wanted, deterministic = config.kernels.compile, config.precision.deterministic_mode
     by_default = wanted == "auto" and device.is_gpu
-    held_back = ""
-    if by_default and deterministic:
-        held_back = (
-            "layers are not compiled: --deterministic-mode needs bitwise equal runs, and the compiler may choose other kernels in the next "
-            "run; --compile on compiles them without choosing kernels by measured time"
-        )
+    held_back = (
+        "layers are not compiled: --deterministic-mode needs bitwise equal runs, and the compiler may choose other kernels in the next "
+        "run; --compile on compiles them without choosing kernels by measured time"
+    )
     count = config.kernels.compile_layers_together
     idle = _why_compiled_singly(config, device, count) if count > 1 else ""
-    return CompileDecision(
+    decision = CompileDecision(
         on=wanted == "on" or (by_default and not deterministic),
         required=wanted == "on",
-        disabled_reason=held_back,
+        disabled_reason=held_back if by_default and deterministic else "",
         together=1 if idle else count,
-        together_idle=idle,
         documents=_has_documents(config.data),
         deterministic=deterministic,
     )
+    return decision, idle
 
 
 def _why_compiled_singly(config: RunConfig, device: DeviceFacts, count: int) -> str:
@@ -173,7 +175,7 @@ def _why_compiled_singly(config: RunConfig, device: DeviceFacts, count: int) -> 
     dense = [part for part in config.stages if not sparse.intersection(part.layers)]
     layers, ranks = config.model.num_layers, parallel.pipeline_model_parallel_size
     longest = max((len(part.layers) for part in dense), default=0)
-    gathers = _parameter_overlap(config).on
+    gathers, _ = _parameter_overlap(config)
     reasons = {
         "document boundaries differ in every batch": _has_documents(config.data),
         "experts are not compiled": not dense,
@@ -186,8 +188,8 @@ def _why_compiled_singly(config: RunConfig, device: DeviceFacts, count: int) -> 
         f"there are {layers} layers on {ranks} pipeline rank(s)": longest < count,
         "fewer layers are recomputed at a time": max(map(config.longest_run, dense), default=0) < count,
     }
-    if holding := [reason for reason, holds in reasons.items() if holds]:
-        return f"{holding[0]}, so layers are compiled one by one"
+    if reason := first_reason(reasons):
+        return f"{reason}, so layers are compiled one by one"
     on_a_cpu = wanted == "auto" and device.is_cpu
     return "on a CPU layers are compiled only with --compile on" if on_a_cpu else ""
 
@@ -200,52 +202,40 @@ def _has_documents(data: DataConfig) -> bool:
 # --- fused kernels ---
 
 
-def _gate(config: RunConfig, device: DeviceFacts) -> GateDecision:
-    wanted = config.kernels.bias_swiglu_fusion and config.model.gated_linear_unit
-    tensor, fp8_layers = config.parallel.tensor_model_parallel_size, _fp8_layers(config)
-    first = {n: mlp_sizes(config.model, tensor, inner).linear_fc1 for n, inner in _mlp_widths(config).items()}
+def _gate(config: RunConfig, device: DeviceFacts) -> tuple[GateDecision, str]:
+    model, defers = config.model, config.defers_weight_gradients
+    wanted, fp8_layers = config.kernels.bias_swiglu_fusion and model.gated_linear_unit, _fp8_layers(config)
+    # A shared expert is an MLP too.
+    shared, sparse = config.moe.moe_shared_expert_intermediate_size, frozenset(config.layers_with_experts)
+    widths = {n: shared if n in sparse else model.ffn_hidden_size for n in range(model.num_layers)}
+    tensor = config.parallel.tensor_model_parallel_size
+    first = {n: mlp_sizes(model, tensor, width).linear_fc1 for n, width in widths.items() if width}
     in_fp8 = [
         layer in fp8_layers and fc1.inputs % FP8_MULTIPLE == fc1.outputs % FP8_MULTIPLE == 0
         for layer, fc1 in first.items()
     ]
-    idle = ""
-    if not config.model.gated_linear_unit:
-        idle = "the MLPs are not gated (--swiglu)"
-    elif not first:
-        idle = "every layer has experts, whose gates this kernel does not compute"
-    elif not any(in_fp8) and config.defers_weight_gradients:
-        schedule = config.parallel.pipeline_schedule
-        idle = f"--pipeline-schedule {schedule} defers weight gradients, which this kernel cannot do"
-    elif not any(in_fp8) and device.is_cpu:
-        idle = "this kernel needs a GPU"
-    in_second = wanted and not all(in_fp8) and device.is_gpu and not config.defers_weight_gradients
-    return GateDecision(in_second, wanted and any(in_fp8), idle)
-
-
-def _mlp_widths(config: RunConfig) -> dict[int, int]:
-    """Maps each layer with an MLP to its inner width. A shared expert is an MLP too."""
-    shared, sparse = config.moe.moe_shared_expert_intermediate_size, frozenset(config.layers_with_experts)
-    widths = {
-        n: shared if n in sparse else config.model.ffn_hidden_size for n in range(config.model.num_layers)
+    schedule = config.parallel.pipeline_schedule
+    deferred = f"--pipeline-schedule {schedule} defers weight gradients, which this kernel cannot do"
+    reasons = {
+        "the MLPs are not gated (--swiglu)": not model.gated_linear_unit,
+        "every layer has experts, whose gates this kernel does not compute": not first,
+        deferred: not any(in_fp8) and defers,
+        "this kernel needs a GPU": not any(in_fp8) and device.is_cpu,
     }
-    return {number: width for number, width in widths.items() if width is not None}
+    in_second = wanted and not all(in_fp8) and device.is_gpu and not defers
+    return GateDecision(in_second, wanted and any(in_fp8)), first_reason(reasons)
 
 
-def _loss(config: RunConfig, device: DeviceFacts) -> LossDecision:
-    kernels = config.kernels
-    fusion = kernels.fused_cross_entropy
-    idle = ""
-    if fusion == "off":
-        idle = "the loss is not fused (--no-cross-entropy-loss-fusion), so this changes nothing"
-    elif fusion == "auto" and device.is_cpu:
-        idle = "on a CPU the loss is fused only with --cross-entropy-loss-fusion"
-    return LossDecision(
-        on=fusion == "on" or (fusion == "auto" and device.is_gpu),
-        implementation=kernels.cross_entropy_fusion_impl,
-        chunk=kernels.cross_entropy_chunk,
-        kernel=device.is_gpu and kernels.cross_entropy_fusion_impl != "native",
-        idle=idle,
-    )
+def _loss(config: RunConfig, device: DeviceFacts) -> tuple[LossDecision, str]:
+    fusion, implementation = config.kernels.fused_cross_entropy, config.kernels.cross_entropy_fusion_impl
+    reasons = {
+        "the loss is not fused (--no-cross-entropy-loss-fusion), so this changes nothing": fusion == "off",
+        "on a CPU the loss is fused only with --cross-entropy-loss-fusion": fusion == "auto"
+        and device.is_cpu,
+    }
+    on = fusion == "on" or (fusion == "auto" and device.is_gpu)
+    kernel = device.is_gpu and implementation != "native"
+    return LossDecision(on, implementation, config.kernels.cross_entropy_chunk, kernel), first_reason(reasons)
 
 
 # --- experts ---
@@ -261,13 +251,13 @@ def fit_grouped_matmul(*widths: int) -> bool:
     return all(width % _GROUPED_MULTIPLE == 0 for width in widths)
 
 
-def _experts(config: RunConfig, device: DeviceFacts) -> ExpertsDecision:
-    moe, parallel = config.moe, config.parallel
+def _experts(config: RunConfig, device: DeviceFacts) -> tuple[ExpertsDecision, str]:
+    moe = config.moe
     if not moe.num_experts:
-        return ExpertsDecision(False, False, "there are no experts (--num-experts), so this changes nothing")
-    shards = _ranks_per_expert(config)
+        return ExpertsDecision(False, False), "there are no experts (--num-experts), so this changes nothing"
+    shards, hidden = _ranks_per_expert(config), config.model.hidden_size
     inner = expert_sizes(config.model, moe, cut=shards).inner
-    fits = fit_grouped_matmul(config.model.hidden_size, inner)
+    fits = fit_grouped_matmul(hidden, inner)
     by_kernel = config.precision.bf16 and not device.is_cpu
     idle = ""
     if not by_kernel and moe.moe_grouped_gemm:
@@ -275,12 +265,10 @@ def _experts(config: RunConfig, device: DeviceFacts) -> ExpertsDecision:
     elif not by_kernel:
         idle = "its kernel needs bf16 on a GPU, so each expert has separate matmuls anyway"
     elif device.is_gpu and moe.moe_grouped_gemm and not fits:
-        idle = (
-            f"its kernel needs widths that are multiples of {_GROUPED_MULTIPLE}, not {config.model.hidden_size} and {inner}; each "
-            "expert has separate matmuls"
-        )
+        multiples = f"multiples of {_GROUPED_MULTIPLE}, not {hidden} and {inner}"
+        idle = f"its kernel needs widths that are {multiples}; each expert has separate matmuls"
     on = wants_grouped_experts(moe) and config.precision.bf16 and device.is_gpu and fits
-    return ExpertsDecision(on, on and parallel.expert_model_parallel_size * shards == 1, idle)
+    return ExpertsDecision(on, on and config.parallel.expert_model_parallel_size * shards == 1), idle
 
 
 # --- fp8 ---
@@ -289,8 +277,6 @@ def _experts(config: RunConfig, device: DeviceFacts) -> ExpertsDecision:
 def _fp8(config: RunConfig, device: DeviceFacts) -> Fp8Decision:
     precision, layers = config.precision, _fp8_layers(config)
     wanted = precision.fp8_format
-    idle = "there are no fp8 matmuls (--fp8)" if wanted is None else ""
-    all_layers = "all layers have fp8 matmuls without --first-last-layers-bf16"
     return Fp8Decision(
         format=wanted,
         by_rows=precision.fp8_recipe == "rowwise",
@@ -298,9 +284,18 @@ def _fp8(config: RunConfig, device: DeviceFacts) -> Fp8Decision:
         head=wanted is not None and precision.fp8_output_layer,
         experts_in_bf16=config.moe.num_experts is not None and len(layers) > 0,
         lacking="" if wanted is None else _fp8_lacking(device),
-        idle=idle,
-        ends_idle=idle or ("" if precision.first_last_layers_bf16 else all_layers),
     )
+
+
+def _fp8_idle(config: RunConfig) -> dict[str, str]:
+    """Maps the settings of fp8 to why they have no effect."""
+    idle = "" if config.precision.fp8_format else "there are no fp8 matmuls (--fp8)"
+    all_layers = "all layers have fp8 matmuls without --first-last-layers-bf16"
+    ends_idle = idle or ("" if config.precision.first_last_layers_bf16 else all_layers)
+    return {
+        **dict.fromkeys(("fp8_recipe", "fp8_output_layer", "first_last_layers_bf16"), idle),
+        **dict.fromkeys(("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"), ends_idle),
+    }
 
 
 def _fp8_layers(config: RunConfig) -> range:
@@ -344,12 +339,10 @@ def _graphs(config: RunConfig, device: DeviceFacts, own_program: bool) -> Graphs
     launching = _LAUNCH_SECONDS_FP8 if config.precision.fp8_format else _LAUNCH_SECONDS
     if layer_seconds(config.model, config.moe, config.train.micro_batch_size, device.peak) > launching:
         return GraphsDecision()
-    reason = (
-        "CUDA graphs are not used, though launching kernels takes longer than computing such small layers"
-    )
-    return (
-        GraphsDecision(left_out=f"{reason}: {problem}") if problem else GraphsDecision(if_memory_allows=True)
-    )
+    if not problem:
+        return GraphsDecision(if_memory_allows=True)
+    slow = "launching kernels takes longer than computing such small layers"
+    return GraphsDecision(left_out=f"CUDA graphs are not used, though {slow}: {problem}")
 
 
 def requires_graphs(cuda_graphs: str) -> bool:
@@ -372,23 +365,15 @@ def why_not_capturable(s: Settings) -> str:
         "recompute with --attention-dropout reads the state of a random generator": recomputes_dropout,
         "--timing-log-level 2 times forward and backward separately": s.timing_log_level > 1,
     }
-    return next((reason for reason, holds in reasons.items() if holds), "")
+    return first_reason(reasons)
 
 
 # --- profiling ---
 
 
-def _allocations_recorded(config: RunConfig, device: DeviceFacts) -> Decision:
-    wanted = config.memory.record_memory_history
-    idle = "only GPU allocations are recorded, and this run is on a CPU" if wanted and device.is_cpu else ""
-    return Decision(wanted and not idle, idle)
-
-
-def _torch_profiler(config: RunConfig, device: DeviceFacts) -> Decision:
+def _torch_profiler(config: RunConfig, device: DeviceFacts) -> tuple[bool, str]:
     wanted = config.log.use_pytorch_profiler
-    idle = ""
     if not config.log.profile:
-        idle = "nothing is profiled (--profile)"
-    elif wanted and device.is_cpu:
-        idle = "on a CPU the profiler is always torch's"
-    return Decision(config.log.profile and (wanted or device.is_cpu), idle)
+        return False, "nothing is profiled (--profile)"
+    idle = "on a CPU the profiler is always torch's" if wanted and device.is_cpu else ""
+    return wanted or device.is_cpu, idle

@@ -59,6 +59,11 @@ def requires(met: Callable[[Settings], Any], reason: str | Callable[[Settings], 
     return check
 
 
+def first_reason(reasons: Mapping[str, object]) -> str:
+    """Returns the first reason that holds, or an empty string."""
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
 class OnResume(Enum):
     """How a resumed run reports a setting that differs from its checkpoint."""
 
@@ -119,9 +124,7 @@ class Setting:
     def base_type(self) -> type:
         """The type one written value is converted to: `int | None` → int, `tuple[str, ...]` → str."""
         first = next(t for t in _members(self.annotation) if t is not type(None))
-        if typing.get_origin(first) is tuple:
-            first = typing.get_args(first)[0]
-        return typing.cast(type, first)
+        return typing.cast(type, typing.get_args(first)[0] if typing.get_origin(first) is tuple else first)
 
     @property
     def is_list(self) -> bool:
@@ -238,8 +241,7 @@ def coerce(setting: Setting, value: Any, what: str) -> Any:
         if setting.base_type in (int, float):
             items = [number for item in items for number in _split_numbers(item)]
         return tuple(_coerce_one(setting, item, what) for item in items)
-    is_none = value is None or (isinstance(value, str) and value.lower() in ("none", "null"))
-    if setting.optional and is_none:
+    if setting.optional and (value is None or str(value).lower() in ("none", "null")):
         return None
     return _coerce_one(setting, value, what)
 

@@ -39,21 +39,19 @@ def _offload_device(value: Any) -> bool | None:
 
 
 def _optimizer(value: Any) -> str:
-    name = str(value).lower()
-    if name in ("adam", "adamw", "fusedadam", "cpuadam"):
-        return "adam"
-    if name == "sgd":
-        return "sgd"
-    raise UserError(f"the optimizer '{value}' is not supported; write AdamW or SGD")
+    known = {**dict.fromkeys(("adam", "adamw", "fusedadam", "cpuadam"), "adam"), "sgd": "sgd"}
+    return _one_of(known, value, "optimizer", "AdamW or SGD")
 
 
 def _schedule(value: Any) -> str:
     known = {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
+    return _one_of(known, value, "schedule", "WarmupLR, WarmupDecayLR or WarmupCosineLR")
+
+
+def _one_of(known: Mapping[str, str], value: Any, what: str, supported: str) -> str:
     if str(value).lower() in known:
         return known[str(value).lower()]
-    raise UserError(
-        f"the schedule '{value}' is not supported; write WarmupLR, WarmupDecayLR or WarmupCosineLR"
-    )
+    raise UserError(f"the {what} '{value}' is not supported; write {supported}")
 
 
 TARGETS: dict[str, tuple[_Target, ...]] = {
@@ -107,6 +105,9 @@ def read_deepspeed(path: str) -> tuple[dict[str, Assigned], list[str]]:
     # DeepSpeed's default.
     warmup_type = "log"
     for key, value in _entries(content):
+        section, _, last = key.rpartition(".")
+        # The other keys of an enabled section are mapped one by one.
+        only_switches = last == "enabled" and (section in _SWITCHED or value is False)
         if value == _AUTO:
             continue
         if key in _REFUSED and value not in (None, "none"):
@@ -119,21 +120,14 @@ def read_deepspeed(path: str) -> tuple[dict[str, Assigned], list[str]]:
                 problems.append(f"{path}: {key}: {str(error).removeprefix(f'{path}: {key}').lstrip()}")
         elif key == _WARMUP_TYPE:
             warmup_type = value
-        elif key not in _REFUSED and not _only_switches(key, value):
+        elif key not in _REFUSED and not only_switches:
             notices.append(f"{path}: {key} has no counterpart here and is ignored")
     if problems:
         raise ConfigError(problems)
     if warmup_type != "linear" and "lr_warmup_iters" in settings:
-        notices.append(
-            f"{path}: the warm-up is linear here; DeepSpeed's is logarithmic, faster at first, unless {_WARMUP_TYPE} is linear"
-        )
+        theirs = f"DeepSpeed's is logarithmic, faster at first, unless {_WARMUP_TYPE} is linear"
+        notices.append(f"{path}: the warm-up is linear here; {theirs}")
     return settings, notices
-
-
-def _only_switches(key: str, value: Any) -> bool:
-    """Whether a key only switches its section. The other keys of an enabled section are mapped one by one."""
-    section, _, last = key.rpartition(".")
-    return last == "enabled" and (section in _SWITCHED or value is False)
 
 
 def _assigned(key: str, value: Any, path: str) -> dict[str, Assigned]:
@@ -154,7 +148,5 @@ def _entries(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield name, value
         elif name in _SWITCHED and value.get("enabled", False) is False:
             yield f"{name}.enabled", False
-        elif name in _SWITCHED and value.get("enabled") == _AUTO:
-            continue
-        else:
+        elif name not in _SWITCHED or value.get("enabled") != _AUTO:
             yield from _entries(value, f"{name}.")

@@ -1,6 +1,8 @@
 """Derives settings that are not given from others. `pentatron config` shows the reason of each derivation."""
 
+import itertools
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,8 @@ from pentatron.text import divisors, join_choices, plural
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 # A flag for one of these chooses a layout, so the parallel sizes of a preset are ignored.
 _LAYOUT_FLAGS = (
-    *_SIZES,
-    "zero_stage",
-    "num_distributed_optimizer_instances",
-    "overlap_grad_reduce",
-    "overlap_param_gather",
+    *(*_SIZES, "zero_stage", "num_distributed_optimizer_instances"),
+    *("overlap_grad_reduce", "overlap_param_gather"),
 )
 # Preferred widths of a head, and the least number of heads, so that eight tensor ranks can share them.
 _HEAD_WIDTHS = (64, 32, 16, 8)
@@ -39,6 +38,7 @@ def derive(draft: Draft) -> None:
         draft.derive("there are virtual stages", pipeline_schedule="interleaved")
     _processes(draft)
     _attention(draft)
+    _groups(draft)
     _widths(draft)
     _positions(draft)
     _experts(draft)
@@ -52,20 +52,19 @@ def _fit_inherited_sizes(draft: Draft) -> None:
 
     Given sizes are not changed.
     """
-    inherited = [name for name in _SIZES if getattr(draft, name) > 1 and not draft.given(name)]
+    inherited = {name: getattr(draft, name) for name in _SIZES if not draft.given(name)}
     layout_flag = next((name for name in _LAYOUT_FLAGS if draft.given(name)), None)
     if layout_flag is not None:
-        for name in inherited:
-            reason = f"{flag_of(layout_flag)} is given, so the preset's {getattr(draft, name)} does not count"
-            draft.derive(reason, **{name: 1})
+        for name, size in inherited.items():
+            if size > 1:
+                reason = f"{flag_of(layout_flag)} is given, so the preset's {size} does not count"
+                draft.derive(reason, **{name: 1})
         return
-    tensor_sizes, pipeline_sizes = (
-        divisors(getattr(draft, name)) if name in inherited else [getattr(draft, name)] for name in _SIZES
-    )
-    fitting = [(t * p, t, p) for t in tensor_sizes for p in pipeline_sizes if _fits(draft, t, p)]
+    choices = [divisors(inherited[n]) if n in inherited else [getattr(draft, n)] for n in _SIZES]
+    fitting = [sizes for sizes in itertools.product(*choices) if _fits(draft, *sizes)]
     # If nothing fits, sizes of the preset become 1, and a rule reports the given sizes.
-    _, tensor, pipeline = max(fitting, default=(0, tensor_sizes[0], pipeline_sizes[0]))
-    for name, size in zip(_SIZES, (tensor, pipeline)):
+    best = max(fitting, key=lambda sizes: (math.prod(sizes), sizes), default=[each[0] for each in choices])
+    for name, size in zip(_SIZES, best):
         if getattr(draft, name) != size:
             processes = draft.facts.world_size
             misfits = processes % draft.ranks_per_replica
@@ -76,15 +75,14 @@ def _fit_inherited_sizes(draft: Draft) -> None:
 def _fits(draft: Draft, tensor: int, pipeline: int) -> bool:
     """Whether these sizes divide the number of processes and the sizes of the model."""
     replicas, rest = divmod(draft.facts.world_size, tensor * pipeline * draft.context_parallel_size)
-    if rest or draft.data_parallel_size not in (None, replicas):
-        return False
     virtual = draft.virtual_stages
-    if draft.num_layers < pipeline * virtual or (virtual > 1 and pipeline == 1):
+    if rest or draft.data_parallel_size not in (None, replicas) or (virtual > 1 and pipeline == 1):
         return False
     groups = draft.num_query_groups
     widths = (draft.num_attention_heads, draft.ffn_hidden_size, draft.padded_vocab_size)
     divisible = all(width is None or width % tensor == 0 for width in widths)
-    return divisible and (groups is None or groups % tensor == 0 or tensor % groups == 0)
+    divisible = divisible and (groups is None or groups % tensor == 0 or tensor % groups == 0)
+    return divisible and draft.num_layers >= pipeline * virtual
 
 
 def _virtual_stages(draft: Draft) -> None:
@@ -93,28 +91,20 @@ def _virtual_stages(draft: Draft) -> None:
         return
     ranks, layers = draft.pipeline_model_parallel_size, draft.num_layers
     each, written = draft.num_layers_per_virtual_pipeline_stage, draft.pipeline_model_parallel_layout
+    count, reason = 0, ""
     if each is not None:
-        draft.derive(
-            f"{layers} layers / ({ranks} ranks × {each} layers)",
-            virtual_pipeline_model_parallel_size=max(1, layers // (ranks * each)),
-        )
+        count = max(1, layers // (ranks * each))
+        reason = f"{layers} layers / ({ranks} ranks × {each} layers)"
     elif written is not None:
-        stages = _number_of_stages(written)
-        if stages > ranks and stages % ranks == 0:
-            draft.derive(
-                f"{stages} stages written out / {ranks} ranks",
-                virtual_pipeline_model_parallel_size=stages // ranks,
-            )
+        # A rule reports an invalid layout.
+        with suppress(ValueError):
+            stages = len(parse_layout(written))
+            count = stages // ranks if stages > ranks and stages % ranks == 0 else 0
+            reason = f"{stages} stages written out / {ranks} ranks"
     elif draft.pipeline_schedule in FOLDED and ranks > 1:
-        kind = draft.pipeline_schedule
-        draft.derive(f"{kind} has two stages on each rank", virtual_pipeline_model_parallel_size=2)
-
-
-def _number_of_stages(written: str) -> int:
-    try:
-        return len(parse_layout(written))
-    except ValueError:
-        return 0
+        count, reason = 2, f"{draft.pipeline_schedule} has two stages on each rank"
+    if count:
+        draft.derive(reason, virtual_pipeline_model_parallel_size=count)
 
 
 def _processes(draft: Draft) -> None:
@@ -140,12 +130,10 @@ def _attention(draft: Draft) -> None:
     heads = draft.num_attention_heads
     are_valid = draft.wrong.keys().isdisjoint(("hidden_size", "num_attention_heads"))
     if is_unset(draft.kv_channels) and hidden % heads and are_valid:
-        draft.problems.append(
-            f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}; "
-            f"use {join_choices(divisors(hidden))} heads, or give --kv-channels"
-        )
+        advice = f"use {join_choices(divisors(hidden))} heads, or give --kv-channels"
+        indivisible = f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}"
+        draft.problems.append(f"{indivisible}; {advice}")
     draft.fill(f"{hidden} hidden / {heads} heads", kv_channels=max(1, hidden // heads))
-    _groups(draft)
 
 
 def _heads(draft: Draft, remark: str) -> None:
@@ -154,25 +142,22 @@ def _heads(draft: Draft, remark: str) -> None:
     The parallel sizes are not considered: the same flags must mean the same model in every layout.
     """
     hidden = draft.hidden_size
-    widths = [w for w in _HEAD_WIDTHS if hidden % w == 0]
-    preferred = [w for w in widths if hidden // w >= _MIN_HEADS]
-    width = preferred[0] if preferred else widths[-1] if widths else hidden
+    widths = [w for w in _HEAD_WIDTHS if hidden % w == 0] or [hidden]
+    width = next((w for w in widths if hidden // w >= _MIN_HEADS), widths[-1])
     draft.derive(f"{hidden} hidden / {width} per head{remark}", num_attention_heads=max(1, hidden // width))
 
 
 def _groups(draft: Draft) -> None:
     """Derives grouped-query attention and its number of key/value heads from each other."""
-    heads, groups = draft.num_attention_heads, draft.num_query_groups
-    if not draft.group_query_attention and groups is not None:
-        if not draft.given("num_query_groups"):
-            draft.derive("as many as heads", num_query_groups=heads)
-        elif not draft.given("group_query_attention"):
-            draft.derive("--num-query-groups is given", group_query_attention=True)
-    elif groups is None and draft.group_query_attention:
-        draft.derive("--group-query-attention alone means one, as in Megatron", num_query_groups=1)
-    elif groups is None:
+    heads, groups, grouped = draft.num_attention_heads, draft.num_query_groups, draft.group_query_attention
+    is_given = draft.given("num_query_groups")
+    if not grouped and (groups is None or not is_given):
         draft.derive("as many as heads", num_query_groups=heads)
-    elif heads % groups and not draft.given("num_query_groups"):
+    elif not grouped and not draft.given("group_query_attention"):
+        draft.derive("--num-query-groups is given", group_query_attention=True)
+    elif grouped and groups is None:
+        draft.derive("--group-query-attention alone means one, as in Megatron", num_query_groups=1)
+    elif grouped and heads % groups and not is_given:
         fewer = max(d for d in divisors(heads) if d <= groups)
         draft.derive(f"a divisor of {heads} heads; the preset has {groups}", num_query_groups=fewer)
 
@@ -209,12 +194,10 @@ def _positions(draft: Draft) -> None:
 
 def _imply(draft: Draft, name: str, value: Any, words: str) -> None:
     """Sets a setting to the value that the flag `words` implies, unless another value is given."""
-    written = getattr(draft, name)
+    written, flag = getattr(draft, name), flag_of(name)
     if draft.given(name) and written not in (None, value):
-        flag = flag_of(name)
-        draft.problems.append(
-            f"{words} means {flag} {value}, but {flag} {written} is given; leave one of them out"
-        )
+        both = f"{words} means {flag} {value}, but {flag} {written} is given"
+        draft.problems.append(f"{both}; leave one of them out")
     elif written != value:
         draft.derive(words, **{name: value})
 
@@ -250,14 +233,11 @@ def _batches(draft: Draft) -> None:
     elif draft.rank_batch_size is not None and not explicit:
         _batches_of_a_rank(draft, draft.rank_batch_size)
     elif draft.rank_batch_size is not None and draft.given("rank_batch_size"):
-        draft.problems.append(
-            "--batch_size and --micro-batch-size/--global-batch-size set the same size; give one of them"
-        )
+        both = "--batch_size and --micro-batch-size/--global-batch-size set the same size"
+        draft.problems.append(f"{both}; give one of them")
     elif accumulation is not None and count not in (None, accumulation):
-        draft.problems.append(
-            f"--gradient-accumulation-steps {accumulation} and --num-microbatches {count} both set how many "
-            f"micro-batches a step has; give one of them"
-        )
+        both = f"--gradient-accumulation-steps {accumulation} and --num-microbatches {count}"
+        draft.problems.append(f"{both} both set how many micro-batches a step has; give one of them")
     else:
         _micro_and_global(draft, accumulation or count)
 
@@ -275,10 +255,8 @@ def _micro_and_global(draft: Draft, steps: int | None) -> None:
     if is_unset(micro):
         _micro_from_global(draft, common, steps)
     elif steps is not None and micro * dp * steps != total:
-        draft.problems.append(
-            f"--global-batch-size {total} ≠ {micro} (micro) × {dp} (data-parallel) × {steps} (micro-batches) = "
-            f"{micro * dp * steps}; leave one of them out"
-        )
+        product = f"{micro} (micro) × {dp} (data-parallel) × {steps} (micro-batches) = {micro * dp * steps}"
+        draft.problems.append(f"--global-batch-size {total} ≠ {product}; leave one of them out")
     elif common % (micro * dp) and common % dp == 0 and not draft.given("micro_batch_size"):
         fewer = max(d for d in divisors(common // dp) if d <= micro)
         draft.derive(f"a divisor of {common} / {dp} ranks; the preset has {micro}", micro_batch_size=fewer)
@@ -287,34 +265,28 @@ def _micro_and_global(draft: Draft, steps: int | None) -> None:
 def _micro_from_global(draft: Draft, common: int, steps: int | None) -> None:
     """Derives the micro-batch size. `common`: greatest common divisor of all batch sizes of the ramp-up."""
     dp, total, ranks = draft.data_parallel_size, draft.global_batch_size, draft.pipeline_model_parallel_size
-    is_open = steps is None and common % dp == 0
-    count = steps or 1
+    is_open, count = steps is None and common % dp == 0, steps or 1
+    micro, rest = divmod(total, dp * count)
+    reason = f"{total} / ({dp} ranks × {count} micro-batches)"
     if is_open and ranks > 1:
         # A pipeline needs at least as many micro-batches as ranks to be filled.
         micro = max((d for d in divisors(common // dp) if total // dp // d >= ranks), default=1)
         reason = f"{common} / {dp} ranks, cut for {ranks} pipeline ranks at least"
-        draft.derive(reason, micro_batch_size=micro)
     elif is_open and common < total:
-        draft.derive(f"{common}, in every batch size, / {dp} ranks", micro_batch_size=common // dp)
-    elif total % (dp * count):
-        draft.problems.append(
-            f"--global-batch-size {total} cannot be divided by {dp} data-parallel ranks × {count} micro-batches; "
-            f"use a multiple of {dp * count}"
-        )
-    else:
-        draft.derive(
-            f"{total} / ({dp} ranks × {count} micro-batches)", micro_batch_size=total // (dp * count)
-        )
+        micro, reason = common // dp, f"{common}, in every batch size, / {dp} ranks"
+    elif rest:
+        parts = f"{dp} data-parallel ranks × {count} micro-batches; use a multiple of {dp * count}"
+        draft.problems.append(f"--global-batch-size {total} cannot be divided by {parts}")
+        return
+    draft.derive(reason, micro_batch_size=micro)
 
 
 def _batches_of_a_rank(draft: Draft, batch: int) -> None:
     dp = draft.data_parallel_size
     count, accumulation = draft.num_microbatches or 1, draft.gradient_accumulation_steps or 1
     if batch % count:
-        draft.problems.append(
-            f"--batch_size {batch} is not divisible by --num_microbatches {count}; "
-            f"use {join_choices(divisors(batch))} micro-batches"
-        )
+        indivisible = f"--batch_size {batch} is not divisible by --num_microbatches {count}"
+        draft.problems.append(f"{indivisible}; use {join_choices(divisors(batch))} micro-batches")
         return
     draft.derive(f"{batch} per rank / {count} micro-batches", micro_batch_size=batch // count)
     reason = f"{batch} per rank × {dp} ranks × {accumulation} accumulated"
@@ -334,8 +306,7 @@ def _folders(draft: Draft) -> None:
         path = Path(draft.run_dir) / relative
         was_absolute = Path(getattr(draft, name)).is_absolute()
         draft.assign(draft.source(name), **{name: str(path.absolute() if was_absolute else path)})
-    if draft.fresh and draft.given("load"):
-        for folder in [f for f in (draft.run_dir, draft.save) if is_inside(draft.load, f)][:1]:
-            draft.problems.append(
-                f"--fresh would move {folder} aside, and --load {draft.load} with it; leave one of them out"
-            )
+    folder = next((f for f in (draft.run_dir, draft.save) if is_inside(draft.load, f)), None)
+    if folder and draft.fresh and draft.given("load"):
+        moved = f"--fresh would move {folder} aside, and --load {draft.load} with it"
+        draft.problems.append(f"{moved}; leave one of them out")

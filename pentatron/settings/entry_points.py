@@ -78,27 +78,25 @@ GRAD_SCALER: Mapping[str, Any] = {
 }
 
 
-def _of_the_3d_project(name: str, summary: str, run_dir: str) -> EntryPoint:
+def _script_of_3d(kind: str, name: str, summary: str) -> EntryPoint:
     """Returns a script of the 3D project. They share defaults, and their batch is that of a rank."""
-    defaults = {"dataset_size": 10000, "rank_batch_size": 8, "train_iters": 200, "eval_interval": 0}
+    own = {"dataset_size": 10000, "rank_batch_size": 8, "train_iters": 200, "eval_interval": 0}
     return EntryPoint(
         name,
         f"{summary}; --batch_size is per data-parallel rank.",
-        defaults={**_SMALL_MODEL, **GRAD_SCALER, **defaults, "run_dir": run_dir},
+        defaults={**_SMALL_MODEL, **GRAD_SCALER, **own, "run_dir": f"output_{kind}"},
         spellings={"batch-size": "rank_batch_size"},
         resumes=False,
     )
 
 
-STANDARD = _of_the_3d_project(
-    "train.py", "Standard training: data parallel, or data and tensor parallel", "output_standard"
+STANDARD = _script_of_3d(
+    "standard", "train.py", "Standard training: data parallel, or data and tensor parallel"
 )
-PARALLEL_3D = _of_the_3d_project(
-    "train_3d_parallel.py", "3D parallel training: data, tensor and pipeline", "output_3d_parallel"
+PARALLEL_3D = _script_of_3d(
+    "3d_parallel", "train_3d_parallel.py", "3D parallel training: data, tensor and pipeline"
 )
-MEGATRON = _of_the_3d_project(
-    "train_megatron.py", "Megatron-style training of the 3D project", "output_megatron"
-)
+MEGATRON = _script_of_3d("megatron", "train_megatron.py", "Megatron-style training of the 3D project")
 
 # Only shows a layout, so data and length have defaults.
 LAYOUT = EntryPoint(
@@ -109,6 +107,5 @@ LAYOUT = EntryPoint(
     own=("draw", "all", "json"),
 )
 
-ENTRY_POINTS = {
-    entry.name: entry for entry in (TRAIN, PRETRAIN_GPT, EXAMPLE, STANDARD, PARALLEL_3D, MEGATRON)
-}
+_PROGRAMS = (TRAIN, PRETRAIN_GPT, EXAMPLE, STANDARD, PARALLEL_3D, MEGATRON)
+ENTRY_POINTS = {entry.name: entry for entry in _PROGRAMS}

@@ -48,8 +48,7 @@ def read_file(path: str, entry: EntryPoint) -> dict[str, Assigned]:
 
 def _setting(key: str, written: Any, flags: FlagTable, what: str) -> tuple[Setting, Any]:
     """Returns the setting of a key and its value. `what` names the file and the key in error messages."""
-    match = flags.find(key)
-    known = (*sections(), *_MEGATRON_SECTIONS)
+    match, known = flags.find(key), (*sections(), *_MEGATRON_SECTIONS)
     if key in known:
         raise UserError(f"{what} is a section; write its settings indented below it")
     if isinstance(written, dict) and match is None:
@@ -77,9 +76,8 @@ def _value(item: Setting, spelling: Spelling, written: Any, what: str) -> Any:
         return None
     if not isinstance(written, bool):
         raise UserError(f"{what} wants true or false, not '{written}'")
-    if written:
-        return spelling.sets
-    return (not spelling.sets) if isinstance(spelling.sets, bool) else item.default
+    off = not spelling.sets if isinstance(spelling.sets, bool) else item.default
+    return spelling.sets if written else off
 
 
 def _lines(content: dict[Any, Any]) -> Iterator[tuple[str, str, Any]]:
@@ -146,9 +144,9 @@ def _check_size(node: Any, sizes: dict[int, int]) -> int:
 
     `sizes` caches the counts by node; 0 marks a node in progress, so that an alias to an ancestor is found.
     """
+    if sizes.get(id(node)) == 0:
+        raise UserError("repeats a part within itself; write it out")
     if id(node) in sizes:
-        if sizes[id(node)] == 0:
-            raise UserError("repeats a part within itself; write it out")
         return sizes[id(node)]
     sizes[id(node)] = 0
     inner = node.value if isinstance(node.value, list) else []
@@ -194,9 +192,7 @@ def read_data_files(draft: Draft) -> None:
 
 
 def _read_words(path: Path, flag: str) -> dict[str, tuple[str, ...]]:
-    words = tuple(_text(path, flag).split())
-    Blend.parse(words, flag)
-    return {"data_path": words}
+    return {"data_path": _words(_text(path, flag), flag)}
 
 
 def _read_per_split(path: Path, flag: str) -> dict[str, tuple[str, ...]]:
@@ -223,17 +219,13 @@ def _read_blend(path: Path, flag: str) -> dict[str, tuple[str, ...]]:
 def _by_split(content: Any, flag: str) -> dict[str, tuple[str, ...]]:
     if not isinstance(content, dict) or not content or not content.keys() <= set(SPLITS):
         raise UserError(f"{flag} must hold the keys train, valid and test, or some of them, and no others")
-    return {
-        f"{split}_data_path": _words(content[split], f"{flag} ({split})")
-        for split in SPLITS
-        if content.get(split)
-    }
+    named = [split for split in SPLITS if content.get(split)]
+    return {f"{split}_data_path": _words(content[split], f"{flag} ({split})") for split in named}
 
 
 def _words(content: Any, flag: str) -> tuple[str, ...]:
     """Converts a string, a list of words or a list of `{weight: W, path: P}` to the words of --data-path."""
-    words: list[str] = []
-    example = "{weight: 0.7, path: PREFIX}"
+    words, example = [], "{weight: 0.7, path: PREFIX}"
     entries = content.split() if isinstance(content, str) else content
     if not isinstance(entries, list):
         raise UserError(f"{flag} must be a list of prefixes, or of entries like {example}")
@@ -297,9 +289,8 @@ def paths_in_run(file: str, values: Mapping[str, Any]) -> dict[str, str]:
     saved = saved_values(text)
     # The file names the first folder of the run, which may have been moved since.
     folders = [path.parent, *(Path(saved[name]) for name in ("run_dir", "save") if saved.get(name))]
-    places = {name: Path(values[name]) for name in _WRITTEN_TO if values.get(name) is not None}
     relative: dict[str, str] = {}
-    for name, place in places.items():
+    for name, place in ((n, Path(values[n])) for n in _WRITTEN_TO if values.get(n) is not None):
         inside = [f.resolve() for f in folders if place.resolve().is_relative_to(f.resolve())]
         if inside and (place.is_absolute() or name not in _RELATIVE_TO_RUN):
             relative[name] = str(place.resolve().relative_to(inside[0]))

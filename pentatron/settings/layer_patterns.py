@@ -14,23 +14,19 @@ def layer_pattern(flag: str, written: str, num_layers: int, example: str) -> "in
     """Returns N, or the entry of every layer. Raises `ValueError` with a message for an invalid pattern."""
     if written.strip().isdecimal():
         return int(written)
+    given, needed = f"{flag} {written:.200}", f"but --num-layers is {num_layers}; use {num_layers} entries"
     try:
         if len(written) > _MAX_CHARACTERS:
             raise OverflowError
         pattern = _evaluate(ast.parse(written.strip(), mode="eval").body)
     except OverflowError:
-        raise ValueError(
-            f"{flag} {written:.200} names more than {_MAX_LAYERS} layers, but --num-layers is {num_layers}; "
-            f"use {num_layers} entries"
-        ) from None
+        raise ValueError(f"{given} names more than {_MAX_LAYERS} layers, {needed}") from None
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         pattern = None
     if not isinstance(pattern, list) or any(entry not in (0, 1) for entry in pattern):
-        raise ValueError(f"{flag} {written:.200} is neither a number nor a list of 0 and 1 such as {example}")
+        raise ValueError(f"{given} is neither a number nor a list of 0 and 1 such as {example}")
     if len(pattern) != num_layers:
-        raise ValueError(
-            f"{flag} {written:.200} names {len(pattern)} layers, but --num-layers is {num_layers}; use {num_layers} entries"
-        )
+        raise ValueError(f"{given} names {len(pattern)} layers, {needed}")
     return pattern
 
 

@@ -21,7 +21,7 @@ from pentatron.layout.stages import Costs, stage_parts
 from pentatron.settings.declaration import flag_of
 from pentatron.settings.parameters import attention_sizes, costs_of, division_of, grid_of
 from pentatron.settings.settings import Settings, is_unset
-from pentatron.text import divisors, join_choices
+from pentatron.text import divisors, join_choices, plural
 
 Rule = Callable[[Settings], str | None]
 
@@ -31,11 +31,16 @@ def refuse_if(holds: Callable[[Settings], object], error: str) -> Rule:
     return lambda s: error.format(s=s) if holds(s) else None
 
 
-def indivisible(s: Settings, name: str, by: str, advice: object) -> str:
-    """Returns the error about a setting that is not divisible by another."""
-    return (
-        f"{flag_of(name)} {getattr(s, name)} is not divisible by {flag_of(by)} {getattr(s, by)}; use {advice}"
-    )
+def indivisible(s: Settings, name: str, by: str, advice: object = None) -> str | None:
+    """Returns the error about a setting that is not divisible by another, or None.
+
+    `advice`: what to use instead (default: the divisors).
+    """
+    number, divisor = getattr(s, name), getattr(s, by)
+    if number % divisor == 0:
+        return None
+    advice = advice or join_choices(divisors(number))
+    return f"{flag_of(name)} {number} is not divisible by {flag_of(by)} {divisor}; use {advice}"
 
 
 def error_of(check: Callable[..., object], *arguments: object) -> str | None:
@@ -48,20 +53,11 @@ def error_of(check: Callable[..., object], *arguments: object) -> str | None:
 
 
 def _data_parallel(s: Settings) -> str | None:
-    model = s.ranks_per_replica
-    if s.facts.world_size % model or s.data_parallel_size * model == s.facts.world_size:
+    dp, model, processes = s.data_parallel_size, s.ranks_per_replica, s.facts.world_size
+    if processes % model or dp * model == processes:
         return None
-    return (
-        f"--data-parallel-size {s.data_parallel_size} × {model} (tp × pp × cp) = {s.data_parallel_size * model}, "
-        f"but there are {s.facts.world_size} processes; use {s.facts.world_size // model} or leave it out"
-    )
-
-
-def _heads_per_rank(s: Settings) -> str | None:
-    if s.num_attention_heads % s.tensor_model_parallel_size == 0:
-        return None
-    advice = join_choices(divisors(s.num_attention_heads))
-    return indivisible(s, "num_attention_heads", "tensor_model_parallel_size", advice)
+    product = f"--data-parallel-size {dp} × {model} (tp × pp × cp) = {dp * model}"
+    return f"{product}, but there are {processes} processes; use {processes // model} or leave it out"
 
 
 def _groups_per_rank(s: Settings) -> str | None:
@@ -69,32 +65,24 @@ def _groups_per_rank(s: Settings) -> str | None:
     # Without grouping, the rule about heads reports the problem.
     if groups % tp == 0 or tp % groups == 0 or groups == s.num_attention_heads:
         return None
-    return (
-        f"--num-query-groups {groups} is neither a multiple nor a divisor of --tensor-model-parallel-size {tp}; "
-        f"use a tensor parallel size of {join_choices(divisors(groups))}"
-    )
+    neither = f"neither a multiple nor a divisor of --tensor-model-parallel-size {tp}"
+    advice = f"use a tensor parallel size of {join_choices(divisors(groups))}"
+    return f"--num-query-groups {groups} is {neither}; {advice}"
 
 
 def _mlp_per_rank(s: Settings) -> str | None:
+    """Suggests a width at most 5 % larger whose shard per rank is a multiple of a power of 2."""
     width, tp = s.ffn_hidden_size, s.tensor_model_parallel_size
-    if width % tp == 0:
-        return None
-    advice = f"--ffn-hidden-size {_next_width(width, tp)}"
-    return indivisible(s, "ffn_hidden_size", "tensor_model_parallel_size", advice)
-
-
-def _next_width(width: int, ranks: int) -> int:
-    """Returns a width at most 5 % larger whose shard per rank is a multiple of a power of 2."""
-    sizes = [math.ceil(width / (ranks * unit)) * ranks * unit for unit in (128, 64, 32, 16, 8, 4, 2)]
-    return next((size for size in sizes if size <= 1.05 * width), sizes[-1])
+    sizes = [math.ceil(width / (tp * unit)) * tp * unit for unit in (128, 64, 32, 16, 8, 4, 2)]
+    wider = next((size for size in sizes if size <= 1.05 * width), sizes[-1])
+    return indivisible(s, "ffn_hidden_size", "tensor_model_parallel_size", f"--ffn-hidden-size {wider}")
 
 
 def _padded_vocabulary(s: Settings) -> str | None:
     size, padded, tp = s.vocab_size, s.padded_vocab_size, s.tensor_model_parallel_size
-    if size is None or (padded >= size and padded % tp == 0):
+    if size is None:
         return None
-    enough = math.ceil(max(size, padded) / tp) * tp
-    advice = f"{enough} or leave it out"
+    advice = f"{math.ceil(max(size, padded) / tp) * tp} or leave it out"
     if padded < size:
         return f"--padded-vocab-size {padded} is smaller than --vocab-size {size}; use {advice}"
     return indivisible(s, "padded_vocab_size", "tensor_model_parallel_size", advice)
@@ -102,8 +90,7 @@ def _padded_vocabulary(s: Settings) -> str | None:
 
 def _sequence_per_rank(s: Settings) -> str | None:
     length, cp, tp = s.seq_length, s.context_parallel_size, s.tensor_model_parallel_size
-    factors = [f"2 × {cp} (context)"] if cp > 1 else []
-    multiple = 2 * cp if cp > 1 else 1
+    factors, multiple = ([f"2 × {cp} (context)"], 2 * cp) if cp > 1 else ([], 1)
     if s.sequence_parallel and tp > 1:
         factors.append(f"{tp} (tensor, for --sequence-parallel)")
         multiple = math.lcm(multiple, cp * tp)
@@ -111,8 +98,7 @@ def _sequence_per_rank(s: Settings) -> str | None:
         return None
     up = math.ceil(length / multiple) * multiple
     down = f"{up - multiple} or " if up > multiple else ""
-    needed = " and ".join(factors)
-    return f"--seq-length {length} is not divisible by {multiple}, as {needed} need; use {down}{up}"
+    return f"--seq-length {length} is not divisible by {multiple}, as {' and '.join(factors)} need; use {down}{up}"
 
 
 def _heads_per_context_rank(s: Settings) -> str | None:
@@ -126,10 +112,9 @@ def _heads_per_context_rank(s: Settings) -> str | None:
     if cp in fits:
         return None
     counts = f"{heads} heads" + (f" in {groups} groups" if groups != heads else "")
-    return (
-        f"--cp-comm-type a2a cannot distribute {counts}{' of each tensor rank' if tp > 1 else ''} to {cp} (context) ranks; "
-        f"use a context parallel size of {join_choices(fits)}, or --cp-comm-type p2p"
-    )
+    counts += " of each tensor rank" if tp > 1 else ""
+    advice = f"use a context parallel size of {join_choices(fits)}, or --cp-comm-type p2p"
+    return f"--cp-comm-type a2a cannot distribute {counts} to {cp} (context) ranks; {advice}"
 
 
 def _layers_per_stage(s: Settings) -> str | None:
@@ -138,14 +123,12 @@ def _layers_per_stage(s: Settings) -> str | None:
     if layers >= ranks * virtual or s.pipeline_model_parallel_layout is not None:
         return None
     if virtual > 1:
-        return (
-            f"--num-layers {layers} cannot fill {ranks} (pipeline) × {virtual} (virtual) = {ranks * virtual} stages; "
-            f"use {ranks * virtual} layers or more, or fewer stages"
-        )
-    return (
-        f"--num-layers {layers} cannot fill the {ranks} stages of --pipeline-model-parallel-size {ranks}; "
-        f"use {ranks} layers or more, or at most {layers} stage{'s' if layers > 1 else ''}"
-    )
+        stages = f"{ranks} (pipeline) × {virtual} (virtual) = {ranks * virtual} stages"
+        fewer = "fewer stages"
+    else:
+        stages = f"the {ranks} stages of --pipeline-model-parallel-size {ranks}"
+        fewer = f"at most {layers} {plural(layers, 'stage')}"
+    return f"--num-layers {layers} cannot fill {stages}; use {ranks * virtual} layers or more, or {fewer}"
 
 
 def _layers_per_virtual_stage(s: Settings) -> str | None:
@@ -153,17 +136,13 @@ def _layers_per_virtual_stage(s: Settings) -> str | None:
     layers, ranks, virtual = s.num_layers, s.pipeline_model_parallel_size, s.virtual_stages
     if each is None or ranks * virtual * each == layers:
         return None
+    stage = f"{each} (--num-layers-per-virtual-pipeline-stage)"
     if layers % (ranks * each):
         down = layers - layers % (ranks * each)
-        return (
-            f"--num-layers {layers} is not divisible by {ranks} (pipeline) × {each} "
-            f"(--num-layers-per-virtual-pipeline-stage) = {ranks * each}; use "
-            f"{f'{down} or ' if down else ''}{down + ranks * each} layers, or another number for each stage"
-        )
-    return (
-        f"{ranks} (pipeline) × {virtual} (virtual) × {each} (--num-layers-per-virtual-pipeline-stage) = "
-        f"{ranks * virtual * each}, but --num-layers is {layers}; leave one of the two flags for virtual stages out"
-    )
+        advice = f"use {f'{down} or ' if down else ''}{down + ranks * each} layers, or another number for each stage"
+        return f"--num-layers {layers} is not divisible by {ranks} (pipeline) × {stage} = {ranks * each}; {advice}"
+    product = f"{ranks} (pipeline) × {virtual} (virtual) × {stage} = {ranks * virtual * each}"
+    return f"{product}, but --num-layers is {layers}; leave one of the two flags for virtual stages out"
 
 
 # Ways to divide the layers. Settings of one way may be combined.
@@ -190,37 +169,32 @@ def _division(s: Settings) -> str | None:
 
 def _schedule(s: Settings) -> str | None:
     """Checks that the schedule exists for this number of virtual stages."""
-    kind, ranks, virtual = s.pipeline_schedule, s.pipeline_model_parallel_size, s.virtual_stages
-    match None if ranks == 1 else required_stages(kind, virtual):
-        case Stages.SEVERAL:
-            return (
-                f"--pipeline-schedule {kind} needs several stages on each rank; "
-                "give --virtual-pipeline-model-parallel-size 2 or more, or use 1f1b"
-            )
-        case Stages.TWO:
-            return (
-                f"--pipeline-schedule {kind} runs two stages on each rank, not {virtual}; "
-                f"leave --virtual-pipeline-model-parallel-size out, or use zero-bubble"
-            )
-        case Stages.ONE:
-            return (
-                f"--pipeline-schedule {kind} runs one stage on each rank, not the {virtual} of "
-                f"--virtual-pipeline-model-parallel-size {virtual}; use interleaved, or leave one of the two out"
-            )
-    return None
+    kind, virtual = s.pipeline_schedule, s.virtual_stages
+    if s.pipeline_model_parallel_size == 1:
+        return None
+    flag = "--virtual-pipeline-model-parallel-size"
+    errors = {
+        Stages.SEVERAL: f"needs several stages on each rank; give {flag} 2 or more, or use 1f1b",
+        Stages.TWO: f"runs two stages on each rank, not {virtual}; leave {flag} out, or use zero-bubble",
+        Stages.ONE: f"runs one stage on each rank, not the {virtual} of {flag} {virtual}; "
+        "use interleaved, or leave one of the two out",
+    }
+    needed = required_stages(kind, virtual)
+    return f"--pipeline-schedule {kind} {errors[needed]}" if needed is not None else None
 
 
 def _micro_batch_count(s: Settings) -> int | None:
     """Returns the micro-batches per step, or None if the batch sizes are unknown or do not divide."""
-    if is_unset(s.global_batch_size) or is_unset(s.micro_batch_size) or _batch(s) is not None:
+    if is_unset(s.global_batch_size) or is_unset(s.micro_batch_size):
         return None
-    return int(s.global_batch_size // (s.micro_batch_size * s.data_parallel_size))
+    count, rest = divmod(s.global_batch_size, s.micro_batch_size * s.data_parallel_size)
+    return None if rest else count
 
 
 def _enough_micro_batches(s: Settings) -> str | None:
     kind, ranks, count = s.pipeline_schedule, s.pipeline_model_parallel_size, _micro_batch_count(s)
-    problem = None if ranks == 1 or count is None else micro_batches_problem(kind, ranks, count)
-    return None if problem is None else f"--pipeline-schedule {problem}"
+    problem = ranks > 1 and count is not None and micro_batches_problem(kind, ranks, count)
+    return f"--pipeline-schedule {problem}" if problem else None
 
 
 def _micro_batch_groups(s: Settings) -> str | None:
@@ -229,9 +203,8 @@ def _micro_batch_groups(s: Settings) -> str | None:
     if group is None or virtual == 1 or ranks == 1 or not uses_groups(s.pipeline_schedule, virtual):
         return None
     count = _micro_batch_count(s)
-    problem = None if count is None else group_problem(ranks, count, group)
-    flag = f"--microbatch-group-size-per-virtual-pipeline-stage {group}"
-    return None if problem is None else f"{flag}: {problem}"
+    problem = count is not None and group_problem(ranks, count, group)
+    return f"--microbatch-group-size-per-virtual-pipeline-stage {group}: {problem}" if problem else None
 
 
 def _batch(s: Settings) -> str | None:
@@ -242,25 +215,16 @@ def _batch(s: Settings) -> str | None:
 
 def _recompute_method(s: Settings) -> str | None:
     kind, method, count = s.recompute_granularity, s.recompute_method, s.recompute_num_layers
-    if kind == "selective" and (method is not None or not is_unset(count)):
-        flag = f"--recompute-num-layers {count}" if method is None else f"--recompute-method {method}"
-        return (
-            f"{flag} is for whole layers, but --recompute-granularity selective recomputes modules; "
-            f"leave it out or use full"
-        )
-    if kind == "full" and method == "block" and is_unset(count):
-        return (
-            "--recompute-method block needs the number of first layers of a stage to recompute; "
-            "give --recompute-num-layers"
-        )
-    return None
+    if kind != "selective" or (method is None and is_unset(count)):
+        return None
+    flag = f"--recompute-num-layers {count}" if method is None else f"--recompute-method {method}"
+    modules = "--recompute-granularity selective recomputes modules"
+    return f"{flag} is for whole layers, but {modules}; leave it out or use full"
 
 
 def _recomputed_layers(s: Settings) -> str | None:
     count, ranks = s.recompute_num_layers, s.pipeline_model_parallel_size
-    if s.recompute_granularity != "full" or count is None:
-        return None
-    if _division(s) is not None or _layers_per_stage(s) is not None:
+    if s.recompute_granularity != "full" or count is None or _division(s) or _layers_per_stage(s):
         return None
     parts = stage_parts(s.num_layers, division_of(s), costs_of(s))
     most = max(len(part.layers) for part in parts)
@@ -286,7 +250,7 @@ LAYOUT_RULES: dict[str, Rule] = {
         "--nproc-per-node {s.nproc_per_node} does not match the {s.facts.local_processes} process(es) that "
         "{s.facts.launcher} started on this machine; leave --nproc-per-node out",
     ),
-    "heads_per_rank": _heads_per_rank,
+    "heads_per_rank": lambda s: indivisible(s, "num_attention_heads", "tensor_model_parallel_size"),
     "groups_per_rank": _groups_per_rank,
     "mlp_per_rank": _mlp_per_rank,
     "padded_vocabulary": _padded_vocabulary,
@@ -320,6 +284,15 @@ LAYOUT_RULES: dict[str, Rule] = {
     "enough_micro_batches": _enough_micro_batches,
     "micro_batch_groups": _micro_batch_groups,
     "recompute_method": _recompute_method,
+    "recomputed_block": refuse_if(
+        lambda s: (
+            s.recompute_granularity == "full"
+            and s.recompute_method == "block"
+            and is_unset(s.recompute_num_layers)
+        ),
+        "--recompute-method block needs the number of first layers of a stage to recompute; "
+        "give --recompute-num-layers",
+    ),
     "recomputed_layers": _recomputed_layers,
     "batch": _batch,
 }
@@ -332,21 +305,17 @@ def _hybrid_sharding(s: Settings) -> str | None:
     if s.zero_stage != 3:
         return None
     count, grid = s.num_distributed_optimizer_instances, grid_of(s)
-    replicas = grid.data * grid.context
+    replicas, written = grid.data * grid.context, f"--num-distributed-optimizer-instances {count}"
     if replicas % count:
-        return (
-            f"--num-distributed-optimizer-instances {count} does not divide {grid.data} (data) × {grid.context} (context) = "
-            f"{replicas} ranks that hold the same weights; use {join_choices(divisors(replicas))}"
-        )
+        ranks = f"{grid.data} (data) × {grid.context} (context) = {replicas} ranks that hold the same weights"
+        return f"{written} does not divide {ranks}; use {join_choices(divisors(replicas))}"
     # Another rule checks whether the experts fit the ranks.
     replicas_of_experts, rest = divmod(grid.stage_size, grid.expert * grid.expert_tensor)
     if s.num_experts is None or rest or replicas_of_experts % count == 0:
         return None
     both = [n for n in divisors(replicas) if replicas_of_experts % n == 0]
-    return (
-        f"--num-distributed-optimizer-instances {count} does not divide the {replicas_of_experts} ranks that hold the same experts; "
-        f"use {join_choices(both)}"
-    )
+    ranks = f"the {replicas_of_experts} ranks that hold the same experts"
+    return f"{written} does not divide {ranks}; use {join_choices(both)}"
 
 
 ZERO_RULES: dict[str, Rule] = {

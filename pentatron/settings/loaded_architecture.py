@@ -93,11 +93,9 @@ def _layers(s: Settings) -> tuple[bool, ...]:
 
 def _windows(s: Settings) -> tuple[int | None, ...]:
     """Returns the window of every layer, or () for an invalid pattern, which a rule reports."""
+    pattern = (s.window_size, s.window_attn_skip_freq, s.num_layers)
     try:
-        return tuple(
-            window_of_layer(s.window_size, s.window_attn_skip_freq, s.num_layers, number)
-            for number in range(1, s.num_layers + 1)
-        )
+        return tuple(window_of_layer(*pattern, number) for number in range(1, s.num_layers + 1))
     except ValueError:
         return ()
 
@@ -116,25 +114,20 @@ def adopt_architecture(
     length, positions = draft.seq_length, loaded.settings.max_position_embeddings
     if not is_unset(positions) and length > positions and not _is_chosen(draft, _POSITIONS):
         if loaded.settings.position_embedding_type == "learned_absolute":
-            draft.wrong["seq_length"] = (
-                f"--seq-length {length} is longer than the {positions} learned positions of {origin}; give a "
-                f"shorter one, {way_out}"
-            )
+            longer = f"--seq-length {length} is longer than the {positions} learned positions of {origin}"
+            draft.wrong["seq_length"] = f"{longer}; give a shorter one, {way_out}"
         else:
             open_names.remove(_POSITIONS)
-            draft.notices.append(
-                f"sequences of {length} tokens are longer than the {positions} positions of {origin}"
-            )
+            longer = f"sequences of {length} tokens are longer than the {positions} positions of {origin}"
+            draft.notices.append(longer)
     different = architecture_differences(loaded, before)
     if positions not in (None, before.max_position_embeddings):
         different.append(_POSITIONS)
     if adopted := [name for name in open_names if name in different]:
         for name in open_names:
             draft.assign(f"{LOADED_PREFIX}{origin}", **{name: getattr(loaded.settings, name)})
-        shown = [name for name in open_names if name in adopted or name in _SHAPE]
-        draft.notices.append(
-            f"architecture from {origin}: {' '.join(_written(loaded.settings, n) for n in shown)}"
-        )
+        shown = [_written(loaded.settings, n) for n in open_names if n in adopted or n in _SHAPE]
+        draft.notices.append(f"architecture from {origin}: {' '.join(shown)}")
     after = derived_settings(draft, facts)
     for name in architecture_differences(loaded, after):
         written = _written(loaded.settings, name)
@@ -156,20 +149,16 @@ def _is_chosen(draft: Draft, name: str) -> bool:
 
 def _check_tokenizer(draft: Draft, loaded: Architecture, origin: str) -> None:
     """Records an error if the tokenizer has more ids than the embedding has rows. Fewer are allowed."""
-    ids, rows = draft.vocab_size, loaded.settings.vocab_size
-    tokenizer = draft.source("vocab_size").removeprefix("derived: ")
-    is_counted = draft.source("vocab_size").startswith("derived: tokenizer ")
-    if is_counted and rows is not None and ids > rows:
-        draft.wrong["tokenizer_model"] = (
-            f"{tokenizer} has {ids} ids, the model of {origin} {rows}; use the tokenizer it was trained with"
-        )
+    ids, rows, source = draft.vocab_size, loaded.settings.vocab_size, draft.source("vocab_size")
+    if source.startswith("derived: tokenizer ") and rows is not None and ids > rows:
+        counts = f"{source.removeprefix('derived: ')} has {ids} ids, the model of {origin} {rows}"
+        draft.wrong["tokenizer_model"] = f"{counts}; use the tokenizer it was trained with"
 
 
 def _who(draft: Draft, name: str) -> str:
-    source = draft.source(name)
-    if source.startswith("flag"):
-        return "the command line gives"
-    return f"{source} gives" if source.startswith(("file", "preset")) else "here it would be"
+    source = "the command line" if draft.by_flag(name) else draft.source(name)
+    from_user = draft.by_flag(name) or source.startswith(("file", "preset"))
+    return f"{source} gives" if from_user else "here it would be"
 
 
 def _written(s: Settings, name: str) -> str:

@@ -1,6 +1,7 @@
 """Declares the settings of the architecture, experts (MoE) and kernels. Names are Megatron's."""
 
 from dataclasses import dataclass
+from typing import Any, Unpack
 
 from pentatron.settings import needs
 from pentatron.settings.declaration import (
@@ -12,6 +13,8 @@ from pentatron.settings.declaration import (
     ORDER,
     POSITIVE,
     Limit,
+    Need,
+    Options,
     setting,
 )
 from pentatron.settings.layer_patterns import layer_pattern
@@ -122,16 +125,11 @@ class TransformerConfig:
         "yarn: numerator of another such factor: (0.1 × mscale × ln(factor) + 1) / (0.1 × mscale_all_dim × ln(factor) + 1)",
         NON_NEGATIVE,
         needs.YARN,
-        needs.YARN_FACTOR_UNSET,
-        needs.BOTH_MSCALES,
+        needs.NO_FACTOR,
+        needs.MSCALES,
     )
     yarn_mscale_all_dim: float | None = setting(
-        None,
-        "yarn: denominator of that factor",
-        NON_NEGATIVE,
-        needs.YARN,
-        needs.YARN_FACTOR_UNSET,
-        needs.BOTH_MSCALES,
+        None, "yarn: denominator of that factor", NON_NEGATIVE, needs.YARN, needs.NO_FACTOR, needs.MSCALES
     )
     yarn_truncate: bool = setting(
         True,
@@ -164,74 +162,60 @@ class TransformerConfig:
     )
 
 
+def moe_setting(default: Any, help: str, *conditions: Limit | Need, **options: Unpack[Options]) -> Any:
+    """Declares a setting that has no effect without experts."""
+    return setting(default, help, needs.EXPERTS, *conditions, **options)
+
+
 @dataclass(frozen=True)
 class MoEConfig:
     """Mixture of experts"""
 
     num_experts: int | None = setting(None, "number of experts", POSITIVE)
-    moe_layer_freq: str = setting(
-        "1", "layers with experts: every N-th, or a list like [0]*1+[1]*26 with 1 for experts", needs.EXPERTS
+    moe_layer_freq: str = moe_setting(
+        "1", "layers with experts: every N-th, or a list like [0]*1+[1]*26 with 1 for experts"
     )
-    moe_ffn_hidden_size: int = setting(
-        None, "width inside one expert (ffn-hidden-size)", POSITIVE, needs.EXPERTS
+    moe_ffn_hidden_size: int = moe_setting(None, "width inside one expert (ffn-hidden-size)", POSITIVE)
+    moe_router_topk: int = moe_setting(2, "experts per token", POSITIVE)
+    moe_router_score_function: str = moe_setting(
+        "softmax", "function from router logits to scores", choices=("softmax", "sigmoid")
     )
-    moe_router_topk: int = setting(2, "experts per token", POSITIVE, needs.EXPERTS)
-    moe_router_score_function: str = setting(
-        "softmax", "function from router logits to scores", needs.EXPERTS, choices=("softmax", "sigmoid")
+    moe_router_pre_softmax: bool = moe_setting(
+        False, "softmax over all experts before the top-k, not over the selected ones", needs.SOFTMAX_SCORES
     )
-    moe_router_pre_softmax: bool = setting(
-        False,
-        "softmax over all experts before the top-k, not over the selected ones",
-        needs.EXPERTS,
-        needs.SOFTMAX_SCORES,
+    moe_router_topk_scaling_factor: float | None = moe_setting(
+        None, "factor of the weights of the selected experts", POSITIVE
     )
-    moe_router_topk_scaling_factor: float | None = setting(
-        None, "factor of the weights of the selected experts", POSITIVE, needs.EXPERTS
-    )
-    moe_router_num_groups: int | None = setting(
-        None, "expert groups for group-limited routing", POSITIVE, needs.EXPERTS
-    )
-    moe_router_group_topk: int = setting(None, "expert groups a token uses", POSITIVE, needs.EXPERTS)
-    moe_router_dtype: str | None = setting(
+    moe_router_num_groups: int | None = moe_setting(None, "expert groups for group-limited routing", POSITIVE)
+    moe_router_group_topk: int = moe_setting(None, "expert groups a token uses", POSITIVE)
+    moe_router_dtype: str | None = moe_setting(
         None,
         "precision of the router's logits (that of the model)",
-        needs.EXPERTS,
         choices=("fp32", "fp64"),
         in_weights=False,
     )
-    moe_router_load_balancing_type: tuple[str, ...] = setting(
+    moe_router_load_balancing_type: tuple[str, ...] = moe_setting(
         ("aux_loss",),
         "load-balancing methods of the experts, one or several",
-        needs.EXPERTS,
         needs.BALANCING_WEIGHT,
         choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
         in_weights=False,
     )
-    moe_aux_loss_coeff: tuple[float, ...] = setting(
-        (0.0,),
-        "weight of the load-balancing loss(es)",
-        NON_NEGATIVE,
-        needs.EXPERTS,
-        needs.BALANCING,
-        in_weights=False,
+    moe_aux_loss_coeff: tuple[float, ...] = moe_setting(
+        (0.0,), "weight of the load-balancing loss(es)", NON_NEGATIVE, needs.BALANCING, in_weights=False
     )
-    moe_z_loss_coeff: float | None = setting(
-        None,
-        "weight of the router's z-loss, which keeps its logits small",
-        NON_NEGATIVE,
-        needs.EXPERTS,
-        in_weights=False,
+    moe_z_loss_coeff: float | None = moe_setting(
+        None, "weight of the router's z-loss, which keeps its logits small", NON_NEGATIVE, in_weights=False
     )
-    moe_router_enable_expert_bias: bool = setting(
-        False, "balance without a loss: a selection bias, updated after every step", needs.EXPERTS
+    moe_router_enable_expert_bias: bool = moe_setting(
+        False, "balance without a loss: a selection bias, updated after every step"
     )
-    moe_router_bias_update_rate: float = setting(
-        1e-3, "update of that bias per step", NON_NEGATIVE, needs.EXPERTS, needs.EXPERT_BIAS, in_weights=False
+    moe_router_bias_update_rate: float = moe_setting(
+        1e-3, "update of that bias per step", NON_NEGATIVE, needs.EXPERT_BIAS, in_weights=False
     )
-    moe_token_dispatcher_type: str = setting(
+    moe_token_dispatcher_type: str = moe_setting(
         "alltoall",
         "how tokens are dispatched to experts",
-        needs.EXPERTS,
         choices=("alltoall", "allgather"),
         in_weights=False,
     )
@@ -241,33 +225,30 @@ class MoEConfig:
         sets={"--moe-grouped-gemm": True, "--no-moe-grouped-gemm": False},
         in_weights=False,
     )
-    moe_use_legacy_grouped_gemm: bool = setting(
+    moe_use_legacy_grouped_gemm: bool = moe_setting(
         False,
         "an older grouped matmul",
-        needs.EXPERTS,
         notice="there is only one grouped matmul here, so this changes nothing",
         in_weights=False,
     )
-    moe_expert_capacity_factor: float | None = setting(
+    moe_expert_capacity_factor: float | None = moe_setting(
         None,
         "drop tokens above this multiple of an expert's equal share (none are dropped)",
         POSITIVE,
-        needs.EXPERTS,
         in_weights=False,
     )
-    moe_token_drop_policy: str = setting(
+    moe_token_drop_policy: str = moe_setting(
         "probs",
         "tokens to drop: those with the smallest weights, or the last ones",
-        needs.EXPERTS,
         choices=("probs", "position"),
         in_weights=False,
     )
-    moe_shared_expert_intermediate_size: int | None = setting(
-        None, "width of the shared expert, which every token uses", POSITIVE, needs.EXPERTS
+    moe_shared_expert_intermediate_size: int | None = moe_setting(
+        None, "width of the shared expert, which every token uses", POSITIVE
     )
-    moe_shared_expert_gate: bool = setting(False, "gate the shared expert (Qwen2-MoE)", needs.EXPERTS)
-    moe_per_layer_logging: bool = setting(
-        False, "write the load of every layer's experts to metrics.jsonl", needs.EXPERTS, in_weights=False
+    moe_shared_expert_gate: bool = moe_setting(False, "gate the shared expert (Qwen2-MoE)")
+    moe_per_layer_logging: bool = moe_setting(
+        False, "write the load of every layer's experts to metrics.jsonl", in_weights=False
     )
 
     @property
@@ -357,17 +338,15 @@ class KernelConfig:
     )
 
 
-def moe_layers(frequency: str, num_layers: int) -> tuple[bool, ...]:
+def moe_layers(written: str, num_layers: int) -> tuple[bool, ...]:
     """Returns whether each layer has experts. Raises `ValueError` with a message for an invalid pattern."""
-    pattern = layer_pattern("--moe-layer-freq", frequency, num_layers, "[0]*1+[1]*26")
+    pattern = layer_pattern("--moe-layer-freq", written, num_layers, "[0]*1+[1]*26")
     if pattern == 0:
         raise ValueError("--moe-layer-freq 0 gives no layer experts; use 1 or more")
     if isinstance(pattern, int):
         return tuple(number % pattern == 0 for number in range(num_layers))
     if not any(pattern):
-        raise ValueError(
-            f"--moe-layer-freq {frequency} gives no layer experts; use 1 for layers with experts"
-        )
+        raise ValueError(f"--moe-layer-freq {written} gives no layer experts; use 1 for layers with experts")
     return tuple(bool(entry) for entry in pattern)
 
 

@@ -4,12 +4,12 @@ import math
 
 from pentatron.devices import FP8_MULTIPLE
 from pentatron.layout.ranks import expert_size_problem
+from pentatron.settings.declaration import flag_of
 from pentatron.settings.layer_patterns import windowed_layers
 from pentatron.settings.layout_rules import Rule, error_of, indivisible, refuse_if
 from pentatron.settings.model import moe_layers
 from pentatron.settings.parameters import grid_of
 from pentatron.settings.settings import Settings, is_unset
-from pentatron.text import divisors, join_choices
 
 # --- experts ---
 
@@ -18,11 +18,10 @@ def _experts(s: Settings) -> str | None:
     experts, ep, topk = s.num_experts, s.expert_model_parallel_size, s.moe_router_topk
     if experts is None:
         return f"--expert-model-parallel-size {ep} needs experts; give --num-experts" if ep > 1 else None
-    if experts % ep:
-        return indivisible(s, "num_experts", "expert_model_parallel_size", join_choices(divisors(experts)))
-    if topk > experts:
-        return f"--moe-router-topk {topk} is more than --num-experts {experts}; use at most {experts}"
-    return None
+    if problem := indivisible(s, "num_experts", "expert_model_parallel_size"):
+        return problem
+    too_many = f"--moe-router-topk {topk} is more than --num-experts {experts}; use at most {experts}"
+    return too_many if topk > experts else None
 
 
 def _expert_ranks(s: Settings) -> str | None:
@@ -44,7 +43,7 @@ def _expert_width(s: Settings) -> str | None:
 
 def _shared_expert_width(s: Settings) -> str | None:
     width, tp = s.moe_shared_expert_intermediate_size, s.tensor_model_parallel_size
-    if s.num_experts is None or width is None or width % tp == 0:
+    if s.num_experts is None or width is None:
         return None
     name, advice = "moe_shared_expert_intermediate_size", math.ceil(width / tp) * tp
     return indivisible(s, name, "tensor_model_parallel_size", advice)
@@ -57,27 +56,26 @@ def _groups_of_experts(s: Settings) -> str | None:
         return None
     if groups is None or is_unset(used):
         return "--moe-router-num-groups and --moe-router-group-topk go together; give both"
-    if experts % groups:
-        return indivisible(s, "num_experts", "moe_router_num_groups", join_choices(divisors(experts)))
+    if problem := indivisible(s, "num_experts", "moe_router_num_groups"):
+        return problem
     if used > groups:
         return f"--moe-router-group-topk {used} is more than --moe-router-num-groups {groups}; use at most {groups}"
-    if topk % used:
-        return indivisible(s, "moe_router_topk", "moe_router_group_topk", join_choices(divisors(topk)))
-    if topk > used * (experts // groups):
-        most = used * (experts // groups)
-        return (
-            f"--moe-router-topk {topk} is more than the {used} (--moe-router-group-topk) × {experts // groups} (experts per "
-            f"group) = {most} experts a token can use; use at most {most}"
-        )
-    return None
+    if problem := indivisible(s, "moe_router_topk", "moe_router_group_topk"):
+        return problem
+    each, most = experts // groups, used * (experts // groups)
+    if topk <= most:
+        return None
+    product = f"{used} (--moe-router-group-topk) × {each} (experts per group) = {most}"
+    return f"--moe-router-topk {topk} is more than the {product} experts a token can use; use at most {most}"
 
 
 def _balancing(s: Settings) -> str | None:
     kinds, weights = s.moe_router_load_balancing_type, s.moe_aux_loss_coeff
+    written = f"--moe-router-load-balancing-type {' '.join(kinds)}"
     if len(set(kinds)) < len(kinds):
-        return f"--moe-router-load-balancing-type {' '.join(kinds)} names one kind twice; name each once"
+        return f"{written} names one kind twice; name each once"
     if "none" in kinds and len(kinds) > 1:
-        return f"--moe-router-load-balancing-type {' '.join(kinds)}: none cannot be combined with another kind; leave it out"
+        return f"{written}: none cannot be combined with another kind; leave it out"
     if len(weights) in (1, len(kinds)):
         return None
     return f"--moe-aux-loss-coeff has {len(weights)} numbers for {len(kinds)} kinds of balancing; give one for all, or one for each"
@@ -129,22 +127,20 @@ def _scaling(s: Settings) -> str | None:
 
 
 def _rotary(s: Settings) -> str | None:
-    if s.position_embedding_type != "rope" or int(s.kv_channels * s.rotary_percent) % 2 == 0:
+    width = int(s.kv_channels * s.rotary_percent)
+    if s.position_embedding_type != "rope" or width % 2 == 0:
         return None
-    return (
-        f"the rotated part of a head, {s.kv_channels} × {s.rotary_percent} (--rotary-percent) = "
-        f"{int(s.kv_channels * s.rotary_percent)}, must be even; change --kv-channels or --num-attention-heads"
-    )
+    product = f"{s.kv_channels} × {s.rotary_percent} (--rotary-percent) = {width}"
+    advice = "change --kv-channels or --num-attention-heads"
+    return f"the rotated part of a head, {product}, must be even; {advice}"
 
 
 def _window(s: Settings) -> str | None:
     window = s.window_size
     if not window or (len(window) == 2 and window[1] == 0):
         return None
-    return (
-        f"--window-size {','.join(map(str, window))} must be LEFT,0, for example 4095,0: a token attends to this many "
-        f"tokens before it, and to none after it"
-    )
+    meaning = "a token attends to this many tokens before it, and to none after it"
+    return f"--window-size {','.join(map(str, window))} must be LEFT,0, for example 4095,0: {meaning}"
 
 
 POSITION_RULES: dict[str, Rule] = {
@@ -206,10 +202,10 @@ def _fp8_tokens(s: Settings) -> str | None:
         tokens = size * length // ranks
         if tokens % FP8_MULTIPLE:
             fitting = FP8_MULTIPLE // math.gcd(FP8_MULTIPLE, length // ranks)
-            return (
-                f"--fp8 {s.fp8_format} needs a multiple of {FP8_MULTIPLE} tokens in a micro-batch, and {size} × {length}{divided} is "
-                f"{tokens}; use a multiple of {fitting} for --{name.replace('_', '-')}, or one of {FP8_MULTIPLE * ranks} for --seq-length"
-            )
+            needed = f"a multiple of {FP8_MULTIPLE} tokens in a micro-batch"
+            advice = f"a multiple of {fitting} for {flag_of(name)}, or one of {FP8_MULTIPLE * ranks} for --seq-length"
+            product = f"{size} × {length}{divided} is {tokens}"
+            return f"--fp8 {s.fp8_format} needs {needed}, and {product}; use {advice}"
     return None
 
 
@@ -219,10 +215,9 @@ def _fp8_layers(s: Settings) -> str | None:
     first, last, layers = s.num_layers_at_start_in_bf16, s.num_layers_at_end_in_bf16, s.num_layers
     if first + last < layers or s.fp8_output_layer:
         return None
-    return (
-        f"--first-last-layers-bf16 with {first} first and {last} last layers leaves none of {layers} for --fp8; lower "
-        f"--num-layers-at-start-in-bf16 or --num-layers-at-end-in-bf16, or leave --fp8 out"
-    )
+    ends = f"--first-last-layers-bf16 with {first} first and {last} last layers"
+    advice = "lower --num-layers-at-start-in-bf16 or --num-layers-at-end-in-bf16, or leave --fp8 out"
+    return f"{ends} leaves none of {layers} for --fp8; {advice}"
 
 
 PRECISION_RULES: dict[str, Rule] = {

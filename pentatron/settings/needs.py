@@ -3,10 +3,12 @@
 The docstring of a need names what it takes. The reason completes the notice `--flag value: …`.
 """
 
+from contextlib import suppress
+
 from pentatron.errors import UserError
 from pentatron.layout.schedules import uses_groups
 from pentatron.settings.data_paths import NAMED, Blend, is_counted_in_run, training_files_flag, why_no_epochs
-from pentatron.settings.declaration import Need, Settings, flag_of, requires
+from pentatron.settings.declaration import Need, Settings, first_reason, flag_of, requires
 from pentatron.settings.entry_points import GRAD_SCALER
 from pentatron.settings.layer_patterns import windowed_layers
 
@@ -14,20 +16,18 @@ from pentatron.settings.layer_patterns import windowed_layers
 
 
 READER_PROCESSES = requires(
-    lambda s: s.num_workers,
-    "there are no data loading processes (--num-workers 0), so nothing is prefetched",
+    lambda s: s.num_workers, "there are no data loading processes (--num-workers 0), so nothing is prefetched"
 )
 
 
 def one_data_source(s: Settings) -> str:
     """Data that is split by weights."""
-    if s.train_data_path:
-        return "each split has separate files (--train-data-path), so nothing is split"
-    if s.mock_data:
-        return "mock data is split in three equal parts"
-    if not s.data_path and not s.corpus:
-        return "synthetic data is not split, so this changes nothing"
-    return ""
+    reasons = {
+        "each split has separate files (--train-data-path), so nothing is split": s.train_data_path,
+        "mock data is split in three equal parts": s.mock_data,
+        "synthetic data is not split, so this changes nothing": not s.data_path and not s.corpus,
+    }
+    return first_reason(reasons)
 
 
 CORPUS = requires(lambda s: s.corpus, "there is no --corpus, so this changes nothing")
@@ -48,14 +48,14 @@ def countable_epochs(s: Settings) -> str:
     """Data whose samples are counted before the run starts."""
     if s.is_synthetic or s.epoch_samples is not None:
         return ""
-    if is_counted_in_run(s):
-        return "the number of steps is known once the run has tokenized its data"
-    if not (why := why_no_epochs(s)) and s.facts.launcher:
-        return "the number of steps is known once the run has counted its data"
+    why = why_no_epochs(s)
+    if is_counted_in_run(s) or (s.facts.launcher and not why):
+        how = "tokenized" if is_counted_in_run(s) else "counted"
+        return f"the number of steps is known once the run has {how} its data"
     return f"{why or 'the data is not read here'}; --train-iters {s.train_iters} decides"
 
 
-def evaluations(s: Settings) -> str:
+def validating(s: Settings) -> str:
     """Evaluations during training."""
     if s.eval_interval == 0:
         return ""
@@ -105,7 +105,7 @@ def a_tokenizer(s: Settings) -> str:
     return "" if named else "there is no tokenizer, so no text can be generated"
 
 
-def a_sample(s: Settings) -> str:
+def prompt(s: Settings) -> str:
     """A prompt to continue."""
     return "there is no --sample-prompt to continue" if s.sample_prompt is None else a_tokenizer(s)
 
@@ -136,40 +136,38 @@ def a_validation_set(s: Settings) -> str:
     return evaluation(s)
 
 
-KEPT_ORDER = requires(lambda s: not s.is_synthetic, "synthetic samples have no cached order")
+KEPT = requires(lambda s: not s.is_synthetic, "synthetic samples have no cached order")
 
 
 def a_choice_of_order(s: Settings) -> str:
     """Data that can be read in several orders."""
-    if s.dataloader_type != "cyclic" or not (s.is_synthetic or s.sft):
-        return ""
-    what = "conversations" if s.sft else "synthetic samples"
-    return f"{what} are always reshuffled in every epoch"
+    what = "conversations" if s.sft else "synthetic samples" if s.is_synthetic else ""
+    return f"{what} are always reshuffled in every epoch" if what and s.dataloader_type == "cyclic" else ""
 
 
 def weighted_data(s: Settings) -> str:
     """Data with weights."""
-    try:
-        weighted = any(Blend.parse(getattr(s, name)).weights for name in NAMED if getattr(s, name))
-    except UserError:
-        return ""
-    return "" if weighted else "no dataset has a weight, so none is built with additional samples"
+    with suppress(UserError):
+        if not any(Blend.parse(getattr(s, name)).weights for name in NAMED if getattr(s, name)):
+            return "no dataset has a weight, so none is built with additional samples"
+    return ""
 
 
 def documents(s: Settings) -> str:
     """Text whose documents end with end-of-document tokens."""
     if not (s.corpus or s.data_path or s.mock_data):
         return "every synthetic sample is one document, so this changes nothing"
-    if s.sft:
-        return "with --sft every conversation is a document and its loss is on the answers, so this changes nothing"
-    return ""
+    loss = "with --sft every conversation is a document and its loss is on the answers"
+    return f"{loss}, so this changes nothing" if s.sft else ""
 
 
 CONVERSATIONS = requires(lambda s: s.sft, "there are no conversations (--sft), so this changes nothing")
-TEMPLATE = requires(
-    lambda s: s.sft_tokenizer_prompt_format != "identity",
-    "texts are concatenated without a template (--sft-tokenizer-prompt-format identity)",
-)
+
+
+def template(s: Settings) -> str:
+    """Conversations that are formatted by a template."""
+    none = "texts are concatenated without a template (--sft-tokenizer-prompt-format identity)"
+    return CONVERSATIONS(s) or (none if s.sft_tokenizer_prompt_format == "identity" else "")
 
 
 # --- architecture: positions, windows, biases, experts ---
@@ -199,10 +197,10 @@ ROPE_SCALING = _scaling("linear", "llama3", "yarn")
 ORIGINAL_LENGTH = _scaling("llama3", "yarn")
 LLAMA3_SCALING = _scaling("llama3")
 YARN = _scaling("yarn")
-YARN_FACTOR_UNSET = requires(
+NO_FACTOR = requires(
     lambda s: s.yarn_attention_factor is None, "--yarn-attention-factor is given and used as it is"
 )
-BOTH_MSCALES = requires(
+MSCALES = requires(
     lambda s: s.yarn_mscale and s.yarn_mscale_all_dim,
     "--yarn-mscale and --yarn-mscale-all-dim act together, both above 0",
 )
@@ -212,23 +210,19 @@ WINDOW = requires(lambda s: s.window_size, "no layer has a window (--window-size
 def a_shorter_window(s: Settings) -> str:
     """A window shorter than the sequence, in at least one layer."""
     window, length = s.window_size, s.seq_length
-    if not window:
-        return ""
-    if window[0] == -1 or window[0] >= length - 1:
+    if window and (window[0] == -1 or window[0] >= length - 1):
         return f"it covers all {length} tokens of a sequence (--seq-length), so every token attends to all before it"
-    try:
-        some = any(windowed_layers(s.window_attn_skip_freq, s.num_layers))
-    except ValueError:
-        # A rule reports the invalid pattern.
-        return ""
-    return "" if some else f"--window-attn-skip-freq {s.window_attn_skip_freq} leaves no layer with a window"
+    # A rule reports an invalid pattern.
+    with suppress(ValueError):
+        if window and not any(windowed_layers(s.window_attn_skip_freq, s.num_layers)):
+            return f"--window-attn-skip-freq {s.window_attn_skip_freq} leaves no layer with a window"
+    return ""
 
 
 def bias_alone(name: str) -> Need:
     """Builds the need of an additional bias, if it is on, for linear layers without bias."""
-    return requires(
-        lambda s: not (getattr(s, name) and s.add_bias_linear), "every linear layer has a bias already"
-    )
+    reason = "every linear layer has a bias already"
+    return requires(lambda s: not (getattr(s, name) and s.add_bias_linear), reason)
 
 
 PADDING_NOT_GIVEN = requires(
@@ -238,8 +232,7 @@ PADDING_NOT_GIVEN = requires(
 
 EXPERTS = requires(lambda s: s.num_experts, "there are no experts (--num-experts), so this changes nothing")
 EXPERT_BIAS = requires(
-    lambda s: s.moe_router_enable_expert_bias,
-    "there is no bias to update (--moe-router-enable-expert-bias)",
+    lambda s: s.moe_router_enable_expert_bias, "there is no bias to update (--moe-router-enable-expert-bias)"
 )
 SOFTMAX_SCORES = requires(
     lambda s: not s.moe_router_pre_softmax or s.moe_router_score_function == "softmax",
@@ -263,7 +256,7 @@ DECAY = requires(
 )
 
 
-def decay_or_fraction(s: Settings) -> str:
+def a_decay(s: Settings) -> str:
     """A learning rate decay, or a warm-up given as a fraction of it."""
     return DECAY(s) if s.lr_warmup_fraction is None else ""
 
@@ -300,15 +293,14 @@ ADAM = requires(lambda s: s.optimizer == "adam", lambda s: f"--optimizer {s.opti
 SGD = requires(lambda s: s.optimizer == "sgd", "--optimizer adam uses --adam-beta1 instead")
 
 
-def loss_scale_search(name: str) -> Need:
+def scaler(name: str) -> Need:
     """Builds the need for dynamic loss scaling in fp16. A default of an entry point gets no notice."""
 
     def check(s: Settings) -> str:
-        if not s.source(name).startswith("flag") and getattr(s, name) == GRAD_SCALER.get(name):
-            return ""
-        if s.loss_scale:
+        is_default = not s.by_flag(name) and getattr(s, name) == GRAD_SCALER.get(name)
+        if s.loss_scale and not is_default:
             return f"the loss scale is static (--loss-scale {s.loss_scale:g})"
-        return "" if s.fp16 else "there is no dynamic loss scale without --fp16"
+        return "" if s.fp16 or is_default else "there is no dynamic loss scale without --fp16"
 
     return check
 
@@ -354,26 +346,19 @@ def ranks_to_shard_over(s: Settings) -> str:
     """Several ranks that hold the same parameters."""
     # Experts may be replicated across tensor ranks, and are then sharded over these.
     replicated_experts = s.num_experts is not None and s.tensor_model_parallel_size > 1
-    alone = s.zero_stage > 0 and s.data_parallel_size * s.context_parallel_size == 1
-    return (
-        "there is one data-parallel rank, so nothing is sharded" if alone and not replicated_experts else ""
-    )
+    alone = s.data_parallel_size * s.context_parallel_size == 1 and not replicated_experts
+    return "there is one data-parallel rank, so nothing is sharded" if alone and s.zero_stage > 0 else ""
 
 
 def hybrid_shards(s: Settings) -> str:
     """Hybrid sharding: ZeRO 3 within groups of ranks that each hold the whole model."""
     count, stage = s.num_distributed_optimizer_instances, s.zero_stage
-    if count == 1:
-        return ""
-    if stage == 0:
-        return (
-            "nothing is sharded over data-parallel ranks (--zero-stage 0), so there are no groups to shard in"
-        )
-    if stage < 3:
-        return f"ZeRO {stage} shards over all data-parallel ranks; hybrid sharding in groups is for ZeRO 3"
-    if s.data_parallel_size * s.context_parallel_size == count:
-        return "every data-parallel rank is a group, so nothing is sharded"
-    return ""
+    groups = "so there are no groups to shard in"
+    nothing = f"nothing is sharded over data-parallel ranks (--zero-stage 0), {groups}"
+    every = f"ZeRO {stage} shards over all data-parallel ranks; hybrid sharding in groups is for ZeRO 3"
+    alone = s.data_parallel_size * s.context_parallel_size == count
+    single = "every data-parallel rank is a group, so nothing is sharded"
+    return first_reason({nothing: stage == 0, every: stage < 3, single: alone}) if count > 1 else ""
 
 
 RECOMPUTE = requires(
@@ -388,16 +373,14 @@ def recomputed_modules(s: Settings) -> str:
     modules = s.recompute_modules
     if not modules or s.recompute_granularity is None:
         return RECOMPUTE(s) if modules else ""
-    absent = [name for name in ("moe", "moe_act", "shared_experts") if name in modules]
-    if not absent or s.num_experts is not None:
-        return ""
-    return f"there are no experts (--num-experts), so {', '.join(absent)} cannot be recomputed"
+    names = ", ".join(n for n in ("moe", "moe_act", "shared_experts") if n in modules and not s.num_experts)
+    return f"there are no experts (--num-experts), so {names} cannot be recomputed" if names else ""
 
 
 # --- processes, checkpoints, logs, profiles and the training loop ---
 
 
-SEVERAL_PROCESSES = requires(lambda s: s.facts.world_size > 1, "one process runs no collectives")
+PEERS = requires(lambda s: s.facts.world_size > 1, "one process runs no collectives")
 
 
 def own_port(s: Settings) -> str:
@@ -419,14 +402,16 @@ SUPERVISOR = requires(
 
 def open_rendezvous(s: Settings) -> str:
     """Processes of a launcher that does not provide their rendezvous."""
-    if s.facts.launcher and s.facts.has_rendezvous:
-        return f"{s.facts.launcher} provides the rendezvous (MASTER_ADDR), which is used instead"
-    if not s.facts.launcher and s.facts.world_size > 1:
-        return "the rendezvous of processes started here is on this machine; --master-port chooses the port"
-    return "one process has no rendezvous" if s.facts.world_size == 1 else ""
+    facts = s.facts
+    if facts.launcher and facts.has_rendezvous:
+        return f"{facts.launcher} provides the rendezvous (MASTER_ADDR), which is used instead"
+    if facts.world_size == 1:
+        return "one process has no rendezvous"
+    here = "the rendezvous of processes started here is on this machine; --master-port chooses the port"
+    return "" if facts.launcher else here
 
 
-MEMORY_SAMPLES = requires(
+MEMORY = requires(
     lambda s: s.monitor_memory_continuously, "memory is not sampled (--monitor-memory-continuously)"
 )
 A_DASHBOARD = requires(
@@ -434,15 +419,15 @@ A_DASHBOARD = requires(
     "neither --tensorboard-dir nor --wandb-project is given",
 )
 WANDB = requires(lambda s: s.wandb_project is not None, "nothing is logged there without --wandb-project")
-PROGRESS_FILE = requires(
-    lambda s: s.log_progress, "it is written to progress.txt, which needs --log-progress"
-)
-CHECKPOINTS = requires(
-    lambda s: s.save_checkpoints,
-    lambda s: (
-        f"nothing is saved {'(--no-save-checkpoints)' if s.given('save_checkpoints') else 'without --save'}"
-    ),
-)
+PROGRESS = requires(lambda s: s.log_progress, "it is written to progress.txt, which needs --log-progress")
+
+
+def checkpoints(s: Settings) -> str:
+    """Checkpoints that are saved."""
+    why = "(--no-save-checkpoints)" if s.given("save_checkpoints") else "without --save"
+    return "" if s.save_checkpoints else f"nothing is saved {why}"
+
+
 RETENTION = requires(
     lambda s: s.keep_checkpoints is not None, "every checkpoint is kept (--keep-checkpoints none)"
 )
@@ -472,7 +457,7 @@ def no_loss_scale_search(s: Settings) -> str:
     return stop_at_nan(s) if s.fp16 and not s.loss_scale else ""
 
 
-def steps_within_the_run(s: Settings) -> str:
+def in_run(s: Settings) -> str:
     """Steps to skip that the run reaches."""
     last, steps = s.train_iters, s.iterations_to_skip
     never = steps and last is not None and min(steps) > last
@@ -480,15 +465,16 @@ def steps_within_the_run(s: Settings) -> str:
 
 
 PROFILE = requires(lambda s: s.profile, "nothing is profiled (--profile)")
-PROFILED_RANK = requires(
-    lambda s: min(s.profile_ranks, default=0) < s.facts.world_size,
-    lambda s: (
-        f"the last of the {s.facts.world_size} ranks is {s.facts.world_size - 1}, so none of these exists"
-    ),
-)
 
 
-def profile_within_the_run(s: Settings) -> str:
+def a_rank(s: Settings) -> str:
+    """A profiled rank that exists."""
+    ranks = s.facts.world_size
+    none = f"the last of the {ranks} ranks is {ranks - 1}, so none of these exists"
+    return "" if min(s.profile_ranks, default=0) < ranks else none
+
+
+def profiled(s: Settings) -> str:
     """A profile that begins before the last step."""
     last = s.train_iters
     late = s.profile and last is not None and s.profile_step_start >= last
@@ -502,6 +488,4 @@ REPLICAS = requires(
     lambda s: s.facts.world_size > 1 or not s.check_weight_hash_across_dp_replicas_interval,
     "one process has no replicas to compare",
 )
-MEMORY_HISTORY = requires(
-    lambda s: s.record_memory_history, "no allocations are recorded (--record-memory-history)"
-)
+HISTORY = requires(lambda s: s.record_memory_history, "no allocations are recorded (--record-memory-history)")

@@ -19,9 +19,7 @@ class RunSettings:
     fresh: bool = setting(False, "start a new run; an earlier one in the folder is moved aside", SILENT)
     seed: int = setting(1234, "seed of initial weights, sample order and dropout", SEED, ORDER)
     sample_prompt: str | None = setting(None, "prompt to continue at the end", needs.a_tokenizer, FREE)
-    sample_tokens: int = setting(
-        120, "tokens to generate for it (0: none)", NON_NEGATIVE, needs.a_sample, FREE
-    )
+    sample_tokens: int = setting(120, "tokens to generate for it (0: none)", NON_NEGATIVE, needs.prompt, FREE)
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,7 @@ class CheckpointConfig:
 
     on_resume: ClassVar = FREE
 
-    save: str = setting(None, "checkpoint folder (RUN_DIR/checkpoints)", needs.CHECKPOINTS, SILENT)
+    save: str = setting(None, "checkpoint folder (RUN_DIR/checkpoints)", needs.checkpoints, SILENT)
     load: str = setting(
         None, "checkpoints or Hugging Face model to load (those of the run)", SILENT, also="--hf"
     )
@@ -38,24 +36,24 @@ class CheckpointConfig:
         None,
         "steps between checkpoints (a tenth of the run, at least 100); the last step is always saved",
         POSITIVE,
-        needs.CHECKPOINTS,
+        needs.checkpoints,
         also="--save_steps",
     )
     save_checkpoints: bool = setting(True, "save checkpoints (--no-save-checkpoints: for benchmarks)")
     keep_checkpoints: int | None = setting(
-        3, "number of newest checkpoints to keep (none: all)", POSITIVE, needs.CHECKPOINTS
+        3, "number of newest checkpoints to keep (none: all)", POSITIVE, needs.checkpoints
     )
     save_retain_interval: int | None = setting(
         None,
         "also keep every checkpoint at a multiple of this step for good (a multiple of --save-interval)",
         POSITIVE,
-        needs.CHECKPOINTS,
+        needs.checkpoints,
         needs.RETENTION,
     )
     async_save: bool = setting(
         False,
         "save checkpoints in the background; training blocks only until the state is copied to host memory",
-        needs.CHECKPOINTS,
+        needs.checkpoints,
     )
     verify_checkpoint: bool = setting(
         True,
@@ -134,22 +132,18 @@ class LogConfig:
     wandb_entity: str | None = setting(None, "team or user there", needs.WANDB)
     wandb_save_dir: str | None = setting(None, "folder for its files (RUN_DIR/wandb)", needs.WANDB)
     monitor_memory_continuously: bool = setting(False, "write each rank's memory over time to RUN_DIR/memory")
-    memory_monitor_interval: float = setting(
-        1.0, "seconds between memory samples", POSITIVE, needs.MEMORY_SAMPLES
-    )
+    memory_monitor_interval: float = setting(1.0, "seconds between memory samples", POSITIVE, needs.MEMORY)
     save_performance_summary: bool = setting(False, "write RUN_DIR/performance_summary.json at the end")
     console_lines: str = setting(
         "short", "terminal: a summary (short), or all of train.log (megatron)", choices=("short", "megatron")
     )
     profile: bool = setting(
-        False,
-        "profile some steps: a trace in RUN_DIR/profile, or on a GPU a range for nsys",
-        needs.profile_within_the_run,
+        False, "profile some steps: a trace in RUN_DIR/profile, or on a GPU a range for nsys", needs.profiled
     )
     profile_step_start: int = setting(10, "steps before the profile", NON_NEGATIVE, needs.PROFILE)
     profile_step_end: int = setting(12, "last step of the profile", POSITIVE, needs.PROFILE)
     profile_ranks: tuple[int, ...] = setting(
-        (0,), "profiled ranks", NON_NEGATIVE, needs.PROFILE, needs.PROFILED_RANK
+        (0,), "profiled ranks", NON_NEGATIVE, needs.PROFILE, needs.a_rank
     )
     use_pytorch_profiler: bool = setting(
         False, "on a GPU, write a trace by torch.profiler instead of a range for nsys"

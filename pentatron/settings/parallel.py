@@ -142,7 +142,7 @@ class MemoryConfig:
         False, "record GPU allocations with stack traces, for pytorch.org/memory_viz"
     )
     memory_snapshot_path: str = setting(
-        "snapshot.pickle", "file of it in the run folder; the rank is added to its name", needs.MEMORY_HISTORY
+        "snapshot.pickle", "file of it in the run folder; the rank is added to its name", needs.HISTORY
     )
 
 
@@ -161,38 +161,35 @@ class PrecisionConfig:
         2.0**32,
         "initial dynamic loss scale in fp16",
         POSITIVE,
-        needs.loss_scale_search("initial_loss_scale"),
+        needs.scaler("initial_loss_scale"),
         also="--init-scale",
     )
     min_loss_scale: float = setting(
-        1.0, "minimum loss scale (0: none)", NON_NEGATIVE, needs.loss_scale_search("min_loss_scale")
+        1.0, "minimum loss scale (0: none)", NON_NEGATIVE, needs.scaler("min_loss_scale")
     )
     loss_scale_window: int = setting(
         1000,
         "consecutive steps without overflow before the loss scale grows",
         POSITIVE,
-        needs.loss_scale_search("loss_scale_window"),
+        needs.scaler("loss_scale_window"),
         also="--growth-interval",
     )
     loss_scale_growth_factor: float = setting(
         2.0,
         "factor by which the loss scale grows",
         Limit(lambda factor: factor > 1, "more than 1"),
-        needs.loss_scale_search("loss_scale_growth_factor"),
+        needs.scaler("loss_scale_growth_factor"),
         also="--growth-factor",
     )
     loss_scale_backoff_factor: float = setting(
         0.5,
         "factor of the loss scale after gradients overflow",
         Limit(lambda factor: 0 < factor < 1, "more than 0 and below 1"),
-        needs.loss_scale_search("loss_scale_backoff_factor"),
+        needs.scaler("loss_scale_backoff_factor"),
         also="--backoff-factor",
     )
     hysteresis: int = setting(
-        2,
-        "overflows after a growth before the loss scale is reduced",
-        POSITIVE,
-        needs.loss_scale_search("hysteresis"),
+        2, "overflows after a growth before the loss scale is reduced", POSITIVE, needs.scaler("hysteresis")
     )
     fp8_format: str | None = setting(
         None,
@@ -259,13 +256,10 @@ class LaunchConfig:
         None, "rendezvous as tcp://HOST:PORT, if no launcher provides one", needs.open_rendezvous
     )
     distributed_timeout_minutes: float = setting(
-        10.0, "timeout of collectives, for the slowest rank", POSITIVE, needs.SEVERAL_PROCESSES
+        10.0, "timeout of collectives, for the slowest rank", POSITIVE, needs.PEERS
     )
     distributed_timeout_seconds_after_init: float | None = setting(
-        None,
-        "timeout of collectives after the first step, in seconds (unchanged)",
-        POSITIVE,
-        needs.SEVERAL_PROCESSES,
+        None, "timeout of collectives after the first step, in seconds (unchanged)", POSITIVE, needs.PEERS
     )
     max_restarts: int = setting(
         None,
@@ -289,7 +283,7 @@ class LaunchConfig:
         notice="LOCAL_RANK, which the launcher sets in the environment, is used instead",
     )
     job_id: str | None = setting(
-        None, "name of the job in progress.txt (the Slurm job ID)", needs.PROGRESS_FILE, SILENT
+        None, "name of the job in progress.txt (the Slurm job ID)", needs.PROGRESS, SILENT
     )
     enable_ft_package: bool = setting(
         False,

@@ -5,6 +5,7 @@ are those of the whole model. Which shard of a parameter a rank holds is declare
 """
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -222,9 +223,8 @@ class ModelParameters:
 
     @cached_property
     def shared_expert(self) -> MLPSizes | None:
-        if not has_shared_expert(self.moe):
-            return None
-        return mlp_sizes(self.model, self.grid.tensor, self.moe.shared_width)
+        width = self.moe.moe_shared_expert_intermediate_size
+        return None if width is None else mlp_sizes(self.model, self.grid.tensor, width)
 
     @cached_property
     def table(self) -> tuple[int, int]:
@@ -232,15 +232,12 @@ class ModelParameters:
 
     def stage(self, part: StagePart) -> list[Parameter]:
         parameters: list[Parameter] = []
-        tied = is_tied(self.model)
+        tied, positions = is_tied(self.model), position_shape(self.model)
         if part.embedding:
-            word = Parameter(
-                "embedding.word.weight", self.table, is_tied_across_stages=tied and not part.head
-            )
-            parameters.append(word)
-            positions = position_shape(self.model)
-            if positions is not None:
-                parameters.append(Parameter("embedding.position.weight", positions))
+            copied = tied and not part.head
+            parameters.append(Parameter("embedding.word.weight", self.table, is_tied_across_stages=copied))
+        if part.embedding and positions is not None:
+            parameters.append(Parameter("embedding.position.weight", positions))
         for layer in part.layers:
             parameters += self.layer(layer)
         if part.head:
@@ -258,14 +255,13 @@ class ModelParameters:
 
     @cached_property
     def _sparse_layer(self) -> list[Parameter]:
-        parameters = self._attention()
-        parameters.append(Parameter("mlp.router.weight", router_shape(self.model.hidden_size, self.moe)))
-        parameters += self.experts.parameters
+        hidden = self.model.hidden_size
+        router = Parameter("mlp.router.weight", router_shape(hidden, self.moe))
+        parameters = [*self._attention(), router, *self.experts.parameters]
         if self.shared_expert is not None:
             parameters += _mlp_parameters(self.shared_expert, "mlp.shared.mlp")
         if has_shared_gate(self.moe):
-            gate_shape = shared_gate_shape(self.model.hidden_size)
-            parameters.append(Parameter("mlp.shared.gate.weight", gate_shape))
+            parameters.append(Parameter("mlp.shared.gate.weight", shared_gate_shape(hidden)))
         return parameters
 
     def _attention(self) -> list[Parameter]:
@@ -350,10 +346,9 @@ def division_of(s: Settings) -> StageDivision:
 
     On one rank, layers at the ends are not counted separately.
     """
-    whole = StageDivision(
-        s.pipeline_model_parallel_size, s.virtual_stages, written=s.pipeline_model_parallel_layout
-    )
-    if whole.ranks == 1:
+    ranks, written = s.pipeline_model_parallel_size, s.pipeline_model_parallel_layout
+    whole = StageDivision(ranks, s.virtual_stages, written=written)
+    if ranks == 1:
         return whole
     return replace(
         whole,
@@ -381,11 +376,8 @@ def costs_of(s: Settings) -> Costs:
 
 def _inner_width(s: Settings) -> float:
     """Returns the mean inner width of the feed-forward parts of all layers."""
-    sparse = 0
-    if s.num_experts is not None:
-        try:
-            sparse = sum(moe_layers(s.moe_layer_freq, s.num_layers))
-        except ValueError:
-            # A rule reports the invalid pattern.
-            sparse = s.num_layers
+    sparse = s.num_layers
+    # A rule reports an invalid pattern.
+    with suppress(ValueError):
+        sparse = 0 if s.num_experts is None else sum(moe_layers(s.moe_layer_freq, s.num_layers))
     return inner_widths(s, s, sparse) / s.num_layers

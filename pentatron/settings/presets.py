@@ -95,48 +95,27 @@ _MOE: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "qwen3-30b-a3b":   (_QWEN3_MOE, (48, 2048, 6144, 32, 4, 128, 1e6, 40960, 151936, True, 1e-6, 128, 8, 768, (1e-3,))),
     "qwen3-235b-a22b": (_QWEN3_MOE, (94, 4096, 12288, 64, 4, 128, 1e6, 40960, 151936, True, 1e-6, 128, 8, 1536, (1e-3,))),
 }
-# fmt: on
 
 # Trains in a few minutes on two CPU cores, and generates text that looks like Python.
 _DEMO: dict[str, Any] = {
     **_LLAMA_STYLE,
-    "corpus": "python",
-    "vocab_size": 1024,
-    "num_layers": 4,
-    "hidden_size": 192,
-    "num_attention_heads": 6,
-    "num_query_groups": 2,
-    "seq_length": 128,
-    "micro_batch_size": 4,
-    "global_batch_size": 16,
-    "nproc_per_node": 4,
-    "tensor_model_parallel_size": 2,
-    "pipeline_model_parallel_size": 2,
-    "train_iters": 400,
-    "lr": 3e-3,
-    "min_lr": 3e-4,
-    "lr_warmup_iters": 20,
-    "weight_decay": 0.1,
-    "adam_beta2": 0.95,
-    "eval_interval": 100,
-    "eval_iters": 8,
-    "save_interval": 100,
-    "log_interval": 10,
-    "split": "95,5,0",
-    "run_dir": "runs/demo",
-    "sample_prompt": "def ",
+    "corpus": "python", "split": "95,5,0", "run_dir": "runs/demo", "sample_prompt": "def ",
+    "vocab_size": 1024, "num_layers": 4, "hidden_size": 192, "num_attention_heads": 6, "num_query_groups": 2,
+    "seq_length": 128, "micro_batch_size": 4, "global_batch_size": 16, "train_iters": 400,
+    "nproc_per_node": 4, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2,
+    "lr": 3e-3, "min_lr": 3e-4, "lr_warmup_iters": 20, "weight_decay": 0.1, "adam_beta2": 0.95,
+    "eval_interval": 100, "eval_iters": 8, "save_interval": 100, "log_interval": 10,
 }
+# fmt: on
 
 
 def presets() -> dict[str, dict[str, Any]]:
     """Returns all presets by name."""
-    gpt = {name: {**_GPT_STYLE, "vocab_size": 50257, **shape} for name, shape in _GPT.items()}
-    dense = {
-        name: {**family, **dict(zip(_DENSE_COLUMNS, row, strict=True))}
-        for name, (family, row) in _DENSE.items()
-    }
-    moe = {
-        name: {**family, **dict(zip(_MOE_COLUMNS, row, strict=True)), "moe_grouped_gemm": True}
-        for name, (family, row) in _MOE.items()
-    }
-    return {"demo": dict(_DEMO)} | gpt | dense | moe
+    found = {"demo": dict(_DEMO)}
+    for name, shape in _GPT.items():
+        found[name] = {**_GPT_STYLE, "vocab_size": 50257, **shape}
+    for name, (family, row) in _DENSE.items():
+        found[name] = {**family, **dict(zip(_DENSE_COLUMNS, row, strict=True))}
+    for name, (family, row) in _MOE.items():
+        found[name] = {**family, **dict(zip(_MOE_COLUMNS, row, strict=True)), "moe_grouped_gemm": True}
+    return found

@@ -1,15 +1,16 @@
 """Resolves preset, files and flags into one frozen `RunConfig`, with the origin of every value."""
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 from pentatron.errors import ConfigError, UserError
 from pentatron.settings.command_line import did_you_mean, parse_flags
-from pentatron.settings.data_paths import NAMED, Blend
+from pentatron.settings.data_paths import Blend
 from pentatron.settings.decision_types import Decisions
 from pentatron.settings.decisions import decide, device_from_settings
+from pentatron.settings.declaration import Setting
 from pentatron.settings.deepspeed import read_deepspeed
 from pentatron.settings.derive import derive
 from pentatron.settings.entry_points import EntryPoint
@@ -30,7 +31,6 @@ _MAX_NAME = 40
 _GENERIC_NAME = re.compile(
     r"checkpoints|latest|huggingface|snapshots|release|step-\d+.*|iter_\d+.*|[0-9a-f]{40}|\.*"
 )
-_PREPARED_SUFFIX = "_text_document"
 
 
 @dataclass(frozen=True)
@@ -77,14 +77,9 @@ def gather(words: Sequence[str], entry: EntryPoint) -> Draft:
     """
     parsed = parse_flags(words, entry)
     flags = _defaults_with(parsed.values)
-    notices = list(parsed.notices)
     from_file = {} if flags.config is None else read_file(flags.config, entry)
-    given = dict(from_file)
-    if flags.deepspeed_config is not None:
-        from_deepspeed, ignored = read_deepspeed(flags.deepspeed_config)
-        given |= from_deepspeed
-        notices += ignored
-    given |= parsed.values
+    from_deepspeed, ignored = read_deepspeed(flags.deepspeed_config) if flags.deepspeed_config else ({}, [])
+    given = {**from_file, **from_deepspeed, **parsed.values}
     preset = _defaults_with(given).preset
     if preset is None and given.keys().isdisjoint(_REPLACES_DEFAULT_PRESET):
         preset = entry.default_preset
@@ -92,7 +87,7 @@ def gather(words: Sequence[str], entry: EntryPoint) -> Draft:
     values |= {name: Assigned(value, f"default of {entry.name}") for name, value in entry.defaults.items()}
     if preset is not None:
         values |= _preset(preset)
-    draft = Draft({**values, **given}, notices)
+    draft = Draft({**values, **given}, [*parsed.notices, *ignored])
     if flags.config is not None:
         kept = {name: assigned.value for name, assigned in from_file.items() if given[name] is assigned}
         draft.in_run_folder = paths_in_run(flags.config, kept)
@@ -182,25 +177,22 @@ def _set_aside_wrong_values(draft: Draft) -> None:
 
 def notices_for(s: Settings, decisions: Decisions) -> list[str]:
     """Returns all notices for these settings. `decisions`: as the settings alone determine them."""
-    lines = []
-    for name, item in table().items():
-        reason = item.notice if getattr(s, name) != item.default else ""
-        if _is_requested(s, name) and (reason := reason or decisions.idle.get(name) or item.unmet_need(s)):
-            lines.append(f"{item.written(getattr(s, name), s.source(name))}: {reason}")
+
+    def idle(item: Setting) -> str:
+        notice = item.notice if getattr(s, item.name) != item.default else ""
+        return notice or decisions.idle.get(item.name) or item.unmet_need(s)
+
+    lines = _notices_of_settings(s, idle)
     if s.attention_dropout > 0:
         lines.append(
             f"--attention-dropout {s.attention_dropout}: the dropout mask depends on the layout, so other parallel "
             f"sizes give other losses (the mask of hidden dropout does not depend on it)"
         )
     lines += [*_default_recompute(s), *_pipeline_bubble(s)]
-    if s.num_experts is not None and s.add_bias_linear:
-        lines.append(
-            "experts have no bias here; the other linear layers have one (--disable-bias-linear removes it there too)"
-        )
-    elif s.num_experts is not None and s.add_mlp_bias:
-        lines.append(
-            "experts have no bias here; --add-mlp-bias applies to MLPs without experts and to shared experts"
-        )
+    if s.num_experts is not None and (s.add_bias_linear or s.add_mlp_bias):
+        others = "the other linear layers have one (--disable-bias-linear removes it there too)"
+        mlps = "--add-mlp-bias applies to MLPs without experts and to shared experts"
+        lines.append(f"experts have no bias here; {others if s.add_bias_linear else mlps}")
     if not (s.save_checkpoints or s.given("save_checkpoints") or s.skip_train):
         lines.append("no checkpoint is written, as --save is not given")
     return [*lines, *decisions.remarks]
@@ -208,12 +200,14 @@ def notices_for(s: Settings, decisions: Decisions) -> list[str]:
 
 def notices_of_decisions(s: Settings, decisions: Decisions) -> list[str]:
     """Returns a notice for each given setting that has no effect by these decisions."""
-    lines = [
-        f"{item.written(getattr(s, name), s.source(name))}: {reason}"
-        for name, item in table().items()
-        if (reason := decisions.idle.get(name)) and _is_requested(s, name)
-    ]
+    lines = _notices_of_settings(s, lambda item: decisions.idle.get(item.name, ""))
     return [*lines, *decisions.remarks]
+
+
+def _notices_of_settings(s: Settings, why_idle: Callable[[Setting], str]) -> list[str]:
+    requested = [item for name, item in table().items() if _is_requested(s, name)]
+    reasons = [(item, reason) for item in requested if (reason := why_idle(item))]
+    return [f"{i.written(getattr(s, i.name), s.source(i.name))}: {reason}" for i, reason in reasons]
 
 
 def _default_recompute(s: Settings) -> list[str]:
@@ -221,9 +215,8 @@ def _default_recompute(s: Settings) -> list[str]:
     if s.recompute_granularity != "full" or s.given("recompute_method"):
         return []
     written = table()["recompute_granularity"].written("full", s.source("recompute_granularity"))
-    count = s.recompute_num_layers
-    together = f"every {count} layers are recomputed together"
-    chunks = together if count > 1 else "every layer is recomputed by itself"
+    together = f"every {s.recompute_num_layers} layers are recomputed together"
+    chunks = together if s.recompute_num_layers > 1 else "every layer is recomputed by itself"
     return [f"{written}: no --recompute-method is given, so uniform is used: {chunks}"]
 
 
@@ -249,8 +242,7 @@ def _is_requested(s: Settings, name: str) -> bool:
 
     A file may list all settings, so a default in a file does not count.
     """
-    by_flag = s.source(name).startswith("flag")
-    return by_flag or (s.given(name) and getattr(s, name) != table()[name].default)
+    return s.by_flag(name) or (s.given(name) and getattr(s, name) != table()[name].default)
 
 
 # --- name of the run folder ---
@@ -286,21 +278,16 @@ def _name_in_path(load: str) -> str:
 def _data(draft: Draft) -> str:
     if draft.corpus:
         return "" if draft.preset is not None else _plain(draft.corpus)
-    words = next((getattr(draft, name) for name in NAMED[:2] if getattr(draft, name)), ())
-    if words:
-        return _files(words)
-    return "mock" if draft.mock_data else "synthetic" if draft.dataset_size is not None else ""
-
-
-def _files(words: tuple[str, ...]) -> str:
-    """Returns the name of the first file, and the number of further ones."""
+    words = draft.data_path or draft.train_data_path
+    if not words:
+        return "mock" if draft.mock_data else "synthetic" if draft.dataset_size is not None else ""
     try:
         prefixes = Blend.parse(words).prefixes
     except UserError:
         # A rule reports the invalid blend.
         prefixes = words
-    first = PurePath(prefixes[0])
-    stem = first.name.removesuffix(".jsonl").removesuffix(".json").removesuffix(_PREPARED_SUFFIX)
+    stem = PurePath(prefixes[0]).name.removesuffix(".jsonl").removesuffix(".json")
+    stem = stem.removesuffix("_text_document")
     more = f"-and-{len(prefixes) - 1}-more" if len(prefixes) > 1 else ""
     return f"{_plain(stem)}{more}"
 

@@ -20,19 +20,17 @@ from pentatron.text import divisors, format_count, join_choices, parse_rendezvou
 
 
 def problems_of(s: Settings, unsound: Collection[str] = ()) -> list[str]:
-    """Returns all errors in the settings. Rules that read an `unsound` setting are skipped."""
-    return [*out_of_limits(s).values(), *unsupported_features(s), *broken_rules(s, unsound)]
+    """Returns all errors in the settings.
 
-
-def broken_rules(s: Settings, unsound: Collection[str] = ()) -> list[str]:
-    """Returns the errors of the rules, except of those that read a setting that is reported already."""
+    Rules that read an `unsound` setting, or one that is reported already, are skipped.
+    """
     wrong = out_of_limits(s)
-    stand_ins = {name: (1,) if isinstance(getattr(s, name), tuple) else 1 for name in wrong}
-    usable, problems = s.changed(**stand_ins), []
+    usable = s.changed(**{name: (1,) if isinstance(getattr(s, name), tuple) else 1 for name in wrong})
+    problems = [*wrong.values(), *unsupported_features(s)]
     for rule in RULES.values():
-        read: set[str] = set()
-        problem = rule(_Recorded(usable, read))
-        if problem is not None and read.isdisjoint((*wrong, *unsound)):
+        recorded = _Recorded(usable)
+        problem = rule(recorded)
+        if problem is not None and recorded._read.isdisjoint((*wrong, *unsound)):
             problems.append(problem)
     return problems
 
@@ -40,14 +38,14 @@ def broken_rules(s: Settings, unsound: Collection[str] = ()) -> list[str]:
 class _Recorded(Settings):
     """Settings that record which of them were read."""
 
-    def __init__(self, settings: Settings, read: set[str]) -> None:
+    def __init__(self, settings: Settings) -> None:
         self.__dict__.update(settings.__dict__)
-        self.__dict__["_read"] = read
+        self._read: set[str] = set()
 
     def __getattribute__(self, name: str) -> Any:
         if not name.startswith("_"):
-            object.__getattribute__(self, "__dict__")["_read"].add(name)
-        return object.__getattribute__(self, name)
+            self._read.add(name)
+        return super().__getattribute__(name)
 
 
 def out_of_limits(s: Settings) -> dict[str, str]:
@@ -70,47 +68,42 @@ def unsupported_features(s: Settings) -> list[str]:
 
 def _missing(feature: str, items: list[Setting], s: Settings) -> str:
     written = ", ".join(i.written(getattr(s, i.name), s.source(i.name)) for i in items)
-    verb = "needs" if len(items) == 1 else "need"
-    return f"{written} {verb} {feature}, which this version does not have yet; {_way_out(items, s)}"
-
-
-def _way_out(items: list[Setting], s: Settings) -> str:
+    verb, fix = ("needs", "leave it out") if len(items) == 1 else ("need", "leave them out")
     inherited = [i for i in items if s.source(i.name).startswith("preset ")]
     if any(i.default in (None, ()) or i.default is False for i in inherited):
-        return "choose another preset"
-    if inherited:
-        return f"add {' '.join(f'{i.flag} {i.default}' for i in inherited)} to disable it"
-    return f"leave {'it' if len(items) == 1 else 'them'} out"
+        fix = "choose another preset"
+    elif inherited:
+        fix = f"add {' '.join(f'{i.flag} {i.default}' for i in inherited)} to disable it"
+    return f"{written} {verb} {feature}, which this version does not have yet; {fix}"
 
 
 def _graphs(s: Settings) -> str | None:
     if not requires_graphs(s.cuda_graphs):
         return None
     reason = "the run is on a CPU" if s.device == "cpu" else why_not_capturable(s)
-    if not reason:
-        return None
-    return f"--cuda-graphs on is not possible: {reason}; leave it out, or use --cuda-graphs auto"
+    error = f"--cuda-graphs on is not possible: {reason}; leave it out, or use --cuda-graphs auto"
+    return error if reason else None
 
 
 def _groups(s: Settings) -> str | None:
-    heads, groups = s.num_attention_heads, s.num_query_groups
-    if heads % groups == 0:
-        return None
-    advice = f"{join_choices(divisors(heads))} groups"
+    advice = f"{join_choices(divisors(s.num_attention_heads))} groups"
     return indivisible(s, "num_attention_heads", "num_query_groups", advice)
 
 
+# The file that each type of tokenizer with a folder reads.
+_TOKENIZER_FILES = {
+    **dict.fromkeys(("HuggingFaceTokenizer", "HFTokenizer", "SFTTokenizer"), "tokenizer.json"),
+    **dict.fromkeys(
+        ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"), "tokenizer.model"
+    ),
+}
+
+
 def _tokenizer(s: Settings) -> str | None:
-    files = {
-        **dict.fromkeys(("HuggingFaceTokenizer", "HFTokenizer", "SFTTokenizer"), "tokenizer.json"),
-        **dict.fromkeys(
-            ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"), "tokenizer.model"
-        ),
-    }
-    kind = s.tokenizer_type
-    if kind not in files or not training_files_flag(s) or s.tokenizer_model is not None:
+    file = _TOKENIZER_FILES.get(s.tokenizer_type or "")
+    if file is None or not training_files_flag(s) or s.tokenizer_model is not None:
         return None
-    return f"--tokenizer-type {kind} needs --tokenizer-model, a folder that has a {files[kind]}"
+    return f"--tokenizer-type {s.tokenizer_type} needs --tokenizer-model, a folder that has a {file}"
 
 
 def _spec(s: Settings) -> str | None:
@@ -135,7 +128,7 @@ def _data(s: Settings) -> str | None:
 def _blend(s: Settings) -> str | None:
     named = () if s.sft else tuple(name for name in NAMED if getattr(s, name))
     errors = (error_of(Blend.parse, getattr(s, name), flag_of(name)) for name in named)
-    return next((error for error in errors if error is not None), None)
+    return next(filter(None, errors), None)
 
 
 def _per_split(s: Settings) -> str | None:

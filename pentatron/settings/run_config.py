@@ -7,7 +7,7 @@ from typing import Any
 
 from pentatron.layout import schedules
 from pentatron.layout.actions import Placement, Schedule
-from pentatron.layout.batch import BatchSizeSchedule, accumulation_steps, batch_size_problem
+from pentatron.layout.batch import BatchSizeSchedule, accumulation_steps
 from pentatron.layout.ranks import Grid
 from pentatron.layout.schedules import schedule_problem
 from pentatron.layout.stages import StagePart, recompute_groups, stage_parts
@@ -44,12 +44,10 @@ class RunConfig:
     @classmethod
     def of(cls, settings: Settings) -> "RunConfig":
         """Freezes resolved settings."""
-        values = settings.flat()
-        parts = {
-            section: of_section(**{f.name: values[f.name] for f in dataclasses.fields(of_section)})
-            for section, of_section in sections().items()
-        }
-        return cls(**parts)
+        parts: dict[str, dict[str, Any]] = {section: {} for section in sections()}
+        for name, value in settings.flat().items():
+            parts[table()[name].section][name] = value
+        return cls(**{section: of_section(**parts[section]) for section, of_section in sections().items()})
 
     @functools.cached_property
     def settings(self) -> Settings:
@@ -115,10 +113,10 @@ class RunConfig:
         ranks, virtual = self.parallel.pipeline_model_parallel_size, self.virtual_stages
         kind = self._schedule_kind
         group = self.parallel.microbatch_group_size_per_virtual_pipeline_stage
-        if not schedules.uses_groups(kind, virtual) or group is None:
-            return schedules.training_schedule(kind, ranks, virtual, micro_batches)
-        # A step of a smaller batch may have fewer micro-batches than a group.
-        return schedules.training_schedule(kind, ranks, virtual, micro_batches, min(group, micro_batches))
+        if group is not None:
+            # A step of a smaller batch may have fewer micro-batches than a group.
+            group = min(group, micro_batches) if schedules.uses_groups(kind, virtual) else None
+        return schedules.training_schedule(kind, ranks, virtual, micro_batches, group)
 
     def forward_schedule(self, micro_batches: int) -> Schedule:
         """Returns the actions of each pipeline rank in an evaluation step of this many micro-batches."""
@@ -168,13 +166,10 @@ class RunConfig:
 
     def nested(self) -> dict[str, dict[str, Any]]:
         """Returns all settings by section as JSON types, without secrets, to be saved with the run."""
-        return {
-            section: {
-                name: redact_value(list(value) if isinstance(value, tuple) else value)
-                for name, value in fields.items()
-            }
-            for section, fields in dataclasses.asdict(self).items()
-        }
+        saved: dict[str, dict[str, Any]] = {section: {} for section in sections()}
+        for (name, value), item in zip(self.flat().items(), table().values()):
+            saved[item.section][name] = redact_value(list(value) if isinstance(value, tuple) else value)
+        return saved
 
 
 def sections() -> dict[str, type]:
@@ -194,29 +189,22 @@ def table() -> dict[str, Setting]:
 def size_problem(config: RunConfig, size: int) -> str | None:
     """Returns why a step of this many samples cannot run in this layout, or None."""
     micro, replicas, ranks = config.train.micro_batch_size, config.grid.data, config.grid.pipeline
-    if batch_size_problem(size, micro, replicas) is not None:
-        return (
-            f"{size} is not divisible by micro batch size ({micro}) times data parallel size ({replicas}) = "
-            f"{micro * replicas}"
-        )
+    if size % (micro * replicas):
+        chunk = f"micro batch size ({micro}) times data parallel size ({replicas}) = {micro * replicas}"
+        return f"{size} is not divisible by {chunk}"
     if ranks == 1:
         return None
     count = config.accumulation_of(size)
     return schedule_problem(config.parallel.pipeline_schedule, ranks, config.virtual_stages, count)
 
 
-def remaining_batch_sizes_problem(
-    config: RunConfig, consumed_samples: int = 0, steps_taken: int = 0
-) -> str | None:
+def remaining_batch_sizes_problem(config: RunConfig, consumed_samples: int, steps_taken: int) -> str | None:
     """Returns an error for the first remaining batch size that cannot run in this layout, or None."""
     plan, left = config.batch_plan, config.train.train_iters - steps_taken
     for stretch in plan.sizes(left, consumed_samples) if left > 0 else ():
-        problem = size_problem(config, stretch.size)
-        if problem is not None:
-            return (
-                f"the batch of {stretch.size} samples at step {steps_taken + stretch.first_step + 1} does not fit: {problem}; "
-                f"{_way_out(config)}"
-            )
+        if problem := size_problem(config, stretch.size):
+            batch = f"the batch of {stretch.size} samples at step {steps_taken + stretch.first_step + 1}"
+            return f"{batch} does not fit: {problem}; {_way_out(config)}"
     return None
 
 

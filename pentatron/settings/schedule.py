@@ -15,18 +15,17 @@ def batch_plan_of(s: Settings) -> BatchSizeSchedule:
     Raises `ValueError` with a message for an invalid ramp-up or schedule.
     """
     steps, ramp, full = s.step_batch_size_schedule, s.rampup_batch_size, s.global_batch_size
-    if steps:
-        try:
-            return parse_batch_steps(steps, s.seq_length)
-        except ValueError as error:
-            raise ValueError(f"--step-batch-size-schedule {' '.join(steps)}: {error}") from None
-    if not ramp:
+    if not steps and not ramp:
         return constant(full)
-    written = f"--rampup-batch-size {' '.join(map(str, ramp))}"
-    if len(ramp) != 3:
-        raise ValueError(f"{written} must be three numbers: START INCREMENT SAMPLES, such as 16 16 5859375")
+    written = f"--step-batch-size-schedule {' '.join(steps)}"
+    if not steps:
+        written = f"--rampup-batch-size {' '.join(map(str, ramp))}"
+        if len(ramp) != 3:
+            raise ValueError(
+                f"{written} must be three numbers: START INCREMENT SAMPLES, such as 16 16 5859375"
+            )
     try:
-        return linear_ramp(*ramp, full)
+        return parse_batch_steps(steps, s.seq_length) if steps else linear_ramp(*ramp, full)
     except ValueError as error:
         raise ValueError(f"{written}: {error}") from None
 
@@ -54,10 +53,8 @@ def schedule_lengths_of(s: Settings, plan: BatchSizeSchedule) -> ScheduleLengths
 
 
 def _wsd(s: Settings, plan: BatchSizeSchedule, decay: int) -> int:
-    if s.lr_wsd_decay_samples is not None:
-        return int(s.lr_wsd_decay_samples)
-    if s.lr_wsd_decay_iters is None:
-        return 0
+    if s.lr_wsd_decay_samples is not None or s.lr_wsd_decay_iters is None:
+        return s.lr_wsd_decay_samples or 0
     # Counts the last steps, as the first ones may be smaller. More steps than the decay has give a longer
     # length than it, which a rule reports.
     before = plan.steps_within(decay) - s.lr_wsd_decay_iters
@@ -86,12 +83,11 @@ def _select_given(draft: Draft, *names: str) -> list[str]:
     If some are flags, those of a file are cleared.
     """
     given = [name for name in names if draft.given(name) and getattr(draft, name) not in (None, ())]
-    flags = [name for name in given if draft.source(name).startswith("flag ")]
-    selected = flags or given
+    selected = [name for name in given if draft.by_flag(name)] or given
+    # These settings are not optional.
+    cleared = {"step_batch_size_schedule": (), "rampup_batch_size": (), "lr_warmup_iters": 0}
     for name in given:
         if name not in selected:
-            # These settings are not optional.
-            cleared = {"step_batch_size_schedule": (), "rampup_batch_size": (), "lr_warmup_iters": 0}
             draft.derive(f"{flag_of(selected[0])} is given", **{name: cleared.get(name)})
     return selected
 
@@ -104,12 +100,11 @@ def _contradicts(draft: Draft, given: list[str], what: str) -> bool:
     values = (getattr(draft, name) for name in given[:2])
     words = (" ".join(map(str, value)) if isinstance(value, tuple) else value for value in values)
     first, second = (f"{flag_of(name)} {word}" for name, word in zip(given, words))
-    is_flag = draft.source(given[0]).startswith("flag ")
-    if is_flag:
+    if draft.by_flag(given[0]):
         draft.problems.append(f"{first} and {second} both {what}; give one of them")
     else:
         draft.notices.append(f"{second} is used to {what}, so {first} is ignored")
-    return is_flag
+    return draft.by_flag(given[0])
 
 
 def derive_stepwise_batch(draft: Draft) -> bool:
@@ -168,10 +163,8 @@ def _samples(draft: Draft, plan: BatchSizeSchedule | None) -> None:
     if differ and _contradicts(draft, given, "set the length of the run"):
         return
     if steps == 0:
-        draft.problems.append(
-            f"--train-samples {samples} are fewer than the {plan.size_at(0)} samples of the first step; give more, or a "
-            f"smaller batch"
-        )
+        fewer = f"--train-samples {samples} are fewer than the {plan.size_at(0)} samples of the first step"
+        draft.problems.append(f"{fewer}; give more, or a smaller batch")
         return
     left_over = samples - plan.samples_after(steps)
     rest = f"; {left_over} are left over" if left_over else ""
@@ -189,29 +182,28 @@ def _epochs(draft: Draft, plan: BatchSizeSchedule | None) -> None:
     if draft.is_synthetic and draft.dataset_size is not None:
         if plan.is_constant:
             per_epoch = max(1, draft.dataset_size // plan.size_at(0))
-            _limit_length(draft, epochs * per_epoch, f"{in_epochs} of {format_count(per_epoch, 'step')}")
+            limit, in_words = epochs * per_epoch, f"{in_epochs} of {format_count(per_epoch, 'step')}"
         else:
             limit = max(1, plan.steps_within(epochs * draft.dataset_size))
-            _limit_length(draft, limit, f"{in_epochs} ({format_count(limit, 'step')} of changing size)")
+            in_words = f"{in_epochs} ({format_count(limit, 'step')} of changing size)"
     elif draft.epoch_samples is not None:
         limit = plan.steps_within(epochs * draft.epoch_samples)
         in_words = f"{in_epochs} of {format_count(draft.epoch_samples, 'sample')}"
-        if limit == 0:
-            draft.wrong["epochs"] = (
-                f"--epochs {epochs}: {in_words} cannot fill the {plan.size_at(0)} samples of the first step; give more "
-                f"epochs, or a smaller batch"
-            )
-            draft.problems.append(draft.wrong["epochs"])
-        else:
-            _limit_length(draft, limit, in_words)
+    else:
+        return
+    if limit == 0:
+        too_few = f"{in_words} cannot fill the {plan.size_at(0)} samples of the first step"
+        draft.wrong["epochs"] = f"--epochs {epochs}: {too_few}; give more epochs, or a smaller batch"
+        draft.problems.append(draft.wrong["epochs"])
+    else:
+        _limit_length(draft, limit, in_words)
 
 
 def _overriding_flag(draft: Draft, names: Sequence[str], other: str) -> str:
     """Returns the first of `names` given by a flag, if `other` has a value that is not from a flag."""
-    if getattr(draft, other) is None or draft.source(other).startswith("flag "):
+    if getattr(draft, other) is None or draft.by_flag(other):
         return ""
-    flags = (name for name in names if draft.source(name).startswith("flag "))
-    return next((name for name in flags if getattr(draft, name) is not None), "")
+    return next((n for n in names if draft.by_flag(n) and getattr(draft, n) is not None), "")
 
 
 def _limit_length(draft: Draft, limit: int, in_words: str) -> None:
@@ -223,11 +215,10 @@ def _limit_length(draft: Draft, limit: int, in_words: str) -> None:
     name = "train_samples" if by_samples else "train_iters"
     is_given = steps is not None and (draft.given("train_iters") or by_samples)
     if is_given and not _overriding_flag(draft, ("epochs",), name):
+        ends = f"{flag_of(name)} ends it before {in_words}"
         if limit < steps:
             ends = f"{in_words}, before {flag_of(name)} {getattr(draft, name)}"
             in_words = f"{in_words}, before {steps} steps"
-        else:
-            ends = f"{flag_of(name)} ends it before {in_words}"
         if limit != steps:
             draft.notices.append(f"training stops after {format_count(min(limit, steps), 'step')}: {ends}")
         if limit >= steps:

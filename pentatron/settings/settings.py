@@ -4,7 +4,7 @@
 and needs read it. `RunConfig` is the frozen form by section.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -25,11 +25,6 @@ class Assigned:
 
     value: Any
     source: str
-
-
-def is_written(source: str) -> bool:
-    """Whether a value of this origin was given by the user in a flag or a file."""
-    return source.startswith(("flag", "file"))
 
 
 def is_unset(value: object) -> bool:
@@ -94,10 +89,8 @@ class Settings(
     @classmethod
     def defaults(cls, **values: Any) -> "Settings":
         """Returns the declared defaults, with `values` in place of some."""
-        declared = {
-            f.name: f.default for section in cls.__mro__ if is_dataclass(section) for f in fields(section)
-        }
-        return Settings({**declared, **values})
+        sections = filter(is_dataclass, cls.__mro__)
+        return Settings({f.name: f.default for section in sections for f in fields(section)} | values)
 
     @classmethod
     def of_sections(cls, saved: Mapping[str, Mapping[str, Any]]) -> "Settings":
@@ -117,8 +110,8 @@ class Settings(
 
     def fill(self, reason: str, **values: Any) -> None:
         """Sets those of the values that are unset, as `derive` does. None leaves a setting unset."""
-        unset = {name: value for name, value in values.items() if self.__dict__[name] is None}
-        self.derive(reason, **{name: value for name, value in unset.items() if value is not None})
+        unset = [name for name, value in values.items() if value is not None and getattr(self, name) is None]
+        self.derive(reason, **{name: values[name] for name in unset})
 
     def source(self, name: str) -> str:
         """Returns the origin of a value."""
@@ -126,7 +119,11 @@ class Settings(
 
     def given(self, name: str) -> bool:
         """Whether the user gave this value in a flag or a file."""
-        return is_written(self.source(name))
+        return self.source(name).startswith(("flag", "file"))
+
+    def by_flag(self, name: str) -> bool:
+        """Whether the user gave this value in a flag."""
+        return self.source(name).startswith("flag ")
 
     def flat(self) -> dict[str, Any]:
         """Returns all values by name, in the order of the declarations."""
@@ -158,9 +155,8 @@ class Settings(
     @property
     def ranks_per_replica(self) -> int:
         """Ranks that hold one replica of the model together."""
-        return (
-            self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
-        )
+        tensor_ranks = self.tensor_model_parallel_size * self.context_parallel_size
+        return tensor_ranks * self.pipeline_model_parallel_size
 
     @property
     def is_synthetic(self) -> bool:
@@ -178,23 +174,17 @@ class Draft(Settings):
     notice.
     """
 
-    notices: list[str]
-    further_notices: list[str]
-    problems: list[str]
-    wrong: dict[str, str]
-    in_run_folder: dict[str, str]
-    built_only: bool
-
-    def __init__(
-        self, values: Mapping[str, Assigned], notices: list[str] | None = None, facts: Facts = ONE_PROCESS
-    ) -> None:
+    def __init__(self, values: Mapping[str, Assigned], notices: Sequence[str] = ()) -> None:
         super().__init__(
             {name: assigned.value for name, assigned in values.items()},
             {name: assigned.source for name, assigned in values.items()},
-            facts,
         )
-        self.notices, self.further_notices, self.problems = list(notices or ()), [], []
-        self.wrong, self.in_run_folder, self.built_only = {}, {}, True
+        self.notices = list(notices)
+        self.further_notices: list[str] = []
+        self.problems: list[str] = []
+        self.wrong: dict[str, str] = {}
+        self.in_run_folder: dict[str, str] = {}
+        self.built_only = True
 
     def copy(self) -> Self:
         other = super().copy()

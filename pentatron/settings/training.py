@@ -41,10 +41,7 @@ class DataConfig:
         ORDER,
     )
     data_cache_path: str | None = setting(
-        None,
-        "folder for the index of sample order (in the run folder, only if large)",
-        needs.KEPT_ORDER,
-        SILENT,
+        None, "folder for the index of sample order (in the run folder, only if large)", needs.KEPT, SILENT
     )
     split: str = setting(
         "969,30,1", "weights of training, validation and test documents", needs.one_data_source, ORDER
@@ -58,12 +55,7 @@ class DataConfig:
     eod_mask_loss: bool = setting(
         False, "mask the loss right after an end-of-document token", needs.documents
     )
-    tokenizer_type: str | None = setting(
-        None,
-        "kind of tokenizer",
-        needs.text_or_ids,
-        choices=_TOKENIZERS,
-    )
+    tokenizer_type: str | None = setting(None, "kind of tokenizer", needs.text_or_ids, choices=_TOKENIZERS)
     tokenizer_model: str | None = setting(
         None, "tokenizer.json or .model file, or the folder that holds it", needs.text_or_ids
     )
@@ -93,16 +85,10 @@ class DataConfig:
         available=("default", "identity"),
     )
     chat_template: str | None = setting(
-        None,
-        "Jinja chat template file to use instead of that in the tokenizer's folder",
-        needs.CONVERSATIONS,
-        needs.TEMPLATE,
+        None, "Jinja chat template file to use instead of that in the tokenizer's folder", needs.template
     )
     sft_date: str = setting(
-        "2024-07-26",
-        "date for chat templates that ask for today, the same in every run",
-        needs.CONVERSATIONS,
-        needs.TEMPLATE,
+        "2024-07-26", "date for chat templates that ask for today, the same in every run", needs.template
     )
 
 
@@ -142,9 +128,7 @@ class TrainConfig:
         POSITIVE,
         needs.countable_epochs,
     )
-    eval_interval: int = setting(
-        1000, "steps between validations (0: never)", NON_NEGATIVE, needs.evaluations
-    )
+    eval_interval: int = setting(1000, "steps between validations (0: never)", NON_NEGATIVE, needs.validating)
     eval_iters: int = setting(
         10, "steps of one validation (0: never validate)", NON_NEGATIVE, needs.evaluation_steps
     )
@@ -179,11 +163,9 @@ class OptimConfig:
         "cosine", "shape of the decay", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
     )
     lr_decay_iters: int | None = setting(
-        None, "step at which the decay ends (train-iters)", POSITIVE, needs.decay_or_fraction
+        None, "step at which the decay ends (train-iters)", POSITIVE, needs.a_decay
     )
-    lr_decay_samples: int | None = setting(
-        None, "sample at which the decay ends", POSITIVE, needs.decay_or_fraction
-    )
+    lr_decay_samples: int | None = setting(None, "sample at which the decay ends", POSITIVE, needs.a_decay)
     lr_wsd_decay_style: str = setting(
         "exponential",
         "shape of the final decay of WSD (warmup-stable-decay)",
@@ -266,10 +248,7 @@ class LoopConfig:
         False, "warn about gradient norms above 10 times the largest so far"
     )
     iterations_to_skip: tuple[int, ...] = setting(
-        (),
-        "steps, numbered as in the log, whose samples are read but not trained on",
-        POSITIVE,
-        needs.steps_within_the_run,
+        (), "steps, numbered as in the log, whose samples are read but not trained on", POSITIVE, needs.in_run
     )
     check_weight_hash_across_dp_replicas_interval: int | None = setting(
         None,

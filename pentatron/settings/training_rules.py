@@ -15,11 +15,10 @@ from pentatron.settings.settings import Settings, is_unset
 
 
 def _eval_batch(s: Settings) -> str | None:
-    if s.eval_global_batch_size is None and s.eval_micro_batch_size is None:
-        return None
     total = s.eval_global_batch_size or s.global_batch_size
     micro = s.eval_micro_batch_size or s.micro_batch_size
-    if total is None or micro is None:
+    is_own = s.eval_global_batch_size is not None or s.eval_micro_batch_size is not None
+    if not is_own or total is None or micro is None:
         return None
     problem = batch_size_problem(total, micro, s.data_parallel_size)
     return problem and f"in evaluation (--eval-global-batch-size, --eval-micro-batch-size): {problem}"
@@ -29,10 +28,9 @@ def _retained_steps(s: Settings) -> str | None:
     every, interval = s.save_retain_interval, s.save_interval
     if every is None or interval is None or every % interval == 0:
         return None
-    return (
-        f"--save-retain-interval {every} is not a multiple of --save-interval {interval}, so most of these steps would never be saved; "
-        f"use a multiple, such as {-(-every // interval) * interval}"
-    )
+    multiple, never = -(-every // interval) * interval, "most of these steps would never be saved"
+    error = f"--save-retain-interval {every} is not a multiple of --save-interval {interval}, so {never}"
+    return f"{error}; use a multiple, such as {multiple}"
 
 
 LOOP_RULES: dict[str, Rule] = {
@@ -66,31 +64,16 @@ def _sft_file(s: Settings) -> str | None:
     words = s.data_path
     if not s.sft:
         text = first_text_file(words)
-        if text is None:
-            return None
-        return (
-            f"--data-path {text} is text; tokenize it with pentatron prepare --input {text}, or add --sft if it holds "
-            "conversations"
-        )
+        fix = f"tokenize it with pentatron prepare --input {text}, or add --sft if it holds conversations"
+        return None if text is None else f"--data-path {text} is text; {fix}"
     if s.train_data_path:
         return "--sft reads files of conversations, which --split divides; give --data-path FILE.jsonl instead of files for each split"
     if not words:
         return "--sft reads files of conversations, and none is named; give --data-path FILE.jsonl"
-    weight = next((word for word in words if is_weight(word)), None)
-    if weight is not None:
-        return (
-            f"--sft reads every conversation once in an epoch, so the weight {weight} has no meaning; give --data-path FILES alone "
-            "(a file named twice counts twice)"
-        )
-    return None
-
-
-def _sft_date(s: Settings) -> str | None:
-    try:
-        datetime.date.fromisoformat(s.sft_date)
-    except ValueError:
-        return f"--sft-date {s.sft_date} is not a date; write it like 2024-07-26"
-    return None
+    weight = next(filter(is_weight, words), None)
+    fix = "give --data-path FILES alone (a file named twice counts twice)"
+    error = f"--sft reads every conversation once in an epoch, so the weight {weight} has no meaning; {fix}"
+    return None if weight is None else error
 
 
 SFT_RULES: dict[str, Rule] = {
@@ -99,7 +82,10 @@ SFT_RULES: dict[str, Rule] = {
         lambda s: s.sft and not any((s.tokenizer_type, s.tokenizer_model, s.vocab_file, s.merge_file)),
         "--sft needs a tokenizer for conversations; give --tokenizer-model FOLDER, which contains a chat template",
     ),
-    "sft_date": _sft_date,
+    "sft_date": refuse_if(
+        lambda s: error_of(datetime.date.fromisoformat, s.sft_date),
+        "--sft-date {s.sft_date} is not a date; write it like 2024-07-26",
+    ),
 }
 
 
@@ -107,11 +93,8 @@ SFT_RULES: dict[str, Rule] = {
 
 
 def _plan(s: Settings) -> str | None:
-    if not s.rampup_batch_size and not s.step_batch_size_schedule:
-        return None
-    if is_unset(s.global_batch_size) and not s.step_batch_size_schedule:
-        return None
-    return error_of(batch_plan_of, s)
+    is_ramp = s.rampup_batch_size and not is_unset(s.global_batch_size)
+    return error_of(batch_plan_of, s) if s.step_batch_size_schedule or is_ramp else None
 
 
 def _run_length(s: Settings) -> str | None:
@@ -148,14 +131,11 @@ def _warmup(s: Settings) -> str | None:
     if lengths is None or lengths[1].warmup < lengths[1].decay:
         return None
     if s.lr_warmup_samples is None and s.lr_decay_samples is None:
-        return (
-            f"--lr-warmup-iters {s.lr_warmup_iters} must be smaller than the {s.lr_decay_iters} steps of the decay "
-            f"(--lr-decay-iters or --train-iters)"
-        )
-    return (
-        f"a warm-up of {lengths[1].warmup:.0f} samples must be shorter than the {lengths[1].decay} samples of the decay "
-        f"(--lr-decay-samples, --lr-decay-iters or the length of the run)"
-    )
+        decay = f"the {s.lr_decay_iters} steps of the decay (--lr-decay-iters or --train-iters)"
+        return f"--lr-warmup-iters {s.lr_warmup_iters} must be smaller than {decay}"
+    flags = "--lr-decay-samples, --lr-decay-iters or the length of the run"
+    decay = f"the {lengths[1].decay} samples of the decay ({flags})"
+    return f"a warm-up of {lengths[1].warmup:.0f} samples must be shorter than {decay}"
 
 
 def _wsd(s: Settings) -> str | None:
@@ -169,33 +149,28 @@ def _wsd(s: Settings) -> str | None:
     plan, spans = lengths
     if spans.warmup >= spans.decay or spans.warmup + spans.wsd <= spans.decay:
         return None
-    if s.lr_wsd_decay_samples is not None:
-        return (
-            f"--lr-wsd-decay-samples {spans.wsd} and the warm-up of {spans.warmup:.0f} do not fit into the {spans.decay} "
-            f"samples until the end of the decay; use {spans.decay - int(spans.warmup)} or fewer"
-        )
-    steps = plan.steps_within(spans.decay)
-    return (
-        f"--lr-wsd-decay-iters {s.lr_wsd_decay_iters} and the warm-up of {s.lr_warmup_iters} do not fit into the {steps} "
-        f"steps until the end of the decay; use {steps - s.lr_warmup_iters} or fewer"
-    )
+    unit, warmup, decay = "samples", int(spans.warmup), spans.decay
+    both = f"--lr-wsd-decay-samples {spans.wsd} and the warm-up of {spans.warmup:.0f}"
+    if s.lr_wsd_decay_samples is None:
+        unit, warmup, decay = "steps", s.lr_warmup_iters, plan.steps_within(spans.decay)
+        both = f"--lr-wsd-decay-iters {s.lr_wsd_decay_iters} and the warm-up of {warmup}"
+    advice = f"use {decay - warmup} or fewer"
+    return f"{both} do not fit into the {decay} {unit} until the end of the decay; {advice}"
 
 
 def _min_lr(s: Settings) -> str | None:
-    for name in ("min_lr", "lr_warmup_init"):
-        if getattr(s, name) > s.lr:
-            return f"{flag_of(name)} {getattr(s, name)} is above --lr {s.lr}; lower the first or raise the second"
-    return None
+    name = next((name for name in ("min_lr", "lr_warmup_init") if getattr(s, name) > s.lr), None)
+    if name is None:
+        return None
+    return f"{flag_of(name)} {getattr(s, name)} is above --lr {s.lr}; lower the first or raise the second"
 
 
 def _weight_decay(s: Settings) -> str | None:
     ends = [n for n in ("start_weight_decay", "end_weight_decay") if getattr(s, n) is not None]
     if s.weight_decay_incr_style != "constant" or not ends:
         return None
-    return (
-        f"{flag_of(ends[0])} {getattr(s, ends[0])} needs a changing weight decay; give "
-        f"--weight-decay-incr-style linear or cosine, or --weight-decay instead"
-    )
+    advice = "give --weight-decay-incr-style linear or cosine, or --weight-decay instead"
+    return f"{flag_of(ends[0])} {getattr(s, ends[0])} needs a changing weight decay; {advice}"
 
 
 SCHEDULE_RULES: dict[str, Rule] = {

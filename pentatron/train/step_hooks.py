@@ -45,7 +45,7 @@ class StepHooks:
         if self.config.loop.manual_gc:
             gc.disable()
             gc.collect()
-        if self.decisions.allocations_recorded.on:
+        if self.decisions.allocations_recorded:
             record = torch.cuda.memory._record_memory_history
             record(enabled="all", context="all", stacks="all", max_entries=_MEMORY_EVENTS)
 
@@ -55,7 +55,7 @@ class StepHooks:
         is_due = log.profile and step == log.profile_step_start + 1
         if not is_due or self.world.everyone.rank not in log.profile_ranks:
             return
-        if not self.decisions.torch_profiler.on:
+        if not self.decisions.torch_profiler:
             # Starts `nsys profile --capture-range=cudaProfilerApi`.
             torch.cuda.cudart().cudaProfilerStart()
             self._in_cuda_range = True
@@ -119,7 +119,7 @@ class StepHooks:
         self._end_profile()
         if self.config.loop.manual_gc:
             gc.enable()
-        if self.decisions.allocations_recorded.on:
+        if self.decisions.allocations_recorded:
             # Joining with an absolute path yields that path.
             path = self.folder / self.config.memory.memory_snapshot_path
             path = path.with_name(f"{path.stem}-rank-{self.world.everyone.rank:05d}{path.suffix}")

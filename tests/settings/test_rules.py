@@ -75,7 +75,7 @@ CASES: list[tuple[str, str, str, str, Facts]] = [
      "--recompute-num-layers 1 is for whole layers, but --recompute-granularity selective recomputes modules; "
      "leave it out or use full",
      "--recompute-activations --recompute-modules mlp", ONE),
-    ("recompute_method", f"{FULL} block",
+    ("recomputed_block", f"{FULL} block",
      "--recompute-method block needs the number of first layers of a stage to recompute; give --recompute-num-layers",
      f"{FULL} block --recompute-num-layers 1", ONE),
     ("recomputed_layers", f"{FULL} uniform --recompute-num-layers 5",

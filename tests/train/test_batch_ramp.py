@@ -181,7 +181,7 @@ def test_a_layout_has_a_sound_schedule_for_every_size_it_takes(tmp_path: Path, w
 
 def test_too_few_micro_batches_for_a_schedule(tmp_path: Path) -> None:
     config = settings(tmp_path, "--pp_size 2 --pipeline-schedule dualpipev", 2).config
-    assert remaining_batch_sizes_problem(config) == (
+    assert remaining_batch_sizes_problem(config, 0, 0) == (
         "the batch of 4 samples at step 1 does not fit: dualpipev needs 2 × 2 (pipeline ranks) = 4 or more micro-batches, not "
         "2; use 4 or more, or the schedule zbv; begin with larger batches, or use another --pipeline-schedule"
     )
