@@ -19,7 +19,7 @@ from pentatron.bench.results import ResultsFolder, Row, Table, measure, summary_
 from pentatron.cli.configure import Prepared, prepare
 from pentatron.cli.environment import find_worker, set_worker_environment
 from pentatron.cli.options import Options, flags_of, option, options_help, parse_options_and_settings, usage
-from pentatron.cli.output import say
+from pentatron.cli.output import say, with_help
 from pentatron.devices import find_chip
 from pentatron.errors import ConfigError, UserError
 from pentatron.launch.machine import host_memory
@@ -132,10 +132,8 @@ class BenchConfig:
         return self.device != "CPU"
 
 
+@with_help(USAGE)
 def bench_command(words: Sequence[str]) -> int:
-    if "--help" in words or "-h" in words:
-        say(USAGE)
-        return 0
     if find_worker(os.environ) is not None:
         raise UserError("pentatron bench starts its processes itself; run it without a launcher")
     options, settings = parse_options_and_settings(BenchOptions, words, _BENCH)

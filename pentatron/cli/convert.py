@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from pentatron.cli.options import Options, option, options_help, parse_options
-from pentatron.cli.output import print_error, say
+from pentatron.cli.output import print_error, say, with_help
 from pentatron.errors import UserError
 from pentatron.monitor.terminal import ignore_output_errors
 
@@ -90,22 +90,19 @@ them, saved in any layout, or a checkpoint of Megatron-LM. Nothing is overwritte
 T = TypeVar("T", bound=ImportOptions)
 
 
+@with_help(IMPORT_USAGE)
 def import_command(words: Sequence[str]) -> int:
-    call, what = "import HF_DIR OUT", "which folder to import"
-    return _convert(words, IMPORT_USAGE, ImportOptions, call, what, run_import)
+    return _convert(words, ImportOptions, "import HF_DIR OUT", "which folder to import", run_import)
 
 
+@with_help(EXPORT_USAGE)
 def export_command(words: Sequence[str]) -> int:
-    call, what = "export CHECKPOINT HF_DIR", "which checkpoint to export"
-    return _convert(words, EXPORT_USAGE, ExportOptions, call, what, _export)
+    return _convert(words, ExportOptions, "export CHECKPOINT HF_DIR", "which checkpoint to export", _export)
 
 
 def _convert(
-    words: Sequence[str], usage: str, cls: type[T], call: str, what: str, run: Callable[[str, Path, T], int]
+    words: Sequence[str], cls: type[T], call: str, what: str, run: Callable[[str, Path, T], int]
 ) -> int:
-    if "--help" in words or "-h" in words:
-        say(usage)
-        return 0
     name = f"pentatron {call.split()[0]}"
     options, plain = parse_options(cls, words, name)
     if len(plain) != 2:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pentatron.cli.options import Options, option, options_help, parse_options, usage
-from pentatron.cli.output import say, say_json
+from pentatron.cli.output import say, say_json, with_help
 from pentatron.launch.machine import (
     NOTE,
     OK,
@@ -39,10 +39,8 @@ _MARKS = {OK: " ", NOTE: "~", PROBLEM: "!"}
 _WIDTH = 110
 
 
+@with_help(USAGE)
 def doctor_command(words: Sequence[str]) -> int:
-    if "--help" in words or "-h" in words:
-        say(USAGE)
-        return 0
     stray = "pentatron doctor takes no words; '{word}' is one"
     options, _ = parse_options(DoctorOptions, words, "pentatron doctor", stray=stray)
     findings = inspect_machine(os.environ, Path.cwd())

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pentatron.cli.convert import ImportOptions, run_import, run_interruptible
 from pentatron.cli.options import Options, option, options_help, parse_options
-from pentatron.cli.output import say
+from pentatron.cli.output import say, with_help
 from pentatron.errors import UserError
 from pentatron.settings.command_line import did_you_mean
 
@@ -103,10 +103,8 @@ To convert back, use `pentatron export CHECKPOINT HF_DIR`.
 """
 
 
+@with_help(USAGE, without_words=True)
 def convert_command(words: Sequence[str]) -> int:
-    if "--help" in words or "-h" in words or not words:
-        say(USAGE)
-        return 0
     stray = "convert.py takes only flags, not '{word}'; convert.py --help lists them"
     options, _ = parse_options(ConvertOptions, words, "convert.py", stray=stray)
     for note in _notes(options):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pentatron.cli.options import Options, option, options_help, options_without_effect, parse_options
-from pentatron.cli.output import print_error, say
+from pentatron.cli.output import print_error, say, with_help
 from pentatron.data.text_files import TEXT_DOCUMENTS, expand_inputs
 from pentatron.data.tokenizer import TOKENIZER_TYPES, TokenizerSettings
 from pentatron.errors import UserError
@@ -117,13 +117,11 @@ REFUSED = {
 _SECONDS_BETWEEN_LINES = 10.0
 
 
+@with_help(USAGE)
 def prepare_command(words: Sequence[str]) -> int:
     from pentatron.data.encode import EncodingSettings
     from pentatron.data.prepare import PrepareJob, prepare
 
-    if "--help" in words or "-h" in words:
-        say(USAGE)
-        return 0
     ignore_output_errors()
     stray = "'{word}' is no flag; write --input {word}"
     options, _ = parse_options(PrepareOptions, words, "pentatron prepare", REFUSED, stray)

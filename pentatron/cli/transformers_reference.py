@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pentatron.cli.options import Options, option, parse_options, usage
-from pentatron.cli.output import say, show_generated
+from pentatron.cli.output import say, show_generated, with_help
 from pentatron.errors import UserError
 from pentatron.settings.declaration import ONE_OR_MORE
 
@@ -25,10 +25,8 @@ the command that does the same here.
 """
 
 
+@with_help(USAGE)
 def reference_command(words: Sequence[str]) -> int:
-    if "--help" in words or "-h" in words:
-        say(USAGE)
-        return 0
     options, plain = parse_options(ReferenceOptions, words, "huggingface_reference.py")
     if plain or not options.model_path or not options.prompt:
         raise UserError('say which model to ask and what: --model_path FOLDER --prompt "Hello, world!"')

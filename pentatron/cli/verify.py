@@ -17,7 +17,7 @@ from pentatron.cli.environment import (
 )
 from pentatron.cli.layout import resolve_layout
 from pentatron.cli.options import Options, flags_of, option, options_help, parse_options_and_settings, usage
-from pentatron.cli.output import print_error, say, say_json
+from pentatron.cli.output import print_error, say, say_json, with_help
 from pentatron.errors import ConfigError, UserError
 from pentatron.settings.entry_points import LAYOUT
 from pentatron.settings.rules import unsupported_features
@@ -57,11 +57,9 @@ VERIFY = dataclasses.replace(LAYOUT, name="pentatron verify", own=flags_of(Verif
 _RESTART = ("-m", "pentatron", "verify")
 
 
+@with_help(USAGE)
 def verify_command(words: Sequence[str], restart: Sequence[str] = _RESTART) -> int:
     """Runs the command. `restart`: the words after `python` that run it again, for the workers."""
-    if "--help" in words or "-h" in words:
-        say(USAGE)
-        return 0
     if _WORKER in words:
         return _work(Path(words[-1]))
     options, settings = parse_options_and_settings(VerifyOptions, words, VERIFY)
