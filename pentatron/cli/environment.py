@@ -7,14 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pentatron.errors import UserError
-from pentatron.parallel.rendezvous import (
-    GLOO_INTERFACE,
-    LISTENER,
-    Rendezvous,
-    is_single_machine,
-    job_secret,
-    loopback_variables,
-)
+from pentatron.parallel import rendezvous
 from pentatron.text import parse_rendezvous_url as parsed_meeting_point
 
 
@@ -124,25 +117,25 @@ def export_rank_variables(worker: Worker, meeting_point: str | None) -> None:
     os.environ.setdefault("MASTER_PORT", "29500")
 
 
-def rendezvous_address(worker: Worker) -> Rendezvous | None:
+def rendezvous_address(worker: Worker) -> rendezvous.Rendezvous | None:
     """Returns the rendezvous address of the ranks from the environment; None for one process.
 
     If all ranks are on this machine, sets the variables that make gloo and NCCL listen on loopback only.
     """
     if worker.world_size == 1:
         # A program written for Megatron initializes a process group of one rank.
-        os.environ.update(loopback_variables(os.environ, [GLOO_INTERFACE]))
+        os.environ.update(rendezvous.loopback_variables(os.environ, [rendezvous.GLOO_INTERFACE]))
         return None
-    if is_single_machine(os.environ):
-        os.environ.update(loopback_variables(os.environ))
+    if rendezvous.is_single_machine(os.environ):
+        os.environ.update(rendezvous.loopback_variables(os.environ))
     # Removed, so that child processes of this rank do not try to use the socket.
-    listener = os.environ.pop(LISTENER, "")
-    return Rendezvous(
+    listener = os.environ.pop(rendezvous.LISTENER, "")
+    return rendezvous.Rendezvous(
         os.environ["MASTER_ADDR"],
         _number(os.environ, "MASTER_PORT"),
         is_served=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         listener=int(listener) if listener.isdecimal() else None,
-        secret=job_secret(os.environ),
+        secret=rendezvous.job_secret(os.environ),
     )
 
 

@@ -26,7 +26,7 @@ from pentatron.cli.output import print_error, say
 from pentatron.cli.worker import BEGAN, current_worker
 from pentatron.cli.worker_errors import check_memory, failure_log_message, report_error
 from pentatron.errors import UserError
-from pentatron.launch.job import CONNECTIONS, cuda_connections, environment_notices, interface_problem
+from pentatron.launch.job import cuda_connections, environment_notices, interface_problem
 from pentatron.monitor.terminal import ignore_output_errors
 from pentatron.parallel.rank_status import RankStatus
 from pentatron.parallel.rendezvous import slow_rendezvous_notice, slow_rendezvous_text, wait_for_rendezvous
@@ -41,8 +41,6 @@ from pentatron.text import plural
 from pentatron.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    import torch
-
     from pentatron.parallel.world import World
     from pentatron.supervise.launcher import JobResult
     from pentatron.train.model import Program
@@ -149,7 +147,8 @@ def joined_process_group(prepared: Prepared, worker: Worker) -> "Iterator[tuple[
     ):
         all_joined()
         run_on_some_ranks(world.uses_nccl, lambda: check_nccl_interface(os.environ), world.everyone)
-        notes = variable_notices(given, world.device, worker.world_size == 1, world.uses_nccl)
+        on_gpu = world.device.type == "cuda"
+        notes = environment_notices(given, os.environ, on_gpu, world.uses_nccl, worker.world_size == 1)
         yield world, prepared.resolved.with_notices(notes)
 
 
@@ -193,23 +192,6 @@ def set_cuda_connections(config: RunConfig) -> None:
         os.environ.setdefault(variable.name, variable.value)
 
 
-def variable_notices(given: Mapping[str, str], device: "torch.device", alone: bool, nccl: bool) -> list[str]:
-    """Returns notices about variables of NCCL and CUDA.
-
-    Args:
-        given: the environment as the user set it.
-        nccl: whether the run uses NCCL.
-    """
-    on_gpu = device.type == "cuda"
-    notes = environment_notices(given, on_gpu, nccl, alone)
-    if on_gpu and CONNECTIONS not in given and CONNECTIONS in os.environ:
-        written = f"{CONNECTIONS}={os.environ[CONNECTIONS]}"
-        notes.append(
-            f"{written} is set, so that kernels start in the order in which they were queued; your own value would count"
-        )
-    return notes
-
-
 def check_nccl_interface(environment: Mapping[str, str]) -> None:
     """Raises if NCCL_SOCKET_IFNAME names no network interface; NCCL itself fails later and less clearly."""
     problem = interface_problem(environment, [name for _, name in socket.if_nameindex()])
@@ -235,19 +217,15 @@ def _work(
     if current_worker() is None:
         # Writes stack traces on the signal and continues, as in a worker of pentatron's launcher.
         faulthandler.register(STACKS_SIGNAL, file=2)
+    start = (entry.resumes, launcher_pid(), program or CONFIGURED, started)
+
+    def message(error: BaseException) -> str | None:
+        return failure_log_message(error, config, worker.rank)
+
     try:
         with (
             joined_process_group(prepared, worker) as (world, resolved),
-            open_session(
-                resolved,
-                world,
-                entry.resumes,
-                launcher_pid(),
-                program or CONFIGURED,
-                started,
-                lambda error: failure_log_message(error, config, worker.rank),
-                prepared.attempt,
-            ) as session,
+            open_session(resolved, world, *start, message, prepared.attempt) as session,
         ):
             session.set_up()
             outcome = session.conclude(session.trainer.run())
@@ -290,17 +268,10 @@ def launch_workers(prepared: Prepared, python_words: Sequence[str]) -> int:
             job = (ranks, config.launch.master_port, environment, os.getpid())
             return run_workers(python_words, *job, signals, JobWatchdog(limits, folder.path), restart)
 
-        ended = Supervisor(
-            attempt,
-            ranks,
-            config.launch.max_restarts,
-            folder.path,
-            signals,
-            prepared.start is Start.RESUME,
-            lambda: _saved_step(config),
-            print_error,
-            resume_hint=how_to_resume(prepared.start, config.checkpoint.save),
-        ).run()
+        job = (attempt, ranks, config.launch.max_restarts, folder.path, signals)
+        saved = (prepared.start is Start.RESUME, lambda: _saved_step(config))
+        hint = how_to_resume(prepared.start, config.checkpoint.save)
+        ended = Supervisor(*job, *saved, print_error, resume_hint=hint).run()
     if ended.exit_code == 0:
         _print_next_commands(config, folder)
     return ended.status
@@ -350,11 +321,10 @@ def _print_next_commands(config: RunConfig, folder: RunFolder) -> None:
             ideas.append((f"{program} export {saved} {exported}", "a Hugging Face folder of it"))
     ideas.append((f"{program} train --help", "every setting, by group"))
     if config.data.corpus is not None:
-        wider = f"{program} train --run-dir {quote(f'{folder.path}-wide')} --hidden-size 256"
-        ideas.append((wider, "another run beside this one"))
+        wide = quote(f"{folder.path}-wide")
+        ideas.append((f"{program} train --run-dir {wide} --hidden-size 256", "another run beside this one"))
     width = max(len(command) for command, _ in ideas)
-    say("\nwhat to try next:")
-    for command, meaning in ideas:
-        say(f"  {command:<{width}}  # {meaning}")
+    lines = [f"  {command:<{width}}  # {meaning}" for command, meaning in ideas]
+    say("\n".join(["\nwhat to try next:", *lines]))
     if folder.curve.exists():
         say(f"  and look at {folder.curve}: the loss curve, in any browser")

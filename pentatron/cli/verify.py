@@ -9,12 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pentatron.cli.environment import (
-    export_rank_variables,
-    find_worker,
-    rendezvous_address,
-    set_worker_environment,
-)
+from pentatron.cli import environment
 from pentatron.cli.layout import resolve_layout
 from pentatron.cli.options import Options, flags_of, option, options_help, parse_options_and_settings, usage
 from pentatron.cli.output import print_error, say, say_json, with_help
@@ -126,7 +121,7 @@ def _compare(config: RunConfig, restart: Sequence[str], quiet: bool) -> tuple["V
 def _run_ranks(world: int, python_words: Sequence[str], config: RunConfig) -> None:
     from pentatron.supervise.launcher import run_workers
 
-    set_worker_environment(1)
+    environment.set_worker_environment(1)
     ended = run_workers(python_words, world, config.launch.master_port, os.environ, os.getpid())
     if ended.stopped_by is not None:
         raise KeyboardInterrupt
@@ -140,15 +135,15 @@ def _work(folder: Path) -> int:
     from pentatron.compare.verify import read_settings, run_rank
     from pentatron.parallel.world import open_world
 
-    worker = find_worker(os.environ)
+    worker = environment.find_worker(os.environ)
     if worker is None:
         raise UserError(f"{_WORKER} is for the processes that verify starts itself; leave it out")
     config = read_settings(folder)
     torch.set_num_threads(1)
-    export_rank_variables(worker, None)
+    environment.export_rank_variables(worker, None)
     ranks = (worker.rank, worker.local_rank)
     device = torch.device("cpu")
-    point = rendezvous_address(worker)
+    point = environment.rendezvous_address(worker)
     try:
         with open_world(config.grid, *ranks, device, _TIMEOUT_MINUTES, config.shared(), point) as world:
             run_rank(config, world, folder)

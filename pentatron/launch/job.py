@@ -188,24 +188,31 @@ def job_variables(job: Job, config: RunConfig) -> list[Variable]:
     return variables
 
 
-def environment_notices(environment: Mapping[str, str], on_gpu: bool, nccl: bool, alone: bool) -> list[str]:
-    """Returns notices about which of the user's variables for NCCL and CUDA affect this run."""
-    given = [
-        f"{name}={value}"
-        for name, value in sorted(environment.items())
-        if name.startswith(NCCL_PREFIX) and name not in PENTATRON_ONLY
-    ]
+def environment_notices(
+    given: Mapping[str, str], environment: Mapping[str, str], on_gpu: bool, nccl: bool, alone: bool
+) -> list[str]:
+    """Returns notices about the variables of NCCL and CUDA that affect this run.
+
+    Args:
+        given: the environment as the user set it; `environment` also has what the run has set.
+        nccl: whether the run uses NCCL.
+    """
+    found = {n: v for n, v in given.items() if n.startswith(NCCL_PREFIX) and n not in PENTATRON_ONLY}
+    written = ", ".join(f"{name}={value}" for name, value in sorted(found.items()))
     lines = []
-    if given and nccl:
-        lines.append(f"NCCL reads from the environment: {', '.join(given)}")
-    elif given:
+    if written and nccl:
+        lines.append(f"NCCL reads from the environment: {written}")
+    elif written:
         by_gloo = "messages go through gloo here, not through NCCL"
         reason = "one process sends no messages" if alone else by_gloo
-        lines.append(f"{', '.join(given)}: {reason}, so this changes nothing")
-    if CONNECTIONS in environment:
-        written = f"{CONNECTIONS}={environment[CONNECTIONS]}"
-        read = f"CUDA reads from the environment: {written}"
-        lines.append(read if on_gpu else f"{written}: there is no GPU here")
+        lines.append(f"{written}: {reason}, so this changes nothing")
+    connections = f"{CONNECTIONS}={environment.get(CONNECTIONS)}"
+    if CONNECTIONS in given:
+        read = f"CUDA reads from the environment: {connections}"
+        lines.append(read if on_gpu else f"{connections}: there is no GPU here")
+    elif on_gpu and CONNECTIONS in environment:
+        order = "so that kernels start in the order in which they were queued"
+        lines.append(f"{connections} is set, {order}; your own value would count")
     return lines
 
 

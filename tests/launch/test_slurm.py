@@ -98,7 +98,10 @@ def test_all_nodes_get_one_secret_that_the_script_does_not_hold(cluster: StubClu
 
 
 def test_restarts_meet_in_a_way_that_can_be_repeated(cluster: StubCluster) -> None:
-    assert cluster.run(written(cluster, max_restarts=2, master_addr="head", master_port=6000), cwd=Path("/")) == 0
+    assert (
+        cluster.run(written(cluster, max_restarts=2, master_addr="head", master_port=6000), cwd=Path("/"))
+        == 0
+    )
     assert (
         "--rdzv_backend=c10d --rdzv_endpoint=head:6000 --rdzv_id=12345-0 --max_max_restarts=2"
         in cluster.started()[1][1]
