@@ -49,13 +49,9 @@ Shows what `pentatron train` with the same words would use, and where each value
 """
 
 _PRESET_COLUMNS = {
-    "num_layers": "layers",
-    "hidden_size": "hidden",
-    "ffn_hidden_size": "ffn",
-    "num_attention_heads": "heads",
-    "num_query_groups": "groups",
-    "vocab_size": "vocab",
-}
+    "num_layers": "layers", "hidden_size": "hidden", "ffn_hidden_size": "ffn", "num_attention_heads": "heads",
+    "num_query_groups": "groups", "vocab_size": "vocab",
+}  # fmt: skip
 _NAME_WIDTH = 38
 PRESETS_USAGE = """usage: pentatron presets
 

@@ -95,10 +95,8 @@ def launch_command(words: Sequence[str]) -> int:
     kind, rest = words[0], list(words[1:])
     if kind not in _KINDS:
         raise UserError(f"pentatron launch wants slurm or torchrun, not '{kind}'{did_you_mean(kind, _KINDS)}")
-    passed: list[str] = []
-    if "--" in rest:
-        separator = rest.index("--")
-        rest, passed = rest[:separator], rest[separator + 1 :]
+    separator = rest.index("--") if "--" in rest else len(rest)
+    rest, passed = rest[:separator], rest[separator + 1 :]
     refused = {} if kind == "slurm" else _SLURM_ONLY
     options, settings = parse_options_and_settings(
         SlurmOptions, rest, lambda options: _program(options.script)[0], refused
@@ -214,21 +212,18 @@ def _write_script(file: Path, text: str) -> None:
         file.write_text(text, encoding="utf-8")
         file.chmod(0o700 if private else 0o755)
     except OSError as error:
-        raise UserError(
-            f"{file} cannot be written ({error.strerror}); choose another place with --write"
-        ) from None
+        reason = f"cannot be written ({error.strerror})"
+        raise UserError(f"{file} {reason}; choose another place with --write") from None
 
 
 def _submit(file: Path) -> int:
     if shutil.which("sbatch") is None:
-        raise UserError(
-            f"{file} is written, but there is no sbatch here; submit it on a machine of the cluster"
-        )
+        here = "there is no sbatch here; submit it on a machine of the cluster"
+        raise UserError(f"{file} is written, but {here}")
     # Slurm passes sbatch's environment to the job. PYTHONSAFEPATH is left out, because the script sets it
     # itself.
     environment = {name: value for name, value in os.environ.items() if name != SAFE_PATH}
-    words = ["sbatch", str(file)]
-    result = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
+    result = subprocess.run(["sbatch", str(file)], capture_output=True, text=True, env=environment)
     if result.returncode != 0:
         reason = " ".join(result.stderr.split()) or f"exit code {result.returncode}"
         raise UserError(f"sbatch did not take {file} ({reason}); fix what it names and run: sbatch {file}")

@@ -14,14 +14,9 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
+from pentatron.cli import environment
 from pentatron.cli.configure import Prepared, prepare
-from pentatron.cli.environment import (
-    Worker,
-    export_rank_variables,
-    rendezvous_address,
-    set_cublas_workspace,
-    set_worker_environment,
-)
+from pentatron.cli.environment import Worker
 from pentatron.cli.output import print_error, say
 from pentatron.cli.worker import BEGAN, current_worker
 from pentatron.cli.worker_errors import check_memory, failure_log_message, report_error
@@ -119,10 +114,10 @@ def joined_process_group(prepared: Prepared, worker: Worker) -> "Iterator[tuple[
     given = dict(os.environ)
     torch.set_num_threads(config.launch.threads_per_process)
     if config.precision.deterministic_mode:
-        set_cublas_workspace()
+        environment.set_cublas_workspace()
         torch.use_deterministic_algorithms(True)
     if worker.world_size > 1:
-        export_rank_variables(worker, config.launch.init_method)
+        environment.export_rank_variables(worker, config.launch.init_method)
     # Before the first CUDA call, which reads the variable.
     set_cuda_connections(config)
     device = choose_device(config.launch.device, worker.local_rank)
@@ -130,7 +125,7 @@ def joined_process_group(prepared: Prepared, worker: Worker) -> "Iterator[tuple[
         keep_freed_memory()
     check_memory(config, device, worker)
     timeout = config.launch.distributed_timeout_minutes
-    point = rendezvous_address(worker)
+    point = environment.rendezvous_address(worker)
 
     def warn(text: str) -> None:
         print_error(f"rank {worker.rank}: {text}")
@@ -192,9 +187,9 @@ def set_cuda_connections(config: RunConfig) -> None:
         os.environ.setdefault(variable.name, variable.value)
 
 
-def check_nccl_interface(environment: Mapping[str, str]) -> None:
+def check_nccl_interface(variables: Mapping[str, str]) -> None:
     """Raises if NCCL_SOCKET_IFNAME names no network interface; NCCL itself fails later and less clearly."""
-    problem = interface_problem(environment, [name for _, name in socket.if_nameindex()])
+    problem = interface_problem(variables, [name for _, name in socket.if_nameindex()])
     if problem is not None:
         raise UserError(f"{socket.gethostname()}: {problem}")
 
@@ -257,15 +252,15 @@ def launch_workers(prepared: Prepared, python_words: Sequence[str]) -> int:
 
         require_gpu()
     folder.create()
-    variables = set_worker_environment(config.launch.threads_per_process)
-    inherited = f" with {', '.join(variables)}" if variables else ""
+    inherited = environment.set_worker_environment(config.launch.threads_per_process)
+    told = f" with {', '.join(inherited)}" if inherited else ""
     limits = HangLimits(config.launch.heartbeat_timeout, config.launch.distributed_timeout_minutes * 60)
-    say(f"starting {ranks} {plural(ranks, 'process')}{inherited} ...")
+    say(f"starting {ranks} {plural(ranks, 'process')}{told} ...")
     with recording_signals(signals_to_watch()) as signals:
 
         def attempt(restart: int) -> "JobResult":
-            environment = {**os.environ, BEGAN: repr(prepared.attempt.began)}
-            job = (ranks, config.launch.master_port, environment, os.getpid())
+            inherits = {**os.environ, BEGAN: repr(prepared.attempt.began)}
+            job = (ranks, config.launch.master_port, inherits, os.getpid())
             return run_workers(python_words, *job, signals, JobWatchdog(limits, folder.path), restart)
 
         job = (attempt, ranks, config.launch.max_restarts, folder.path, signals)

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,12 +81,11 @@ def _small_model(config: RunConfig, shrink: bool) -> RunConfig:
 
     fewest = fewest_replicas(config)
     replicas = fewest if shrink else config.grid.data
-    world = config.grid.world_size // config.grid.data * replicas
+    of_a_replica = config.grid.world_size // config.grid.data
+    world, smaller = of_a_replica * replicas, of_a_replica * fewest
     if world > _MOST_PROCESSES:
-        smaller = config.grid.world_size // config.grid.data * fewest
-        way_out = "try smaller parallel sizes"
-        if smaller <= _MOST_PROCESSES and not shrink:
-            way_out = f"add --shrink-data to run {smaller}"
+        can_shrink = smaller <= _MOST_PROCESSES and not shrink
+        way_out = f"add --shrink-data to run {smaller}" if can_shrink else "try smaller parallel sizes"
         raise UserError(
             f"this layout takes {world} processes, more than the {_MOST_PROCESSES} that verify starts on one machine; "
             f"{way_out}"
@@ -141,11 +140,10 @@ def _work(folder: Path) -> int:
     config = read_settings(folder)
     torch.set_num_threads(1)
     environment.export_rank_variables(worker, None)
-    ranks = (worker.rank, worker.local_rank)
-    device = torch.device("cpu")
+    ranks = (worker.rank, worker.local_rank, torch.device("cpu"))
     point = environment.rendezvous_address(worker)
     try:
-        with open_world(config.grid, *ranks, device, _TIMEOUT_MINUTES, config.shared(), point) as world:
+        with open_world(config.grid, *ranks, _TIMEOUT_MINUTES, config.shared(), point) as world:
             run_rank(config, world, folder)
     except UserError as error:
         print_error(f"rank {worker.rank}: {error}")
@@ -187,17 +185,14 @@ def _conclusion(verdict: "Verdict") -> str:
 
 
 def _json(config: RunConfig, verdict: "Verdict") -> dict[str, Any]:
-    def finite(ratio: float) -> float | None:
-        return ratio if math.isfinite(ratio) else None
+    def finite(ratios: Mapping[str, float]) -> dict[str, float | None]:
+        return {name: ratio if math.isfinite(ratio) else None for name, ratio in ratios.items()}
 
     return {
         "passes": verdict.passes,
         "processes": config.grid.world_size,
         "comparisons": len(verdict.judged),
         "first": None if verdict.first is None else verdict.first.what,
-        "numbers": {name: finite(ratio) for name, ratio in verdict.numbers()},
-        "parameters": {
-            name: {kind: finite(ratio) for kind, ratio in ratios.items()}
-            for name, ratios in verdict.tensors()
-        },
+        "numbers": finite(dict(verdict.numbers())),
+        "parameters": {name: finite(ratios) for name, ratios in verdict.tensors()},
     }

@@ -105,24 +105,21 @@ def parse_time_limit(time: str) -> int | None:
 
 def job_problems(job: Job) -> list[str]:
     """Returns every error in the options of the job, each with its fix."""
-    words = [(flag, job.option(flag)) for flag in _ONE_WORD]
+    port, image = job.master_port, job.container_image
+    words = [(f, text) for f in _ONE_WORD if (text := job.option(f)) and not _WORD.fullmatch(text)]
+    one_word = "must be one word without quotes or characters of the shell"
+    no_image = "--container-mounts mounts folders in a container, but there is none; add --container-image"
+    divided = (
+        "cannot be shown to a container, as mounts are divided by ',' and ':'; start from another folder"
+    )
     checks = {
         f"--nodes {job.nodes} must be at least 1": job.nodes < 1,
         f"--gpus-per-node {job.processes} must be at least 1; on CPUs add --device cpu": job.processes < 1,
-        **{
-            f"--{flag} '{one_line(text)}' must be one word without quotes or characters of the shell": True
-            for flag, text in words
-            if text and not _WORD.fullmatch(text)
-        },
-        f"--master-port {job.master_port} must lie between 1024 and 65535": job.master_port
-        and not 1024 <= job.master_port <= 65535,
+        **{f"--{flag} '{one_line(text)}' {one_word}": True for flag, text in words},
+        f"--master-port {port} must lie between 1024 and 65535": port and not 1024 <= port <= 65535,
         f"--max-restarts {job.max_restarts} must not be negative": job.max_restarts < 0,
-        "--container-mounts mounts folders in a container, but there is none; add --container-image": (
-            job.container_mounts and not job.container_image
-        ),
-        f"{job.folder} cannot be shown to a container, as mounts are divided by ',' and ':'; start from another folder": (
-            job.container_image and set(job.folder) & set(",:")
-        ),
+        no_image: job.container_mounts and not image,
+        f"{job.folder} {divided}": image and set(job.folder) & set(",:"),
     }
     found = [problem for problem, is_wrong in checks.items() if is_wrong]
     return [*found, *_time_problems(job), *_sbatch_problems(job)]
@@ -150,17 +147,15 @@ def _sbatch_problems(job: Job) -> list[str]:
     problems = []
     for line in lines:
         name = line.removeprefix("--").partition("=")[0]
-        problem = ""
         if not line.startswith("--") or not _WORD.fullmatch(line):
-            problem = f"'{one_line(line)}' must be an option of sbatch in one word, such as --exclusive or --mail-type=END"
+            one_word = "must be an option of sbatch in one word, such as --exclusive or --mail-type=END"
+            problems.append(f"'{one_line(line)}' {one_word}")
         elif name in _SET_BY_SCRIPT:
-            problem = (
-                f"--{name} is set by the script itself; use --nodes, --gpus-per-node, --grace or --no-requeue"
-            )
+            instead = "use --nodes, --gpus-per-node, --grace or --no-requeue"
+            problems.append(f"--{name} is set by the script itself; {instead}")
         elif name in {*SBATCH_FIELDS, "container-image", "container-mounts"}:
-            problem = f"{line} would bypass the checks of launch; give it as a flag, without --sbatch"
-        problems += [f"--sbatch: {problem}"] if problem else []
-    return problems
+            problems.append(f"{line} would bypass the checks of launch; give it as a flag, without --sbatch")
+    return [f"--sbatch: {problem}" for problem in problems]
 
 
 def cuda_connections(config: RunConfig) -> Variable | None:
