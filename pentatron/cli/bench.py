@@ -98,13 +98,6 @@ parts. Rates are of the median step, memory is of the rank that uses most.
   pentatron bench --find-micro-batch --preset qwen2.5-1.5b --seq-length 4096
 """
 _BENCH = dataclasses.replace(TRAIN, name="pentatron bench", default_preset=None, own=flags_of(BenchOptions))
-_AXES = {
-    "tensor": "tensor_model_parallel_size",
-    "context": "context_parallel_size",
-    "pipeline": "pipeline_model_parallel_size",
-    "expert": "expert_model_parallel_size",
-    "data": "data_parallel_size",
-}
 # Exit code of a shell command that SIGINT ended.
 _INTERRUPTED = 130
 # Settings that replace the global batch size; with one of them the default of the benchmark is left out.
@@ -143,7 +136,7 @@ def bench_command(words: Sequence[str]) -> int:
             raise UserError("--micro-batch-size is what --find-micro-batch looks for; leave it out")
         return find_micro_batch(sweep, any(draft.given(n) for n in ("global_batch_size", *_OTHER_BATCHES)))
     variants = [name for word in options.variants for name in word.split(",") if name]
-    fixed = {axis: getattr(draft, name) for axis, name in _AXES.items() if draft.given(name)}
+    fixed = {axis: getattr(draft, name) for axis, name in candidates.AXES.items() if draft.given(name)}
     layouts = candidates.all_layouts(sweep.processes, draft.num_experts, fixed, variants)
     if not layouts:
         raise UserError(
@@ -274,7 +267,11 @@ def find_micro_batch(sweep: BenchConfig, batch_is_given: bool) -> int:
     `batch_is_given`: whether the user has set the batch size of a step, by any of its settings.
     """
     search = _MicroBatchSearch(sweep, batch_is_given)
-    say(search.introduction())
+    batch = "one micro-batch a step for each pipeline stage; for more, which accumulate gradients in fp32, set --global-batch-size"
+    if batch_is_given:
+        batch = "the batch of a step that was given"
+    processes = f"{sweep.processes} {plural(sweep.processes, 'process')}"
+    say(f"looking for the largest micro-batch of {processes} on {sweep.device}, with {batch}")
     room = search.room()
     estimate = functools.partial(search.estimate, room=room)
     estimates = candidates.find_largest(search.sizes, 1, _USABLE * room, estimate)
@@ -358,13 +355,6 @@ class _MicroBatchSearch:
                 return size, prepared.resolved.config
             reasons.append(reason)
         raise UserError(reasons[0])
-
-    def introduction(self) -> str:
-        batch = "one micro-batch a step for each pipeline stage; for more, which accumulate gradients in fp32, set --global-batch-size"
-        if self.batch_is_given:
-            batch = "the batch of a step that was given"
-        count = self.sweep.processes
-        return f"looking for the largest micro-batch of {count} {plural(count, 'process')} on {self.sweep.device}, with {batch}"
 
     def candidate(self, size: int) -> MicroBatch:
         grid = self.grid

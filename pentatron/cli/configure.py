@@ -5,12 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pentatron.cli.checkpoint_settings import (
-    TOKENIZER,
-    adopt_checkpoint_settings,
-    replace_hub_name,
-    settings_from_checkpoint,
-)
+from pentatron.cli import checkpoint_settings
 from pentatron.cli.environment import Worker, find_worker, nccl_timeout_seconds, nested_launcher_notices
 from pentatron.cli.worker import current_attempt, current_worker
 from pentatron.data.indexed import missing_pairs_message
@@ -82,14 +77,14 @@ def prepare(
             )
     start = start_of(derived_settings(draft, facts), draft.given("load"), entry.resumes or attempt.restarted)
     try:
-        adopt_checkpoint_settings(draft, facts, start)
+        checkpoint_settings.adopt_checkpoint_settings(draft, facts, start)
     except UserError as error:
         if not draft.given("load"):
             raise
-        others = problems_independent_of(draft, facts, settings_from_checkpoint(draft))
-        if not others:
-            raise
-        raise ConfigError([str(error), *others]) from None
+        loaded = checkpoint_settings.settings_from_checkpoint(draft)
+        if others := problems_independent_of(draft, facts, loaded):
+            raise ConfigError([str(error), *others]) from None
+        raise
     if not own_data and not facts.launcher:
         # Workers of another launcher count after the rendezvous, for the same reason.
         count_epoch_samples(draft)
@@ -194,7 +189,7 @@ def download_tokenizer(draft: Draft) -> None:
     if name is None or Path(name).exists():
         return
     try:
-        replace_hub_name(draft, "tokenizer_model")
+        checkpoint_settings.replace_hub_name(draft, "tokenizer_model")
     except UserError as error:
         # Reported as one problem, although the vocabulary size may be unknown without the tokenizer.
         open_size = is_unset(draft.vocab_size) and is_unset(draft.padded_vocab_size)
@@ -206,9 +201,9 @@ def set_vocabulary_size(draft: Draft) -> None:
     """Takes the vocabulary size from the tokenizer that is named."""
     if not is_unset(draft.vocab_size) or not is_unset(draft.padded_vocab_size):
         return
-    kind, model, vocab_file, merge_file = (getattr(draft, name) for name in TOKENIZER)
+    kind, model, vocab_file, merge_file = (getattr(draft, name) for name in checkpoint_settings.TOKENIZER)
     unusable = table()["tokenizer_type"].refuses(kind) or "vocab_size" in draft.wrong
-    if unusable or all(getattr(draft, name) is None for name in TOKENIZER):
+    if unusable or all(getattr(draft, name) is None for name in checkpoint_settings.TOKENIZER):
         return
     from pentatron.data.tokenizer import load_tokenizer
 

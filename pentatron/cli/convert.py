@@ -5,6 +5,7 @@ import re
 import signal
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -123,13 +124,8 @@ def run_import(source: str, out: Path, options: ImportOptions) -> int:
     dtype = _dtype(options.dtype)
     folder = resolve_folder(source)
     conversion = HfImportOptions(dtype, options.allow_narrowing, _tokenizer_files(options))
-    return _write(
-        out,
-        options,
-        [],
-        lambda display, check: import_folder(folder, out, conversion, display, check),
-        lambda checkpoint: compare_logits(find_step(checkpoint)[0], folder, dtype),
-    )
+    convert = partial(import_folder, folder, out, conversion)
+    return _write(out, options, [], convert, lambda made: compare_logits(find_step(made)[0], folder, dtype))
 
 
 def _export(checkpoint: str, out: Path, options: ExportOptions) -> int:
@@ -186,16 +182,10 @@ def _export_step(
         origin = tokenizer_path(step.folder, step.manifest.config)
         flag = f"{origin} adds the one it was trained with" if origin else "DIR adds one"
         lines.append(f"note: no tokenizer came with this model, so the folder has none; --tokenizer {flag}")
-    conversion = HfExportOptions(
-        dtype, options.allow_narrowing, tokenizer, options.max_shard_size, not options.no_check
-    )
-    return _write(
-        out,
-        options,
-        lines,
-        lambda display, check: export_step(step, out, conversion, display, check),
-        lambda folder: compare_logits(step, folder, dtype or trained),
-    )
+    narrowing, size = options.allow_narrowing, options.max_shard_size
+    conversion = HfExportOptions(dtype, narrowing, tokenizer, size, not options.no_check)
+    convert = partial(export_step, step, out, conversion)
+    return _write(out, options, lines, convert, lambda made: compare_logits(step, made, dtype or trained))
 
 
 def _write(

@@ -51,17 +51,10 @@ def _greedy(folder: str, prompt: str, count: int) -> tuple[list[int], str]:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     except (OSError, ValueError) as error:
-        reason = (str(error).splitlines() or [""])[0]
-        raise UserError(
-            f"transformers cannot open {folder} ({reason}); name a folder with weights and a tokenizer"
-        ) from None
+        problem = f"transformers cannot open {folder} ({(str(error).splitlines() or [''])[0]})"
+        raise UserError(f"{problem}; name a folder with weights and a tokenizer") from None
     inputs = tokenizer(prompt, return_tensors="pt")
-    output = model.eval().generate(
-        inputs["input_ids"],
-        attention_mask=inputs["attention_mask"],
-        do_sample=False,
-        max_new_tokens=count,
-        pad_token_id=0,
-    )
+    tensors = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    output = model.eval().generate(**tensors, do_sample=False, max_new_tokens=count, pad_token_id=0)
     tokens = output[0, inputs["input_ids"].shape[1] :].tolist()
     return tokens, str(tokenizer.decode(tokens))

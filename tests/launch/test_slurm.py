@@ -103,7 +103,7 @@ def test_restarts_meet_in_a_way_that_can_be_repeated(cluster: StubCluster) -> No
         == 0
     )
     assert (
-        "--rdzv_backend=c10d --rdzv_endpoint=head:6000 --rdzv_id=12345-0 --max_max_restarts=2"
+        "--rdzv_backend=c10d --rdzv_endpoint=head:6000 --rdzv_id=12345-0 --max_restarts=2"
         in cluster.started()[1][1]
     )
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in written(cluster, max_restarts=2).read_text()
