@@ -103,7 +103,10 @@ def launch_command(words: Sequence[str]) -> int:
     )
     entry, program = _program(options.script)
     job, config, notes = _checked_job(kind, options, settings, entry, [*program, *settings, *passed])
-    equation = _layout_equation(job, config)
+    grid = config.grid
+    nodes = f"{job.nodes} {plural(job.nodes, 'node')} × {job.processes} = {job.world_size} processes"
+    sizes = f"{grid.tensor} tensor × {grid.pipeline} pipeline × {grid.context} context × {grid.data} data"
+    equation = f"{nodes} = {sizes}"
     script = batch_script if kind == "slurm" else node_script
     text = script(job, ["pentatron", "launch", *words], equation)
     if options.write == "-":
@@ -115,9 +118,8 @@ def launch_command(words: Sequence[str]) -> int:
     _write_script(file, text)
     say(f"{file}: {equation}")
     if redact(text) != text:
-        say(
-            "note: the script contains what looks like a key, so only you can read it; better export that in your shell, jobs inherit it"
-        )
+        key = "the script contains what looks like a key, so only you can read it"
+        say(f"note: {key}; better export that in your shell, jobs inherit it")
     # A value that the node computes itself is shell code, which is not shown.
     variables = [v.name if "$" in v.value else f"{v.name}={v.value}" for v in job.variables]
     say(f"it sets what you have not exported: {', '.join(variables)}")
@@ -160,13 +162,6 @@ def _checked_job(
     job = dataclasses.replace(job, uses_gpus=config.launch.device != "cpu")
     job = dataclasses.replace(job, variables=tuple(job_variables(job, config)))
     return job, config, [*prepared.resolved.notices, *_performance_notes(job, config, kind)]
-
-
-def _layout_equation(job: Job, config: RunConfig) -> str:
-    grid = config.grid
-    nodes = f"{job.nodes} {plural(job.nodes, 'node')} × {job.processes} = {job.world_size} processes"
-    sizes = f"{grid.tensor} tensor × {grid.pipeline} pipeline × {grid.context} context × {grid.data} data"
-    return f"{nodes} = {sizes}"
 
 
 def _performance_notes(job: Job, config: RunConfig, kind: str) -> list[str]:

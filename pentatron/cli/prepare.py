@@ -195,12 +195,12 @@ def _print_summary(job: "PrepareJob", outcome: "Outcome") -> None:
         if not lengths.tokens:
             say(f"\n{prefix}: no token, as the input holds no text; there is nothing in it to train on")
             continue
-        mean = lengths.tokens / lengths.documents
-        say(
-            f"\n{prefix}: {format_count(lengths.documents, 'document')} of {lengths.shortest:,} to {lengths.longest:,} tokens, "
-            f"{mean:,.1f} on average"
+        documents = (
+            f"{format_count(lengths.documents, 'document')} of {lengths.shortest:,} to {lengths.longest:,}"
         )
-        say("\n".join(lengths.lines()))
+        mean = lengths.tokens / lengths.documents
+        title = f"\n{prefix}: {documents} tokens, {mean:,.1f} on average"
+        say("\n".join([title, *lengths.lines()]))
 
 
 class _Progress:

@@ -82,9 +82,9 @@ def _new_secret() -> list[str]:
     ]
 
 
-def _restarts(run_id: str) -> list[str]:
+def _restarts(job: Job, run_id: str) -> list[str]:
     """Returns the lines that restarts by torchrun need."""
-    return [f'export RUN_ID="{run_id}"', *_NEW_STORE]
+    return [f'export RUN_ID="{run_id}"', *_NEW_STORE] if job.max_restarts else []
 
 
 def _command_array(words: Iterable[str]) -> list[str]:
@@ -113,10 +113,8 @@ def _joined(parts: Sequence[Sequence[str]]) -> str:
 
 def batch_script(job: Job, command: Sequence[str], equation: str) -> str:
     """Returns the sbatch script of a job. `equation` describes its layout in a comment."""
-    cores = [
-        "# Since version 22.05 srun does not inherit this from sbatch.",
-        'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"',
-    ]
+    srun = "# Since version 22.05 srun does not inherit this from sbatch."
+    cores = [srun, 'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"']
     parts = [
         [*_header(command, equation), *_sbatch_lines(job)],
         ["set -u", f"cd {shlex.quote(job.folder)} || exit 2"],
@@ -125,7 +123,7 @@ def batch_script(job: Job, command: Sequence[str], equation: str) -> str:
         [
             f"export MASTER_ADDR={job.master_addr or _FIRST_NODE}",
             f"export MASTER_PORT={job.master_port or _SLURM_PORT}",
-            *(_restarts("$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}") if job.max_restarts else []),
+            *_restarts(job, "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"),
             *(cores if job.cpus_per_task else []),
             *_exports(job),
             *_safe_path(job),
@@ -266,7 +264,7 @@ def _node_variables(job: Job) -> list[str]:
         given if job.master_addr else ': "${MASTER_ADDR:?export MASTER_ADDR, the address of machine 0}"'
     )
     lines.append(f'export MASTER_PORT="${{MASTER_PORT:-{job.master_port or _TORCHRUN_PORT}}}"')
-    return lines + (_restarts(f"${{RUN_ID:-{job.job_name}}}") if job.max_restarts else [])
+    return lines + _restarts(job, f"${{RUN_ID:-{job.job_name}}}")
 
 
 def _torchrun(job: Job) -> list[str]:
