@@ -7,8 +7,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pentatron.errors import UserError
+from pentatron.settings.declaration import flag_of
 from pentatron.text import divisors, in_gib
 
+# The settings of the sizes of a layout.
+AXES = {
+    "tensor": "tensor_model_parallel_size",
+    "context": "context_parallel_size",
+    "pipeline": "pipeline_model_parallel_size",
+    "expert": "expert_model_parallel_size",
+    "data": "data_parallel_size",
+}
 # Choices of --variants.
 VARIANTS = ("zero", "sp", "schedules")
 _ZERO_STAGES = (0, 1, 2, 3)
@@ -42,13 +51,9 @@ class Candidate:
     @property
     def words(self) -> list[str]:
         """The layout as flags of a training command."""
-        sizes = {
-            "--tensor-model-parallel-size": self.tensor,
-            "--context-parallel-size": self.context,
-            "--pipeline-model-parallel-size": self.pipeline,
-            "--expert-model-parallel-size": self.expert,
-        }
-        flags = [word for flag, size in sizes.items() if size > 1 for word in (flag, str(size))]
+        # The size of data parallelism follows from the others.
+        sizes = {name: getattr(self, axis) for axis, name in AXES.items() if axis != "data"}
+        flags = [word for name, size in sizes.items() if size > 1 for word in (flag_of(name), str(size))]
         flags += ["--zero-stage", str(self.zero)] if self.zero is not None else []
         if self.sequence is not None:
             flags.append("--sequence-parallel" if self.sequence else "--no-sequence-parallel")

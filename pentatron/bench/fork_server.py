@@ -92,6 +92,5 @@ class ForkServer:
 
 def free_port() -> int:
     """Returns a port that no process uses now."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])

@@ -230,14 +230,12 @@ def draw_all(folder: Path) -> list[Path]:
 
 def main(words: Sequence[str]) -> int:
     folder = Path(words[0]) if words else Path(__file__).resolve().parent
-    if not (folder / "summary.csv").is_file():
-        sys.stderr.write(
-            f"plot_results.py: {folder} has no summary.csv; run benchmark.sh first, or name the folder of its results\n"
-        )
-        return 2
-    written = draw_all(folder)
+    summary = folder / "summary.csv"
+    written = draw_all(folder) if summary.is_file() else []
     if not written:
-        sys.stderr.write(f"plot_results.py: no layout in {folder / 'summary.csv'} has a result to draw\n")
+        missing = "has no summary.csv; run benchmark.sh first, or name the folder of its results"
+        empty = f"no layout in {summary} has a result to draw"
+        sys.stderr.write(f"plot_results.py: {empty if summary.is_file() else f'{folder} {missing}'}\n")
         return 2
     sys.stdout.write("".join(f"{file}\n" for file in written))
     if not any(file.suffix == ".png" for file in written):

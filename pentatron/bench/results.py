@@ -26,6 +26,13 @@ COLUMNS = (
     *("pipeline_wait_share", "gpu_utilisation", "teraflops_per_process", "mfu", "device", "precision"),
     "command",
 )
+# Columns that are settings.
+_SETTINGS = ("zero_stage", "micro_batch_size", "global_batch_size", "seq_length")
+# Digits of the measured columns.
+_DIGITS = {
+    "step_seconds": 6, "samples_per_second": 3, "tokens_per_second": 1, "communication_share": 4, "collective_share": 4,
+    "pipeline_wait_share": 4, "gpu_utilisation": 1, "teraflops_per_process": 6, "mfu": 4,
+}  # fmt: skip
 Status = Literal["ok", "failed", "refused", "not run"]
 _MIB = 2**20
 
@@ -34,7 +41,7 @@ _MIB = 2**20
 class Measured:
     """Measurements of a run: rates of the median step, and shares of the time of all ranks (None: unknown).
 
-    `collective_share`: time in collectives that no computation overlapped. `message_share`: waiting for
+    `collective_share`: time in collectives that no computation overlapped. `pipeline_wait_share`: waiting for
     pipeline messages, which includes the bubble.
     """
 
@@ -43,15 +50,15 @@ class Measured:
     tokens_per_second: float
     memory_bytes: Sequence[int]
     collective_share: float | None
-    message_share: float | None
-    utilisation: float | None
+    pipeline_wait_share: float | None
+    gpu_utilisation: float | None
     steps: int
 
     @property
     def communication_share(self) -> float | None:
-        if self.collective_share is None or self.message_share is None:
+        if self.collective_share is None or self.pipeline_wait_share is None:
             return None
-        return self.collective_share + self.message_share
+        return self.collective_share + self.pipeline_wait_share
 
 
 def measure(metrics: Path, warmup: int, batch: int) -> Measured:
@@ -76,8 +83,8 @@ def measure(metrics: Path, warmup: int, batch: int) -> Measured:
         tokens_per_second=tokens / seconds,
         memory_bytes=[max(of_rank) for of_rank in zip(*(r["memory_bytes"] for r in ranks))],
         collective_share=collectives / whole if whole else None,
-        message_share=messages / whole if whole else None,
-        utilisation=statistics.mean(percentages) if percentages else None,
+        pipeline_wait_share=messages / whole if whole else None,
+        gpu_utilisation=statistics.mean(percentages) if percentages else None,
         steps=len(rows),
     )
 
@@ -107,37 +114,20 @@ class Row:
         }
         if config is not None:
             cells |= {
-                "zero_stage": config.parallel.zero_stage,
+                **{name: getattr(config.settings, name) for name in _SETTINGS},
                 "sequence_parallel": int(config.parallel.sequence_parallel),
                 "pipeline_schedule": config.parallel.pipeline_schedule if config.grid.pipeline > 1 else None,
-                "micro_batch_size": config.train.micro_batch_size,
                 "micro_batches": config.accumulation,
-                "global_batch_size": config.train.global_batch_size,
-                "seq_length": config.model.seq_length,
                 "precision": config.precision.name,
             }
         if m is not None:
             memory = [round(size / _MIB, 1) for size in m.memory_bytes]
-            cells |= {
-                "steps": m.steps,
-                "step_seconds": round(m.step_seconds, 6),
-                "samples_per_second": round(m.samples_per_second, 3),
-                "tokens_per_second": round(m.tokens_per_second, 1),
-                "memory_mib_per_rank": max(memory),
-                "memory_mib_of_ranks": " ".join(map(str, memory)),
-                "communication_share": _rounded(m.communication_share, 4),
-                "collective_share": _rounded(m.collective_share, 4),
-                "pipeline_wait_share": _rounded(m.message_share, 4),
-                "gpu_utilisation": _rounded(m.utilisation, 1),
-                "teraflops_per_process": _rounded(self.teraflops, 6),
-                "mfu": _rounded(self.mfu, 4),
-                "device": self.device,
-            }
+            numbers = {name: getattr(m, name) for name in _DIGITS if hasattr(m, name)}
+            numbers |= {"teraflops_per_process": self.teraflops, "mfu": self.mfu}
+            cells |= {n: round(value, _DIGITS[n]) for n, value in numbers.items() if value is not None}
+            cells |= {"memory_mib_per_rank": max(memory), "memory_mib_of_ranks": " ".join(map(str, memory))}
+            cells |= {"steps": m.steps, "device": self.device}
         return {name: value for name, value in cells.items() if value is not None}
-
-
-def _rounded(number: float | None, digits: int) -> float | None:
-    return None if number is None else round(number, digits)
 
 
 def write_summary(file: Path, rows: Sequence[Row]) -> None:
@@ -154,15 +144,8 @@ def write_summary(file: Path, rows: Sequence[Row]) -> None:
 
 # Columns of the table beside the layout, with their widths; `GPU` only on GPUs.
 _TABLE = {
-    "samples/s": 9,
-    "tokens/s": 9,
-    "step": 8,
-    "MiB/rank": 8,
-    "comm.": 6,
-    "GPU": 5,
-    "TFLOP/s": 8,
-    "MFU": 6,
-}
+    "samples/s": 9, "tokens/s": 9, "step": 8, "MiB/rank": 8, "comm.": 6, "GPU": 5, "TFLOP/s": 8, "MFU": 6,
+}  # fmt: skip
 
 
 class Table:
@@ -186,7 +169,7 @@ class Table:
             "step": f"{seconds * 1000:.0f} ms" if seconds < 10 else f"{seconds:.1f} s",
             "MiB/rank": in_mib(max(m.memory_bytes)),
             "comm.": _percent(m.communication_share),
-            "GPU": "-" if m.utilisation is None else f"{m.utilisation:.0f}%",
+            "GPU": "-" if m.gpu_utilisation is None else f"{m.gpu_utilisation:.0f}%",
             "TFLOP/s": "-" if row.teraflops is None else format_significant(row.teraflops),
             "MFU": _percent(row.mfu),
         }
@@ -212,16 +195,15 @@ def summary_lines(rows: Sequence[Row]) -> list[str]:
         f"least memory: {leanest.candidate.name} with {in_mib(max(memory.memory_bytes))} MiB on its fullest rank",
     ]
     shares = [m.communication_share for _, m in finished if m.communication_share is not None]
-    if shares:
-        below = sum(share <= MOST_COMMUNICATION for share in shares)
-        aim = f"communication below {MOST_COMMUNICATION:.0%} of the step, the usual aim"
-        lines.append(f"{aim}: {below} of {len(shares)} layouts")
-    used = [m.utilisation for _, m in finished if m.utilisation is not None]
-    if used:
-        enough = sum(percent / 100 > LEAST_UTILISATION for percent in used)
-        aim = f"GPU utilisation above {LEAST_UTILISATION:.0%}, the usual aim"
-        lines.append(f"{aim}: {enough} of {len(used)} layouts")
-    return lines
+    used = [m.gpu_utilisation for _, m in finished if m.gpu_utilisation is not None]
+    aims = {
+        f"communication below {MOST_COMMUNICATION:.0%} of the step": [
+            s <= MOST_COMMUNICATION for s in shares
+        ],
+        f"GPU utilisation above {LEAST_UTILISATION:.0%}": [p / 100 > LEAST_UTILISATION for p in used],
+    }
+    met = [(aim, sum(of_layouts), len(of_layouts)) for aim, of_layouts in aims.items()]
+    return lines + [f"{aim}, the usual aim: {count} of {total} layouts" for aim, count, total in met if total]
 
 
 @dataclass(frozen=True)
@@ -237,6 +219,9 @@ class ResultsFolder:
     def run(self, layout: str) -> Path:
         """Returns the run folder of a layout."""
         return self.path / "runs" / layout.replace(" ", "-")
+
+    def metrics(self, layout: str) -> Path:
+        return self.run(layout) / "metrics.jsonl"
 
     def output(self, layout: str) -> Path:
         """Returns the folder for stdout and stderr of the processes of a layout."""

@@ -2,6 +2,7 @@
 fits."""
 
 import dataclasses
+import functools
 import json
 import os
 import shlex
@@ -19,10 +20,10 @@ from pentatron.bench.results import ResultsFolder, Row, Table, measure, summary_
 from pentatron.cli.configure import Prepared, prepare
 from pentatron.cli.environment import find_worker, set_worker_environment
 from pentatron.cli.options import Options, flags_of, option, options_help, parse_options_and_settings, usage
-from pentatron.cli.output import say
+from pentatron.cli.output import say, with_help
 from pentatron.devices import find_chip
 from pentatron.errors import ConfigError, UserError
-from pentatron.launch.machine import host_memory
+from pentatron.launch.machine import host_memory, usable_cores
 from pentatron.plan.memory import memory_of
 from pentatron.settings.declaration import NON_NEGATIVE, ONE_OR_MORE, POSITIVE
 from pentatron.settings.entry_points import TRAIN, EntryPoint
@@ -42,11 +43,7 @@ _ALLOCATABLE = 0.97
 _SMALLEST = (1, 2, 4, 8, 16)
 # Substrings of a failed process's reason that identify it as out of memory.
 _OOM_MESSAGES = (
-    "out of GPU memory",
-    "out of host memory",
-    "cannot fit",
-    "out of memory",
-    "ALLOC_FAILED",
+    *("out of GPU memory", "out of host memory", "cannot fit", "out of memory", "ALLOC_FAILED"),
     "killed by SIGKILL",
 )
 _HEADROOM_NOTE = "; the rest of the memory is for the allocator's gaps and the libraries: a long run may need a little more than a short one"
@@ -101,13 +98,6 @@ parts. Rates are of the median step, memory is of the rank that uses most.
   pentatron bench --find-micro-batch --preset qwen2.5-1.5b --seq-length 4096
 """
 _BENCH = dataclasses.replace(TRAIN, name="pentatron bench", default_preset=None, own=flags_of(BenchOptions))
-_AXES = {
-    "tensor": "tensor_model_parallel_size",
-    "context": "context_parallel_size",
-    "pipeline": "pipeline_model_parallel_size",
-    "expert": "expert_model_parallel_size",
-    "data": "data_parallel_size",
-}
 # Exit code of a shell command that SIGINT ended.
 _INTERRUPTED = 130
 # Settings that replace the global batch size; with one of them the default of the benchmark is left out.
@@ -131,11 +121,12 @@ class BenchConfig:
     def on_gpu(self) -> bool:
         return self.device != "CPU"
 
+    def words_of(self, layout: Candidate) -> list[str]:
+        return [*self.words, *layout.words, "--run-dir", str(self.folder.run(layout.name))]
 
+
+@with_help(USAGE)
 def bench_command(words: Sequence[str]) -> int:
-    if "--help" in words or "-h" in words:
-        say(USAGE)
-        return 0
     if find_worker(os.environ) is not None:
         raise UserError("pentatron bench starts its processes itself; run it without a launcher")
     options, settings = parse_options_and_settings(BenchOptions, words, _BENCH)
@@ -145,7 +136,7 @@ def bench_command(words: Sequence[str]) -> int:
             raise UserError("--micro-batch-size is what --find-micro-batch looks for; leave it out")
         return find_micro_batch(sweep, any(draft.given(n) for n in ("global_batch_size", *_OTHER_BATCHES)))
     variants = [name for word in options.variants for name in word.split(",") if name]
-    fixed = {axis: getattr(draft, name) for axis, name in _AXES.items() if draft.given(name)}
+    fixed = {axis: getattr(draft, name) for axis, name in candidates.AXES.items() if draft.given(name)}
     layouts = candidates.all_layouts(sweep.processes, draft.num_experts, fixed, variants)
     if not layouts:
         raise UserError(
@@ -155,7 +146,7 @@ def bench_command(words: Sequence[str]) -> int:
         return _run(sweep, layouts)
     width = max(len(layout.name) for layout in layouts)
     for layout in layouts:
-        _, prepared, reason = prepare_layout(sweep, layout)
+        prepared, reason = prepare_layout(sweep, layout)
         outcome = f"refused: {reason}" if prepared is None else " ".join(layout.words) or "no flags"
         say(f"{layout.name:<{width}}  {outcome}")
     return 0
@@ -185,9 +176,8 @@ def _sweep(settings: Sequence[str], options: BenchOptions) -> tuple[BenchConfig,
     device = _query_gpu("print(torch.cuda.get_device_name())") if gpus else "CPU"
     launch = [] if draft.given("nproc_per_node") else ["--nproc-per-node", str(processes)]
     words = [*settings, *launch, "--train-iters", str(options.warmup + options.steps)]
-    return BenchConfig(
-        settings, words, entry, processes, device, options, ResultsFolder(Path(options.out))
-    ), draft
+    folder = ResultsFolder(Path(options.out))
+    return BenchConfig(settings, words, entry, processes, device, options, folder), draft
 
 
 def _query_gpu(code: str) -> str:
@@ -202,25 +192,23 @@ def _query_gpu(code: str) -> str:
 
 
 def _introduction(sweep: BenchConfig, count: int) -> list[str]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    lines = [
-        f"{count} {plural(count, 'layout')} of {sweep.processes} {plural(sweep.processes, 'process')} on {sweep.device}, "
-        f"{sweep.options.warmup} + {sweep.options.steps} steps each"
-    ]
+    import torch
+
+    cores, gpus = usable_cores(), torch.cuda.device_count()
+    note = ""
     if not sweep.on_gpu:
-        lines.append(
+        note = (
             f"note: no GPU is used, so the processes share {cores} {plural(cores, 'CPU core')}; the numbers compare "
             f"layouts here and do not predict a GPU's"
         )
-        return lines
-    import torch
-
-    if sweep.processes > torch.cuda.device_count():
-        lines.append(
-            f"note: {sweep.processes} processes share {torch.cuda.device_count()} GPU(s) and communicate through gloo, so the "
+    elif sweep.processes > gpus:
+        note = (
+            f"note: {sweep.processes} processes share {gpus} GPU(s) and communicate through gloo, so the "
             f"numbers do not predict that many GPUs"
         )
-    return lines
+    what = f"{count} {plural(count, 'layout')} of {sweep.processes} {plural(sweep.processes, 'process')}"
+    steps = f"{sweep.options.warmup} + {sweep.options.steps} steps each"
+    return [f"{what} on {sweep.device}, {steps}", *filter(None, [note])]
 
 
 def _open_folder(sweep: BenchConfig) -> None:
@@ -245,7 +233,8 @@ def _run(sweep: BenchConfig, layouts: Sequence[Candidate]) -> int:
         for text in [*_introduction(sweep, len(layouts)), "", results.header()]:
             display.say(text)
         for number, layout in enumerate(layouts):
-            live = _progress(sweep, layout, display, number, len(layouts)) if sys.stdout.isatty() else None
+            progress = functools.partial(_show_progress, sweep, layout, display, number, len(layouts))
+            live = progress if sys.stdout.isatty() else lambda: None
             rows[number] = measure_layout(sweep, layout, starter, live)
             write_summary(sweep.folder.summary, rows)
             display.say(results.line(rows[number]))
@@ -258,7 +247,7 @@ def _run(sweep: BenchConfig, layouts: Sequence[Candidate]) -> int:
         missing = sum(row.status == "not run" for row in rows)
         say(f"\nstopped; {missing} of {len(rows)} layouts were not measured")
     say("\n" + "\n".join(summary_lines(rows)))
-    utilisation = [row.measured.utilisation for row in rows if row.measured is not None]
+    utilisation = [row.measured.gpu_utilisation for row in rows if row.measured is not None]
     if sweep.on_gpu and utilisation and all(percent is None for percent in utilisation):
         say(
             "GPU utilisation was not measured: torch asks the driver through a library (pip install nvidia-ml-py)"
@@ -278,11 +267,14 @@ def find_micro_batch(sweep: BenchConfig, batch_is_given: bool) -> int:
     `batch_is_given`: whether the user has set the batch size of a step, by any of its settings.
     """
     search = _MicroBatchSearch(sweep, batch_is_given)
-    say(search.introduction())
+    batch = "one micro-batch a step for each pipeline stage; for more, which accumulate gradients in fp32, set --global-batch-size"
+    if batch_is_given:
+        batch = "the batch of a step that was given"
+    processes = f"{sweep.processes} {plural(sweep.processes, 'process')}"
+    say(f"looking for the largest micro-batch of {processes} on {sweep.device}, with {batch}")
     room = search.room()
-    estimates = candidates.find_largest(
-        search.sizes, 1, _USABLE * room, lambda size: search.estimate(size, room)
-    )
+    estimate = functools.partial(search.estimate, room=room)
+    estimates = candidates.find_largest(search.sizes, 1, _USABLE * room, estimate)
     foreseen = largest_fitting(estimates)
     if not sweep.on_gpu:
         # Real steps are not tried: filling the host memory would harm everything else on the machine.
@@ -321,8 +313,7 @@ def _report(search: "_MicroBatchSearch", trials: list[Trial]) -> int:
         raise UserError(
             f"not even a micro-batch of {search.sizes[0]} fits ({trials[-1].reason}); try --recompute-granularity full, a shorter --seq-length or more GPUs"
         )
-    for line in ["", *trial_table(trials), ""]:
-        say(line)
+    say("\n".join(["", *trial_table(trials), ""]))
     is_last = best.size == search.sizes[-1]
     say(f"largest: {best.size}{', the largest possible here; more would fit' if is_last else _HEADROOM_NOTE}")
     measured = [trial for trial in trials if trial.fits and trial.rate]
@@ -342,13 +333,12 @@ class _MicroBatchSearch:
         self.grid, self.rows = config.grid, list[Row]()
         total = config.train.global_batch_size
         self.sizes: Sequence[int] = range(smallest, candidates.MAX_MICRO_BATCH + 1, smallest)
-        double = MicroBatch(1, size=2 * smallest, global_batch=None)
-        prepared = prepare_layout(sweep, double)[1] if batch_is_given else None
-        # With a given number of micro-batches the global batch size grows with the micro-batch, and any size
-        # is possible.
-        grows = prepared is not None and prepared.resolved.config.train.global_batch_size != total
-        if batch_is_given and not grows:
-            self.sizes = [size for size in divisors(total // self.grid.data) if size % smallest == 0]
+        if batch_is_given:
+            prepared, _ = prepare_layout(sweep, MicroBatch(1, size=2 * smallest))
+            # With a given number of micro-batches the global batch size grows with the micro-batch, and any
+            # size is possible.
+            if prepared is None or prepared.resolved.config.train.global_batch_size == total:
+                self.sizes = [size for size in divisors(total // self.grid.data) if size % smallest == 0]
 
     def _smallest(self) -> tuple[int, RunConfig]:
         """Returns the smallest size that the rules accept, of which all others are multiples, and its
@@ -360,18 +350,11 @@ class _MicroBatchSearch:
         for size in _SMALLEST:
             # A global batch size that every layout of these processes can divide.
             total = None if self.batch_is_given else size * self.sweep.processes
-            _, prepared, reason = prepare_layout(self.sweep, MicroBatch(1, size=size, global_batch=total))
+            prepared, reason = prepare_layout(self.sweep, MicroBatch(1, size=size, global_batch=total))
             if prepared is not None:
                 return size, prepared.resolved.config
             reasons.append(reason)
         raise UserError(reasons[0])
-
-    def introduction(self) -> str:
-        batch = "one micro-batch a step for each pipeline stage; for more, which accumulate gradients in fp32, set --global-batch-size"
-        if self.batch_is_given:
-            batch = "the batch of a step that was given"
-        count = self.sweep.processes
-        return f"looking for the largest micro-batch of {count} {plural(count, 'process')} on {self.sweep.device}, with {batch}"
 
     def candidate(self, size: int) -> MicroBatch:
         grid = self.grid
@@ -391,7 +374,7 @@ class _MicroBatchSearch:
         return free / -(-self.sweep.processes // count)
 
     def estimate(self, size: int, room: float) -> Trial:
-        _, prepared, reason = prepare_layout(self.sweep, self.candidate(size))
+        prepared, reason = prepare_layout(self.sweep, self.candidate(size))
         if prepared is None:
             return Trial(size, False, reason=reason)
         needed = memory_of(prepared.resolved.config, self.sweep.on_gpu).largest.total
@@ -401,7 +384,7 @@ class _MicroBatchSearch:
     def attempt(self, size: int) -> Trial:
         """Runs some real steps in subprocesses."""
         starter = ForkServer(["pentatron.cli.bench_worker"])
-        row = measure_layout(self.sweep, self.candidate(size), starter, None)
+        row = measure_layout(self.sweep, self.candidate(size), starter, lambda: None)
         self.rows.append(row)
         write_summary(self.sweep.folder.summary, self.rows)
         trial = trial_of(size, row)
@@ -410,8 +393,7 @@ class _MicroBatchSearch:
 
     def command(self, size: int) -> str:
         candidate = self.candidate(size)
-        _, prepared, _ = prepare_layout(self.sweep, candidate)
-        return training_command(self.sweep, candidate, prepared)
+        return training_command(self.sweep, candidate, prepare_layout(self.sweep, candidate)[0])
 
 
 def trial_of(size: int, row: Row) -> Trial:
@@ -428,71 +410,60 @@ def trial_of(size: int, row: Row) -> Trial:
 # --- one layout ---
 
 
-def prepare_layout(sweep: BenchConfig, layout: Candidate) -> tuple[list[str], Prepared | None, str]:
-    """Returns the words of a layout and its configuration, or the reason why the rules refuse it."""
-    words = [*sweep.words, *layout.words, "--run-dir", str(sweep.folder.run(layout.name))]
+def prepare_layout(sweep: BenchConfig, layout: Candidate) -> tuple[Prepared | None, str]:
+    """Returns the configuration of a layout, or the reason why the rules refuse it."""
     try:
-        return words, prepare(words, sweep.entry), ""
-    except ConfigError as error:
-        return words, None, "; ".join(error.problems)
+        return prepare(sweep.words_of(layout), sweep.entry), ""
     except UserError as error:
-        return words, None, str(error)
+        return None, "; ".join(error.problems) if isinstance(error, ConfigError) else str(error)
 
 
 def training_command(sweep: BenchConfig, layout: Candidate, prepared: Prepared | None) -> str:
     """Returns the command that trains this layout in the same way."""
     defaults: list[str] = []
     if prepared is not None:
-        values = prepared.resolved.config.flat()
-        origin = f"default of {sweep.entry.name}"
         for name, source in prepared.resolved.sources.items():
+            value = getattr(prepared.resolved.config.settings, name)
             # A switch that is off has no flag.
-            if source == origin and name not in _DEFAULTS and values[name] is not False:
-                defaults += table()[name].written(values[name]).split()
+            if source == f"default of {sweep.entry.name}" and name not in _DEFAULTS and value is not False:
+                defaults += table()[name].written(value).split()
     return shlex.join(["pentatron", "train", *defaults, *sweep.words, *layout.words])
 
 
-def _progress(
-    sweep: BenchConfig, layout: Candidate, display: Any, number: int, total: int
-) -> Callable[[], None]:
-    """Returns the function that renews the progress bar of a sweep while a layout runs."""
-    metrics = sweep.folder.run(layout.name) / "metrics.jsonl"
-
-    def show() -> None:
-        steps = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
-        text = f"{layout.name}: {f'step {steps}' if steps else 'starting'}"
-        display.work("measuring", number, total, text)
-
-    return show
+def _show_progress(sweep: BenchConfig, layout: Candidate, display: Any, number: int, total: int) -> None:
+    """Renews the progress bar of a sweep while a layout runs."""
+    metrics = sweep.folder.metrics(layout.name)
+    steps = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+    text = f"{layout.name}: {f'step {steps}' if steps else 'starting'}"
+    display.work("measuring", number, total, text)
 
 
-def measure_layout(
-    sweep: BenchConfig, layout: Candidate, starter: Any, live: Callable[[], None] | None
-) -> Row:
+def measure_layout(sweep: BenchConfig, layout: Candidate, starter: Any, live: Callable[[], None]) -> Row:
     """Runs a layout and returns its row of the results. `live` is called while it runs."""
     from pentatron.cli.bench_worker import Job, reason_of_failure, run_rank
 
-    words, prepared, reason = prepare_layout(sweep, layout)
+    prepared, reason = prepare_layout(sweep, layout)
     row = Row(layout, "refused", sweep.processes, training_command(sweep, layout, prepared), reason)
     if prepared is None:
         return row
     config = prepared.resolved.config
     set_worker_environment(config.launch.threads_per_process)
-    output = sweep.folder.output(layout.name)
+    output, timeout = sweep.folder.output(layout.name), sweep.options.layout_timeout
     output.mkdir(parents=True)
-    job = Job(words, sweep.entry, sweep.processes, free_port(), output)
-    ranks = (lambda rank: (job, rank), sweep.processes)
-    outcome = starter.run(run_rank, *ranks, sweep.options.layout_timeout, live or (lambda: None))
+    job = Job(sweep.words_of(layout), sweep.entry, sweep.processes, free_port(), output)
+    outcome = starter.run(run_rank, lambda rank: (job, rank), sweep.processes, timeout, live)
     row = dataclasses.replace(row, config=config, device=sweep.device)
     if not outcome.is_good:
-        cause = f"no result after {sweep.options.layout_timeout:.0f} s (--layout-timeout)"
-        if not outcome.timed_out:
-            killed = outcome.killed_message()
-            cause = killed or reason_of_failure(job, outcome.killed_message(or_aborted=True)) or ""
-            cause = cause or f"exit codes {list(outcome.exit_codes)}"
+        cause = (
+            f"no result after {timeout:.0f} s (--layout-timeout)"
+            if outcome.timed_out
+            else outcome.killed_message()
+            or reason_of_failure(job, outcome.killed_message(or_aborted=True))
+            or f"exit codes {list(outcome.exit_codes)}"
+        )
         return dataclasses.replace(row, status="failed", reason=f"{cause}; see {output}")
     try:
-        metrics = sweep.folder.run(layout.name) / "metrics.jsonl"
+        metrics = sweep.folder.metrics(layout.name)
         measured = measure(metrics, sweep.options.warmup, config.train.global_batch_size)
     except UserError as error:
         return dataclasses.replace(row, status="failed", reason=str(error))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pentatron.cli.main import run_guarded
 from pentatron.cli.train import train
+from pentatron.parallel.rendezvous import SECRET
 from pentatron.settings.entry_points import EntryPoint
 
 # Imported before the processes are forked, so that they share it.
@@ -36,17 +37,11 @@ def run_rank(job: Job, rank: int) -> None:
     with job.output(rank).open("w", encoding="utf-8") as out:
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(job.processes),
-        LOCAL_RANK=str(rank),
-        LOCAL_WORLD_SIZE=str(job.processes),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(job.port),
-        PENTATRON_JOB_SECRET=job.secret,
-        # Marks the process as supervised, so that it exits with its parent.
-        TORCHELASTIC_RUN_ID="pentatron-bench",
-    )
+    os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+    os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(job.processes))
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(job.port), SECRET: job.secret}
+    # Marks the process as supervised, so that it exits with its parent.
+    os.environ["TORCHELASTIC_RUN_ID"] = "pentatron-bench"
     try:
         code = run_guarded(lambda: train(job.words, job.entry, ()))
     except BaseException:
@@ -59,6 +54,8 @@ def run_rank(job: Job, rank: int) -> None:
 
 
 _LOST = "lost contact with another rank"
+# An error sentence of pentatron, or the end of a traceback.
+_REASON = re.compile(r"pentatron: |[\w.]*(Error|Exception):")
 
 
 def reason_of_failure(job: Job, otherwise: str | None = None) -> str | None:
@@ -68,15 +65,10 @@ def reason_of_failure(job: Job, otherwise: str | None = None) -> str | None:
     for rank in range(job.processes):
         file = job.output(rank)
         text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
-        lines = [line.strip() for line in text.splitlines() if _is_reason(line)]
+        lines = [line.strip() for line in text.splitlines() if _REASON.match(line)]
         if lines:
             errors.append((lines[-1].removeprefix("pentatron: "), rank))
     causes = [(line, rank) for line, rank in errors if _LOST not in line]
     for line, rank in causes or ([] if otherwise else errors):
         return line if line.startswith("rank ") else f"rank {rank}: {line}" if job.processes > 1 else line
     return otherwise
-
-
-def _is_reason(line: str) -> bool:
-    """Whether the line is one of our error sentences or the end of a traceback."""
-    return line.startswith("pentatron: ") or re.match(r"[\w.]*(Error|Exception):", line) is not None

@@ -8,7 +8,7 @@ from typing import Any
 from pentatron.cli.configure import Prepared, prepare
 from pentatron.cli.layout_report import batch_table
 from pentatron.cli.options import Options, flags_of, option, options_help, parse_options_and_settings, usage
-from pentatron.cli.output import say, show_report
+from pentatron.cli.output import say, show_report, with_help
 from pentatron.errors import UserError
 from pentatron.settings.command_line import did_you_mean
 from pentatron.settings.entry_points import ENTRY_POINTS, TRAIN, EntryPoint
@@ -30,10 +30,7 @@ class ConfigOptions(Options):
     all: bool = option(False, "also the settings left at their default")
     json: bool = option(False, "everything, for machines")
     as_: str = option(
-        TRAIN.name,
-        f"with the names and defaults of one of {_SCRIPTS}",
-        value="SCRIPT",
-        parse=_entry_named,
+        TRAIN.name, f"with the names and defaults of one of {_SCRIPTS}", value="SCRIPT", parse=_entry_named
     )
 
     @property
@@ -52,13 +49,9 @@ Shows what `pentatron train` with the same words would use, and where each value
 """
 
 _PRESET_COLUMNS = {
-    "num_layers": "layers",
-    "hidden_size": "hidden",
-    "ffn_hidden_size": "ffn",
-    "num_attention_heads": "heads",
-    "num_query_groups": "groups",
-    "vocab_size": "vocab",
-}
+    "num_layers": "layers", "hidden_size": "hidden", "ffn_hidden_size": "ffn", "num_attention_heads": "heads",
+    "num_query_groups": "groups", "vocab_size": "vocab",
+}  # fmt: skip
 _NAME_WIDTH = 38
 PRESETS_USAGE = """usage: pentatron presets
 
@@ -66,11 +59,9 @@ Lists the named starting points; use one with: pentatron train --preset NAME
 """
 
 
+@with_help(CONFIG_USAGE)
 def config_command(words: Sequence[str]) -> int:
     """Prints the settings that a training command with the same words resolves to."""
-    if "--help" in words or "-h" in words:
-        say(CONFIG_USAGE)
-        return 0
     options, settings = parse_options_and_settings(ConfigOptions, words, lambda options: options.entry)
     prepared = prepare(settings, options.entry)
     show_report(prepared, options.json, lambda prepared: _setting_lines(prepared, options.all), _json)
@@ -107,10 +98,8 @@ def _formatted(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
+@with_help(PRESETS_USAGE)
 def presets_command(words: Sequence[str]) -> int:
-    if "--help" in words or "-h" in words:
-        say(PRESETS_USAGE)
-        return 0
     if words:
         raise UserError("pentatron presets takes no words; use one with: pentatron train --preset NAME")
     say(f"{'preset':<20}" + "".join(f"{title:>9}" for title in _PRESET_COLUMNS.values()))

@@ -5,25 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pentatron.cli.checkpoint_settings import (
-    TOKENIZER,
-    adopt_checkpoint_settings,
-    replace_hub_name,
-    settings_from_checkpoint,
-)
+from pentatron.cli import checkpoint_settings
 from pentatron.cli.environment import Worker, find_worker, nccl_timeout_seconds, nested_launcher_notices
 from pentatron.cli.worker import current_attempt, current_worker
 from pentatron.data.indexed import missing_pairs_message
 from pentatron.errors import ConfigError, UserError
 from pentatron.launch.machine import usable_cores
-from pentatron.settings.data_paths import (
-    NAMED,
-    Blend,
-    is_counted_in_run,
-    training_files,
-    training_files_flag,
-    why_no_epochs,
-)
+from pentatron.settings import data_paths
 from pentatron.settings.entry_points import EntryPoint
 from pentatron.settings.resolve import Resolved, derived_settings, gather, problems_independent_of, resolve
 from pentatron.settings.run_config import table
@@ -71,11 +59,8 @@ def prepare(
     if draft.job_id is None and "SLURM_JOB_ID" in os.environ:
         draft.derive("environment SLURM_JOB_ID", job_id=os.environ["SLURM_JOB_ID"])
     facts = planned or _local_facts(draft, worker)
-    if (
-        is_unset(draft.threads_per_process)
-        and planned is None
-        and (threads := threads_from_environment(facts))
-    ):
+    threads = 0 if planned else threads_from_environment(facts)
+    if threads and is_unset(draft.threads_per_process):
         draft.derive("environment OMP_NUM_THREADS", threads_per_process=threads)
     if starts and not own_data and worker is None:
         # Workers check this after the rendezvous, because a file may be missing on one machine only.
@@ -84,17 +69,22 @@ def prepare(
     if planned is None:
         attempt = current_attempt(os.environ, Path(derived_settings(draft, facts).run_dir))
     if attempt.restarted:
-        _resume_after_restart(draft, facts)
+        # Even if the command says `--fresh`.
+        draft.derive("started again after a failure", fresh=False)
+        if not derived_settings(draft, facts).save_checkpoints:
+            draft.notices.append(
+                "the job was restarted, and this command saves no checkpoint, so training starts at step 0; --save keeps what is trained"
+            )
     start = start_of(derived_settings(draft, facts), draft.given("load"), entry.resumes or attempt.restarted)
     try:
-        adopt_checkpoint_settings(draft, facts, start)
+        checkpoint_settings.adopt_checkpoint_settings(draft, facts, start)
     except UserError as error:
-        others = []
-        if draft.given("load"):
-            others = problems_independent_of(draft, facts, settings_from_checkpoint(draft))
-        if not others:
+        if not draft.given("load"):
             raise
-        raise ConfigError([str(error), *others]) from None
+        loaded = checkpoint_settings.settings_from_checkpoint(draft)
+        if others := problems_independent_of(draft, facts, loaded):
+            raise ConfigError([str(error), *others]) from None
+        raise
     if not own_data and not facts.launcher:
         # Workers of another launcher count after the rendezvous, for the same reason.
         count_epoch_samples(draft)
@@ -107,18 +97,15 @@ def _check_data_files(draft: Draft) -> None:
         # The rule about data sources reports that files are named as well.
         return
     evaluates = draft.eval_iters and (draft.eval_interval or draft.skip_train)
-    for name in NAMED if evaluates else NAMED[:2]:
-        words = getattr(draft, name)
-        if not words:
-            continue
-        missing = _missing_conversations(words) if draft.sft else _missing_prefixes(words, name)
-        if missing:
+    for name in data_paths.NAMED if evaluates else data_paths.NAMED[:2]:
+        words = getattr(draft, name) or ()
+        if missing := _missing_conversations(words) if draft.sft else _missing_prefixes(words, name):
             draft.wrong[name] = missing
 
 
 def _missing_prefixes(words: tuple[str, ...], name: str) -> str:
     try:
-        return missing_pairs_message(Blend.parse(words, table()[name].flag).prefixes)
+        return missing_pairs_message(data_paths.Blend.parse(words, table()[name].flag).prefixes)
     except UserError:
         # The rule about blends reports the syntax error.
         return ""
@@ -139,17 +126,17 @@ def count_epoch_samples(draft: Draft) -> None:
 
     Needs the sequence length. Marks `epochs` as wrong if the files cannot be read.
     """
-    is_wrong = not draft.wrong.keys().isdisjoint(("seq_length", *NAMED))
-    if draft.epochs is None or not training_files_flag(draft) or is_wrong or is_counted_in_run(draft):
+    is_wrong = not draft.wrong.keys().isdisjoint(("seq_length", *data_paths.NAMED))
+    if draft.epochs is None or is_wrong or not data_paths.training_files_flag(draft):
         return
-    if first_text_file(draft.data_path or ()):
-        # A rule refuses text files that are not tokenized.
+    # A rule refuses text files that are not tokenized.
+    if data_paths.is_counted_in_run(draft) or first_text_file(draft.data_path or ()):
         return
     from pentatron.data.gpt_dataset import count_epoch_samples
 
     try:
-        if not why_no_epochs(draft):
-            draft.epoch_samples = count_epoch_samples(*training_files(draft), draft.seq_length)
+        if not data_paths.why_no_epochs(draft):
+            draft.epoch_samples = count_epoch_samples(*data_paths.training_files(draft), draft.seq_length)
     except UserError as error:
         draft.wrong["epochs"] = str(error)
 
@@ -172,15 +159,6 @@ def _check_folder_names(draft: Draft) -> None:
             )
 
 
-def _resume_after_restart(draft: Draft, facts: Facts) -> None:
-    """Makes a restart resume the run, even if the command says `--fresh`."""
-    draft.derive("started again after a failure", fresh=False)
-    if not derived_settings(draft, facts).save_checkpoints:
-        draft.notices.append(
-            "the job was restarted, and this command saves no checkpoint, so training starts at step 0; --save keeps what is trained"
-        )
-
-
 def threads_from_environment(facts: Facts) -> int:
     """Returns OMP_NUM_THREADS of the user; 0 if it is unset, or the 1 that torchrun sets by default."""
     text = os.environ.get("OMP_NUM_THREADS", "").strip()
@@ -192,17 +170,15 @@ def _local_facts(draft: Draft, worker: Worker | None) -> Facts:
     """Returns the processes and cores of this machine: by default one process per GPU, or one on the CPU."""
     cores = usable_cores()
     if worker is not None:
-        has_address = "MASTER_ADDR" in os.environ
         # The name is for other launchers: pentatron's own one is this program.
         launcher = "" if current_worker() is not None else worker.launcher
-        return Facts(worker.world_size, worker.local_size, cores, launcher, has_address)
+        return Facts(worker.world_size, worker.local_size, cores, launcher, "MASTER_ADDR" in os.environ)
     processes = draft.nproc_per_node
-    if processes is None:
-        processes = 1
-        if draft.device != "cpu":
-            import torch
+    if processes is None and draft.device != "cpu":
+        import torch
 
-            processes = torch.cuda.device_count()
+        processes = torch.cuda.device_count()
+    processes = 1 if processes is None else processes
     # A number below 1 is refused later, together with all other problems.
     return Facts(max(1, processes), max(1, processes), cores)
 
@@ -213,7 +189,7 @@ def download_tokenizer(draft: Draft) -> None:
     if name is None or Path(name).exists():
         return
     try:
-        replace_hub_name(draft, "tokenizer_model")
+        checkpoint_settings.replace_hub_name(draft, "tokenizer_model")
     except UserError as error:
         # Reported as one problem, although the vocabulary size may be unknown without the tokenizer.
         open_size = is_unset(draft.vocab_size) and is_unset(draft.padded_vocab_size)
@@ -225,9 +201,9 @@ def set_vocabulary_size(draft: Draft) -> None:
     """Takes the vocabulary size from the tokenizer that is named."""
     if not is_unset(draft.vocab_size) or not is_unset(draft.padded_vocab_size):
         return
-    kind, model, vocab_file, merge_file = (getattr(draft, name) for name in TOKENIZER)
+    kind, model, vocab_file, merge_file = (getattr(draft, name) for name in checkpoint_settings.TOKENIZER)
     unusable = table()["tokenizer_type"].refuses(kind) or "vocab_size" in draft.wrong
-    if unusable or all(getattr(draft, name) is None for name in TOKENIZER):
+    if unusable or all(getattr(draft, name) is None for name in checkpoint_settings.TOKENIZER):
         return
     from pentatron.data.tokenizer import load_tokenizer
 

@@ -5,11 +5,12 @@ import re
 import signal
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from pentatron.cli.options import Options, option, options_help, parse_options
-from pentatron.cli.output import print_error, say
+from pentatron.cli.output import print_error, say, with_help
 from pentatron.errors import UserError
 from pentatron.monitor.terminal import ignore_output_errors
 
@@ -90,22 +91,19 @@ them, saved in any layout, or a checkpoint of Megatron-LM. Nothing is overwritte
 T = TypeVar("T", bound=ImportOptions)
 
 
+@with_help(IMPORT_USAGE)
 def import_command(words: Sequence[str]) -> int:
-    call, what = "import HF_DIR OUT", "which folder to import"
-    return _convert(words, IMPORT_USAGE, ImportOptions, call, what, run_import)
+    return _convert(words, ImportOptions, "import HF_DIR OUT", "which folder to import", run_import)
 
 
+@with_help(EXPORT_USAGE)
 def export_command(words: Sequence[str]) -> int:
-    call, what = "export CHECKPOINT HF_DIR", "which checkpoint to export"
-    return _convert(words, EXPORT_USAGE, ExportOptions, call, what, _export)
+    return _convert(words, ExportOptions, "export CHECKPOINT HF_DIR", "which checkpoint to export", _export)
 
 
 def _convert(
-    words: Sequence[str], usage: str, cls: type[T], call: str, what: str, run: Callable[[str, Path, T], int]
+    words: Sequence[str], cls: type[T], call: str, what: str, run: Callable[[str, Path, T], int]
 ) -> int:
-    if "--help" in words or "-h" in words:
-        say(usage)
-        return 0
     name = f"pentatron {call.split()[0]}"
     options, plain = parse_options(cls, words, name)
     if len(plain) != 2:
@@ -126,13 +124,8 @@ def run_import(source: str, out: Path, options: ImportOptions) -> int:
     dtype = _dtype(options.dtype)
     folder = resolve_folder(source)
     conversion = HfImportOptions(dtype, options.allow_narrowing, _tokenizer_files(options))
-    return _write(
-        out,
-        options,
-        [],
-        lambda display, check: import_folder(folder, out, conversion, display, check),
-        lambda checkpoint: compare_logits(find_step(checkpoint)[0], folder, dtype),
-    )
+    convert = partial(import_folder, folder, out, conversion)
+    return _write(out, options, [], convert, lambda made: compare_logits(find_step(made)[0], folder, dtype))
 
 
 def _export(checkpoint: str, out: Path, options: ExportOptions) -> int:
@@ -189,16 +182,10 @@ def _export_step(
         origin = tokenizer_path(step.folder, step.manifest.config)
         flag = f"{origin} adds the one it was trained with" if origin else "DIR adds one"
         lines.append(f"note: no tokenizer came with this model, so the folder has none; --tokenizer {flag}")
-    conversion = HfExportOptions(
-        dtype, options.allow_narrowing, tokenizer, options.max_shard_size, not options.no_check
-    )
-    return _write(
-        out,
-        options,
-        lines,
-        lambda display, check: export_step(step, out, conversion, display, check),
-        lambda folder: compare_logits(step, folder, dtype or trained),
-    )
+    narrowing, size = options.allow_narrowing, options.max_shard_size
+    conversion = HfExportOptions(dtype, narrowing, tokenizer, size, not options.no_check)
+    convert = partial(export_step, step, out, conversion)
+    return _write(out, options, lines, convert, lambda made: compare_logits(step, made, dtype or trained))
 
 
 def _write(

@@ -2,24 +2,18 @@
 
 import dataclasses
 import importlib.util
+import itertools
 import os
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pentatron.cli.options import Options, option, options_help, parse_options, usage
-from pentatron.cli.output import say, say_json
-from pentatron.launch.machine import (
-    NOTE,
-    OK,
-    PROBLEM,
-    Finding,
-    check_all_reduce,
-    check_matmul,
-    inspect_machine,
-)
+from pentatron.cli.output import say, say_json, with_help
+from pentatron.launch import machine
 
 
 @dataclass(frozen=True)
@@ -35,20 +29,18 @@ all-reduce (over gloo, and over NCCL where there are GPUs). Exit code 0: runs wi
 
 {options_help(DoctorOptions)}
 """
-_MARKS = {OK: " ", NOTE: "~", PROBLEM: "!"}
+_MARKS = {machine.OK: " ", machine.NOTE: "~", machine.PROBLEM: "!"}
 _WIDTH = 110
 
 
+@with_help(USAGE)
 def doctor_command(words: Sequence[str]) -> int:
-    if "--help" in words or "-h" in words:
-        say(USAGE)
-        return 0
     stray = "pentatron doctor takes no words; '{word}' is one"
     options, _ = parse_options(DoctorOptions, words, "pentatron doctor", stray=stray)
-    findings = inspect_machine(os.environ, Path.cwd())
+    findings = machine.inspect_machine(os.environ, Path.cwd())
     if not options.no_trials and importlib.util.find_spec("torch") is not None:
         findings += _trials()
-    problems = [finding for finding in findings if finding.state == PROBLEM]
+    problems = [finding for finding in findings if finding.state == machine.PROBLEM]
     if options.json:
         rows = [dataclasses.asdict(finding) for finding in findings]
         say_json({"healthy": not problems, "findings": rows}, ascii_only=False)
@@ -57,7 +49,7 @@ def doctor_command(words: Sequence[str]) -> int:
     return 1 if problems else 0
 
 
-def _trials() -> list[Finding]:
+def _trials() -> list[machine.Finding]:
     import torch
 
     # The same environment as the workers of a run: gloo uses the loopback interface, whatever the host name
@@ -66,26 +58,25 @@ def _trials() -> list[Finding]:
     if sys.platform == "linux":
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    findings = [check_matmul("cpu"), *(check_matmul(f"cuda:{number}") for number in range(gpus))]
-    findings.append(check_all_reduce("gloo", 2, environment))
+    findings = [machine.check_matmul(device) for device in ("cpu", *(f"cuda:{n}" for n in range(gpus)))]
+    findings.append(machine.check_all_reduce("gloo", 2, environment))
     if gpus and torch.distributed.is_nccl_available():
-        findings.append(check_all_reduce("nccl", gpus, environment))
+        findings.append(machine.check_all_reduce("nccl", gpus, environment))
     return findings
 
 
-def _lines(findings: Sequence[Finding]) -> list[str]:
+def _lines(findings: Sequence[machine.Finding]) -> list[str]:
     width = max(len(finding.name) for finding in findings)
+    first, rest = " " * (width + 4) + "→ ", " " * (width + 6)
     lines: list[str] = []
-    group = ""
-    for finding in findings:
-        if finding.group != group:
-            group = finding.group
-            lines += ["", group] if lines else [group]
-        lines.append(f"{_MARKS[finding.state]} {finding.name:<{width}}  {finding.value}")
-        if finding.advice:
-            first, rest = " " * (width + 4) + "→ ", " " * (width + 6)
+    for group, members in itertools.groupby(findings, lambda finding: finding.group):
+        lines.append(group)
+        for finding in members:
+            lines.append(f"{_MARKS[finding.state]} {finding.name:<{width}}  {finding.value}")
             lines += textwrap.wrap(finding.advice, _WIDTH, initial_indent=first, subsequent_indent=rest)
-    problems = sum(finding.state == PROBLEM for finding in findings)
-    notes = sum(finding.state == NOTE for finding in findings)
-    verdict = "runs will start here" if not problems else f"{problems} to mend first (!)"
-    return [*lines, "", verdict + (f"; {notes} worth knowing (~)" if notes else "")]
+        lines.append("")
+    count = Counter(finding.state for finding in findings)
+    verdict = (
+        f"{count[machine.PROBLEM]} to mend first (!)" if count[machine.PROBLEM] else "runs will start here"
+    )
+    return [*lines, verdict + (f"; {count[machine.NOTE]} worth knowing (~)" if count[machine.NOTE] else "")]

@@ -7,14 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pentatron.errors import UserError
-from pentatron.parallel.rendezvous import (
-    GLOO_INTERFACE,
-    LISTENER,
-    Rendezvous,
-    is_single_machine,
-    job_secret,
-    loopback_variables,
-)
+from pentatron.parallel import rendezvous
 from pentatron.text import parse_rendezvous_url as parsed_meeting_point
 
 
@@ -63,14 +56,10 @@ def _slurm(environment: Mapping[str, str]) -> Worker:
     world = _number(environment, "SLURM_NTASKS")
     per_node = tasks_per_node(environment.get("SLURM_STEP_TASKS_PER_NODE", str(world)))
     node = _number(environment, "SLURM_NODEID", 0)
-    return Worker(
-        rank=_number(environment, "SLURM_PROCID"),
-        world_size=world,
-        local_rank=_number(environment, "SLURM_LOCALID"),
-        local_size=per_node[node] if node < len(per_node) else per_node[0],
-        launcher="Slurm",
-        local_gpus=int(gpus) if (gpus := environment.get("SLURM_GPUS_ON_NODE", "")).isdecimal() else 0,
-    )
+    rank, local_rank = _number(environment, "SLURM_PROCID"), _number(environment, "SLURM_LOCALID")
+    local_size = per_node[node] if node < len(per_node) else per_node[0]
+    gpus = environment.get("SLURM_GPUS_ON_NODE", "")
+    return Worker(rank, world, local_rank, local_size, "Slurm", int(gpus) if gpus.isdecimal() else 0)
 
 
 def tasks_per_node(text: str) -> list[int]:
@@ -104,9 +93,8 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
         return int(environment[name])
     except (KeyError, ValueError):
         actual = f"it is '{environment[name]}'" if name in environment else "it is missing"
-        raise UserError(
-            f"the environment variable {name} must be a number, {actual}; check the launcher"
-        ) from None
+        must = f"the environment variable {name} must be a number"
+        raise UserError(f"{must}, {actual}; check the launcher") from None
 
 
 def export_rank_variables(worker: Worker, meeting_point: str | None) -> None:
@@ -124,35 +112,31 @@ def export_rank_variables(worker: Worker, meeting_point: str | None) -> None:
     os.environ.setdefault("MASTER_PORT", "29500")
 
 
-def rendezvous_address(worker: Worker) -> Rendezvous | None:
+def rendezvous_address(worker: Worker) -> rendezvous.Rendezvous | None:
     """Returns the rendezvous address of the ranks from the environment; None for one process.
 
     If all ranks are on this machine, sets the variables that make gloo and NCCL listen on loopback only.
     """
     if worker.world_size == 1:
         # A program written for Megatron initializes a process group of one rank.
-        os.environ.update(loopback_variables(os.environ, [GLOO_INTERFACE]))
+        os.environ.update(rendezvous.loopback_variables(os.environ, [rendezvous.GLOO_INTERFACE]))
         return None
-    if is_single_machine(os.environ):
-        os.environ.update(loopback_variables(os.environ))
+    if rendezvous.is_single_machine(os.environ):
+        os.environ.update(rendezvous.loopback_variables(os.environ))
     # Removed, so that child processes of this rank do not try to use the socket.
-    listener = os.environ.pop(LISTENER, "")
-    return Rendezvous(
-        os.environ["MASTER_ADDR"],
-        _number(os.environ, "MASTER_PORT"),
-        is_served=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        listener=int(listener) if listener.isdecimal() else None,
-        secret=job_secret(os.environ),
-    )
+    listener = os.environ.pop(rendezvous.LISTENER, "")
+    inherited = int(listener) if listener.isdecimal() else None
+    is_served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    address = (os.environ["MASTER_ADDR"], _number(os.environ, "MASTER_PORT"))
+    return rendezvous.Rendezvous(*address, is_served, inherited, rendezvous.job_secret(os.environ))
 
 
 def parse_init_method(url: str) -> tuple[str, str]:
     """Parses `tcp://host:1234` to (host, 1234)."""
     address = parsed_meeting_point(url)
     if address is None:
-        raise UserError(
-            f"--init-method {url} must look like tcp://HOST:PORT, for example tcp://localhost:12345"
-        )
+        example = "tcp://HOST:PORT, for example tcp://localhost:12345"
+        raise UserError(f"--init-method {url} must look like {example}")
     return address[0], str(address[1])
 
 

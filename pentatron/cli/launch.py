@@ -8,11 +8,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pentatron.cli.configure import prepare
 from pentatron.cli.options import Options, flags_of, option, options_help, parse_options_and_settings
-from pentatron.cli.output import say
+from pentatron.cli.output import say, with_help
 from pentatron.errors import ConfigError, UserError
 from pentatron.launch.job import Job, job_problems, job_variables
 from pentatron.launch.scripts import WRITTEN_BY, batch_script, node_script
@@ -91,24 +90,23 @@ _SLURM_ONLY = dict.fromkeys(
 )
 
 
+@with_help(USAGE, without_words=True)
 def launch_command(words: Sequence[str]) -> int:
-    if not words or "--help" in words or "-h" in words:
-        say(USAGE)
-        return 0
     kind, rest = words[0], list(words[1:])
     if kind not in _KINDS:
         raise UserError(f"pentatron launch wants slurm or torchrun, not '{kind}'{did_you_mean(kind, _KINDS)}")
-    passed: list[str] = []
-    if "--" in rest:
-        separator = rest.index("--")
-        rest, passed = rest[:separator], rest[separator + 1 :]
+    separator = rest.index("--") if "--" in rest else len(rest)
+    rest, passed = rest[:separator], rest[separator + 1 :]
     refused = {} if kind == "slurm" else _SLURM_ONLY
     options, settings = parse_options_and_settings(
         SlurmOptions, rest, lambda options: _program(options.script)[0], refused
     )
     entry, program = _program(options.script)
     job, config, notes = _checked_job(kind, options, settings, entry, [*program, *settings, *passed])
-    equation = _layout_equation(job, config)
+    grid = config.grid
+    nodes = f"{job.nodes} {plural(job.nodes, 'node')} × {job.processes} = {job.world_size} processes"
+    sizes = f"{grid.tensor} tensor × {grid.pipeline} pipeline × {grid.context} context × {grid.data} data"
+    equation = f"{nodes} = {sizes}"
     script = batch_script if kind == "slurm" else node_script
     text = script(job, ["pentatron", "launch", *words], equation)
     if options.write == "-":
@@ -116,13 +114,12 @@ def launch_command(words: Sequence[str]) -> int:
         return 0
     for note in notes:
         say(f"note: {note}")
-    file = Path(options.write or f"{job.name}.{'sbatch' if kind == 'slurm' else 'sh'}")
+    file = Path(options.write or f"{job.job_name}.{'sbatch' if kind == 'slurm' else 'sh'}")
     _write_script(file, text)
     say(f"{file}: {equation}")
     if redact(text) != text:
-        say(
-            "note: the script contains what looks like a key, so only you can read it; better export that in your shell, jobs inherit it"
-        )
+        key = "the script contains what looks like a key, so only you can read it"
+        say(f"note: {key}; better export that in your shell, jobs inherit it")
     # A value that the node computes itself is shell code, which is not shown.
     variables = [v.name if "$" in v.value else f"{v.name}={v.value}" for v in job.variables]
     say(f"it sets what you have not exported: {', '.join(variables)}")
@@ -152,27 +149,14 @@ def _checked_job(
             "how many GPUs does a node have? Say --gpus-per-node G; on CPUs add --device cpu, and G is the number of processes"
         )
     # Options of the same name as a field of the job are taken as they are.
-    names = [f.name for f in dataclasses.fields(Job) if hasattr(options, f.name)]
-    values: dict[str, Any] = {name: getattr(options, name) for name in names}
+    values = {f.name: getattr(options, f.name) for f in dataclasses.fields(Job) if hasattr(options, f.name)}
     values["python"] = options.python or ("python" if options.container_image else sys.executable)
-    job = Job(
-        **values,
-        processes=options.gpus_per_node,
-        uses_gpus=True,
-        words=tuple(words),
-        name=options.job_name,
-        folder=str(Path.cwd()),
-        memory=options.mem,
-        cpus=options.cpus_per_task or 0,
-        address=options.master_addr,
-        port=options.master_port or 0,
-        requeues=not options.no_requeue,
-        restarts=options.max_restarts,
-    )
+    values |= {"processes": options.gpus_per_node, "uses_gpus": True, "words": tuple(words)}
+    job = Job(**values, folder=str(Path.cwd()))
     # Before the settings, whose rules need a valid number of processes.
     if problems := job_problems(job):
         raise ConfigError(problems)
-    cores = job.cpus or os.cpu_count() or 1
+    cores = job.cpus_per_task or os.cpu_count() or 1
     prepared = prepare(settings, entry, Facts(job.world_size, job.processes, cores, "torchrun", True))
     config = prepared.resolved.config
     job = dataclasses.replace(job, uses_gpus=config.launch.device != "cpu")
@@ -180,16 +164,10 @@ def _checked_job(
     return job, config, [*prepared.resolved.notices, *_performance_notes(job, config, kind)]
 
 
-def _layout_equation(job: Job, config: RunConfig) -> str:
-    grid = config.grid
-    nodes = f"{job.nodes} {plural(job.nodes, 'node')} × {job.processes} = {job.world_size} processes"
-    sizes = f"{grid.tensor} tensor × {grid.pipeline} pipeline × {grid.context} context × {grid.data} data"
-    return f"{nodes} = {sizes}"
-
-
 def _performance_notes(job: Job, config: RunConfig, kind: str) -> list[str]:
     """Returns notes about a valid job that will be slow, or lose its training."""
     notes = []
+    requeues = kind == "slurm" and not job.no_requeue
     groups = config.grid.groups("tensor")
     if any(len({rank // job.processes for rank in group}) > 1 for group in groups):
         notes.append(
@@ -201,11 +179,11 @@ def _performance_notes(job: Job, config: RunConfig, kind: str) -> list[str]:
             f"the container sees {job.folder} and nothing else of the machine; name other folders, such as that of the data, "
             f"with --container-mounts FROM:TO,..."
         )
-    if not config.checkpoint.save_checkpoints and (job.restarts or (kind == "slurm" and job.requeues)):
+    if not config.checkpoint.save_checkpoints and (job.max_restarts or requeues):
         notes.append(
             "no checkpoint is saved, so a job that is restarted begins at step 0; --save keeps what is trained"
         )
-    if kind == "slurm" and not job.cpus and "--exclusive" not in job.sbatch_options:
+    if kind == "slurm" and not job.cpus_per_task and "--exclusive" not in job.sbatch_options:
         notes.append(
             f"without --cpus-per-task Slurm may give one core to the {format_count(job.processes, 'worker')} of a node; say how many cores "
             f"they may use, or --sbatch=--exclusive for the whole node"
@@ -229,21 +207,18 @@ def _write_script(file: Path, text: str) -> None:
         file.write_text(text, encoding="utf-8")
         file.chmod(0o700 if private else 0o755)
     except OSError as error:
-        raise UserError(
-            f"{file} cannot be written ({error.strerror}); choose another place with --write"
-        ) from None
+        reason = f"cannot be written ({error.strerror})"
+        raise UserError(f"{file} {reason}; choose another place with --write") from None
 
 
 def _submit(file: Path) -> int:
     if shutil.which("sbatch") is None:
-        raise UserError(
-            f"{file} is written, but there is no sbatch here; submit it on a machine of the cluster"
-        )
+        here = "there is no sbatch here; submit it on a machine of the cluster"
+        raise UserError(f"{file} is written, but {here}")
     # Slurm passes sbatch's environment to the job. PYTHONSAFEPATH is left out, because the script sets it
     # itself.
     environment = {name: value for name, value in os.environ.items() if name != SAFE_PATH}
-    words = ["sbatch", str(file)]
-    result = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
+    result = subprocess.run(["sbatch", str(file)], capture_output=True, text=True, env=environment)
     if result.returncode != 0:
         reason = " ".join(result.stderr.split()) or f"exit code {result.returncode}"
         raise UserError(f"sbatch did not take {file} ({reason}); fix what it names and run: sbatch {file}")
@@ -256,6 +231,6 @@ def _how_to_start(job: Job, kind: str, file: Path) -> str:
         return f"submit it with: sbatch {file}"
     if job.nodes == 1:
         return f"start it with: bash {file}"
-    where = "" if job.address else ", with MASTER_ADDR exported there as the address of the first"
+    where = "" if job.master_addr else ", with MASTER_ADDR exported there as the address of the first"
     between = " and" if job.nodes == 2 else ", ...,"
     return f"start it on every machine{where}: bash {file} 0{between} bash {file} {job.nodes - 1}"

@@ -2,7 +2,6 @@
 
 import errno
 import gc
-import importlib
 import io
 import os
 import signal
@@ -10,9 +9,11 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pentatron.cli.output import print_error, say
+from pentatron.cli.subcommands import run_function
 from pentatron.cli.worker import SupervisedWorker, clear_inherited_worker_variables, current_worker
 from pentatron.errors import AgreedError, UserError
 from pentatron.monitor.terminal import OutputLost, replace_streams, require_complete_output
@@ -24,38 +25,45 @@ from pentatron.supervise.signals import StoppedEarly
 if TYPE_CHECKING:
     from pentatron.train.model import Program
 
-USAGE = """usage: pentatron COMMAND [...]
+Command = Callable[[Sequence[str]], int]
+# By name: the module in this package with the function `NAME_command`, and the line in the help.
+_COMMANDS = {
+    "prepare": ("prepare", "turn text into the files that training reads"),
+    "data": ("data", "describe, verify and merge such files"),
+    "train": ("main", "train a model; with no flag at all, a small one on this machine's Python library"),
+    "generate": ("generate", "continue a text with a trained model"),
+    "import": ("convert", "make a checkpoint of a Hugging Face folder or a model of the hub"),
+    "export": ("convert", "write a checkpoint as a Hugging Face folder"),
+    "checkpoint": ("checkpoint", "look at checkpoints, verify, compare, rewrite and prune them"),
+    "config": ("config", "show the settings a training command resolves to, and where each came from"),
+    "layout": ("layout", "show which rank does what, and draw the pipeline's schedule"),
+    "plan": ("plan", "say what a model needs on some GPUs, and which layouts fit"),
+    "verify": ("verify", "compare a layout with one process, number by number, on a small model"),
+    "presets": ("config", "list the named models and their shapes"),
+    "launch": ("launch", "write the script that trains on several machines, for Slurm or torchrun"),
+    "bench": ("bench", "measure every layout of a number of processes against each other"),
+    "monitor": ("monitor", "watch a run, or look back at a finished one"),
+    "doctor": ("doctor", "say what this machine has for training, what is missing, and what to do"),
+}
+COMMANDS: dict[str, Command] = {
+    name: partial(run_function, f"{module}.{name}_command") for name, (module, _) in _COMMANDS.items()
+}
+_LINES = "\n".join(f"  {name:<10} {line}" for name, (_, line) in _COMMANDS.items())
+USAGE = f"""usage: pentatron COMMAND [...]
 
 Train large language models with five-way parallelism, on a laptop or on a cluster, with the same numbers.
 
-  prepare    turn text into the files that training reads
-  data       describe, verify and merge such files
-  train      train a model; with no flag at all, a small one on this machine's Python library
-  generate   continue a text with a trained model
-  import     make a checkpoint of a Hugging Face folder or a model of the hub
-  export     write a checkpoint as a Hugging Face folder
-  checkpoint look at checkpoints, verify, compare, rewrite and prune them
-  config     show the settings a training command resolves to, and where each came from
-  layout     show which rank does what, and draw the pipeline's schedule
-  plan       say what a model needs on some GPUs, and which layouts fit
-  verify     compare a layout with one process, number by number, on a small model
-  presets    list the named models and their shapes
-  launch     write the script that trains on several machines, for Slurm or torchrun
-  bench      measure every layout of a number of processes against each other
-  monitor    watch a run, or look back at a finished one
-  doctor     say what this machine has for training, what is missing, and what to do
+{_LINES}
 
   pentatron train --help      every setting, by group
   pentatron --version
 """
 
-Command = Callable[[Sequence[str]], int]
 
-
-def main(words: Sequence[str] | None = None) -> int:
+def main(words: Sequence[str] | None = None, command: Command | None = None) -> int:
     words = list(sys.argv[1:] if words is None else words)
     with _safe_path_for_children():
-        return run_guarded(lambda: _dispatch(words))
+        return run_guarded(partial(command or _dispatch, words))
 
 
 @contextmanager
@@ -123,35 +131,30 @@ def _reporting_errors(action: Callable[[], int]) -> int:
         if error.errno == errno.EPIPE:
             # The reader of the pipe (head, less) has exited: the exit code that a shell gives for SIGPIPE.
             return 128 + signal.SIGPIPE
-        print_error(
-            f"the output cannot be written ({error.strerror}); write it to another file, or make room"
-        )
-        return UserError.exit_code
+        problem = f"the output cannot be written ({error.strerror}); write it to another file, or make room"
     except StoppedEarly as stopped:
         if is_first_rank:
             print_error(str(stopped))
         return 128 + stopped.number
-    except PermissionError as error:
-        if error.filename is None:
-            raise
-        print_error(
-            f"{error.filename} cannot be opened ({error.strerror}); choose another place, or ask its owner"
-        )
-        return UserError.exit_code
     except KeyboardInterrupt:
         if is_first_rank:
             print_error("stopped at once; checkpoints that were saved before are intact")
         return 130
     except OSError as error:
         file = _file_of_error(error) if error.errno in (errno.ENOSPC, errno.EDQUOT) else None
-        if file is None:
+        if isinstance(error, PermissionError) and error.filename is not None:
+            fix = "choose another place, or ask its owner"
+            problem = f"{error.filename} cannot be opened ({error.strerror}); {fix}"
+        elif file is None:
             raise
-        # A log or a metrics file: a checkpoint that cannot be written is reported where it is saved.
-        print_error(
-            f"{file} cannot be written ({error.strerror}); make room on its disk, or choose another place; "
-            f"checkpoints that were saved before are intact"
-        )
-        return UserError.exit_code
+        else:
+            # A log or a metrics file: a checkpoint that cannot be written is reported where it is saved.
+            problem = (
+                f"{file} cannot be written ({error.strerror}); make room on its disk, or choose another place; "
+                f"checkpoints that were saved before are intact"
+            )
+    print_error(problem)
+    return UserError.exit_code
 
 
 def _file_of_error(error: OSError) -> str | None:
@@ -171,7 +174,7 @@ def _file_of_error(error: OSError) -> str | None:
 
 def run_entry(entry: EntryPoint) -> None:
     """Main function of a guide's training script: trains with the flag names and defaults of that guide."""
-    run_command(lambda words: _train(words, entry, [sys.argv[0]]))
+    run_command(partial(_train, entry=entry, restart=[sys.argv[0]]))
 
 
 def train_program(
@@ -192,9 +195,11 @@ def train_program(
 
 def run_command(command: Command) -> None:
     """Main function of a script that is one command."""
-    words = sys.argv[1:]
-    with _safe_path_for_children():
-        sys.exit(run_guarded(lambda: command(words)))
+    sys.exit(main(command=command))
+
+
+def train_command(words: Sequence[str]) -> int:
+    return _train(words, TRAIN, ["-m", "pentatron", "train"])
 
 
 def _train(
@@ -239,33 +244,3 @@ def _dispatch(words: Sequence[str]) -> int:
         guess = did_you_mean(command, COMMANDS)
         raise UserError(f"unknown command '{command}'{guess}; `pentatron --help` lists the commands")
     return COMMANDS[command](rest)
-
-
-def _lazy(module: str, function: str) -> Command:
-    """Returns a command whose module is imported on the first call, which keeps `pentatron --help` fast."""
-
-    def command(words: Sequence[str]) -> int:
-        code: int = getattr(importlib.import_module(f"pentatron.cli.{module}"), function)(words)
-        return code
-
-    return command
-
-
-COMMANDS: dict[str, Command] = {
-    "prepare": _lazy("prepare", "prepare_command"),
-    "data": _lazy("data", "data_command"),
-    "train": lambda words: _train(words, TRAIN, ["-m", "pentatron", "train"]),
-    "generate": _lazy("generate", "generate_command"),
-    "import": _lazy("convert", "import_command"),
-    "export": _lazy("convert", "export_command"),
-    "checkpoint": _lazy("checkpoint", "checkpoint_command"),
-    "config": _lazy("config", "config_command"),
-    "layout": _lazy("layout", "layout_command"),
-    "plan": _lazy("plan", "plan_command"),
-    "verify": _lazy("verify", "verify_command"),
-    "presets": _lazy("config", "presets_command"),
-    "launch": _lazy("launch", "launch_command"),
-    "bench": _lazy("bench", "bench_command"),
-    "monitor": _lazy("monitor", "monitor_command"),
-    "doctor": _lazy("doctor", "doctor_command"),
-}

@@ -10,24 +10,16 @@ from pathlib import Path
 
 from pentatron.cli.convert import ImportOptions, run_import, run_interruptible
 from pentatron.cli.options import Options, option, options_help, parse_options
-from pentatron.cli.output import say
+from pentatron.cli.output import say, with_help
 from pentatron.errors import UserError
 from pentatron.settings.command_line import did_you_mean
+from pentatron.settings.declaration import flag_of
 
 # model_type by the prefix of --model-size; the rest, such as -7B, is not needed.
 MODEL_SIZES = {
-    "qwen2.5": "qwen2",
-    "qwen2-moe": "qwen2_moe",
-    "qwen2": "qwen2",
-    "qwen3-moe": "qwen3_moe",
-    "qwen3": "qwen3",
-    "llama2": "llama",
-    "llama3": "llama",
-    "yi": "llama",
-    "mistral": "mistral",
-    "mixtral": "mixtral",
-    "gpt2": "gpt2",
-}
+    "qwen2.5": "qwen2", "qwen2-moe": "qwen2_moe", "qwen2": "qwen2", "qwen3-moe": "qwen3_moe", "qwen3": "qwen3",
+    "llama2": "llama", "llama3": "llama", "yi": "llama", "mistral": "mistral", "mixtral": "mixtral", "gpt2": "gpt2",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -65,10 +57,10 @@ class ConvertOptions(Options):
     def problems(self) -> Iterable[str]:
         for name in ("load_dir", "save_dir"):
             if not getattr(self, name):
-                yield f"say --{name.replace('_', '-')}: convert.py --load-dir HF_DIR --save-dir OUT"
+                yield f"say {flag_of(name)}: convert.py --load-dir HF_DIR --save-dir OUT"
         for name, (allowed, why) in _ONLY.items():
-            if (value := getattr(self, name)) not in (*allowed, None):
-                yield f"--{name.replace('_', '-')} {value}: only {' or '.join(allowed)} is possible; {why}"
+            if (value := getattr(self, name)) not in (*allowed.split(), None):
+                yield f"{flag_of(name)} {value}: only {' or '.join(allowed.split())} is possible; {why}"
         if self.bf16 and self.fp16:
             yield "--bf16 and --fp16 contradict each other; choose one, or none to keep the type of the source"
         if self.model_size and _family(self.model_size) is None:
@@ -79,19 +71,17 @@ class ConvertOptions(Options):
             )
 
 
+_BACK = "to convert back, use pentatron export CHECKPOINT HF_DIR"
 # Allowed values of options, and the reason.
-_ONLY: dict[str, tuple[tuple[str, ...], str]] = {
-    "model_type": (("GPT",), "only models that predict the next token are trained"),
-    "loader": (
-        ("llama_mistral", "mixtral_hf"),
-        "only Hugging Face folders are read; to convert back, use pentatron export CHECKPOINT HF_DIR",
-    ),
-    "saver": (("core", "mcore"), "there is one checkpoint format, which --load reads"),
+_ONLY = {
+    "model_type": ("GPT", "only models that predict the next token are trained"),
+    "loader": ("llama_mistral mixtral_hf", f"only Hugging Face folders are read; {_BACK}"),
+    "saver": ("core mcore", "there is one checkpoint format, which --load reads"),
     "checkpoint_type": (
-        ("hf",),
+        "hf",
         "give the folder as Hugging Face has it, with config.json and safetensors files",
     ),
-    "loader_transformer_impl": (("local", "transformer_engine"), "these are Megatron's names"),
+    "loader_transformer_impl": ("local transformer_engine", "these are Megatron's names"),
 }
 USAGE = f"""usage: tools/checkpoint/convert.py --load-dir HF_DIR --save-dir OUT [--flag value ...]
 
@@ -103,24 +93,20 @@ To convert back, use `pentatron export CHECKPOINT HF_DIR`.
 """
 
 
+@with_help(USAGE, without_words=True)
 def convert_command(words: Sequence[str]) -> int:
-    if "--help" in words or "-h" in words or not words:
-        say(USAGE)
-        return 0
     stray = "convert.py takes only flags, not '{word}'; convert.py --help lists them"
     options, _ = parse_options(ConvertOptions, words, "convert.py", stray=stray)
     for note in _notes(options):
         say(f"note: {note}")
     source, out = options.load_dir, Path(options.save_dir)
+    dtype = "bf16" if options.bf16 else "fp16" if options.fp16 else None
+    rest = (options.allow_narrowing, options.tokenizer_model, options.verify, options.progress_bar)
 
     def convert() -> int:
         if options.model_size:
             _check_family(source, options.model_size)
-        dtype = "bf16" if options.bf16 else "fp16" if options.fp16 else None
-        chosen = ImportOptions(
-            dtype, options.allow_narrowing, options.tokenizer_model, options.verify, options.progress_bar
-        )
-        return run_import(source, out, chosen)
+        return run_import(source, out, ImportOptions(dtype, *rest))
 
     return run_interruptible(out, convert)
 

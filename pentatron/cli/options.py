@@ -4,6 +4,7 @@ A command other than `train` declares its options as fields of a dataclass with 
 and choices follow the rules of `pentatron.settings`, whose settings (`entry_help`) are documented here too.
 """
 
+import itertools
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -102,15 +103,14 @@ class _Option:
 
 
 def _options_of(cls: type) -> list[_Option]:
-    extras = {f.name: f.metadata["option"] for f in fields(cls)}
-    return [_Option(_as_typed(item), **extras[item.name]) for item in settings_of("options", cls)]
-
-
-def _as_typed(item: Setting) -> Setting:
-    """Adapts a setting to options: field `as_` becomes `--as`, and value `none` has no special meaning."""
-    spellings = tuple(replace(spelling, flag=spelling.flag.rstrip("-")) for spelling in item.spellings)
-    annotation = item.annotation if item.is_list else item.base_type
-    return replace(item, spellings=spellings, annotation=annotation)
+    """Returns the options of a class: field `as_` becomes `--as`, and value `none` has no special meaning."""
+    options = []
+    for item, declared in zip(settings_of("options", cls), fields(cls)):
+        spellings = tuple(replace(spelling, flag=spelling.flag.rstrip("-")) for spelling in item.spellings)
+        annotation = item.annotation if item.is_list else item.base_type
+        typed = replace(item, spellings=spellings, annotation=annotation)
+        options.append(_Option(typed, **declared.metadata["option"]))
+    return options
 
 
 def flags_of(cls: type[Options]) -> tuple[str, ...]:
@@ -120,12 +120,9 @@ def flags_of(cls: type[Options]) -> tuple[str, ...]:
 
 def options_without_effect(options: Options) -> list[str]:
     """Returns why given options have no effect."""
-    values = [(one.setting, getattr(options, one.setting.name)) for one in _options_of(type(options))]
-    return [
-        f"{item.flag} has no effect: {item.notice}"
-        for item, value in values
-        if item.notice and value != item.default
-    ]
+    items = [one.setting for one in _options_of(type(options)) if one.setting.notice]
+    given = [item for item in items if getattr(options, item.name) != item.default]
+    return [f"{item.flag} has no effect: {item.notice}" for item in given]
 
 
 # --- help of options ---
@@ -247,7 +244,7 @@ class _Parser:
         self.by_flag: dict[str, tuple[_Option, Spelling]] = {
             spelling.flag: (one, spelling) for one in self._options for spelling in one.setting.spellings
         }
-        self._refused, self._foreign = refused, foreign
+        self._refused, self._known = refused, {*self.by_flag, *foreign}
         # By the name of the option: the flag as typed, and its value.
         self._given: dict[str, tuple[str, Any]] = {}
 
@@ -276,15 +273,13 @@ class _Parser:
         """Returns the options; raises if a required one is missing or a value is out of range."""
         problems = []
         for one in self._options:
-            given = self._given.get(one.setting.name)
-            limit = one.setting.limit
-            if given is None and one.missing:
+            typed, value = self._given.get(one.setting.name, ("", None))
+            if not typed and one.missing:
                 problems.append(f"{one.setting.flag} is missing; {one.missing}")
-            elif given is not None and limit is not None and not limit.allows(given[1]):
-                problems.append(f"{given[0]} {given[1]} must be {limit.words}")
+            elif one.setting.limit is not None and not one.setting.limit.allows(value):
+                problems.append(f"{typed} {value} must be {one.setting.limit.words}")
         options = self.options(cls)
-        problems += options.problems()
-        if problems:
+        if problems := [*problems, *options.problems()]:
             raise ConfigError(problems)
         return options
 
@@ -304,8 +299,7 @@ class _Parser:
             # A value may begin with dashes, such as options for another program, but a known flag is never a
             # value.
             word = queue[0] if queue else ""
-            known = is_flag(word) and "=" not in word
-            known = known and (normalize_flag(word) in self.by_flag or normalize_flag(word) in self._foreign)
+            known = is_flag(word) and "=" not in word and normalize_flag(word) in self._known
             written = queue.pop(0) if queue and not known else ""
         if one.parse is not None and written:
             return one.parse(written, typed)
@@ -314,9 +308,8 @@ class _Parser:
 
 def _take_values(queue: list[str]) -> list[str]:
     """Consumes the words up to the next flag."""
-    values = []
-    while queue and not is_flag(queue[0]):
-        values.append(queue.pop(0))
+    values = list(itertools.takewhile(lambda word: not is_flag(word), queue))
+    del queue[: len(values)]
     return values
 
 
@@ -327,10 +320,9 @@ def entry_help(entry: EntryPoint, only: str | None = None) -> str:
     """Returns the help of all settings by group, or of group `only`."""
     lines = [f"usage: {entry.name} [--setting value ...]", "", entry.summary, ""]
     for section, cls in sections().items():
-        if only is not None and only.lower() != section:
-            continue
-        lines.append(f"{cls.__doc__}  ({entry.name} --help {section})")
-        lines += [*section_help(entry, section), ""]
+        if only is None or only.lower() == section:
+            title = f"{cls.__doc__}  ({entry.name} --help {section})"
+            lines += [title, *section_help(entry, section), ""]
     command = "pentatron config" if entry is TRAIN else f"pentatron config --as {entry.name}"
     lines += [
         "Flags take '-' or '_', '--flag value' or '--flag=value'; a switch is turned off by --no-SWITCH.",
@@ -342,9 +334,8 @@ def entry_help(entry: EntryPoint, only: str | None = None) -> str:
 
 def section_help(entry: EntryPoint, section: str) -> list[str]:
     """Returns the help lines of one group of settings, without a title."""
-    return [
-        line for item in table().values() if item.section == section for line in _setting_help(item, entry)
-    ]
+    items = [item for item in table().values() if item.section == section]
+    return [line for item in items for line in _setting_help(item, entry)]
 
 
 def _setting_help(item: Setting, entry: EntryPoint) -> list[str]:

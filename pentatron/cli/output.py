@@ -1,13 +1,33 @@
 """Prints text, errors, notes and reports to the terminal."""
 
+import functools
 import json
 import sys
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from pentatron.text import printable_without_secrets
 
 Report = TypeVar("Report")
+P = ParamSpec("P")
+# A command of the command line: its words, and for some further arguments.
+Command = Callable[Concatenate[Sequence[str], P], int]
+
+
+def with_help(usage: str, without_words: bool = False) -> "Callable[[Command[P]], Command[P]]":
+    """Decorates a command to print its usage on `--help`, and also if it is called `without_words`."""
+
+    def decorate(command: "Command[P]") -> "Command[P]":
+        @functools.wraps(command)
+        def run(words: Sequence[str], *args: P.args, **keywords: P.kwargs) -> int:
+            if "--help" in words or "-h" in words or (without_words and not words):
+                say(usage)
+                return 0
+            return command(words, *args, **keywords)
+
+        return run
+
+    return decorate
 
 
 def say(text: str) -> None:

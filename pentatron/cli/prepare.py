@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pentatron.cli.options import Options, option, options_help, options_without_effect, parse_options
-from pentatron.cli.output import print_error, say
+from pentatron.cli.output import print_error, say, with_help
 from pentatron.data.text_files import TEXT_DOCUMENTS, expand_inputs
 from pentatron.data.tokenizer import TOKENIZER_TYPES, TokenizerSettings
 from pentatron.errors import UserError
@@ -20,6 +20,8 @@ from pentatron.settings.declaration import ONE_OR_MORE
 from pentatron.text import format_abbreviated, format_count, plural
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from pentatron.data.prepare import Counts, Outcome, PrepareJob
 
 _PADDED = "the vocabulary is padded by the model, not in the data"
@@ -117,21 +119,18 @@ REFUSED = {
 _SECONDS_BETWEEN_LINES = 10.0
 
 
+@with_help(USAGE)
 def prepare_command(words: Sequence[str]) -> int:
     from pentatron.data.encode import EncodingSettings
     from pentatron.data.prepare import PrepareJob, prepare
 
-    if "--help" in words or "-h" in words:
-        say(USAGE)
-        return 0
     ignore_output_errors()
     stray = "'{word}' is no flag; write --input {word}"
     options, _ = parse_options(PrepareOptions, words, "pentatron prepare", REFUSED, stray)
     for notice in options_without_effect(options):
         say(f"note: {notice}")
-    model, size = _resolve_tokenizer(options.tokenizer_model), options.vocab_size or None
-    files = (options.vocab_file, options.merge_file)
-    choice = TokenizerSettings(options.tokenizer_type, model, size, *files)
+    model, files = _resolve_tokenizer(options.tokenizer_model), (options.vocab_file, options.merge_file)
+    choice = TokenizerSettings(options.tokenizer_type, model, options.vocab_size or None, *files)
     job = PrepareJob(
         expand_inputs(options.input),
         Path(options.output_prefix),
@@ -176,9 +175,8 @@ def _print_summary(job: "PrepareJob", outcome: "Outcome") -> None:
 
     if outcome.already_there:
         names = ", ".join(map(str, job.outputs))
-        say(
-            f"{names}: already prepared from the same inputs with the same settings (--overwrite does it again)"
-        )
+        same = "already prepared from the same inputs with the same settings"
+        say(f"{names}: {same} (--overwrite does it again)")
     else:
         counts = outcome.counts
         speed = outcome.tokens_now / max(outcome.seconds, 1e-9)
@@ -197,34 +195,41 @@ def _print_summary(job: "PrepareJob", outcome: "Outcome") -> None:
         if not lengths.tokens:
             say(f"\n{prefix}: no token, as the input holds no text; there is nothing in it to train on")
             continue
-        mean = lengths.tokens / lengths.documents
-        say(
-            f"\n{prefix}: {format_count(lengths.documents, 'document')} of {lengths.shortest:,} to {lengths.longest:,} tokens, "
-            f"{mean:,.1f} on average"
+        documents = (
+            f"{format_count(lengths.documents, 'document')} of {lengths.shortest:,} to {lengths.longest:,}"
         )
-        say("\n".join(lengths.lines()))
+        mean = lengths.tokens / lengths.documents
+        title = f"\n{prefix}: {documents} tokens, {mean:,.1f} on average"
+        say("\n".join([title, *lengths.lines()]))
 
 
-class _LineProgress:
-    """Progress as lines at intervals, for logs."""
+class _Progress:
+    """Progress as a bar on a terminal, or as lines at intervals for logs."""
 
-    def __init__(self, every_documents: int) -> None:
-        self._every = every_documents
+    def __init__(self, every_documents: int, bar: "Progress | None") -> None:
+        self._every, self._bar = every_documents, bar
         self._started = self._last = time.monotonic()
         self._marks = 0
         self._before = -1
+        if bar is not None:
+            bar.add_task("", total=None, facts="starting workers")
+            bar.start()
 
     def say(self, text: str) -> None:
-        say(text)
+        if self._bar is None:
+            say(text)
+        else:
+            self._bar.console.print(text, markup=False, highlight=False)
 
     def report(self, counts: "Counts", total: int) -> None:
         if self._before < 0:
             self._before = counts.tokens
-        new_tokens = counts.tokens - self._before
-        self.show(counts, total, new_tokens / max(time.monotonic() - self._started, 1e-9))
-
-    def show(self, counts: "Counts", total: int, speed: float) -> None:
         now = time.monotonic()
+        speed = (counts.tokens - self._before) / max(now - self._started, 1e-9)
+        if self._bar is not None:
+            facts = f"{counts.documents:,} documents, {format_abbreviated(counts.tokens)} tokens, {format_abbreviated(speed)}/s"
+            self._bar.update(self._bar.task_ids[0], completed=counts.read, total=total, facts=facts)
+            return
         marks = counts.documents // self._every if self._every else 0
         if marks > self._marks or (not self._every and now - self._last >= _SECONDS_BETWEEN_LINES):
             self._last = now
@@ -233,45 +238,19 @@ class _LineProgress:
         self._marks = marks
 
     def close(self) -> None:
-        pass
+        if self._bar is not None:
+            self._bar.stop()
 
 
-class _BarProgress(_LineProgress):
-    """Progress as a bar on a terminal."""
-
-    def __init__(self, console: Any) -> None:
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-        super().__init__(0)
-        self._progress = Progress(
-            TextColumn("[bold]preparing"),
-            BarColumn(bar_width=20),
-            TaskProgressColumn(),
-            TextColumn("{task.fields[facts]}"),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-        )
-        self._task = self._progress.add_task("", total=None, facts="starting workers")
-        self._progress.start()
-
-    def say(self, text: str) -> None:
-        self._progress.console.print(text, markup=False, highlight=False)
-
-    def show(self, counts: "Counts", total: int, speed: float) -> None:
-        facts = f"{counts.documents:,} documents, {format_abbreviated(counts.tokens)} tokens, {format_abbreviated(speed)}/s"
-        self._progress.update(self._task, completed=counts.read, total=total, facts=facts)
-
-    def close(self) -> None:
-        self._progress.stop()
-
-
-def _open_progress(log_interval: int) -> _LineProgress:
+def _open_progress(log_interval: int) -> _Progress:
+    bar = None
     if sys.stdout.isatty() and not log_interval:
         try:
-            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-            return _BarProgress(Console())
+            title, facts = TextColumn("[bold]preparing"), TextColumn("{task.fields[facts]}")
+            columns = (title, BarColumn(bar_width=20), TaskProgressColumn(), facts, TimeRemainingColumn())
+            bar = Progress(*columns, transient=True)
         except ImportError:
             say("no progress bar: the rich library is not installed (pip install rich)")
-    return _LineProgress(log_interval)
+    return _Progress(log_interval, bar)

@@ -1,4 +1,4 @@
-"""Dispatches `pentatron GROUP COMMAND`, for the groups `checkpoint` and `data`."""
+"""Imports and runs commands: `pentatron COMMAND`, and those of the groups `checkpoint` and `data`."""
 
 import importlib
 from collections.abc import Mapping, Sequence
@@ -6,6 +6,13 @@ from collections.abc import Mapping, Sequence
 from pentatron.errors import UserError, describe_os_error
 from pentatron.monitor.terminal import OutputLost
 from pentatron.settings.command_line import did_you_mean
+
+
+def run_function(function: str, words: Sequence[str]) -> int:
+    """Runs `module.function` of this package, imported only now, which keeps `pentatron --help` fast."""
+    module, _, name = function.partition(".")
+    code: int = getattr(importlib.import_module(f"pentatron.cli.{module}"), name)(words)
+    return code
 
 
 def run_subcommand(group: str, commands: Mapping[str, str], words: Sequence[str]) -> int:
@@ -17,12 +24,10 @@ def run_subcommand(group: str, commands: Mapping[str, str], words: Sequence[str]
         raise UserError(
             f"unknown command '{group} {words[0]}'{did_you_mean(words[0], commands)}; `pentatron {group} --help` lists the commands"
         )
-    module, _, function = commands[words[0]].partition(".")
     try:
-        code: int = getattr(importlib.import_module(f"pentatron.cli.{module}"), function)(words[1:])
+        return run_function(commands[words[0]], words[1:])
     except OutputLost:
         # An OSError too, but about standard output, which `guarded` handles.
         raise
     except OSError as error:
         raise UserError(describe_os_error(error)) from error
-    return code

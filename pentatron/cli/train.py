@@ -14,19 +14,14 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
+from pentatron.cli import environment
 from pentatron.cli.configure import Prepared, prepare
-from pentatron.cli.environment import (
-    Worker,
-    export_rank_variables,
-    rendezvous_address,
-    set_cublas_workspace,
-    set_worker_environment,
-)
+from pentatron.cli.environment import Worker
 from pentatron.cli.output import print_error, say
 from pentatron.cli.worker import BEGAN, current_worker
 from pentatron.cli.worker_errors import check_memory, failure_log_message, report_error
 from pentatron.errors import UserError
-from pentatron.launch.job import CONNECTIONS, cuda_connections, environment_notices, interface_problem
+from pentatron.launch.job import cuda_connections, environment_notices, interface_problem
 from pentatron.monitor.terminal import ignore_output_errors
 from pentatron.parallel.rank_status import RankStatus
 from pentatron.parallel.rendezvous import slow_rendezvous_notice, slow_rendezvous_text, wait_for_rendezvous
@@ -41,8 +36,6 @@ from pentatron.text import plural
 from pentatron.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    import torch
-
     from pentatron.parallel.world import World
     from pentatron.supervise.launcher import JobResult
     from pentatron.train.model import Program
@@ -121,10 +114,10 @@ def joined_process_group(prepared: Prepared, worker: Worker) -> "Iterator[tuple[
     given = dict(os.environ)
     torch.set_num_threads(config.launch.threads_per_process)
     if config.precision.deterministic_mode:
-        set_cublas_workspace()
+        environment.set_cublas_workspace()
         torch.use_deterministic_algorithms(True)
     if worker.world_size > 1:
-        export_rank_variables(worker, config.launch.init_method)
+        environment.export_rank_variables(worker, config.launch.init_method)
     # Before the first CUDA call, which reads the variable.
     set_cuda_connections(config)
     device = choose_device(config.launch.device, worker.local_rank)
@@ -132,7 +125,7 @@ def joined_process_group(prepared: Prepared, worker: Worker) -> "Iterator[tuple[
         keep_freed_memory()
     check_memory(config, device, worker)
     timeout = config.launch.distributed_timeout_minutes
-    point = rendezvous_address(worker)
+    point = environment.rendezvous_address(worker)
 
     def warn(text: str) -> None:
         print_error(f"rank {worker.rank}: {text}")
@@ -149,7 +142,8 @@ def joined_process_group(prepared: Prepared, worker: Worker) -> "Iterator[tuple[
     ):
         all_joined()
         run_on_some_ranks(world.uses_nccl, lambda: check_nccl_interface(os.environ), world.everyone)
-        notes = variable_notices(given, world.device, worker.world_size == 1, world.uses_nccl)
+        on_gpu = world.device.type == "cuda"
+        notes = environment_notices(given, os.environ, on_gpu, world.uses_nccl, worker.world_size == 1)
         yield world, prepared.resolved.with_notices(notes)
 
 
@@ -193,26 +187,9 @@ def set_cuda_connections(config: RunConfig) -> None:
         os.environ.setdefault(variable.name, variable.value)
 
 
-def variable_notices(given: Mapping[str, str], device: "torch.device", alone: bool, nccl: bool) -> list[str]:
-    """Returns notices about variables of NCCL and CUDA.
-
-    Args:
-        given: the environment as the user set it.
-        nccl: whether the run uses NCCL.
-    """
-    on_gpu = device.type == "cuda"
-    notes = environment_notices(given, on_gpu, nccl, alone)
-    if on_gpu and CONNECTIONS not in given and CONNECTIONS in os.environ:
-        written = f"{CONNECTIONS}={os.environ[CONNECTIONS]}"
-        notes.append(
-            f"{written} is set, so that kernels start in the order in which they were queued; your own value would count"
-        )
-    return notes
-
-
-def check_nccl_interface(environment: Mapping[str, str]) -> None:
+def check_nccl_interface(variables: Mapping[str, str]) -> None:
     """Raises if NCCL_SOCKET_IFNAME names no network interface; NCCL itself fails later and less clearly."""
-    problem = interface_problem(environment, [name for _, name in socket.if_nameindex()])
+    problem = interface_problem(variables, [name for _, name in socket.if_nameindex()])
     if problem is not None:
         raise UserError(f"{socket.gethostname()}: {problem}")
 
@@ -275,15 +252,15 @@ def launch_workers(prepared: Prepared, python_words: Sequence[str]) -> int:
 
         require_gpu()
     folder.create()
-    variables = set_worker_environment(config.launch.threads_per_process)
-    inherited = f" with {', '.join(variables)}" if variables else ""
+    inherited = environment.set_worker_environment(config.launch.threads_per_process)
+    told = f" with {', '.join(inherited)}" if inherited else ""
     limits = HangLimits(config.launch.heartbeat_timeout, config.launch.distributed_timeout_minutes * 60)
-    say(f"starting {ranks} {plural(ranks, 'process')}{inherited} ...")
+    say(f"starting {ranks} {plural(ranks, 'process')}{told} ...")
     with handle_signals(ReceivedSignals()) as signals:
 
         def attempt(restart: int) -> "JobResult":
-            environment = {**os.environ, BEGAN: repr(prepared.attempt.began)}
-            job = (ranks, config.launch.master_port, environment, os.getpid())
+            inherits = {**os.environ, BEGAN: repr(prepared.attempt.began)}
+            job = (ranks, config.launch.master_port, inherits, os.getpid())
             return run_workers(python_words, *job, signals, JobWatchdog(limits, folder.path), restart)
 
         ended = Supervisor(
@@ -346,11 +323,10 @@ def _print_next_commands(config: RunConfig, folder: RunFolder) -> None:
             ideas.append((f"{program} export {saved} {exported}", "a Hugging Face folder of it"))
     ideas.append((f"{program} train --help", "every setting, by group"))
     if config.data.corpus is not None:
-        wider = f"{program} train --run-dir {quote(f'{folder.path}-wide')} --hidden-size 256"
-        ideas.append((wider, "another run beside this one"))
+        wide = quote(f"{folder.path}-wide")
+        ideas.append((f"{program} train --run-dir {wide} --hidden-size 256", "another run beside this one"))
     width = max(len(command) for command, _ in ideas)
-    say("\nwhat to try next:")
-    for command, meaning in ideas:
-        say(f"  {command:<{width}}  # {meaning}")
+    lines = [f"  {command:<{width}}  # {meaning}" for command, meaning in ideas]
+    say("\n".join(["\nwhat to try next:", *lines]))
     if folder.curve.exists():
         say(f"  and look at {folder.curve}: the loss curve, in any browser")

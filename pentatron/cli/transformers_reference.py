@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pentatron.cli.options import Options, option, parse_options, usage
-from pentatron.cli.output import say, show_generated
+from pentatron.cli.output import say, show_generated, with_help
 from pentatron.errors import UserError
 from pentatron.settings.declaration import ONE_OR_MORE
 
@@ -25,10 +25,8 @@ the command that does the same here.
 """
 
 
+@with_help(USAGE)
 def reference_command(words: Sequence[str]) -> int:
-    if "--help" in words or "-h" in words:
-        say(USAGE)
-        return 0
     options, plain = parse_options(ReferenceOptions, words, "huggingface_reference.py")
     if plain or not options.model_path or not options.prompt:
         raise UserError('say which model to ask and what: --model_path FOLDER --prompt "Hello, world!"')
@@ -53,17 +51,10 @@ def _greedy(folder: str, prompt: str, count: int) -> tuple[list[int], str]:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     except (OSError, ValueError) as error:
-        reason = (str(error).splitlines() or [""])[0]
-        raise UserError(
-            f"transformers cannot open {folder} ({reason}); name a folder with weights and a tokenizer"
-        ) from None
+        problem = f"transformers cannot open {folder} ({(str(error).splitlines() or [''])[0]})"
+        raise UserError(f"{problem}; name a folder with weights and a tokenizer") from None
     inputs = tokenizer(prompt, return_tensors="pt")
-    output = model.eval().generate(
-        inputs["input_ids"],
-        attention_mask=inputs["attention_mask"],
-        do_sample=False,
-        max_new_tokens=count,
-        pad_token_id=0,
-    )
+    tensors = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    output = model.eval().generate(**tensors, do_sample=False, max_new_tokens=count, pad_token_id=0)
     tokens = output[0, inputs["input_ids"].shape[1] :].tolist()
     return tokens, str(tokenizer.decode(tokens))

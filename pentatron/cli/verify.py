@@ -4,20 +4,15 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pentatron.cli.environment import (
-    export_rank_variables,
-    find_worker,
-    rendezvous_address,
-    set_worker_environment,
-)
+from pentatron.cli import environment
 from pentatron.cli.layout import resolve_layout
 from pentatron.cli.options import Options, flags_of, option, options_help, parse_options_and_settings, usage
-from pentatron.cli.output import print_error, say, say_json
+from pentatron.cli.output import print_error, say, say_json, with_help
 from pentatron.errors import ConfigError, UserError
 from pentatron.settings.entry_points import LAYOUT
 from pentatron.settings.rules import unsupported_features
@@ -57,11 +52,9 @@ VERIFY = dataclasses.replace(LAYOUT, name="pentatron verify", own=flags_of(Verif
 _RESTART = ("-m", "pentatron", "verify")
 
 
+@with_help(USAGE)
 def verify_command(words: Sequence[str], restart: Sequence[str] = _RESTART) -> int:
     """Runs the command. `restart`: the words after `python` that run it again, for the workers."""
-    if "--help" in words or "-h" in words:
-        say(USAGE)
-        return 0
     if _WORKER in words:
         return _work(Path(words[-1]))
     options, settings = parse_options_and_settings(VerifyOptions, words, VERIFY)
@@ -88,12 +81,11 @@ def _small_model(config: RunConfig, shrink: bool) -> RunConfig:
 
     fewest = fewest_replicas(config)
     replicas = fewest if shrink else config.grid.data
-    world = config.grid.world_size // config.grid.data * replicas
+    of_a_replica = config.grid.world_size // config.grid.data
+    world, smaller = of_a_replica * replicas, of_a_replica * fewest
     if world > _MOST_PROCESSES:
-        smaller = config.grid.world_size // config.grid.data * fewest
-        way_out = "try smaller parallel sizes"
-        if smaller <= _MOST_PROCESSES and not shrink:
-            way_out = f"add --shrink-data to run {smaller}"
+        can_shrink = smaller <= _MOST_PROCESSES and not shrink
+        way_out = f"add --shrink-data to run {smaller}" if can_shrink else "try smaller parallel sizes"
         raise UserError(
             f"this layout takes {world} processes, more than the {_MOST_PROCESSES} that verify starts on one machine; "
             f"{way_out}"
@@ -128,7 +120,7 @@ def _compare(config: RunConfig, restart: Sequence[str], quiet: bool) -> tuple["V
 def _run_ranks(world: int, python_words: Sequence[str], config: RunConfig) -> None:
     from pentatron.supervise.launcher import run_workers
 
-    set_worker_environment(1)
+    environment.set_worker_environment(1)
     ended = run_workers(python_words, world, config.launch.master_port, os.environ, os.getpid())
     if ended.stopped_by is not None:
         raise KeyboardInterrupt
@@ -142,17 +134,16 @@ def _work(folder: Path) -> int:
     from pentatron.compare.verify import read_settings, run_rank
     from pentatron.parallel.world import open_world
 
-    worker = find_worker(os.environ)
+    worker = environment.find_worker(os.environ)
     if worker is None:
         raise UserError(f"{_WORKER} is for the processes that verify starts itself; leave it out")
     config = read_settings(folder)
     torch.set_num_threads(1)
-    export_rank_variables(worker, None)
-    ranks = (worker.rank, worker.local_rank)
-    device = torch.device("cpu")
-    point = rendezvous_address(worker)
+    environment.export_rank_variables(worker, None)
+    ranks = (worker.rank, worker.local_rank, torch.device("cpu"))
+    point = environment.rendezvous_address(worker)
     try:
-        with open_world(config.grid, *ranks, device, _TIMEOUT_MINUTES, config.shared(), point) as world:
+        with open_world(config.grid, *ranks, _TIMEOUT_MINUTES, config.shared(), point) as world:
             run_rank(config, world, folder)
     except UserError as error:
         print_error(f"rank {worker.rank}: {error}")
@@ -194,17 +185,14 @@ def _conclusion(verdict: "Verdict") -> str:
 
 
 def _json(config: RunConfig, verdict: "Verdict") -> dict[str, Any]:
-    def finite(ratio: float) -> float | None:
-        return ratio if math.isfinite(ratio) else None
+    def finite(ratios: Mapping[str, float]) -> dict[str, float | None]:
+        return {name: ratio if math.isfinite(ratio) else None for name, ratio in ratios.items()}
 
     return {
         "passes": verdict.passes,
         "processes": config.grid.world_size,
         "comparisons": len(verdict.judged),
         "first": None if verdict.first is None else verdict.first.what,
-        "numbers": {name: finite(ratio) for name, ratio in verdict.numbers()},
-        "parameters": {
-            name: {kind: finite(ratio) for kind, ratio in ratios.items()}
-            for name, ratios in verdict.tensors()
-        },
+        "numbers": finite(dict(verdict.numbers())),
+        "parameters": {name: finite(ratios) for name, ratios in verdict.tensors()},
     }

@@ -65,10 +65,9 @@ class SupervisedWorker:
 
     def heart(self, where: RankStatus, limits: HangLimits) -> HeartbeatWriter:
         """Returns the heartbeat that reports the status of this rank to the launcher."""
-        path = heartbeat_path(self.folder, self.rank)
-        watchdog = _OrphanWatchdog(self, where, limits)
-        host = socket.gethostname()
-        return HeartbeatWriter(path, self.rank, host, where, _HEARTBEAT_SECONDS, at_pulse=watchdog.check)
+        path, host = heartbeat_path(self.folder, self.rank), socket.gethostname()
+        check = _OrphanWatchdog(self, where, limits).check
+        return HeartbeatWriter(path, self.rank, host, where, _HEARTBEAT_SECONDS, at_pulse=check)
 
     def finished(self) -> None:
         """Records that this rank completed its work, which exit code 0 alone does not prove."""
@@ -134,10 +133,9 @@ def _belongs_to_job(pid: int, folder: Path) -> bool:
     """Whether the process is a rank of this job. The pid of a rank that has ended may have been reused."""
     if not Path("/proc/self/environ").exists():
         return True
-    try:
+    with contextlib.suppress(OSError):
         return f"{JOB_FOLDER}={folder}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return False
+    return False
 
 
 def current_worker() -> SupervisedWorker | None:
@@ -197,9 +195,8 @@ def _torchrun_id(environment: Mapping[str, str]) -> str | None:
 
     On one machine it is the folder for the errors of the workers, which each torchrun creates for itself.
     """
-    errors, local, world = (
-        environment.get(name, "") for name in ("TORCHELASTIC_ERROR_FILE", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
-    )
+    names = ("TORCHELASTIC_ERROR_FILE", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
+    errors, local, world = (environment.get(name, "") for name in names)
     if errors and local == world:
         return str(Path(errors).parents[2])
     name = environment.get("TORCHELASTIC_RUN_ID", "none")

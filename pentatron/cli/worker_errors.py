@@ -9,7 +9,7 @@ from pentatron.cli.worker import current_worker
 from pentatron.errors import AgreedError, UserError
 from pentatron.launch.machine import host_memory
 from pentatron.parallel.rendezvous import CHECKLIST, RendezvousError, collective_error
-from pentatron.plan.fit import AvailableMemory, Verdict, check_device_memory, check_host_memory, out_of_memory
+from pentatron.plan.fit import AvailableMemory, check_device_memory, check_host_memory, out_of_memory
 from pentatron.settings.decision_types import DeviceFacts
 from pentatron.settings.decisions import decide
 from pentatron.settings.run_config import RunConfig
@@ -53,25 +53,20 @@ def check_memory(config: RunConfig, device: "torch.device", worker: Worker) -> N
 
         sharing = worker.sharing(torch.cuda.device_count())
     room = available_memory(device, sharing)
-    _report(None if room is None else check_device_memory(config, at.pipeline, room), config, worker)
+    verdicts = [None if room is None else check_device_memory(config, at.pipeline, room)]
     in_background = config.checkpoint.async_save and config.checkpoint.save_checkpoints
     offloads = decide(config, DeviceFacts(device.type)).optimizer.in_host_memory
     if device.type != "cpu" and (offloads or in_background):
         host = _host_room(worker.local_size)
-        _report(None if host is None else check_host_memory(config, host), config, worker)
-
-
-def _report(verdict: Verdict | None, config: RunConfig, worker: Worker) -> None:
-    if verdict is None:
-        return
-    at = config.grid.coordinates(worker.rank)
+        verdicts.append(None if host is None else check_host_memory(config, host))
     first_of_stage = at.tensor == at.context == at.data == 0
-    if verdict.impossible:
-        refusal = UserError if first_of_stage or worker.local_rank == 0 else AgreedError
-        raise refusal(f"{verdict.sentence}; to try all the same: --no-check-memory")
-    if first_of_stage:
-        prefix = f"rank {worker.rank}: " if config.grid.pipeline > 1 else ""
-        print_error(f"warning: {prefix}{verdict.sentence}")
+    for verdict in filter(None, verdicts):
+        if verdict.impossible:
+            refusal = UserError if first_of_stage or worker.local_rank == 0 else AgreedError
+            raise refusal(f"{verdict.sentence}; to try all the same: --no-check-memory")
+        if first_of_stage:
+            prefix = f"rank {worker.rank}: " if config.grid.pipeline > 1 else ""
+            print_error(f"warning: {prefix}{verdict.sentence}")
 
 
 def available_memory(device: "torch.device", local_processes: int) -> AvailableMemory | None:
@@ -87,9 +82,7 @@ def available_memory(device: "torch.device", local_processes: int) -> AvailableM
 
 def _host_room(local_processes: int) -> AvailableMemory | None:
     host = host_memory()
-    if host is None:
-        return None
-    return AvailableMemory("host", host[0] / local_processes, host[1] / local_processes)
+    return host and AvailableMemory("host", host[0] / local_processes, host[1] / local_processes)
 
 
 def out_of_memory_message(error: BaseException, config: RunConfig, rank: int) -> str | None:
@@ -121,14 +114,11 @@ def report_error(error: BaseException, config: RunConfig, worker: Worker) -> int
     if isinstance(error, RendezvousError):
         _print_lost_ranks(error, worker)
         return USER_ERROR
-    if isinstance(error, UserError):
-        # Raised on this rank only, so this rank prints it.
-        _print_error(error, worker)
-        return error.exit_code
-    message = _torch_error_message(error, config, worker.rank)
+    # A `UserError` was raised on this rank only, so this rank prints it.
+    message = str(error) if isinstance(error, UserError) else _torch_error_message(error, config, worker.rank)
     if message is not None:
-        _print_error(message, worker)
-        return USER_ERROR
+        print_error(message if worker.world_size == 1 else f"rank {worker.rank}: {message}")
+        return error.exit_code if isinstance(error, UserError) else USER_ERROR
     lost = _lost_ranks(error, config)
     if worker.world_size == 1 or lost is None:
         return None
@@ -149,21 +139,16 @@ def failure_log_message(error: BaseException, config: RunConfig, rank: int) -> s
 
 def _torch_error_message(error: BaseException, config: RunConfig, rank: int) -> str | None:
     """Returns the message for an error of torch that the user can fix; None for any other error."""
-    if not isinstance(error, RuntimeError | MemoryError):
-        return None
-    nondeterministic = nondeterminism_error(error) if isinstance(error, RuntimeError) else None
-    return out_of_memory_message(error, config, rank) if nondeterministic is None else str(nondeterministic)
+    if isinstance(error, RuntimeError) and (nondeterministic := nondeterminism_error(error)):
+        return str(nondeterministic)
+    is_torch = isinstance(error, RuntimeError | MemoryError)
+    return out_of_memory_message(error, config, rank) if is_torch else None
 
 
 def _lost_ranks(error: BaseException, config: RunConfig) -> UserError | None:
-    if not isinstance(error, RuntimeError):
-        return None
     later = config.launch.distributed_timeout_seconds_after_init
-    return collective_error(str(error), later / 60 if later else config.launch.distributed_timeout_minutes)
-
-
-def _print_error(problem: object, worker: Worker) -> None:
-    print_error(str(problem) if worker.world_size == 1 else f"rank {worker.rank}: {problem}")
+    minutes = later / 60 if later else config.launch.distributed_timeout_minutes
+    return collective_error(str(error), minutes) if isinstance(error, RuntimeError) else None
 
 
 def _print_lost_ranks(error: UserError, worker: Worker) -> None:

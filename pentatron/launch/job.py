@@ -4,6 +4,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pentatron.settings.decision_types import DeviceFacts
 from pentatron.settings.decisions import decide
@@ -21,13 +22,14 @@ _SET_BY_SCRIPT = (
     "nodes", "ntasks-per-node", "ntasks", "signal", "requeue", "no-requeue", "open-mode", "array",
 )  # fmt: skip
 # sbatch options that have a flag here, which checks them and counts the threads of the workers: fields of `Job`.
-SBATCH_FIELDS = {
-    "job-name": "name",
-    "cpus-per-task": "cpus",
-    "gres": "gres",
-    "mem": "memory",
-    **{name: name for name in ("time", "partition", "account", "qos", "constraint", "output")},
-}
+SBATCH_FIELDS = (
+    "job-name", "cpus-per-task", "gres", "mem", "time", "partition", "account", "qos", "constraint", "output",
+)  # fmt: skip
+# Fields of `Job` whose value is one word of the script.
+_ONE_WORD = (
+    *("job-name", "partition", "account", "qos", "constraint", "mem", "gres", "output"),
+    *("container-image", "container-mounts", "master-addr"),
+)
 
 
 @dataclass(frozen=True)
@@ -41,9 +43,10 @@ class Variable:
 
 @dataclass(frozen=True)
 class Job:
-    """A job for Slurm or torchrun. Empty strings leave the choice to the cluster.
+    """A job for Slurm or torchrun, with fields as the flags of `pentatron launch`.
 
-    `processes`: workers per node, one per GPU if `uses_gpus`. `words`: the training command after `python`.
+    Empty strings leave the choice to the cluster. `processes`: workers per node, one per GPU if `uses_gpus`.
+    `words`: the training command after `python`.
     """
 
     nodes: int
@@ -51,32 +54,36 @@ class Job:
     uses_gpus: bool
     python: str
     words: tuple[str, ...]
-    name: str = "pentatron"
+    job_name: str = "pentatron"
     folder: str = "."
     time: str = ""
     partition: str = ""
     account: str = ""
     qos: str = ""
     constraint: str = ""
-    memory: str = ""
+    mem: str = ""
     gres: str = ""
-    cpus: int = 0
+    cpus_per_task: int | None = None
     output: str = "%x-%j.out"
     container_image: str = ""
     container_mounts: str = ""
     setup: str = ""
     sbatch: str = ""
-    address: str = ""
-    port: int = 0
+    master_addr: str = ""
+    master_port: int | None = None
     grace: int = 300
-    requeues: bool = True
-    restarts: int = 0
+    no_requeue: bool = False
+    max_restarts: int = 0
     # Set by the script unless the user has set them.
     variables: tuple[Variable, ...] = ()
 
     @property
     def world_size(self) -> int:
         return self.nodes * self.processes
+
+    def option(self, flag: str) -> Any:
+        """Returns the field that a flag (`job-name`) sets."""
+        return getattr(self, flag.replace("-", "_"))
 
     @property
     def sbatch_options(self) -> tuple[str, ...]:
@@ -98,34 +105,24 @@ def parse_time_limit(time: str) -> int | None:
 
 def job_problems(job: Job) -> list[str]:
     """Returns every error in the options of the job, each with its fix."""
-    problems = []
-    if job.nodes < 1:
-        problems.append(f"--nodes {job.nodes} must be at least 1")
-    if job.processes < 1:
-        problems.append(f"--gpus-per-node {job.processes} must be at least 1; on CPUs add --device cpu")
-    words = {
-        "job-name": job.name, "partition": job.partition, "account": job.account, "qos": job.qos,
-        "constraint": job.constraint, "mem": job.memory, "gres": job.gres, "output": job.output,
-        "container-image": job.container_image, "container-mounts": job.container_mounts, "master-addr": job.address,
-    }  # fmt: skip
-    problems += [
-        f"--{flag} '{one_line(text)}' must be one word without quotes or characters of the shell"
-        for flag, text in words.items()
-        if text and not _WORD.fullmatch(text)
-    ]
-    if job.port and not 1024 <= job.port <= 65535:
-        problems.append(f"--master-port {job.port} must lie between 1024 and 65535")
-    if job.restarts < 0:
-        problems.append(f"--max-restarts {job.restarts} must not be negative")
-    if job.container_mounts and not job.container_image:
-        problems.append(
-            "--container-mounts mounts folders in a container, but there is none; add --container-image"
-        )
-    if job.container_image and set(job.folder) & set(",:"):
-        problems.append(
-            f"{job.folder} cannot be shown to a container, as mounts are divided by ',' and ':'; start from another folder"
-        )
-    return [*problems, *_time_problems(job), *_sbatch_problems(job)]
+    port, image = job.master_port, job.container_image
+    words = [(f, text) for f in _ONE_WORD if (text := job.option(f)) and not _WORD.fullmatch(text)]
+    one_word = "must be one word without quotes or characters of the shell"
+    no_image = "--container-mounts mounts folders in a container, but there is none; add --container-image"
+    divided = (
+        "cannot be shown to a container, as mounts are divided by ',' and ':'; start from another folder"
+    )
+    checks = {
+        f"--nodes {job.nodes} must be at least 1": job.nodes < 1,
+        f"--gpus-per-node {job.processes} must be at least 1; on CPUs add --device cpu": job.processes < 1,
+        **{f"--{flag} '{one_line(text)}' {one_word}": True for flag, text in words},
+        f"--master-port {port} must lie between 1024 and 65535": port and not 1024 <= port <= 65535,
+        f"--max-restarts {job.max_restarts} must not be negative": job.max_restarts < 0,
+        no_image: job.container_mounts and not image,
+        f"{job.folder} {divided}": image and set(job.folder) & set(",:"),
+    }
+    found = [problem for problem, is_wrong in checks.items() if is_wrong]
+    return [*found, *_time_problems(job), *_sbatch_problems(job)]
 
 
 def _time_problems(job: Job) -> list[str]:
@@ -150,17 +147,15 @@ def _sbatch_problems(job: Job) -> list[str]:
     problems = []
     for line in lines:
         name = line.removeprefix("--").partition("=")[0]
-        problem = ""
         if not line.startswith("--") or not _WORD.fullmatch(line):
-            problem = f"'{one_line(line)}' must be an option of sbatch in one word, such as --exclusive or --mail-type=END"
+            one_word = "must be an option of sbatch in one word, such as --exclusive or --mail-type=END"
+            problems.append(f"'{one_line(line)}' {one_word}")
         elif name in _SET_BY_SCRIPT:
-            problem = (
-                f"--{name} is set by the script itself; use --nodes, --gpus-per-node, --grace or --no-requeue"
-            )
-        elif name in (*SBATCH_FIELDS, "container-image", "container-mounts"):
-            problem = f"{line} would bypass the checks of launch; give it as a flag, without --sbatch"
-        problems += [f"--sbatch: {problem}"] if problem else []
-    return problems
+            instead = "use --nodes, --gpus-per-node, --grace or --no-requeue"
+            problems.append(f"--{name} is set by the script itself; {instead}")
+        elif name in {*SBATCH_FIELDS, "container-image", "container-mounts"}:
+            problems.append(f"{line} would bypass the checks of launch; give it as a flag, without --sbatch")
+    return [f"--sbatch: {problem}" for problem in problems]
 
 
 def cuda_connections(config: RunConfig) -> Variable | None:
@@ -180,9 +175,9 @@ def cuda_connections(config: RunConfig) -> Variable | None:
 
 def job_variables(job: Job, config: RunConfig) -> list[Variable]:
     """Returns the variables that a job script sets."""
-    # Without `cpus`, the script counts the cores of the node.
+    # Without `cpus_per_task`, the script counts the cores of the node.
     counted = f"$(( $(nproc) > {job.processes} ? $(nproc) / {job.processes} : 1 ))"
-    threads = str(max(1, job.cpus // job.processes)) if job.cpus else counted
+    threads = str(max(1, job.cpus_per_task // job.processes)) if job.cpus_per_task else counted
     variables = [Variable("OMP_NUM_THREADS", threads, "the cores of a node divided among its workers")]
     if job.uses_gpus and (connections := cuda_connections(config)) is not None:
         variables.append(connections)
@@ -191,24 +186,31 @@ def job_variables(job: Job, config: RunConfig) -> list[Variable]:
     return variables
 
 
-def environment_notices(environment: Mapping[str, str], on_gpu: bool, nccl: bool, alone: bool) -> list[str]:
-    """Returns notices about which of the user's variables for NCCL and CUDA affect this run."""
-    given = [
-        f"{name}={value}"
-        for name, value in sorted(environment.items())
-        if name.startswith(NCCL_PREFIX) and name not in PENTATRON_ONLY
-    ]
+def environment_notices(
+    given: Mapping[str, str], environment: Mapping[str, str], on_gpu: bool, nccl: bool, alone: bool
+) -> list[str]:
+    """Returns notices about the variables of NCCL and CUDA that affect this run.
+
+    Args:
+        given: the environment as the user set it; `environment` also has what the run has set.
+        nccl: whether the run uses NCCL.
+    """
+    found = {n: v for n, v in given.items() if n.startswith(NCCL_PREFIX) and n not in PENTATRON_ONLY}
+    written = ", ".join(f"{name}={value}" for name, value in sorted(found.items()))
     lines = []
-    if given and nccl:
-        lines.append(f"NCCL reads from the environment: {', '.join(given)}")
-    elif given:
+    if written and nccl:
+        lines.append(f"NCCL reads from the environment: {written}")
+    elif written:
         by_gloo = "messages go through gloo here, not through NCCL"
         reason = "one process sends no messages" if alone else by_gloo
-        lines.append(f"{', '.join(given)}: {reason}, so this changes nothing")
-    if CONNECTIONS in environment:
-        written = f"{CONNECTIONS}={environment[CONNECTIONS]}"
-        read = f"CUDA reads from the environment: {written}"
-        lines.append(read if on_gpu else f"{written}: there is no GPU here")
+        lines.append(f"{written}: {reason}, so this changes nothing")
+    connections = f"{CONNECTIONS}={environment.get(CONNECTIONS)}"
+    if CONNECTIONS in given:
+        read = f"CUDA reads from the environment: {connections}"
+        lines.append(read if on_gpu else f"{connections}: there is no GPU here")
+    elif on_gpu and CONNECTIONS in environment:
+        order = "so that kernels start in the order in which they were queued"
+        lines.append(f"{connections} is set, {order}; your own value would count")
     return lines
 
 

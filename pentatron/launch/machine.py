@@ -64,11 +64,9 @@ Row = tuple[str, str] | tuple[str, str, str, str]
 
 def host_memory(root: Path = Path("/")) -> tuple[int, int] | None:
     """Returns total and available bytes of memory and swap within the cgroup limit; None if unknown."""
-    try:
-        text = (root / "proc/meminfo").read_text(encoding="ascii")
-    except OSError:
+    lines = dict(line.split(":", 1) for line in _lines_of(root / "proc/meminfo") if ":" in line)
+    if not lines:
         return None
-    lines = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
     sizes = {name: int(value.split()[0]) * 1024 for name, value in lines.items() if value.split()}
     total = sizes.get("MemTotal", 0) + sizes.get("SwapTotal", 0)
     free = sizes.get("MemAvailable", sizes.get("MemFree", 0)) + sizes.get("SwapFree", 0)
@@ -78,27 +76,23 @@ def host_memory(root: Path = Path("/")) -> tuple[int, int] | None:
 
 def _control_group(folder: Path) -> tuple[int, int]:
     """Returns memory limit and usage of a container, from cgroup v2 or v1."""
-    for names in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            limit, used = ((folder / name).read_text(encoding="ascii").strip() for name in names)
-        except OSError:
-            continue
+    v1 = ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")
+    for names in (("memory.max", "memory.current"), v1):
+        limit, used = ("".join(_lines_of(folder / name)).strip() for name in names)
         if limit.isdigit() and used.isdigit() and int(limit) < _UNLIMITED:
-            return int(limit), max(0, int(used) - _page_cache((folder / names[1]).with_name("memory.stat")))
+            lines = _lines_of((folder / names[1]).with_name("memory.stat"))
+            stat = dict(line.split() for line in lines if len(line.split()) == 2)
+            # Inactive page cache counts as used but is reclaimed on demand.
+            cache = int(stat.get("total_inactive_file", stat.get("inactive_file", "0")))
+            return int(limit), max(0, int(used) - cache)
     return _UNLIMITED, 0
 
 
-def _page_cache(stat: Path) -> int:
-    """Returns the bytes of inactive page cache, which count as used but are reclaimed on demand."""
-    try:
-        lines = stat.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0
-    values = dict(line.split() for line in lines if len(line.split()) == 2)
-    return int(values.get("total_inactive_file", values.get("inactive_file", "0")))
+def _lines_of(file: Path) -> list[str]:
+    """Returns the lines of a file of the kernel, or none if it is missing."""
+    with contextlib.suppress(OSError):
+        return file.read_text(encoding="ascii").splitlines()
+    return []
 
 
 def usable_cores() -> int:
@@ -157,12 +151,8 @@ def _gpus() -> Iterator[Row]:
         advice = "torch does not use the GPUs that the driver knows: install a CUDA build of torch that fits the driver"
         yield "count", "0 for torch", PROBLEM, advice
     else:
-        yield (
-            "count",
-            "none: runs compute on the CPU",
-            NOTE,
-            "enough for small models and for trying things out",
-        )
+        advice = "enough for small models and for trying things out"
+        yield "count", "none: runs compute on the CPU", NOTE, advice
 
 
 def _peak(name: str) -> str:
@@ -180,15 +170,14 @@ def _hardware(folder: Path) -> Iterator[Row]:
         total, free = memory
         value = f"{binary_size(free)} of {binary_size(total)} free"
         yield _row("memory", value, free < _MIN_MEMORY, NOTE, "end other programs first")
-    if folder.exists():
-        free = shutil.disk_usage(folder).free
-        advice = "checkpoints of large models will not fit; choose another --run-dir"
-        yield _row("disk", f"{binary_size(free)} free in {folder}", free < _MIN_DISK, NOTE, advice)
+    another = "checkpoints of large models will not fit; choose another --run-dir"
+    larger = "NCCL and readers of data need more; start the container with --shm-size=8g or --ipc=host"
     shared = Path("/dev/shm")
-    if shared.exists():
-        free = shutil.disk_usage(shared).free
-        advice = "NCCL and readers of data need more; start the container with --shm-size=8g or --ipc=host"
-        yield _row("/dev/shm", f"{binary_size(free)} free", free < _MIN_SHARED_MEMORY, NOTE, advice)
+    disk = ("disk", folder, f" in {folder}", _MIN_DISK, another)
+    for name, place, where, least, advice in (disk, ("/dev/shm", shared, "", _MIN_SHARED_MEMORY, larger)):
+        if place.exists():
+            free = shutil.disk_usage(place).free
+            yield _row(name, f"{binary_size(free)} free{where}", free < least, NOTE, advice)
 
 
 def _network(environment: Mapping[str, str]) -> Iterator[Row]:
@@ -281,15 +270,13 @@ def check_matmul(device: str, size: int = 512) -> Finding:
 
 def check_all_reduce(backend: str, size: int, environment: Mapping[str, str]) -> Finding:
     """Runs an all-reduce in `size` processes of their own."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     words = python_command(["-m", "pentatron.launch.all_reduce_probe", backend])
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     variables = {**environment, **loopback_variables(environment), **address}
-    start = partial(
-        subprocess.Popen, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    start = partial(subprocess.Popen, env=variables, text=True, **pipes)
     processes = [start([*words, str(rank), str(size), port]) for rank in range(size)]
     finding = partial(Finding, "trials", f"all-reduce, {backend}")
     if backend == "nccl":

@@ -82,9 +82,9 @@ def _new_secret() -> list[str]:
     ]
 
 
-def _restarts(run_id: str) -> list[str]:
+def _restarts(job: Job, run_id: str) -> list[str]:
     """Returns the lines that restarts by torchrun need."""
-    return [f'export RUN_ID="{run_id}"', *_NEW_STORE]
+    return [f'export RUN_ID="{run_id}"', *_NEW_STORE] if job.max_restarts else []
 
 
 def _command_array(words: Iterable[str]) -> list[str]:
@@ -99,8 +99,8 @@ def _command_array(words: Iterable[str]) -> list[str]:
 
 def _rendezvous(job: Job) -> str:
     """Returns the rendezvous options of torchrun: c10d if restarts must repeat it, else static ranks."""
-    if job.restarts:
-        return f"--rdzv_backend=c10d --rdzv_endpoint=$MASTER_ADDR:$MASTER_PORT --rdzv_id=$RUN_ID --max_restarts={job.restarts}"
+    if job.max_restarts:
+        return f"--rdzv_backend=c10d --rdzv_endpoint=$MASTER_ADDR:$MASTER_PORT --rdzv_id=$RUN_ID --max_restarts={job.max_restarts}"
     return "--node_rank=$NODE_RANK --master_addr=$MASTER_ADDR --master_port=$MASTER_PORT"
 
 
@@ -113,20 +113,18 @@ def _joined(parts: Sequence[Sequence[str]]) -> str:
 
 def batch_script(job: Job, command: Sequence[str], equation: str) -> str:
     """Returns the sbatch script of a job. `equation` describes its layout in a comment."""
-    cores = [
-        "# Since version 22.05 srun does not inherit this from sbatch.",
-        'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"',
-    ]
+    srun = "# Since version 22.05 srun does not inherit this from sbatch."
+    cores = [srun, 'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"']
     parts = [
         [*_header(command, equation), *_sbatch_lines(job)],
         ["set -u", f"cd {shlex.quote(job.folder)} || exit 2"],
         _signal_handlers(job),
         _setup(job, "u"),
         [
-            f"export MASTER_ADDR={job.address or _FIRST_NODE}",
-            f"export MASTER_PORT={job.port or _SLURM_PORT}",
-            *(_restarts("$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}") if job.restarts else []),
-            *(cores if job.cpus else []),
+            f"export MASTER_ADDR={job.master_addr or _FIRST_NODE}",
+            f"export MASTER_PORT={job.master_port or _SLURM_PORT}",
+            *_restarts(job, "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"),
+            *(cores if job.cpus_per_task else []),
             *_exports(job),
             *_safe_path(job),
             *_new_secret(),
@@ -140,12 +138,12 @@ def batch_script(job: Job, command: Sequence[str], equation: str) -> str:
 
 def _sbatch_lines(job: Job) -> list[str]:
     gres = job.gres or (f"gpu:{job.processes}" if job.uses_gpus else "")
-    options: dict[str, object] = {"job-name": job.name, "nodes": job.nodes, "ntasks-per-node": 1}
-    options |= {option: getattr(job, name) for option, name in SBATCH_FIELDS.items()} | {"gres": gres}
+    options: dict[str, object] = {"job-name": job.job_name, "nodes": job.nodes, "ntasks-per-node": 1}
+    options |= {name: job.option(name) for name in SBATCH_FIELDS} | {"gres": gres}
     # A job that is requeued appends to its output file instead of truncating it.
     options |= {"open-mode": "append", "signal": f"B:USR1@{job.grace}" if job.grace else ""}
     lines = [f"--{name}={value}" for name, value in options.items() if value]
-    lines += ["--requeue" if job.requeues else "--no-requeue", *job.sbatch_options]
+    lines += ["--no-requeue" if job.no_requeue else "--requeue", *job.sbatch_options]
     return [f"#SBATCH {line}" for line in lines]
 
 
@@ -199,7 +197,7 @@ def _exit(job: Job) -> list[str]:
         'wait "$step"; code=$?',
         'if [ -n "$stopping" ]; then echo "$(date +%FT%T) stopped as asked; torchrun calls that a failure ($code)"; fi',
     ]
-    if job.requeues:
+    if not job.no_requeue:
         lines += [
             "# Requeues a job that its time limit or a preemption stopped, to resume from the checkpoint. Slurm itself requeues only",
             "# jobs that it had to kill. A failed job is not requeued.",
@@ -244,14 +242,14 @@ def _instructions(job: Job) -> list[str]:
         return ["# Run it with bash; further words go to the training command."]
     return [
         f"# Run it on each of the {job.nodes} machines, with the machine's number first: bash THIS_FILE 0 on "
-        f"{job.address or 'the one that MASTER_ADDR names'}, bash THIS_FILE 1 ...",
+        f"{job.master_addr or 'the one that MASTER_ADDR names'}, bash THIS_FILE 1 ...",
         "# All of them need this folder, the same Python packages and the same data; further words go to the training command.",
     ]
 
 
 def _node_variables(job: Job) -> list[str]:
     if job.nodes == 1:
-        return _NEW_STORE if job.restarts else []
+        return _NEW_STORE if job.max_restarts else []
     lines = [
         'case "${1:-}" in',
         '    "" | *[!0-9]*) ;;',
@@ -261,15 +259,17 @@ def _node_variables(job: Job) -> list[str]:
         f'if [ "$NODE_RANK" -ge {job.nodes} ]; then echo "there is no machine $NODE_RANK of {job.nodes}: '
         f'count from 0" >&2; exit 2; fi',
     ]
-    given = f'export MASTER_ADDR="${{MASTER_ADDR:-{job.address}}}"'
-    lines.append(given if job.address else ': "${MASTER_ADDR:?export MASTER_ADDR, the address of machine 0}"')
-    lines.append(f'export MASTER_PORT="${{MASTER_PORT:-{job.port or _TORCHRUN_PORT}}}"')
-    return lines + (_restarts(f"${{RUN_ID:-{job.name}}}") if job.restarts else [])
+    given = f'export MASTER_ADDR="${{MASTER_ADDR:-{job.master_addr}}}"'
+    lines.append(
+        given if job.master_addr else ': "${MASTER_ADDR:?export MASTER_ADDR, the address of machine 0}"'
+    )
+    lines.append(f'export MASTER_PORT="${{MASTER_PORT:-{job.master_port or _TORCHRUN_PORT}}}"')
+    return lines + _restarts(job, f"${{RUN_ID:-{job.job_name}}}")
 
 
 def _torchrun(job: Job) -> list[str]:
     if job.nodes == 1:
-        rendezvous = f"--standalone --max_restarts={job.restarts}"
+        rendezvous = f"--standalone --max_restarts={job.max_restarts}"
     else:
         # Quotes each word with a variable, whose value may contain spaces.
         words = _rendezvous(job).split()

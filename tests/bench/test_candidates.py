@@ -71,7 +71,7 @@ def test_what_the_metrics_say(tmp_path: Path) -> None:
     found = measure(file, warmup=1, batch=10)
     assert (found.step_seconds, found.samples_per_second, found.tokens_per_second) == (2.0, 5.0, 320.0)
     assert found.memory_bytes == [4 * 2**20, 5 * 2**20] and found.steps == 3
-    assert found.communication_share == pytest.approx(3 / 16) and found.message_share == 0.0
+    assert found.communication_share == pytest.approx(3 / 16) and found.pipeline_wait_share == 0.0
     # Where waiting is not known no share is made up.
     for r in rows:
         r["ranks"] = {"memory_bytes": [1, 2]}

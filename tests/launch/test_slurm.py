@@ -65,7 +65,7 @@ def test_the_guides_number_of_tasks_would_start_too_many(cluster: StubCluster, t
 
 def job(cluster: StubCluster, **changes: object) -> Job:
     words = ("-m", "pentatron", "train", "--data-path", "a file", "--bf16")
-    values: dict[str, object] = {"cpus": 8, "folder": str(cluster.folder), "grace": 60, **changes}
+    values: dict[str, object] = {"cpus_per_task": 8, "folder": str(cluster.folder), "grace": 60, **changes}
     return Job(2, 4, True, str(cluster.folder / "python"), words, **values)  # type: ignore[arg-type]
 
 
@@ -98,12 +98,15 @@ def test_all_nodes_get_one_secret_that_the_script_does_not_hold(cluster: StubClu
 
 
 def test_restarts_meet_in_a_way_that_can_be_repeated(cluster: StubCluster) -> None:
-    assert cluster.run(written(cluster, restarts=2, address="head", port=6000), cwd=Path("/")) == 0
+    assert (
+        cluster.run(written(cluster, max_restarts=2, master_addr="head", master_port=6000), cwd=Path("/"))
+        == 0
+    )
     assert (
         "--rdzv_backend=c10d --rdzv_endpoint=head:6000 --rdzv_id=12345-0 --max_restarts=2"
         in cluster.started()[1][1]
     )
-    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in written(cluster, restarts=2).read_text()
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in written(cluster, max_restarts=2).read_text()
 
 
 def test_a_warning_makes_every_node_save_and_the_job_queue_again(cluster: StubCluster) -> None:
@@ -120,7 +123,7 @@ def test_a_warning_makes_every_node_save_and_the_job_queue_again(cluster: StubCl
         ({}, {"ENDS_WITH": "3"}, False),
         ({}, {"ENDS_WITH": "3", "PREEMPTED": "2026-01-01T00:00:00"}, True),
         ({}, {"ENDS_WITH": "0", "PREEMPTED": "2026-01-01T00:00:00"}, False),
-        ({"requeues": False}, {"ENDS_WITH": "3", "PREEMPTED": "2026-01-01T00:00:00"}, False),
+        ({"no_requeue": True}, {"ENDS_WITH": "3", "PREEMPTED": "2026-01-01T00:00:00"}, False),
     ],
     ids=["failed", "preempted", "finished meanwhile", "not wanted"],
 )
@@ -140,7 +143,7 @@ def test_lines_of_a_setup_may_read_what_is_not_set(
 
     def run(setup: str) -> tuple[int, str]:
         script = cluster.folder / "job.sbatch"
-        text = kind(job(cluster, setup=setup, address="head"), ["x"], "=")
+        text = kind(job(cluster, setup=setup, master_addr="head"), ["x"], "=")
         script.write_text("#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=1\n" + text)
         process = cluster.start(script, "0", cwd=Path("/"), SLURM_NODEID="0")
         out, _ = process.communicate(timeout=30)
@@ -165,7 +168,7 @@ def test_the_torchrun_script_wants_to_know_its_machine(cluster: StubCluster) -> 
     script = cluster.folder / "job.sh"
     script.write_text(
         "#SBATCH --nodes=1\n#SBATCH --ntasks-per-node=1\n"
-        + node_script(job(cluster, address="head"), ["x"], "=")
+        + node_script(job(cluster, master_addr="head"), ["x"], "=")
     )
     process = cluster.start(script, cwd=Path("/"))
     out, _ = process.communicate(timeout=30)

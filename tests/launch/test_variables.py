@@ -1,10 +1,9 @@
 """What of the environment acts on a run, what a run sets itself, and which interfaces NCCL may use."""
 
 import pytest
-import torch
 
 from pentatron.cli.environment import nested_launcher_notices
-from pentatron.cli.train import set_cuda_connections, variable_notices
+from pentatron.cli.train import set_cuda_connections
 from pentatron.launch.job import cuda_connections, environment_notices, interface_problem, matching_interfaces
 from tests.support import resolved
 
@@ -14,21 +13,21 @@ INTERFACES = ["lo", "eth0", "eth1", "ib0", "docker0"]
 
 def test_variables_are_reported_to_whom_they_concern() -> None:
     """NCCL_TIMEOUT has a notice of its own, as nobody but us reads it."""
-    assert environment_notices(GUIDE, on_gpu=True, nccl=True, alone=False) == [
+    assert environment_notices(GUIDE, GUIDE, on_gpu=True, nccl=True, alone=False) == [
         "NCCL reads from the environment: NCCL_DEBUG=WARN"
     ]
-    assert environment_notices(GUIDE, False, False, alone=False)[0].endswith(
+    assert environment_notices(GUIDE, GUIDE, False, False, alone=False)[0].endswith(
         "through gloo here, not through NCCL, so this changes nothing"
     )
-    assert environment_notices(GUIDE, False, False, alone=True)[0].endswith(
+    assert environment_notices(GUIDE, GUIDE, False, False, alone=True)[0].endswith(
         "one process sends no messages, so this changes nothing"
     )
-    assert environment_notices({"HOME": "/root"}, True, True, False) == []
+    assert environment_notices({"HOME": "/root"}, {}, True, True, False) == []
     one = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    assert environment_notices(one, True, True, False) == [
+    assert environment_notices(one, one, True, True, False) == [
         "CUDA reads from the environment: CUDA_DEVICE_MAX_CONNECTIONS=1"
     ]
-    assert environment_notices(one, False, False, True) == [
+    assert environment_notices(one, one, False, False, True) == [
         "CUDA_DEVICE_MAX_CONNECTIONS=1: there is no GPU here"
     ]
 
@@ -59,7 +58,7 @@ def test_one_queue_where_it_helps(
     set_cuda_connections(config)
     environment.pop("PYTEST_CURRENT_TEST", None)
     assert environment == ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if is_set else {})
-    notes = variable_notices({}, torch.device("cuda"), alone=True, nccl=False)
+    notes = environment_notices({}, environment, on_gpu=True, nccl=False, alone=True)
     assert [note.startswith("CUDA_DEVICE_MAX_CONNECTIONS=1 is set, so that") for note in notes] == [
         True
     ] * is_set
