@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pentatron.checkpoint.format import Manifest
 from pentatron.checkpoint.load import ROUTERS, WEIGHTS, StepReader
-from pentatron.checkpoint.tensor_file import DTYPES, ReadRectangle, TensorSpec, blocks
+from pentatron.checkpoint.tensor_file import ReadRectangle, TensorSpec, blocks
 from pentatron.parallel.sharding import Shape
 
 # Integer dtypes by element size, to compare the bits of values.
@@ -213,9 +213,8 @@ def tensor_digests(
         for name in sorted(manifest.tensors if names is None else names):
             record = manifest.tensors[name]
             digest = hashlib.sha256(f"{record.dtype} {list(record.shape)}\n".encode())
-            for start, size in blocks(record.shape, DTYPES[record.dtype].itemsize):
-                values = reader.read(name, start, size).contiguous()
-                digest.update(values.reshape(-1).view(torch.uint8).numpy().data)
+            for _, values in reader.read_blocks(name):
+                digest.update(values.contiguous().reshape(-1).view(torch.uint8).numpy().data)
             yield name, digest.hexdigest()
 
 

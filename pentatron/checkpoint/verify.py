@@ -5,7 +5,7 @@ wait.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,7 @@ from pentatron.checkpoint.format import (
 )
 from pentatron.checkpoint.load import StepReader
 from pentatron.checkpoint.retention import step_number
-from pentatron.checkpoint.tensor_file import DTYPES, blocks
+from pentatron.checkpoint.tensor_file import DTYPES
 from pentatron.checksums import ProgressCallback, digest_of_file
 from pentatron.errors import UserError
 from pentatron.parallel.collectives import Group, broadcast_object, gather_objects, run_on_some_ranks
@@ -182,18 +182,11 @@ class TensorStatistics:
             self._squares += float(exact.square().sum())
 
 
-def read_blocks(reader: StepReader, name: str) -> Iterator[tuple[Shape, Tensor]]:
-    """Yields (start, values) of the blocks of a tensor, in memory order."""
-    record = reader.manifest.tensors[name]
-    for start, size in blocks(record.shape, DTYPES[record.dtype].itemsize):
-        yield start, reader.read(name, start, size)
-
-
 @torch.no_grad()
 def tensor_statistics(reader: StepReader, name: str) -> TensorStatistics:
     """Returns the statistics of a tensor of a step."""
     statistics = TensorStatistics()
-    for start, values in read_blocks(reader, name):
+    for start, values in reader.read_blocks(name):
         statistics.add(values, start)
     return statistics
 
