@@ -41,8 +41,13 @@ _EXPERTS = "mlp.experts.experts."
 _NORM, _NORM_OF_EXPERTS = "mlp.linear_fc1.layer_norm_{kind}", "pre_mlp_layernorm.{kind}"
 
 
-def _row_outside_layers(ours: str, theirs: str) -> TableRow:
-    return TableRow(ours, ((Source(f"{{base}}{theirs}"),),))
+# Tensors outside the layers, and theirs.
+_OUTSIDE_LAYERS = {
+    "embedding.word.weight": "embedding.word_embeddings.weight",
+    "embedding.position.weight": "embedding.position_embeddings.weight",
+    "final_norm.{kind}": "decoder.final_layernorm.{kind}",
+    "head.weight": "output_layer.weight",
+}
 
 
 def _rows(stacked: Sequence[bool]) -> Iterator[TableRow]:
@@ -55,10 +60,8 @@ def _rows(stacked: Sequence[bool]) -> Iterator[TableRow]:
         forms = (form for name in theirs for form in _forms(name, stacked, halves, experts))
         return TableRow(f"layers.{{layer}}.{ours}", tuple(forms))
 
-    yield _row_outside_layers("embedding.word.weight", "embedding.word_embeddings.weight")
-    yield _row_outside_layers("embedding.position.weight", "embedding.position_embeddings.weight")
-    yield _row_outside_layers("final_norm.{kind}", "decoder.final_layernorm.{kind}")
-    yield _row_outside_layers("head.weight", "output_layer.weight")
+    for ours, theirs in _OUTSIDE_LAYERS.items():
+        yield TableRow(ours, ((Source(f"{{base}}{theirs}"),),))
     yield row("input_norm.{kind}", "self_attention.linear_qkv.layer_norm_{kind}", "input_layernorm.{kind}")
     yield row("attention.linear_qkv.{kind}", "self_attention.linear_qkv.{kind}")
     yield row("attention.q_norm.{kind}", "self_attention.q_layernorm.{kind}")
@@ -82,9 +85,7 @@ def _forms(theirs: str, stacked: Sequence[bool], halves: bool, experts: bool) ->
     Whole, or gate and up separate (`_w`, `_v`); both also for each expert.
     """
     for is_stacked in stacked:
-        name = (
-            f"{{base}}decoder.layers.{theirs}" if is_stacked else f"{{base}}decoder.layers.{{layer}}.{theirs}"
-        )
+        name = f"{{base}}decoder.layers.{'' if is_stacked else '{layer}.'}{theirs}"
         per_expert = name.replace(_EXPERTS, f"{_EXPERTS}{{expert}}.")
         for tensor in (name, per_expert) if experts else (name,):
             yield (Source(tensor, stacked=is_stacked),)
@@ -124,14 +125,11 @@ def written_links(model: TransformerConfig, moe: MoEConfig) -> dict[str, list[Li
     """Returns the links of each of our tensors to all names it is written under."""
     stacked, shapes = is_stacked(model, moe), tensors_of(model, moe)
     links = links_by_table(TABLES[stacked], model, shapes)
-    moe_layer_prefixes = {
-        name.removesuffix("mlp.router.weight") for name in shapes if name.endswith(".mlp.router.weight")
-    }
     # A row has one name. The norm of a MoE layer is written under both.
     second_links = [
         replace(link, theirs=moe_norm_name(link.theirs))
         for link in links
-        if link.ours.partition("mlp_norm.")[0] in moe_layer_prefixes
+        if f"{link.ours.partition('mlp_norm.')[0]}mlp.router.weight" in shapes
     ]
     return by_ours([*links, *second_links])
 
@@ -159,18 +157,10 @@ def written_shapes(links: Mapping[str, Sequence[Link]], layers: int, vocabulary:
 # Extra states of Transformer Engine modules. Empty without fp8, but Megatron-LM's loader requires them.
 EXTRA_STATE = "_extra_state"
 EXTRA_IN_LAYERS = (
-    "self_attention.linear_qkv",
-    "self_attention.linear_proj",
-    "self_attention.core_attention",
-    "self_attention.q_layernorm",
-    "self_attention.k_layernorm",
-    "input_layernorm",
-    "pre_mlp_layernorm",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
-    "mlp.shared_experts.linear_fc1",
-    "mlp.shared_experts.linear_fc2",
-)
+    "self_attention.linear_qkv self_attention.linear_proj self_attention.core_attention self_attention.q_layernorm "
+    "self_attention.k_layernorm input_layernorm pre_mlp_layernorm mlp.linear_fc1 mlp.linear_fc2 "
+    "mlp.shared_experts.linear_fc1 mlp.shared_experts.linear_fc2"
+).split()
 EXTRA_OF_EXPERTS = (f"{_EXPERTS}linear_fc1", f"{_EXPERTS}linear_fc2")
 EXTRA_OUTSIDE = ("decoder.final_layernorm",)
 
@@ -245,33 +235,23 @@ def manifest_of(
     stored = contents.tensors
     prefix = find_name_prefix(stored, contents.folder)
     links = read_links(model, moe, stored, prefix)
-    has_master_weights = all(f"{MASTER_PREFIX}{link.theirs}" in stored for link in _parameter_links(links))
-    tensors: dict[str, TensorRecord] = {}
-    for ours, of_tensor in links.items():
-        kind = ROUTERS if _is_router_bias(ours) else WEIGHTS
-        name_prefix = MASTER_PREFIX if has_master_weights and kind == WEIGHTS else ""
-        tensors[f"{kind}{ours}"] = _record(contents, ours, of_tensor, name_prefix)
-    for state in OPTIMIZER_STATES:
-        if all(f"{STATE_PREFIX}{state}.{link.theirs}" in stored for link in _parameter_links(links)):
-            for ours, of_tensor in links.items():
-                if not _is_router_bias(ours):
-                    tensors[f"{state}/{ours}"] = _record(contents, ours, of_tensor, f"{STATE_PREFIX}{state}.")
+    # Expert biases of routers are updated from token counts, and stored separately from weights.
+    biases = {ours: of_tensor for ours, of_tensor in links.items() if ours.endswith(".mlp.router.bias")}
+    parameters = {ours: of_tensor for ours, of_tensor in links.items() if ours not in biases}
+
+    def has_all(name_prefix: str) -> bool:
+        return all(f"{name_prefix}{one.theirs}" in stored for of in parameters.values() for one in of)
+
+    groups = [(ROUTERS, biases, ""), (WEIGHTS, parameters, MASTER_PREFIX if has_all(MASTER_PREFIX) else "")]
+    states = {state: f"{STATE_PREFIX}{state}." for state in OPTIMIZER_STATES}
+    groups += [(f"{state}/", parameters, theirs) for state, theirs in states.items() if has_all(theirs)]
+    tensors = {
+        f"{kind}{ours}": _record(contents, ours, of_tensor, name_prefix)
+        for kind, members, name_prefix in groups
+        for ours, of_tensor in members.items()
+    }
     _refuse_left_over(contents, prefix, links)
     return Manifest(contents.iteration, {}, dict(sorted(tensors.items())), dict(run_state), dict(config))
-
-
-def _parameter_links(links: Mapping[str, list[Link]]) -> Iterator[Link]:
-    for ours, of_tensor in links.items():
-        if not _is_router_bias(ours):
-            yield from of_tensor
-
-
-def _is_router_bias(ours: str) -> bool:
-    """Whether this is the expert bias of a router.
-
-    It is updated from token counts, and stored separately from weights.
-    """
-    return ours.endswith(".mlp.router.bias")
 
 
 def _record(contents: MegatronCheckpoint, ours: str, links: Iterable[Link], name_prefix: str) -> TensorRecord:
@@ -333,14 +313,9 @@ def _refuse_left_over(contents: MegatronCheckpoint, prefix: str, links: Mapping[
     if "head.weight" not in links:
         # Tied embeddings: the file may store the shared weight again.
         used.add(f"{prefix}output_layer.weight")
-    unused = [
-        name
-        for name in contents.tensors
-        if name.startswith(prefix)
-        and not name.startswith(("optimizer.", "rng", "rerun"))
-        and name not in used
-    ]
-    if unused:
+    others = ("optimizer.", "rng", "rerun")
+    weights = [n for n in contents.tensors if n.startswith(prefix) and not n.startswith(others)]
+    if unused := [name for name in weights if name not in used]:
         raise UserError(
             f"{contents.folder} contains {len(unused)} tensors that the model its arguments describe does not have, the first being {unused[0]}"
         )

@@ -181,10 +181,8 @@ def _without_unreadable_optimizer(contents: MegatronCheckpoint, others: list[str
 
 
 _FORMAT_TEXT = {
-    "sharded_backend": "torch_dist",
-    "sharded_backend_version": 1,
-    "common_backend": "torch",
-    "common_backend_version": 1,
+    "sharded_backend": "torch_dist", "sharded_backend_version": 1,
+    "common_backend": "torch", "common_backend_version": 1,
 }
 
 
@@ -264,36 +262,27 @@ def write_index(
     folder: Path, shapes: Mapping[str, Shape], places: Iterable[WrittenRectangle]
 ) -> list[FileRecord]:
     """Writes `.metadata`, the index of the folder's `.distcp` files, and `metadata.json`."""
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.distributed.checkpoint.metadata import (
-        BytesStorageMetadata,
-        ChunkStorageMetadata,
-        Metadata,
-        MetadataIndex,
-        TensorProperties,
-        TensorStorageMetadata,
-    )
+    from torch.distributed.checkpoint import filesystem, metadata
 
     described: dict[str, Any] = {}
     stored: dict[Any, Any] = {}
     for place in places:
-        info = _StorageInfo(place.file, place.offset, place.length)
+        info = filesystem._StorageInfo(place.file, place.offset, place.length)
         if place.start is None:
-            described[place.theirs] = BytesStorageMetadata()
-            stored[MetadataIndex(place.theirs)] = info
+            described[place.theirs] = metadata.BytesStorageMetadata()
+            stored[metadata.MetadataIndex(place.theirs)] = info
             continue
-        record = described.get(place.theirs)
-        if record is None:
-            properties = TensorProperties(dtype=DTYPES[place.dtype])
-            record = TensorStorageMetadata(properties, torch.Size(shapes[place.theirs]), [])
-            described[place.theirs] = record
-        index = len(record.chunks)
-        record.chunks.append(ChunkStorageMetadata(torch.Size(place.start), torch.Size(place.size)))
-        stored[MetadataIndex(place.theirs, place.start, index)] = info
-    metadata = Metadata(described, planner_data=None, storage_data=stored)
+        if place.theirs not in described:
+            properties = metadata.TensorProperties(dtype=DTYPES[place.dtype])
+            size = torch.Size(shapes[place.theirs])
+            described[place.theirs] = metadata.TensorStorageMetadata(properties, size, [])
+        chunks = described[place.theirs].chunks
+        stored[metadata.MetadataIndex(place.theirs, place.start, len(chunks))] = info
+        chunks.append(metadata.ChunkStorageMetadata(torch.Size(place.start), torch.Size(place.size)))
+    index = metadata.Metadata(described, planner_data=None, storage_data=stored)
     # Pickle protocol 2, as in torch's own writer.
     return [
-        write_hashed_file(folder / INDEX_NAME, pickle.dumps(metadata, protocol=2)),
+        write_hashed_file(folder / INDEX_NAME, pickle.dumps(index, protocol=2)),
         write_hashed_file(folder / FORMAT, json.dumps(_FORMAT_TEXT).encode()),
     ]
 
