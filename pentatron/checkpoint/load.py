@@ -5,7 +5,7 @@ import functools
 import itertools
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,6 @@ from pentatron.parallel.sharding import Fragment, Shape, overlap, region
 WEIGHTS = "weights/"
 # Expert biases of routers, which are updated from token counts, not by gradients.
 ROUTERS = "routers/"
-# Limit of files open at the same time; steps of many ranks have more.
-_MAX_OPEN_FILES = 200
 
 
 @dataclass(frozen=True)
@@ -47,15 +45,10 @@ def load_fragments(folder: Path, manifest: Manifest, targets: Iterable[Fragment]
     whose values the target's dtype represents exactly; other tensors must have the same dtype. Reads only
     what the targets need, one block at a time, and opens every file once.
     """
-    by_name: dict[str, list[Fragment]] = {}
-    for target in targets:
-        by_name.setdefault(target.tensor, []).append(target)
-    _check_targets(folder, manifest, by_name)
-    reads: list[_Read] = []
-    for name, fragments in by_name.items():
-        stored = _Overlaps(manifest.tensors[name])
-        for target in fragments:
-            reads += stored.reads(target)
+    targets = list(targets)
+    _check_targets(folder, manifest, targets)
+    stored = {name: _Overlaps(manifest.tensors[name]) for name in {target.tensor for target in targets}}
+    reads = [read for target in targets for read in stored[target.tensor].reads(target)]
     advice = "resume with --verify-checkpoint to fall back to an older step"
     with StepReader(folder, manifest, advice, max_open_files=1) as reader, torch.no_grad():
         for read in sorted(reads, key=lambda read: (read.piece.file, read.piece.key)):
@@ -75,16 +68,12 @@ def load_tensor(folder: Path, manifest: Manifest, name: str) -> Tensor:
 class StepReader(contextlib.ExitStack):
     """Context manager that reads rectangles of the tensors of a step.
 
-    Files stay open until the block ends, or until `max_open_files` are. `advice`: in the error for a damaged
-    file.
+    Files stay open until the block ends, or until `max_open_files` are: steps of many ranks have more.
+    `advice`: in the error for a damaged file.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        manifest: Manifest,
-        advice: str = "name another step",
-        max_open_files: int = _MAX_OPEN_FILES,
+        self, folder: Path, manifest: Manifest, advice: str = "name another step", max_open_files: int = 200
     ) -> None:
         super().__init__()
         self.folder, self.manifest = folder, manifest
@@ -148,25 +137,23 @@ class StepReader(contextlib.ExitStack):
         return self._files[path]
 
 
-def _check_targets(folder: Path, manifest: Manifest, by_name: dict[str, list[Fragment]]) -> None:
+def _check_targets(folder: Path, manifest: Manifest, targets: Sequence[Fragment]) -> None:
     """Checks that every target is stored with its shape and an allowed dtype."""
-    missing = [name for name in by_name if name not in manifest.tensors]
-    if missing:
+    names = dict.fromkeys(target.tensor for target in targets)
+    if missing := [name for name in names if name not in manifest.tensors]:
         raise UserError(
             f"checkpoint {folder} lacks {len(missing)} tensors of this model, the first being {missing[0]}; check the parameters it was "
             f"converted or trained with: the architecture must be the same, tensor and pipeline sizes need not"
         )
-    for target in itertools.chain.from_iterable(by_name.values()):
+    for target in targets:
         name, record = target.tensor, manifest.tensors[target.tensor]
         if tuple(target.shape) != record.shape:
             raise UserError(
                 f"checkpoint {folder} holds {name} as {list(record.shape)}, this model wants {list(target.shape)}; "
                 f"check the parameters it was converted or trained with: the architecture must be the same, tensor and pipeline sizes need not"
             )
-        dtype, is_weight = target.values.dtype, name.startswith(WEIGHTS)
-        if dtype != DTYPES[record.dtype] and not (
-            is_weight and represents_exactly(dtype, DTYPES[record.dtype])
-        ):
+        dtype, stored, is_weight = target.values.dtype, DTYPES[record.dtype], name.startswith(WEIGHTS)
+        if not (represents_exactly(dtype, stored) if is_weight else dtype == stored):
             advice = "; import the model again with --dtype fp32 --allow-narrowing" if is_weight else ""
             raise UserError(
                 f"checkpoint {folder} holds {name} as {record.dtype}, this run keeps it as {str(dtype).removeprefix('torch.')}{advice}"

@@ -85,7 +85,8 @@ def _derived_schedule(resolved: Settings) -> dict[str, Any]:
     iterations = resolved.train_iters or -(-(resolved.train_samples or size) // size)
     settings: dict[str, Any] = {"global_batch_size": size, "train_iters": iterations}
     settings["lr_decay_iters"] = resolved.lr_decay_iters or iterations
-    settings["lr_warmup_iters"], settings["min_lr"] = resolved.lr_warmup_iters or 0, resolved.min_lr or 0.0
+    settings["lr_warmup_iters"] = resolved.lr_warmup_iters or 0
+    settings["min_lr"] = resolved.min_lr or 0.0
     if resolved.weight_decay_incr_style != "constant":
         for name in ("start_weight_decay", "end_weight_decay"):
             given = getattr(resolved, name)
@@ -154,8 +155,11 @@ _SHARDING = "fully_reshardable"
 
 # Names in the state of Megatron-LM's scheduler, by ours in the schedules of learning rate and weight decay.
 _RATE_NAMES = {
-    "peak": "max_lr", "floor": "min_lr", "warmup_samples": "lr_warmup_steps",
-    "decay_samples": "lr_decay_steps", "style": "lr_decay_style",
+    "peak": "max_lr",
+    "floor": "min_lr",
+    "warmup_samples": "lr_warmup_steps",
+    "decay_samples": "lr_decay_steps",
+    "style": "lr_decay_style",
 }
 _DECAY_NAMES = {"start": "start_wd", "end": "end_wd", "style": "wd_incr_style", "samples": "wd_incr_steps"}
 # Styles that the scheduler's state describes completely. WSD also needs arguments.
@@ -238,10 +242,11 @@ def run_state_of(common: Mapping[str, Any], arguments: Mapping[str, Any], iterat
 
 def _schedule_of(scheduler: Mapping[str, Any]) -> dict[str, Any]:
     """Converts the scheduler's state to our schedules; empty if incomplete."""
-    rate, decay = (
-        {ours: scheduler.get(theirs) for ours, theirs in names.items()}
-        for names in (_RATE_NAMES, _DECAY_NAMES)
-    )
+
+    def parts(names: Mapping[str, str]) -> dict[str, Any]:
+        return {ours: scheduler.get(theirs) for ours, theirs in names.items()}
+
+    rate, decay = parts(_RATE_NAMES), parts(_DECAY_NAMES)
     rate_style, decay_style = rate.pop("style"), decay.pop("style")
     complete = all(isinstance(number, (int, float)) for number in (*rate.values(), *decay.values()))
     if not complete or rate_style not in _LR_STYLES or decay_style not in _DECAY_STYLES:

@@ -10,15 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pentatron.checkpoint.format import Manifest, StoredPiece, TensorRecord, cover_problem
-from pentatron.checkpoint.links import (
-    Link,
-    NameTable,
-    Source,
-    TableRow,
-    by_ours,
-    links_by_table,
-    their_shapes,
-)
+from pentatron.checkpoint.links import Link, NameTable, Source, TableRow, by_ours, their_shapes
 from pentatron.checkpoint.load import ROUTERS, WEIGHTS
 from pentatron.checkpoint.tensor_file import DTYPES
 from pentatron.checkpoint.torch_file import rectangle_key
@@ -124,7 +116,7 @@ def is_stacked(model: TransformerConfig, moe: MoEConfig) -> bool:
 def written_links(model: TransformerConfig, moe: MoEConfig) -> dict[str, list[Link]]:
     """Returns the links of each of our tensors to all names it is written under."""
     stacked, shapes = is_stacked(model, moe), tensors_of(model, moe)
-    links = links_by_table(TABLES[stacked], model, shapes)
+    links = TABLES[stacked].links(model, shapes)
     # A row has one name. The norm of a MoE layer is written under both.
     second_links = [
         replace(link, theirs=moe_norm_name(link.theirs))
@@ -138,7 +130,7 @@ def read_links(
     model: TransformerConfig, moe: MoEConfig, names: Collection[str], prefix: str = ""
 ) -> dict[str, list[Link]]:
     """Returns the links of each of our tensors to those in a file, whose names start with `prefix`."""
-    return by_ours(links_by_table(TABLES[True], model, tensors_of(model, moe), names, prefix))
+    return by_ours(TABLES[True].links(model, tensors_of(model, moe), names, prefix))
 
 
 def written_shapes(links: Mapping[str, Sequence[Link]], layers: int, vocabulary: int) -> dict[str, Shape]:
@@ -221,6 +213,24 @@ def find_name_prefix(names: Collection[str], folder: Path) -> str:
     )
 
 
+def without_unreadable_optimizer(contents: MegatronCheckpoint, others: list[str]) -> MegatronCheckpoint:
+    """Removes optimizer state whose sharding only the saving layout can read, and adds a message."""
+    prefix = find_name_prefix(contents.tensors, contents.folder)
+    anchor = f"{prefix}{_ANCHOR}"
+    # State that is readable in any layout has the shapes of the weights.
+    states = [contents.tensors.get(f"{STATE_PREFIX}{state}.{anchor}") for state in OPTIMIZER_STATES]
+    readable = any(s is not None and s.shape == contents.tensors[anchor].shape for s in states)
+    has_state = any(name.startswith(("optimizer.", "chained_")) for name in (*contents.tensors, *others))
+    if readable or not has_state:
+        return contents
+    tensors = {name: stored for name, stored in contents.tensors.items() if not name.startswith("optimizer.")}
+    remark = (
+        f"{contents.folder} has its optimizer state in the order of the layout that saved it, so only the weights are read (Megatron-LM "
+        f"writes it for any layout with --dist-ckpt-optim-fully-reshardable)"
+    )
+    return replace(contents, tensors=tensors, remarks=(remark,))
+
+
 def manifest_of(
     contents: MegatronCheckpoint,
     model: TransformerConfig,
@@ -240,7 +250,7 @@ def manifest_of(
     parameters = {ours: of_tensor for ours, of_tensor in links.items() if ours not in biases}
 
     def has_all(name_prefix: str) -> bool:
-        return all(f"{name_prefix}{one.theirs}" in stored for of in parameters.values() for one in of)
+        return all(f"{name_prefix}{link.theirs}" in stored for group in parameters.values() for link in group)
 
     groups = [(ROUTERS, biases, ""), (WEIGHTS, parameters, MASTER_PREFIX if has_all(MASTER_PREFIX) else "")]
     states = {state: f"{STATE_PREFIX}{state}." for state in OPTIMIZER_STATES}
@@ -266,7 +276,14 @@ def _record(contents: MegatronCheckpoint, ours: str, links: Iterable[Link], name
             raise UserError(
                 f"{contents.folder} lacks {name}, so it is not the model that its arguments describe; name another checkpoint"
             )
-        _check_shape(contents.folder, name, stored, link)
+        expected = tuple(i + n for i, n in zip(link.start, link.their_size))
+        # The vocabulary may be padded. The link of one layer requires as many stacked layers as its own index.
+        may_be_longer = link.ours in VOCABULARY or link.stacked
+        is_longer = stored.shape[1:] == expected[1:] and stored.shape[0] >= expected[0]
+        if stored.shape != expected and not (may_be_longer and is_longer):
+            raise UserError(
+                f"{contents.folder} contains {name} as {list(stored.shape)}, but the model its arguments describe has {list(expected)}"
+            )
         dtypes.add(stored.dtype)
         pieces += _pieces(link, stored)
         end = tuple(i + n for i, n in zip(link.at, link.size))
@@ -281,23 +298,10 @@ def _record(contents: MegatronCheckpoint, ours: str, links: Iterable[Link], name
     return TensorRecord(dtypes.pop(), shape, tuple(sorted(pieces, key=lambda piece: piece.start)))
 
 
-def _check_shape(folder: Path, name: str, stored: MegatronTensor, link: Link) -> None:
-    """Checks the shape of a stored tensor. The vocabulary may be padded."""
-    expected = tuple(i + n for i, n in zip(link.start, link.their_size))
-    # The link of one layer requires only as many stacked layers as its own index.
-    may_be_longer = link.ours in VOCABULARY or link.stacked
-    is_longer = stored.shape[1:] == expected[1:] and stored.shape[0] >= expected[0]
-    if stored.shape != expected and not (may_be_longer and is_longer):
-        raise UserError(
-            f"{folder} contains {name} as {list(stored.shape)}, but the model its arguments describe has {list(expected)}"
-        )
-
-
 def _pieces(link: Link, stored: MegatronTensor) -> Iterator[StoredPiece]:
     """Yields the pieces of our tensor along a link."""
     for piece in stored.pieces:
-        common = link.shared_with_theirs(piece.start, piece.size)
-        if common is None:
+        if (common := link.shared_with_theirs(piece.start, piece.size)) is None:
             continue
         start, size = common
         at, shape = link.our_rectangle(start, size)
