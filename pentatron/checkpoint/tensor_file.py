@@ -66,8 +66,10 @@ TORCH_FILES = (".distcp", ".pt")
 
 def represents_exactly(kept: torch.dtype, stored: torch.dtype) -> bool:
     """Whether the dtype `kept` represents every value of the dtype `stored`."""
-    are_floats = kept.is_floating_point and stored.is_floating_point
-    return kept == stored or (are_floats and torch.promote_types(kept, stored) == kept)
+    if not (kept.is_floating_point and stored.is_floating_point):
+        return kept == stored
+    wide, narrow = torch.finfo(kept), torch.finfo(stored)
+    return wide.eps <= narrow.eps and wide.max >= narrow.max
 
 
 @sendable

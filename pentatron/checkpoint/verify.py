@@ -244,7 +244,6 @@ def find_non_finite(folder: Path, manifest: Manifest, tell: ProgressCallback) ->
             tell(statistics.elements * DTYPES[record.dtype].itemsize)
             if statistics.finite < statistics.elements:
                 counts = f"{statistics.nans:,} NaN and {statistics.infinities:,} infinite"
-                where = f"of {statistics.elements:,} elements, the first at {statistics.first_bad}"
-                sentence = f"{folder}: {name} has {counts} {where}"
+                sentence = f"{folder}: {name} has {counts} of {statistics.elements:,} elements, the first at {statistics.first_bad}"
                 problems.append(Problem(sentence, "", (name,), "finite numbers", counts))
     return problems
