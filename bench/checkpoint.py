@@ -165,7 +165,7 @@ def save_as_two(folder: Path, state: dict[str, Tensor]) -> tuple[Path, Manifest]
     temporary = store.temporary(1)
     temporary.mkdir(parents=True)
     written = [store.write_own(temporary, rank, halves(state, rank)) for rank in range(2)]
-    manifest = store.complete(temporary, 1, written, {}, {})
+    manifest = store.complete(temporary, Manifest(1, {}, {}, {}, {}), written)
     return store.commit(temporary, manifest), manifest
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pentatron.checkpoint.format import Manifest
 from pentatron.checkpoint.load import ROUTERS, WEIGHTS, StepReader
-from pentatron.checkpoint.tensor_file import DTYPES, ReadRectangle, TensorSpec, blocks
+from pentatron.checkpoint.tensor_file import ReadRectangle, TensorSpec, blocks
 from pentatron.parallel.sharding import Shape
 
 # Integer dtypes by element size, to compare the bits of values.
@@ -79,9 +79,10 @@ class Difference:
         """Adds the next block of both sides."""
         self.elements += ours.numel()
         different = _different(ours, theirs)
-        if not bool(different.any()):
-            if ours.is_floating_point():
-                self._reference += float(ours.double().nan_to_num(0, 0, 0).square().sum())
+        differs = bool(different.any())
+        if differs or ours.is_floating_point():
+            self._reference += float(ours.double().nan_to_num(0, 0, 0).square().sum())
+        if not differs:
             return
         if self.first is None:
             self.first = [i + j for i, j in zip(start, different.nonzero()[0].tolist(), strict=True)]
@@ -89,10 +90,8 @@ class Difference:
         if ours.dtype == theirs.dtype and ours.is_floating_point():
             self.ulps = max(self.ulps or 0, _ulps(ours[different], theirs[different]))
         a, b = ours.double(), theirs.double()
-        self._reference += float(a.nan_to_num(0, 0, 0).square().sum())
-        distance = (a - b).abs()[different]
         # NaN or inf on one side only counts as an infinite distance.
-        distance = distance.nan_to_num(math.inf, math.inf, math.inf)
+        distance = (a - b).abs()[different].nan_to_num(math.inf, math.inf, math.inf)
         scale = torch.maximum(a.abs(), b.abs())[different].nan_to_num(1.0, 1.0, 1.0)
         self._squares += float(distance.square().sum())
         self.largest = max(self.largest, float(distance.max()))
@@ -113,12 +112,8 @@ def _ulps(ours: Tensor, theirs: Tensor) -> int:
     """Largest distance in units in the last place, computed on the bits as ordered integers."""
     kind = _INTEGERS[ours.element_size()]
     low = torch.iinfo(kind).min
-
-    def ordered(values: Tensor) -> Tensor:
-        bits = values.contiguous().view(kind).to(torch.int64)
-        return torch.where(bits < 0, low - bits, bits)
-
-    a, b = ordered(ours), ordered(theirs)
+    bits = (values.contiguous().view(kind).to(torch.int64) for values in (ours, theirs))
+    a, b = (torch.where(number < 0, low - number, number) for number in bits)
     if kind == torch.int64:
         # The difference of two int64 may need 65 bits.
         return max(abs(i - j) for i, j in zip(a.tolist(), b.tolist(), strict=True))
@@ -196,27 +191,17 @@ class StateDigest:
 def state_digest(folder: Path, manifest: Manifest) -> StateDigest:
     """Digests a saved step. Reads every byte, one block at a time."""
     parts: dict[str, list[str]] = {"weights": [], "optimizer": [], "random": []}
-    for name, digest in tensor_digests(folder, manifest):
-        is_weight = name.startswith((WEIGHTS, ROUTERS))
-        part = "weights" if is_weight else "random" if name.startswith(RANDOM) else "optimizer"
-        parts[part].append(f"{name} {digest}")
+    with StepReader(folder, manifest) as reader:
+        for name, record in sorted(manifest.tensors.items()):
+            digest = hashlib.sha256(f"{record.dtype} {list(record.shape)}\n".encode())
+            for _, values in reader.read_blocks(name):
+                digest.update(values.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            is_weight = name.startswith((WEIGHTS, ROUTERS))
+            part = "weights" if is_weight else "random" if name.startswith(RANDOM) else "optimizer"
+            parts[part].append(f"{name} {digest.hexdigest()}")
     state = {key: value for key, value in manifest.run_state.items() if key not in NO_STATE}
     cursor = _digest_lines([json.dumps({"step": manifest.step, "state": state}, sort_keys=True)])
     return StateDigest(**{part: _digest_lines(lines) for part, lines in parts.items()}, cursor=cursor)
-
-
-def tensor_digests(
-    folder: Path, manifest: Manifest, names: Iterable[str] | None = None
-) -> Iterator[tuple[str, str]]:
-    """Yields (name, digest) of each tensor in sorted order. Covers dtype, shape and elements."""
-    with StepReader(folder, manifest) as reader:
-        for name in sorted(manifest.tensors if names is None else names):
-            record = manifest.tensors[name]
-            digest = hashlib.sha256(f"{record.dtype} {list(record.shape)}\n".encode())
-            for start, size in blocks(record.shape, DTYPES[record.dtype].itemsize):
-                values = reader.read(name, start, size).contiguous()
-                digest.update(values.reshape(-1).view(torch.uint8).numpy().data)
-            yield name, digest.hexdigest()
 
 
 def _digest_lines(lines: Iterable[str]) -> str:

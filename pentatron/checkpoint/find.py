@@ -36,18 +36,14 @@ def resolve_latest(path: Path) -> Path:
     """Resolves a `latest` file to the step it names; returns other paths unchanged."""
     if path.name != LATEST or not path.is_file():
         return path
-    step_name = read_latest(path.parent)
+    step_name = _read_line(path)
     # Untrusted: a name from a file must not contain a path.
     step = path.parent / step_name
     return step if Path(step_name).name == step_name and is_step(step) else path
 
 
-def read_latest(steps: Path) -> str:
-    """Content of `latest`, or an empty string. Only used if the user names the file."""
-    return _read_line(steps / LATEST)
-
-
 def _read_line(path: Path) -> str:
+    """Content of `latest` or a tracker file, or an empty string."""
     try:
         return path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
@@ -64,11 +60,8 @@ def find_steps_folder(path: Path) -> Path | None:
 
     None if neither has steps, not even damaged ones.
     """
-    for folder in (path, default_checkpoint_folder(path)):
-        store = CheckpointStore(folder, keep=None)
-        if store.steps() or store.damaged():
-            return folder
-    return None
+    stores = (CheckpointStore(folder, keep=None) for folder in (path, default_checkpoint_folder(path)))
+    return next((store.folder for store in stores if store.steps() or store.damaged()), None)
 
 
 def read_step(folder: Path, verify: bool, check: Check = verify_files) -> Checkpoint:
@@ -87,9 +80,7 @@ def read_step(folder: Path, verify: bool, check: Check = verify_files) -> Checkp
 
 def find_megatron_checkpoint(path: Path) -> tuple[Path, str] | None:
     """Returns the Megatron-LM checkpoint for a path and its format, or None. Reads only the tracker file."""
-    for folder in (path, _newest_iteration(path)):
-        if folder is None or not folder.is_dir():
-            continue
+    for folder in filter(None, (path, _newest_iteration(path))):
         for name, patterns in _MEGATRON_FILES.items():
             if any(next(folder.glob(pattern), None) for pattern in patterns):
                 return folder, name
@@ -184,12 +175,12 @@ def list_steps(path: Path) -> list[ListedStep]:
     path = resolve_latest(path)
     if is_step(path):
         folder = path.resolve()
-        return [_facts(folder, read_latest(folder.parent), read_base_steps(folder.parent) or frozenset())]
-    steps = find_steps_folder(path)
-    if steps is None:
+        return [_facts(folder, _read_line(folder.parent / LATEST), read_base_steps(folder.parent).steps)]
+    if (steps := find_steps_folder(path)) is None:
         return []
-    store, pointed, bases = CheckpointStore(steps, keep=None), read_latest(steps), read_base_steps(steps)
-    return [_facts(folder, pointed, bases or frozenset()) for folder in (*store.steps(), *store.damaged())]
+    store = CheckpointStore(steps, keep=None)
+    latest, bases = _read_line(steps / LATEST), read_base_steps(steps).steps
+    return [_facts(folder, latest, bases) for folder in (*store.steps(), *store.damaged())]
 
 
 def _facts(folder: Path, pointed: str, bases: frozenset[str]) -> ListedStep:
@@ -222,11 +213,8 @@ def is_resumable(manifest: Manifest) -> bool:
 def format_layout(config: Mapping[str, Any]) -> str:
     """Formats the parallel sizes of a step: `tp2 pp2 dp2 zero1`, or `one process`."""
     saved = Settings.of_sections(config)
-    sizes = [
-        f"{short}{getattr(saved, name)}"
-        for short, name in _PARALLEL_SIZES
-        if (getattr(saved, name) or 1) != 1
-    ]
+    known = ((short, getattr(saved, name) or 1) for short, name in _PARALLEL_SIZES)
+    sizes = [f"{short}{size}" for short, size in known if size != 1]
     if sizes and saved.zero_stage:
         sizes.append(f"zero{saved.zero_stage}")
     return " ".join(sizes) or "one process"
@@ -256,9 +244,8 @@ def saved_settings(found: Checkpoint) -> dict[str, Any]:
     An unknown setting of the model is refused: it may change the model.
     """
     config = found.manifest.config
-    unknown = [
-        name for section in ("model", "moe") for name in config.get(section, {}) if name not in table()
-    ]
+    architecture = (*config.get("model", ()), *config.get("moe", ()))
+    unknown = [name for name in architecture if name not in table()]
     if "model" not in config or unknown:
         raise UserError(
             f"{found.folder} describes a model this version does not know ({', '.join(unknown) or 'it has no settings'}); use the "

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pentatron.checkpoint.manifest_checks import check_types, is_in_folder, oversized_file, read_json
+from pentatron.checkpoint.manifest_checks import check_types, read_json
 from pentatron.checkpoint.tensor_file import DTYPES, TORCH_FILES, FileRecord, tensor_checksums, write_tensors
 from pentatron.checksums import digest_of_file
 from pentatron.errors import UserError
@@ -97,18 +97,11 @@ class Manifest:
             # `dataclasses.asdict` copies deeply, which takes seconds for many thousand pieces.
             pieces = [{k: v for k, v in vars(piece).items() if v is not None} for piece in record.pieces]
             tensors[name] = {"dtype": record.dtype, "shape": record.shape, "pieces": pieces}
-        content = {
-            "format": FORMAT,
-            "version": VERSION,
-            "step": self.step,
-            "files": {
-                name: {key: value for key, value in vars(file).items() if key != "crc32"}
-                for name, file in self.files.items()
-            },
-            "tensors": tensors,
-            "run_state": self.run_state,
-            "config": self.config,
+        files = {
+            name: {key: value for key, value in vars(file).items() if key != "crc32"}
+            for name, file in self.files.items()
         }
+        content = {"format": FORMAT, "version": VERSION, **vars(self), "files": files, "tensors": tensors}
         signed = {**content, "sha256": _digest(content)}
         return "{\n" + ",\n".join(f"{json.dumps(k)}: {_json_lines(v)}" for k, v in signed.items()) + "\n}\n"
 
@@ -183,13 +176,9 @@ def read_manifest(folder: Path) -> Manifest:
         if content["format"] != FORMAT or not intact:
             raise DamagedCheckpoint(f"{path} does not match its own checksum")
         check_types(content)
-        manifest = Manifest(
-            step=content["step"],
-            files={name: FileRecord(**record) for name, record in content["files"].items()},
-            tensors={name: _tensor_record(record) for name, record in content["tensors"].items()},
-            run_state=content["run_state"],
-            config=content["config"],
-        )
+        files = {name: FileRecord(**record) for name, record in content["files"].items()}
+        tensors = {name: _tensor_record(record) for name, record in content["tensors"].items()}
+        manifest = Manifest(content["step"], files, tensors, content["run_state"], content["config"])
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{path} is missing") from None
     except OSError as error:
@@ -207,7 +196,18 @@ def read_manifest(folder: Path) -> Manifest:
 def check_sizes(folder: Path, manifest: Manifest) -> None:
     """Checks that the folder contains exactly the listed files, with the recorded sizes."""
     for name, record in manifest.files.items():
-        _check_file(folder, name, record)
+        # Untrusted: a name from a file must not contain a path.
+        if record.name != name or Path(name).name != name:
+            raise DamagedCheckpoint(
+                f"{folder / FILE_NAME} lists {name} under another name or outside its folder: {record.name}"
+            )
+        path = folder / name
+        if not path.is_file():
+            raise DamagedCheckpoint(f"{path} is missing")
+        if path.resolve().parent != folder.resolve():
+            raise DamagedCheckpoint(f"{path} is a symbolic link out of its step, which is not followed")
+        if path.stat().st_size != record.bytes:
+            raise DamagedCheckpoint(f"{path} has {path.stat().st_size} bytes, not {record.bytes}")
     for path in sorted(path for kind in ("*.safetensors", "*.distcp") for path in folder.glob(kind)):
         # An unlisted file means that steps were mixed by hand, so listed ones may be from another step.
         if path.name not in manifest.files:
@@ -216,16 +216,10 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
 
 def _tensor_record(record: Mapping[str, Any]) -> TensorRecord:
     pieces = tuple(
-        StoredPiece(p["file"], p["key"], _shape(p["start"]), _shape(p["shape"]), p.get("crc32"))
+        StoredPiece(p["file"], p["key"], tuple(p["start"]), tuple(p["shape"]), p.get("crc32"))
         for p in record["pieces"]
     )
-    return TensorRecord(record["dtype"], _shape(record["shape"]), pieces)
-
-
-def _shape(numbers: list[Any]) -> Shape:
-    if not all(type(n) is int for n in numbers):
-        raise ValueError(f"{numbers} is not a shape")
-    return tuple(numbers)
+    return TensorRecord(record["dtype"], tuple(record["shape"]), pieces)
 
 
 def _check_tensors(folder: Path, manifest: Manifest) -> None:
@@ -239,38 +233,21 @@ def _check_tensors(folder: Path, manifest: Manifest) -> None:
     for record in manifest.tensors.values():
         for piece in record.pieces:
             stored[piece.file] += math.prod(piece.shape) * DTYPES[record.dtype].itemsize
-    sizes = {name: file.bytes for name, file in manifest.files.items()}
-    if (file := oversized_file(stored, sizes)) is not None:
-        raise DamagedCheckpoint(
-            f"{folder / FILE_NAME} lists {stored[file]} bytes of tensors in {file}, which has {sizes[file]} bytes"
-        )
+    for file, claimed in stored.items():
+        if claimed > (size := manifest.files[file].bytes):
+            raise DamagedCheckpoint(
+                f"{folder / FILE_NAME} lists {claimed} bytes of tensors in {file}, which has {size} bytes"
+            )
 
 
-def _check_file(folder: Path, name: str, record: FileRecord) -> None:
-    # Untrusted: a name from a file must not contain a path.
-    if record.name != name or Path(name).name != name:
-        raise DamagedCheckpoint(
-            f"{folder / FILE_NAME} lists {name} under another name or outside its folder: {record.name}"
-        )
-    path = folder / name
-    if not path.is_file():
-        raise DamagedCheckpoint(f"{path} is missing")
-    if not is_in_folder(path, folder):
-        raise DamagedCheckpoint(f"{path} is a symbolic link out of its step, which is not followed")
-    if path.stat().st_size != record.bytes:
-        raise DamagedCheckpoint(f"{path} has {path.stat().st_size} bytes, not {record.bytes}")
-
-
-def verify_files(folder: Path, manifest: Manifest) -> None:
-    """Reads every file and compares its digest."""
-    verify_some(folder, manifest, list(manifest.files))
-
-
-def verify_some(folder: Path, manifest: Manifest, names: Sequence[str], cold: bool = False) -> None:
-    """Reads these files in parallel and compares their digests.
+def verify_files(
+    folder: Path, manifest: Manifest, names: Sequence[str] | None = None, cold: bool = False
+) -> None:
+    """Reads files (default: all) in parallel and compares their digests.
 
     `cold`: from disk rather than the page cache.
     """
+    names = list(manifest.files) if names is None else names
     if not names:
         return
     count = torch.get_num_threads()
@@ -327,7 +304,7 @@ class RankWriteResult:
     `failure`: an I/O error. `mistake`: a bug in the caller.
     """
 
-    file: FileRecord | None = None
+    files: tuple[FileRecord, ...] = ()
     tensors: dict[str, TensorRecord] = field(default_factory=dict)
     failure: str = ""
     mistake: str = ""
@@ -366,26 +343,26 @@ def write_rank_file(path: Path, fragments: Sequence[Fragment]) -> RankWriteResul
     records: list[tuple[str, TensorRecord]] = []
     try:
         for fragment in fragments:
-            record = _describe(fragment, path.name)
+            record = describe_fragment(fragment, path.name)
             for piece in record.pieces:
                 if piece.key in values:
                     raise ValueError(f"{piece.key} is given twice")
                 values[piece.key] = fragment.values
             records.append((fragment.tensor, record))
-        file = write_tensors(path, values) if values else None
-        crc32 = file.crc32 if file is not None else {}
+        files = (write_tensors(path, values),) if values else ()
+        crc32 = files[0].crc32 if files else {}
         tensors = {
             name: replace(r, pieces=tuple(replace(piece, crc32=crc32.get(piece.key)) for piece in r.pieces))
-            for name, r in _collect(records).items()
+            for name, r in collect_tensor_records(records).items()
         }
-        return RankWriteResult(file, tensors)
+        return RankWriteResult(files, tensors)
     except OSError as error:
         return RankWriteResult(failure=error.strerror or str(error))
     except ValueError as error:
         return RankWriteResult(mistake=str(error))
 
 
-def _describe(fragment: Fragment, file: str) -> TensorRecord:
+def describe_fragment(fragment: Fragment, file: str) -> TensorRecord:
     """Returns the record of a fragment's tensor with this one piece; an empty part has no piece."""
     dtype = str(fragment.values.dtype).removeprefix("torch.")
     whole, start, size = tuple(fragment.shape), tuple(fragment.start), tuple(fragment.values.shape)
@@ -399,7 +376,7 @@ def _describe(fragment: Fragment, file: str) -> TensorRecord:
     return TensorRecord(dtype, whole, (StoredPiece(file, key, start, size),))
 
 
-def _collect(records: Iterable[tuple[str, TensorRecord]]) -> dict[str, TensorRecord]:
+def collect_tensor_records(records: Iterable[tuple[str, TensorRecord]]) -> dict[str, TensorRecord]:
     """Merges records of the same tensor, with its pieces in order of their start."""
     pieces: dict[str, list[StoredPiece]] = {}
     tensors: dict[str, TensorRecord] = {}
@@ -419,7 +396,7 @@ def _collect(records: Iterable[tuple[str, TensorRecord]]) -> dict[str, TensorRec
 
 def merge_tensor_records(records: Iterable[tuple[str, TensorRecord]]) -> dict[str, TensorRecord]:
     """Merges the records of all ranks. Raises ValueError unless the pieces cover every tensor exactly."""
-    tensors = _collect(records)
+    tensors = collect_tensor_records(records)
     for name, record in tensors.items():
         problem = record.problem(name)
         if problem is not None:

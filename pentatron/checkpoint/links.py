@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -112,6 +113,36 @@ class NameTable:
     rows: tuple[TableRow, ...]
     unknown: str
 
+    def links(
+        self,
+        model: TransformerConfig,
+        shapes: Mapping[str, Shape],
+        names: Collection[str] | None = None,
+        base: str = "",
+    ) -> list[Link]:
+        """Returns the links of tensors with these shapes, in order.
+
+        `names` are the tensors of a file, which may use any form of a row; a tensor with no form in the file
+        is linked in the first form, and then reported as missing. Without `names` all links use the first
+        form.
+        """
+        links: list[Link] = []
+        for ours, shape in shapes.items():
+            row, fields = self._row_of(ours)
+            of_tensor = list(_links_of_tensor(row, ours, shape, {**fields, "base": base}, model, names))
+            assert sum(math.prod(link.size) for link in of_tensor) == math.prod(shape), ours
+            links += of_tensor
+        return links
+
+    def _row_of(self, ours: str) -> tuple[TableRow, dict[str, str]]:
+        """Returns the row of a tensor and the values of its placeholders."""
+        for row in self.rows:
+            pattern = re.escape(row.ours).replace(r"\{layer\}", r"(?P<layer>\d+)")
+            match = re.fullmatch(pattern.replace(r"\{kind\}", "(?P<kind>weight|bias)"), ours)
+            if match:
+                return row, match.groupdict()
+        raise UserError(self.unknown.format(ours=ours))
+
 
 @dataclass(frozen=True)
 class RowRange:
@@ -122,80 +153,40 @@ class RowRange:
     count: int
 
 
-def _queries(model: TransformerConfig, rows: int) -> list[RowRange]:
-    """Rows of the queries.
+RowSelection = Callable[[TransformerConfig, int], list[RowRange]]
 
-    In our QKV tensor, each group holds its queries, then one key and one value head.
+
+def _attention_rows(*parts: str) -> RowSelection:
+    """Selects rows of our QKV tensor: these parts, one after the other in theirs.
+
+    In ours, each group holds its queries, then one key and one value head.
     """
-    groups, queries, width = _attention(model)
-    rows_per_group, stride = queries * width, (queries + 2) * width
-    return [RowRange(g * stride, g * rows_per_group, rows_per_group) for g in range(groups)]
 
+    def select(model: TransformerConfig, rows: int) -> list[RowRange]:
+        groups, width = model.num_query_groups, model.kv_channels
+        queries = model.num_attention_heads // groups
+        # First head in the group, and number of heads.
+        heads = {"queries": (0, queries), "keys": (queries, 1), "values": (queries + 1, 1)}
+        runs: list[RowRange] = []
+        for first, count in (heads[part] for part in parts):
+            begin, size = sum(run.count for run in runs), count * width
+            starts = ((group * (queries + 2) + first) * width for group in range(groups))
+            runs += [RowRange(start, begin + group * size, size) for group, start in enumerate(starts)]
+        return runs
 
-def _keys(model: TransformerConfig, rows: int) -> list[RowRange]:
-    groups, queries, width = _attention(model)
-    return [RowRange((g * (queries + 2) + queries) * width, g * width, width) for g in range(groups)]
-
-
-def _values(model: TransformerConfig, rows: int) -> list[RowRange]:
-    return [RowRange(run.ours + run.count, run.theirs, run.count) for run in _keys(model, rows)]
-
-
-def _queries_keys_values(model: TransformerConfig, rows: int) -> list[RowRange]:
-    """Rows of all queries, then all keys, then all values, in one tensor."""
-    runs: list[RowRange] = []
-    for part in (_queries, _keys, _values):
-        offset = sum(run.count for run in runs)
-        runs += [RowRange(run.ours, offset + run.theirs, run.count) for run in part(model, rows)]
-    return runs
-
-
-def _attention(model: TransformerConfig) -> Shape:
-    """Returns (query groups, queries per group, head width)."""
-    return model.num_query_groups, model.num_attention_heads // model.num_query_groups, model.kv_channels
+    return select
 
 
 # Row selections of our tensor, by the names that tables use.
-ROW_SELECTIONS: dict[str, Callable[[TransformerConfig, int], list[RowRange]]] = {
+ROW_SELECTIONS: dict[str, RowSelection] = {
     "all": lambda model, rows: [RowRange(0, 0, rows)],
     "first half": lambda model, rows: [RowRange(0, 0, rows // 2)],
     "second half": lambda model, rows: [RowRange(rows // 2, 0, rows // 2)],
-    "queries": _queries,
-    "keys": _keys,
-    "values": _values,
-    "queries, keys, values": _queries_keys_values,
+    "queries": _attention_rows("queries"),
+    "keys": _attention_rows("keys"),
+    "values": _attention_rows("values"),
+    "queries, keys, values": _attention_rows("queries", "keys", "values"),
 }
-
-
-def links_by_table(
-    table: NameTable,
-    model: TransformerConfig,
-    shapes: Mapping[str, Shape],
-    names: Collection[str] | None = None,
-    base: str = "",
-) -> list[Link]:
-    """Returns the links of tensors with these shapes, in order.
-
-    `names` are the tensors of a file, which may use any form of a row; a tensor with no form in the file is
-    linked in the first form, and then reported as missing. Without `names` all links use the first form.
-    """
-    links: list[Link] = []
-    for ours, shape in shapes.items():
-        row, fields = _row_of(table, ours)
-        of_tensor = list(_links_of_tensor(row, ours, shape, {**fields, "base": base}, model, names))
-        assert sum(math.prod(link.size) for link in of_tensor) == math.prod(shape), ours
-        links += of_tensor
-    return links
-
-
-def _row_of(table: NameTable, ours: str) -> tuple[TableRow, dict[str, str]]:
-    """Returns the table row of a tensor and the values of its placeholders."""
-    for row in table.rows:
-        pattern = re.escape(row.ours).replace(r"\{layer\}", r"(?P<layer>\d+)")
-        match = re.fullmatch(pattern.replace(r"\{kind\}", "(?P<kind>weight|bias)"), ours)
-        if match:
-            return row, match.groupdict()
-    raise UserError(table.unknown.format(ours=ours))
 
 
 def _links_of_tensor(
@@ -207,61 +198,36 @@ def _links_of_tensor(
     names: Collection[str] | None,
 ) -> Iterator[Link]:
     """Yields the links of one tensor."""
-    for source in _form(row, fields, names):
-        runs = ROW_SELECTIONS[source.part](model, shape[_rows_axis(shape)])
-        per_expert = "{expert}" in source.name
-        for expert in range(shape[0]) if per_expert else (0,):
+    # The first form that exists in the file, else the first form.
+    in_file = (form for form in row.forms if names and form[0].name.format(expert=0, **fields) in names)
+    # Axis of the output features; an expert axis may precede it.
+    axis = max(len(shape) - 2, 0)
+    for source in next(in_file, row.forms[0]):
+        layer = (int(fields["layer"]),) if source.stacked else ()
+        for expert in range(shape[0]) if "{expert}" in source.name else (None,):
             theirs = source.name.format(expert=expert, **fields)
-            layer = int(fields["layer"]) if source.stacked else None
-            for run in runs:
-                yield _link(source, ours, shape, theirs, run, expert if per_expert else None, layer)
-
-
-def _form(row: TableRow, fields: Mapping[str, str], names: Collection[str] | None) -> tuple[Source, ...]:
-    """Returns the first form that exists in the file, else the first form."""
-    for form in row.forms:
-        if names is None or form[0].name.format(expert=0, **fields) in names:
-            return form
-    return row.forms[0]
-
-
-def _rows_axis(shape: Shape) -> int:
-    """Axis of the output features; an expert axis may precede it."""
-    return max(len(shape) - 2, 0)
-
-
-def _link(
-    source: Source, ours: str, shape: Shape, theirs: str, run: RowRange, expert: int | None, layer: int | None
-) -> Link:
-    """Returns the link of one run of rows."""
-    axis = _rows_axis(shape)
-    at, start = (
-        tuple(first if i == axis else 0 for i in range(len(shape))) for first in (run.ours, run.theirs)
-    )
-    size = (*shape[:axis], run.count, *shape[axis + 1 :])
-    if expert is not None:
-        at, start, size = (expert, *at[1:]), start[1:], (1, *size[1:])
-    transposed = source.transposed and len(start) > 1
-    if transposed:
-        start = (*start[:-2], start[-1], start[-2])
-    if layer is None:
-        return Link(ours, at, theirs, start, size, transposed)
-    return Link(ours, at, theirs, (layer, *start), size, transposed, stacked=1)
+            for run in ROW_SELECTIONS[source.part](model, shape[axis]):
+                at, start, size = [0] * len(shape), [0] * len(shape), list(shape)
+                at[axis], start[axis], size[axis] = run.ours, run.theirs, run.count
+                if expert is not None:
+                    at[0], size[0] = expert, 1
+                    start.pop(0)
+                # A bias of one expert has no axis to swap.
+                transposed = source.transposed and len(start) > 1
+                if transposed:
+                    start[-2:] = reversed(start[-2:])
+                yield Link(ours, tuple(at), theirs, (*layer, *start), tuple(size), transposed, len(layer))
 
 
 def by_ours(links: Iterable[Link]) -> dict[str, list[Link]]:
     """Groups links by our tensor."""
-    groups: dict[str, list[Link]] = {}
-    for link in links:
-        groups.setdefault(link.ours, []).append(link)
-    return groups
+    return _grouped(links, attrgetter("ours"))
 
 
-def by_theirs(links: Iterable[Link]) -> dict[str, list[Link]]:
-    """Groups links by their tensor."""
+def _grouped(links: Iterable[Link], name_of: Callable[[Link], str]) -> dict[str, list[Link]]:
     groups: dict[str, list[Link]] = {}
     for link in links:
-        groups.setdefault(link.theirs, []).append(link)
+        groups.setdefault(name_of(link), []).append(link)
     return groups
 
 
@@ -290,9 +256,7 @@ def common_dtype(stored: Iterable[torch.dtype]) -> torch.dtype:
     """Returns the narrowest dtype that represents the values of all of these exactly."""
     dtypes = set(stored)
     candidates = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-    return next(
-        candidate for candidate in candidates if all(represents_exactly(candidate, dtype) for dtype in dtypes)
-    )
+    return next(wide for wide in candidates if all(represents_exactly(wide, dtype) for dtype in dtypes))
 
 
 def require_exact_dtype(name: str, stored: torch.dtype, wanted: torch.dtype) -> None:
@@ -323,7 +287,7 @@ def reads_theirs(
     def part(link: Link, at: Shape, extent: Shape) -> Tensor:
         return link.to_theirs(ours(link.ours, *link.our_rectangle(at, extent)))
 
-    return _reader(by_theirs(links), Link.shared_with_theirs, part, outlines)
+    return _reader(_grouped(links, attrgetter("theirs")), Link.shared_with_theirs, part, outlines)
 
 
 def _reader(
@@ -335,9 +299,8 @@ def _reader(
     """Returns a reader that assembles rectangles from the parts that the links of a tensor provide."""
 
     def read(name: str, start: Shape, size: Shape) -> Tensor:
-        parts = [
-            (link, *common) for link in links[name] if (common := intersection(link, start, size)) is not None
-        ]
+        commons = ((link, intersection(link, start, size)) for link in links[name])
+        parts = [(link, *common) for link, common in commons if common is not None]
         dtype = outlines[name].dtype
         if len(parts) == 1:
             # One link covers the whole rectangle, so no copy is needed.
@@ -360,8 +323,7 @@ def fill(target: Fragment, links: Iterable[Link], theirs: ReadRectangle) -> None
     """
     size, filled = tuple(target.values.shape), 0
     for link in links:
-        common = link.shared_with_ours(target.start, size)
-        if common is None:
+        if (common := link.shared_with_ours(target.start, size)) is None:
             continue
         at, extent = common
         into = region(target.values.detach(), _subtract(at, target.start), extent)

@@ -1,19 +1,20 @@
 """Loads a checkpoint into existing tensors, resharding from the layout that saved it to the current one."""
 
 import contextlib
+import functools
 import itertools
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import torch
 from torch import Tensor
 
-from pentatron.checkpoint.format import DamagedCheckpoint, Manifest, StoredPiece
+from pentatron.checkpoint.format import DamagedCheckpoint, Manifest, StoredPiece, TensorRecord
 from pentatron.checkpoint.tensor_file import DTYPES, TORCH_FILES, blocks, represents_exactly
 from pentatron.checkpoint.torch_file import TorchFile
 from pentatron.errors import UserError
@@ -22,8 +23,6 @@ from pentatron.parallel.sharding import Fragment, Shape, overlap, region
 WEIGHTS = "weights/"
 # Expert biases of routers, which are updated from token counts, not by gradients.
 ROUTERS = "routers/"
-# Limit of files open at the same time; steps of many ranks have more.
-_MAX_OPEN_FILES = 200
 
 
 @dataclass(frozen=True)
@@ -46,19 +45,14 @@ def load_fragments(folder: Path, manifest: Manifest, targets: Iterable[Fragment]
     whose values the target's dtype represents exactly; other tensors must have the same dtype. Reads only
     what the targets need, one block at a time, and opens every file once.
     """
-    by_name: dict[str, list[Fragment]] = {}
-    for target in targets:
-        by_name.setdefault(target.tensor, []).append(target)
-    _check_targets(folder, manifest, by_name)
-    reads: list[_Read] = []
-    for name, fragments in by_name.items():
-        record = manifest.tensors[name]
-        stored = _Overlaps(record.pieces)
-        for target in fragments:
-            reads += _reads(stored, DTYPES[record.dtype], target)
-    reads.sort(key=lambda read: (read.piece.file, read.piece.key))
-    for file, file_reads in itertools.groupby(reads, key=attrgetter("piece.file")):
-        _read_file(folder / file, list(file_reads))
+    targets = list(targets)
+    _check_targets(folder, manifest, targets)
+    stored = {name: _Overlaps(manifest.tensors[name]) for name in {target.tensor for target in targets}}
+    reads = [read for target in targets for read in stored[target.tensor].reads(target)]
+    advice = "resume with --verify-checkpoint to fall back to an older step"
+    with StepReader(folder, manifest, advice, max_open_files=1) as reader, torch.no_grad():
+        for read in sorted(reads, key=lambda read: (read.piece.file, read.piece.key)):
+            reader.copy(read)
 
 
 def load_tensor(folder: Path, manifest: Manifest, name: str) -> Tensor:
@@ -74,83 +68,96 @@ def load_tensor(folder: Path, manifest: Manifest, name: str) -> Tensor:
 class StepReader(contextlib.ExitStack):
     """Context manager that reads rectangles of the tensors of a step.
 
-    Files stay open until the block ends.
+    Files stay open until the block ends, or until `max_open_files` are: steps of many ranks have more.
+    `advice`: in the error for a damaged file.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    def __init__(
+        self, folder: Path, manifest: Manifest, advice: str = "name another step", max_open_files: int = 200
+    ) -> None:
         super().__init__()
         self.folder, self.manifest = folder, manifest
+        self._advice, self._max_open_files = advice, max_open_files
         self._files: dict[Path, Any] = {}
-        self._overlaps: tuple[str, _Overlaps] | None = None
+        self._overlaps = functools.lru_cache(1)(lambda name: _Overlaps(manifest.tensors[name]))
 
     def read(self, name: str, start: Shape, size: Shape) -> Tensor:
         """Returns the values in their stored dtype.
 
         A view of the file if one piece contains the whole rectangle.
         """
-        record = self.manifest.tensors[name]
-        dtype = DTYPES[record.dtype]
-        if self._overlaps is None or self._overlaps[0] != name:
-            self._overlaps = name, _Overlaps(record.pieces)
-        pieces = list(self._overlaps[1].find(start, size))
+        stored = self._overlaps(name)
+        pieces = list(stored.find(start, size))
         if len(pieces) == 1 and pieces[0][1] == (start, size):
             piece = pieces[0][0]
-            return self._rectangle(piece, dtype, tuple(i - j for i, j in zip(start, piece.start)), size)
-        values = torch.empty(size, dtype=dtype)
-        for read in _reads(self._overlaps[1], dtype, Fragment(name, record.shape, start, values)):
-            read.into.copy_(self._rectangle(read.piece, dtype, read.start, tuple(read.into.shape)))
+            position = tuple(i - j for i, j in zip(start, piece.start))
+            return self._rectangle(piece, stored.dtype, position, size)
+        values = torch.empty(size, dtype=stored.dtype)
+        for read in stored.reads(Fragment(name, self.manifest.tensors[name].shape, start, values)):
+            self.copy(read)
         return values
+
+    def read_blocks(self, name: str) -> Iterator[tuple[Shape, Tensor]]:
+        """Yields (start, values) of the blocks of a tensor, in memory order."""
+        record = self.manifest.tensors[name]
+        for start, size in blocks(record.shape, DTYPES[record.dtype].itemsize):
+            yield start, self.read(name, start, size)
+
+    def copy(self, read: _Read) -> None:
+        """Copies one read block by block."""
+        for start, size in blocks(tuple(read.into.shape), read.into.element_size()):
+            position = tuple(i + j for i, j in zip(read.start, start, strict=True))
+            region(read.into, start, size).copy_(self._rectangle(read.piece, read.dtype, position, size))
 
     def _rectangle(self, piece: StoredPiece, dtype: torch.dtype, start: Shape, size: Shape) -> Tensor:
         path = self.folder / piece.file
-        with _damage_as_user_error(path, "name another step"):
+        try:
+            # A slice is a view of the file, so only the requested rectangle is read.
             stored = self._open(path).get_slice(piece.key)
-            _check_shape(stored, piece)
-            return _slice(stored, piece, dtype, start, size)
+            if tuple(stored.get_shape()) != piece.shape:
+                raise DamagedCheckpoint(
+                    f"{piece.key} is stored as {stored.get_shape()}, not {list(piece.shape)}"
+                )
+            values: Tensor = stored[tuple(slice(i, i + n) for i, n in zip(start, size, strict=True))]
+            if values.dtype != dtype:
+                raise DamagedCheckpoint(f"{piece.key} is stored as {values.dtype}, not {dtype}")
+        except (safetensors.SafetensorError, FileNotFoundError, DamagedCheckpoint) as error:
+            raise UserError(f"{path} is damaged ({error}); {self._advice}") from None
+        return values
 
     def _open(self, path: Path) -> Any:
+        """Opens a safetensors or torch file."""
         if path not in self._files:
-            if len(self._files) >= _MAX_OPEN_FILES:
+            if len(self._files) >= self._max_open_files:
                 self.close()
                 self._files.clear()
-            self._files[path] = self.enter_context(_open_file(path))
+            is_torch = path.suffix in TORCH_FILES
+            file = TorchFile(path) if is_torch else safetensors.safe_open(path, framework="pt")
+            self._files[path] = self.enter_context(file)
         return self._files[path]
 
 
-def _check_targets(folder: Path, manifest: Manifest, by_name: dict[str, list[Fragment]]) -> None:
+def _check_targets(folder: Path, manifest: Manifest, targets: Sequence[Fragment]) -> None:
     """Checks that every target is stored with its shape and an allowed dtype."""
-    missing = [name for name in by_name if name not in manifest.tensors]
-    if missing:
+    names = dict.fromkeys(target.tensor for target in targets)
+    if missing := [name for name in names if name not in manifest.tensors]:
         raise UserError(
             f"checkpoint {folder} lacks {len(missing)} tensors of this model, the first being {missing[0]}; check the parameters it was "
             f"converted or trained with: the architecture must be the same, tensor and pipeline sizes need not"
         )
-    for target in itertools.chain.from_iterable(by_name.values()):
+    for target in targets:
         name, record = target.tensor, manifest.tensors[target.tensor]
         if tuple(target.shape) != record.shape:
             raise UserError(
                 f"checkpoint {folder} holds {name} as {list(record.shape)}, this model wants {list(target.shape)}; "
                 f"check the parameters it was converted or trained with: the architecture must be the same, tensor and pipeline sizes need not"
             )
-        dtype, is_weight = target.values.dtype, name.startswith(WEIGHTS)
-        if dtype != DTYPES[record.dtype] and not (
-            is_weight and represents_exactly(dtype, DTYPES[record.dtype])
-        ):
+        dtype, stored, is_weight = target.values.dtype, DTYPES[record.dtype], name.startswith(WEIGHTS)
+        if not (represents_exactly(dtype, stored) if is_weight else dtype == stored):
             advice = "; import the model again with --dtype fp32 --allow-narrowing" if is_weight else ""
             raise UserError(
                 f"checkpoint {folder} holds {name} as {record.dtype}, this run keeps it as {str(dtype).removeprefix('torch.')}{advice}"
             )
-
-
-def _reads(stored: "_Overlaps", dtype: torch.dtype, target: Fragment) -> Iterator[_Read]:
-    """Yields the reads that fill a target from the stored pieces."""
-    size, elements = tuple(target.values.shape), 0
-    for piece, (start, common) in stored.find(target.start, size):
-        inside = tuple(i - j for i, j in zip(start, target.start, strict=True))
-        into = region(target.values.detach(), inside, common)
-        yield _Read(piece, dtype, tuple(i - j for i, j in zip(start, piece.start, strict=True)), into)
-        elements += math.prod(common)
-    assert elements == math.prod(size), f"{target.tensor}: only {elements} elements of {size} are stored"
 
 
 class _Overlaps:
@@ -159,7 +166,8 @@ class _Overlaps:
     Tensors of many ranks have many pieces, so testing each for every rectangle would be quadratic.
     """
 
-    def __init__(self, pieces: Sequence[StoredPiece]) -> None:
+    def __init__(self, record: TensorRecord) -> None:
+        self.dtype, pieces = DTYPES[record.dtype], record.pieces
         dimensions = len(pieces[0].start) if pieces else 0
         # The dimension with the most distinct starts. A scalar has no dimension, and one piece.
         self._dimension = max(
@@ -186,51 +194,13 @@ class _Overlaps:
             if common is not None:
                 yield piece, common
 
-
-def _read_file(path: Path, reads: Sequence[_Read]) -> None:
-    advice = "resume with --verify-checkpoint to fall back to an older step"
-    with _damage_as_user_error(path, advice), _open_file(path) as file, torch.no_grad():
-        for piece, piece_reads in itertools.groupby(reads, key=attrgetter("piece")):
-            # A slice is a view of the file, so only the requested blocks are read.
-            stored = file.get_slice(piece.key)
-            _check_shape(stored, piece)
-            for read in piece_reads:
-                for start, size in blocks(tuple(read.into.shape), read.into.element_size()):
-                    position = tuple(i + j for i, j in zip(read.start, start, strict=True))
-                    region(read.into, start, size).copy_(_slice(stored, piece, read.dtype, position, size))
-
-
-def _open_file(path: Path) -> Any:
-    """Opens a safetensors or torch file."""
-    return TorchFile(path) if path.suffix in TORCH_FILES else _library().safe_open(path, framework="pt")
-
-
-def _library() -> Any:
-    try:
-        import safetensors
-    except ImportError:
-        raise UserError(
-            "loading a checkpoint needs the safetensors library: pip install safetensors"
-        ) from None
-    return safetensors
-
-
-@contextlib.contextmanager
-def _damage_as_user_error(path: Path, advice: str) -> Iterator[None]:
-    """Converts errors of a damaged file into a UserError with this advice."""
-    try:
-        yield
-    except (_library().SafetensorError, FileNotFoundError, DamagedCheckpoint) as error:
-        raise UserError(f"{path} is damaged ({error}); {advice}") from None
-
-
-def _check_shape(stored: Any, piece: StoredPiece) -> None:
-    if tuple(stored.get_shape()) != piece.shape:
-        raise DamagedCheckpoint(f"{piece.key} is stored as {stored.get_shape()}, not {list(piece.shape)}")
-
-
-def _slice(stored: Any, piece: StoredPiece, dtype: torch.dtype, start: Shape, size: Shape) -> Tensor:
-    values: Tensor = stored[tuple(slice(i, i + n) for i, n in zip(start, size, strict=True))]
-    if values.dtype != dtype:
-        raise DamagedCheckpoint(f"{piece.key} is stored as {values.dtype}, not {dtype}")
-    return values
+    def reads(self, target: Fragment) -> Iterator[_Read]:
+        """Yields the reads that fill a target from the stored pieces."""
+        size, elements = tuple(target.values.shape), 0
+        for piece, (start, common) in self.find(target.start, size):
+            inside = tuple(i - j for i, j in zip(start, target.start, strict=True))
+            into = region(target.values.detach(), inside, common)
+            position = tuple(i - j for i, j in zip(start, piece.start, strict=True))
+            yield _Read(piece, self.dtype, position, into)
+            elements += math.prod(common)
+        assert elements == math.prod(size), f"{target.tensor}: only {elements} elements of {size} are stored"

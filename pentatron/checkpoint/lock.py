@@ -66,14 +66,9 @@ class FolderLock:
         self.folder, self.path = folder, folder / FILE_NAME
         # Why the lock was lost; empty while it is held.
         self.lost = ""
-        self.owner = Owner(
-            socket.gethostname(),
-            os.getpid(),
-            datetime.now().astimezone().isoformat(timespec="seconds"),
-            secrets.token_hex(4),
-        )
-        self._file, self._say = file, say
-        self._folder = folder.stat()
+        since = datetime.now().astimezone().isoformat(timespec="seconds")
+        self.owner = Owner(socket.gethostname(), os.getpid(), since, secrets.token_hex(4))
+        self._file, self._say, self._folder = file, say, folder.stat()
         self._is_new = os.fstat(file.fileno()).st_size == 0
         # Guards against the heartbeat thread.
         self._one_at_a_time = threading.Lock()
@@ -205,18 +200,25 @@ def lock_folder(
     except BaseException:
         file.close()
         raise
-    with _heartbeat(lock):
-        try:
-            yield lock
-        finally:
-            lock.release()
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(_BEAT_SECONDS):
+            lock.renew()
+
+    thread = threading.Thread(target=beat, daemon=True, name="folder-lock")
+    thread.start()
+    try:
+        yield lock
+    finally:
+        ended.set()
+        lock.release()
+        thread.join(timeout=1)
 
 
 def _require_lock_file(path: Path) -> None:
     """Refuses a file that is not a lock: it would be overwritten, or, if a FIFO or device, block the read."""
-    if not path.exists():
-        return
-    content = b"?"
+    content = b"?" if path.exists() else b""
     if path.is_file():
         with path.open("rb") as file:
             content = file.read(_LONGEST_RECORD)
@@ -264,26 +266,22 @@ def is_locked(folder: Path) -> bool:
     try:
         with (folder / FILE_NAME).open("r+", encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
     return False
 
 
 def _file_system(folder: Path) -> str:
     """Type of the file system the folder is mounted on, or an empty string if unknown."""
-    longest = ("", "")
     try:
         lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return ""
-    for line in lines:
-        mounted, kind = line.split(" - ")[0].split()[4], line.split(" - ")[1].split()[0]
-        # Of mounts on the same path, the last one is visible.
-        if folder.resolve().is_relative_to(mounted) and len(mounted) >= len(longest[0]):
-            longest = mounted, kind
-    return longest[1]
+    fields = (line.split(" - ") for line in lines)
+    mounts = [(before.split()[4], after.split()[0]) for before, after in fields]
+    holding = [mount for mount in mounts if folder.resolve().is_relative_to(mount[0])]
+    # Of mounts on the same path, the last one is visible.
+    return max(reversed(holding), key=lambda mount: len(mount[0]), default=("", ""))[1]
 
 
 def _wait_for_timeout(path: Path, owner: Owner, say: Callable[[str], None], way_out: str) -> None:
@@ -318,21 +316,3 @@ def _age(path: Path) -> float:
         return probe.stat().st_mtime - path.stat().st_mtime
     finally:
         probe.unlink(missing_ok=True)
-
-
-@contextmanager
-def _heartbeat(lock: FolderLock) -> Iterator[None]:
-    """Context manager that renews the lock from a background thread."""
-    ended = threading.Event()
-
-    def beat() -> None:
-        while not ended.wait(_BEAT_SECONDS):
-            lock.renew()
-
-    thread = threading.Thread(target=beat, daemon=True, name="folder-lock")
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join(timeout=1)

@@ -52,15 +52,13 @@ def check_types(content: Mapping[str, Any]) -> None:
     for name, section in content["config"].items():
         _require(isinstance(section, dict), f"the section {name}", section)
     for name, record in content["files"].items():
-        kinds = {"name": str, "bytes": int, "sha256": str}
         _require(isinstance(record, dict), f"the file {name}", record)
-        for key, kind in kinds.items():
+        for key, kind in {"name": str, "bytes": int, "sha256": str}.items():
             _require(type(record[key]) is kind, f"{key} of {name}", record[key])
-        block, kind = record["block_bytes"], record["block_sums"]
-        _require(
-            type(block) is int and (block == 0 or block >= _SMALLEST_BLOCK), f"block_bytes of {name}", block
-        )
-        _require(kind == (CRC32 if block else SHA256), f"block_sums of {name}", kind)
+        block, sums = record["block_bytes"], record["block_sums"]
+        is_size = type(block) is int and (block == 0 or block >= _SMALLEST_BLOCK)
+        _require(is_size, f"block_bytes of {name}", block)
+        _require(sums == (CRC32 if block else SHA256), f"block_sums of {name}", sums)
     for name, record in content["tensors"].items():
         _require(one_line(name) == name, "the name of a tensor", name)
         _require(isinstance(record, dict) and type(record["dtype"]) is str, f"the type of {name}", record)
@@ -74,25 +72,14 @@ def check_types(content: Mapping[str, Any]) -> None:
 
 
 def _is_shape(numbers: Any) -> bool:
-    if not isinstance(numbers, list) or len(numbers) > _MOST_DIMENSIONS:
-        return False
-    return all(type(number) is int for number in numbers)
+    is_short = isinstance(numbers, list) and len(numbers) <= _MOST_DIMENSIONS
+    return is_short and all(type(number) is int for number in numbers)
 
 
 def _require(condition: bool, what: str, value: Any) -> None:
     if not condition:
         text = repr(value)
         raise ValueError(f"{what} is {text if len(text) <= 60 else f'{text[:57]}...'}")
-
-
-def oversized_file(stored: Mapping[str, int], files: Mapping[str, int]) -> str | None:
-    """Returns a file listed with more bytes of tensors than its size, or None."""
-    return next((name for name, claimed in stored.items() if claimed > files[name]), None)
-
-
-def is_in_folder(path: Path, folder: Path) -> bool:
-    """Whether a file is in its folder, not behind a symbolic link out of it."""
-    return path.resolve().parent == folder.resolve()
 
 
 def implausible(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pentatron.errors import UserError
 from pentatron.files import free_name, hidden_name, make_folder, rename, write_file
+from pentatron.parallel.encoding import sendable
 from pentatron.text import parse_json
 
 # Names of steps in our format and in the format torch_dist.
@@ -36,12 +37,9 @@ class Retention:
         replaced = [step for step in steps if last[step_number(step)] != step]
         current = [step for step in steps if last[step_number(step)] == step]
         beyond = [] if self.keep is None else current[: max(0, len(current) - self.keep)]
-        old = [step for step in beyond if not self._is_permanent(step)]
-        return [step for step in (*replaced, *old) if step not in protected]
-
-    def _is_permanent(self, step: Path) -> bool:
-        number = step_number(step)
-        return self.every is not None and number is not None and number % self.every == 0
+        if self.every is not None:
+            beyond = [step for step in beyond if (step_number(step) or 0) % self.every]
+        return [step for step in (*replaced, *beyond) if step not in protected]
 
 
 def step_number(step: Path) -> int | None:
@@ -88,19 +86,21 @@ FILE_NAME = "began-from.json"
 _BEFORE = ".before"
 
 
+@sendable
 @dataclass(frozen=True)
 class BaseSteps:
     """`steps`: names of the steps in the folder when the run began.
 
-    `origin`: source of its weights; None: initialised.
+    `origin`: source of its weights; None: initialised. `is_recorded`: whether the run recorded any of this.
     """
 
-    steps: frozenset[str]
-    origin: Path | None
+    steps: frozenset[str] = frozenset()
+    origin: Path | None = None
+    is_recorded: bool = True
 
 
-def read_base_record(folder: Path) -> BaseSteps | None:
-    """Returns what the run recorded when it began, or None."""
+def read_base_steps(folder: Path) -> BaseSteps:
+    """Returns what the run recorded when it began."""
     path = folder / FILE_NAME
     try:
         if path.exists() and not path.is_file():
@@ -110,18 +110,12 @@ def read_base_record(folder: Path) -> BaseSteps | None:
         origin = record.get("from")
         return BaseSteps(frozenset(map(str, record["steps"])), None if origin is None else Path(str(origin)))
     except FileNotFoundError:
-        return None
+        return BaseSteps(is_recorded=False)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{path} cannot be read ({type(error).__name__}: {error}); write the names of the steps the run began from into it, "
             f'such as {{"steps": ["step-00000000"]}}'
         ) from None
-
-
-def read_base_steps(folder: Path) -> frozenset[str] | None:
-    """Returns the names of the base steps, or None if nothing was recorded."""
-    record = read_base_record(folder)
-    return None if record is None else record.steps
 
 
 def write_base_record(folder: Path, steps: Iterable[Path], origin: Path | None) -> None:
@@ -139,8 +133,8 @@ def rename_base(step: Path) -> Path:
     """Renames a base step whose number is about to be saved by this run. Returns its new path."""
     renamed = free_name(step.with_name(f"{step.name}{_BEFORE}"))
     rename(step, renamed)
-    record = read_base_record(step.parent)
-    if record is not None and step.name in record.steps:
+    record = read_base_steps(step.parent)
+    if step.name in record.steps:
         origin = renamed.absolute() if record.origin == step.absolute() else record.origin
         _write_record(step.parent, {*record.steps, renamed.name} - {step.name}, origin)
     return renamed
@@ -148,7 +142,7 @@ def rename_base(step: Path) -> Path:
 
 def restore_bases(folder: Path) -> None:
     """Restores the names of base steps that were renamed for a save that was never committed."""
-    bases = read_base_steps(folder) or frozenset()
+    bases = read_base_steps(folder).steps
     for name in bases:
         renamed = [p for p in sorted(folder.glob(f"{name}{_BEFORE}*")) if p.name not in bases]
         if renamed and not (folder / name).exists():

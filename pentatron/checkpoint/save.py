@@ -7,7 +7,7 @@ manifest), checkpoint/tensor_file.py (safetensors), files.py (fsync, rename), ch
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pentatron.checkpoint.format import rank_local_fragments
+from pentatron.checkpoint.format import Manifest, rank_local_fragments
 from pentatron.checkpoint.store import CheckpointStore, SaveStages
 from pentatron.checkpoint.tensor_file import BLOCK_BYTES
 from pentatron.parallel.collectives import Group
@@ -46,12 +46,8 @@ class HostCopy:
         """
         assert self._copied.is_set(), "one copy at a time"
         fragments = [*changing, *steady]
-        views = list(self._views(fragments))
-        copies = [
-            Fragment(fragment.tensor, fragment.shape, fragment.start, view)
-            for fragment, view in zip(fragments, views, strict=True)
-        ]
-        pairs = [(fragment.values, view) for fragment, view in zip(fragments, views, strict=True)]
+        copies = [replace(fragment, values=view) for fragment, view in self._views(fragments)]
+        pairs = [(fragment.values, copy.values) for fragment, copy in zip(fragments, copies, strict=True)]
         self._copy(pairs[: len(changing)])
         steady_pairs = pairs[len(changing) :]
         # Recorded here, on the stream that computed the values: the writing thread has other streams.
@@ -96,9 +92,9 @@ class HostCopy:
             if values.device.type != "cuda":
                 _copy_in_memory(values.detach(), target)
 
-    def _views(self, fragments: Sequence[Fragment]) -> Iterator[Tensor]:
-        """Yields a view of the buffer for each fragment, growing the buffer if needed."""
-        sizes = [f.values.numel() * f.values.element_size() for f in fragments]
+    def _views(self, fragments: Sequence[Fragment]) -> Iterator[tuple[Fragment, Tensor]]:
+        """Yields each fragment with a view of the buffer, growing the buffer if needed."""
+        sizes = [f.values.nbytes for f in fragments]
         starts = np.cumsum([0, *(-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for size in sizes)]).tolist()
         if self._buffer is None or self._buffer.numel() < starts[-1]:
             on_gpu = any(f.values.device.type == "cuda" for f in fragments)
@@ -107,16 +103,13 @@ class HostCopy:
             self._buffer = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=on_gpu)
         for fragment, start, size in zip(fragments, starts, sizes):
             flat = self._buffer[start : start + size].view(fragment.values.dtype)
-            yield flat.view(fragment.values.shape)
+            yield fragment, flat.view(fragment.values.shape)
 
 
 def _record_events(devices: set[torch.device]) -> dict[torch.device, Any]:
     """Records an event on the current stream of each GPU: copies must wait for it."""
-    return {
-        device: torch.cuda.current_stream(device).record_event()
-        for device in devices
-        if device.type == "cuda"
-    }
+    gpus = [device for device in devices if device.type == "cuda"]
+    return {gpu: torch.cuda.current_stream(gpu).record_event() for gpu in gpus}
 
 
 def _copy_in_memory(values: Tensor, copy: Tensor) -> None:
@@ -177,16 +170,12 @@ class Saver:
         """
         assert self._pending is None, "one save at a time"
         steady_list, changing_list = list(steady), [*changing, *rank_local_fragments(own)]
+        copied_fragments = [*steady_list, *changing_list].copy
         if self.background:
             copied_fragments = self._copy.begin(steady_list, changing_list)
-        else:
-            fragments = [*steady_list, *changing_list]
-
-            def copied_fragments() -> list[Fragment]:
-                return fragments
-
         try:
-            stages = self.store.start(step, copied_fragments, run_state, config, self.group, self.background)
+            draft = Manifest(step, {}, {}, dict(run_state), dict(config))
+            stages = self.store.start(draft, copied_fragments, self.group, self.background)
         except BaseException:
             # The copy will not run, so the optimizer update must not wait for it.
             self._copy.give_up()

@@ -96,12 +96,12 @@ def _require_kind(name: str, value: Any, like: Any) -> None:
 
     A checkpoint may have been edited, and the error would otherwise appear steps later.
     """
-    kind = (int, float) if isinstance(like, float) else type(like)
-    valid = isinstance(value, kind) and not isinstance(value, bool)
-    if valid and type(like) is int:
-        valid = 0 <= value <= _LARGEST
-    elif valid and isinstance(like, float):
+    if isinstance(like, float):
         valid = is_number(value)
+    elif isinstance(like, int):
+        valid = type(value) is int and 0 <= value <= _LARGEST
+    else:
+        valid = isinstance(value, type(like))
     if not valid:
         raise _invalid(f"{name} {value!r:.60}")
 

@@ -16,28 +16,13 @@ from typing import Any
 
 from torch import Tensor
 
+from pentatron.checkpoint import format, retention
 from pentatron.checkpoint.format import (
-    FILE_NAME,
     DamagedCheckpoint,
     Manifest,
-    RankWriteResult,
     SaveResult,
-    merge_tensor_records,
-    rank_local_fragments,
     read_manifest,
-    verify_files,
     write_rank_file,
-)
-from pentatron.checkpoint.retention import (
-    STEP_NAME,
-    Retention,
-    read_base_record,
-    read_base_steps,
-    remove_steps,
-    rename_base,
-    restore_bases,
-    restore_replaced,
-    write_base_record,
 )
 from pentatron.checkpoint.verify import Check, VerificationProblem, verify_rank_share
 from pentatron.errors import FolderLost, SaveError, UserError
@@ -96,33 +81,27 @@ class CheckpointStore:
 
         All ranks' fragments cover every tensor exactly; `own` exists only on this rank.
         """
-        parts = (*fragments, *rank_local_fragments(own))
-        stages = self.start(step, lambda: parts, run_state, config, group, background=False)
+        parts = (*fragments, *format.rank_local_fragments(own))
+        draft = Manifest(step, {}, {}, dict(run_state), dict(config))
+        stages = self.start(draft, lambda: parts, group, background=False)
         return self.outcome(step, stages.advance(wait=True))
 
     def start(
-        self,
-        step: int,
-        parts: Callable[[], Sequence[Fragment]],
-        run_state: Mapping[str, Any],
-        config: Mapping[str, Any],
-        group: Group,
-        background: bool,
+        self, draft: Manifest, parts: Callable[[], Sequence[Fragment]], group: Group, background: bool
     ) -> "SaveStages":
         """Starts a save and returns its stages: write, commit, read back, remove old steps.
 
-        `outcome` takes the result of the last stage. The folder must not be used otherwise until then.
+        `draft` has no files and tensors yet. `outcome` takes the result of the last stage. The folder must not
+        be used otherwise until then.
         """
-        task = RankSave(self, step, self._make_temporary(step, group), run_state, config, group)
-        stages: list[Stage] = [
-            lambda _: task.write(parts()),
-            task.commit,
-            task.read_back,
-            task.remove_outdated,
-        ]
-        return SaveStages(stages, group, background)
+        task = RankSave(self, draft, self._make_temporary(draft.step, group), group)
 
-    def write_own(self, temporary: Path, rank: int, parts: Sequence[Fragment]) -> RankWriteResult:
+        def write(_: Sequence[Any]) -> Any:
+            return self.write_own(task.temporary, group.rank, parts())
+
+        return SaveStages([write, task.commit, task.read_back, task.remove_outdated], group, background)
+
+    def write_own(self, temporary: Path, rank: int, parts: Sequence[Fragment]) -> format.RankWriteResult:
         """Writes one rank's files in this store's format.
 
         Errors are returned as text, to be gathered on all ranks.
@@ -133,21 +112,16 @@ class CheckpointStore:
         """Size of a fragment on disk."""
         return part.values.numel() * part.values.element_size()
 
-    def complete(
-        self,
-        temporary: Path,
-        step: int,
-        everyone: Sequence[Any],
-        run_state: Mapping[str, Any],
-        config: Mapping[str, Any],
-    ) -> Manifest:
-        """Builds the manifest of all ranks' files.
+    def complete(self, temporary: Path, draft: Manifest, everyone: Sequence[Any]) -> Manifest:
+        """Adds all ranks' files and tensors to the manifest.
 
         Raises ValueError unless the fragments cover every tensor exactly.
         """
-        files = {written.file.name: written.file for written in everyone if written.file is not None}
-        tensors = merge_tensor_records(record for written in everyone for record in written.tensors.items())
-        return Manifest(step, files, tensors, dict(run_state), dict(config))
+        files = {file.name: file for written in everyone for file in written.files}
+        tensors = format.merge_tensor_records(
+            record for written in everyone for record in written.tensors.items()
+        )
+        return replace(draft, files=files, tensors=tensors)
 
     def outcome(self, step: int, verdicts: Sequence[Any] | None) -> Path:
         """Returns the folder of the saved step, or raises the error of the save on all ranks."""
@@ -158,7 +132,12 @@ class CheckpointStore:
         if verdict.mistake:
             raise ValueError(f"the checkpoint of step {step} would be wrong: {verdict.mistake}")
         if verdict.failure:
-            raise self._not_saved(step, verdict.failure)
+            existing = next(p for p in (self.folder, *self.folder.parents) if p.exists())
+            free = in_mib(shutil.disk_usage(existing).free, ".0f")
+            raise SaveError(
+                f"the checkpoint of step {step} could not be saved to {self.folder} ({verdict.failure}; {free} MiB free)",
+                "earlier checkpoints are intact, and once this is fixed training can resume from the newest",
+            )
         return Path(verdict.final)
 
     def temporary(self, step: int) -> Path:
@@ -181,14 +160,6 @@ class CheckpointStore:
                 verdict = SaveResult(lost=str(error))
         return self.outcome(step, [broadcast_object(verdict, group)])
 
-    def _not_saved(self, step: int, reason: str) -> SaveError:
-        existing = next(p for p in (self.folder, *self.folder.parents) if p.exists())
-        free = shutil.disk_usage(existing).free
-        return SaveError(
-            f"the checkpoint of step {step} could not be saved to {self.folder} ({reason}; {in_mib(free, '.0f')} MiB free)",
-            "earlier checkpoints are intact, and once this is fixed training can resume from the newest",
-        )
-
     def commit(self, temporary: Path, manifest: Manifest) -> Path:
         """Commits a step whose files are written, and updates `latest`. Returns its final folder."""
         final = self.place(temporary, manifest)
@@ -201,7 +172,7 @@ class CheckpointStore:
 
         Durable after `fsync_folder`.
         """
-        write_new_synced(temporary / FILE_NAME, manifest.to_json())
+        write_new_synced(temporary / format.FILE_NAME, manifest.to_json())
         fsync_folder(temporary)
         self.guard(True)
         # Chosen last: an earlier save of the same step may be renamed for it.
@@ -232,9 +203,9 @@ class CheckpointStore:
 
     def _keep_bases(self, step: int) -> None:
         """Renames steps of this number that an earlier run left in the folder."""
-        bases = read_base_steps(self.folder) or ()
+        bases = retention.read_base_steps(self.folder).steps
         for base in [p for p in self.steps() if _order(p)[0] == step and p.name in bases]:
-            rename_base(base)
+            retention.rename_base(base)
 
     def steps(self) -> list[Path]:
         """Finished steps, oldest first. Repeated saves of a step are in order."""
@@ -243,7 +214,7 @@ class CheckpointStore:
         return sorted((p for p in self.folder.iterdir() if _is_finished(p)), key=_order)
 
     def newest_valid(
-        self, verify: bool, set_aside: bool, check: Check = verify_files
+        self, verify: bool, set_aside: bool, check: Check = format.verify_files
     ) -> tuple[Checkpoint | None, list[str]]:
         """Returns the newest step that passes its checks, and a message about each newer one that does not.
 
@@ -253,8 +224,8 @@ class CheckpointStore:
         messages: list[str] = []
         if set_aside:
             with contextlib.suppress(OSError):
-                restore_replaced(self.folder)
-                restore_bases(self.folder)
+                retention.restore_replaced(self.folder)
+                retention.restore_bases(self.folder)
         for folder in reversed(self._candidates()):
             try:
                 manifest = read_manifest(folder)
@@ -286,9 +257,9 @@ class CheckpointStore:
         If it has saved none and none was set aside as damaged, its base steps, with the one its weights come
         from last.
         """
-        steps, record = self.steps(), read_base_record(self.folder)
-        saved = [step for step in steps if record is None or step.name not in record.steps]
-        if saved or record is None:
+        steps, record = self.steps(), retention.read_base_steps(self.folder)
+        saved = [step for step in steps if step.name not in record.steps]
+        if saved:
             return saved
         if any(step.name not in record.steps for step in self.damaged()):
             return []
@@ -296,7 +267,7 @@ class CheckpointStore:
 
     def newest_saved_step(self) -> int | None:
         """Number of the newest step saved by this run, or None."""
-        bases = read_base_steps(self.folder) or ()
+        bases = retention.read_base_steps(self.folder).steps
         newest, _ = self.newest_valid(verify=False, set_aside=False)
         return None if newest is None or newest.folder.name in bases else newest.manifest.step
 
@@ -306,7 +277,7 @@ class CheckpointStore:
 
     def record_base_steps(self, origin: Path | None) -> None:
         """Records all existing steps as bases of this run, and `origin` as the source of its weights."""
-        write_base_record(self.folder, [*self.steps(), *self.damaged()], origin)
+        retention.write_base_record(self.folder, [*self.steps(), *self.damaged()], origin)
 
     def damaged(self) -> list[Path]:
         """Steps that were set aside as damaged."""
@@ -318,10 +289,10 @@ class CheckpointStore:
 
     def split_outdated(self, saved: int) -> tuple[list[Path], list[Path]]:
         """Splits this run's steps into those to keep and those to remove once `saved` is committed."""
-        bases = read_base_steps(self.folder) or ()
+        bases = retention.read_base_steps(self.folder).steps
         steps = [step for step in self.steps() if step.name not in bases]
         just_saved = [p for p in steps if _order(p)[0] == saved][-1:]
-        outdated = Retention(self.keep, self.retain).outdated(steps, just_saved)
+        outdated = retention.Retention(self.keep, self.retain).outdated(steps, just_saved)
         return [step for step in steps if step not in outdated], outdated
 
     def needs_read_back(self, saved: int) -> bool:
@@ -331,11 +302,7 @@ class CheckpointStore:
 
     def remove_leftovers(self) -> None:
         """Removes leftovers of interrupted saves and removals. No save may be pending."""
-        remove_steps(self.folder, ())
-
-    def remove_outdated(self, saved: int) -> None:
-        """Removes the steps that are outdated once `saved` is committed."""
-        remove_steps(self.folder, self.split_outdated(saved)[1])
+        retention.remove_steps(self.folder, ())
 
     def set_aside_failed(self, step: Path) -> None:
         """Sets aside a step that failed its check right after the save."""
@@ -355,18 +322,12 @@ class RankSave:
     """The stages of one save on one rank."""
 
     store: CheckpointStore
-    step: int
+    draft: Manifest
     temporary: Path
-    run_state: Mapping[str, Any]
-    config: Mapping[str, Any]
     group: Group
     verdict: SaveResult = field(default_factory=SaveResult)
 
-    def write(self, parts: Sequence[Fragment]) -> Any:
-        """Stage 1, all ranks: writes this rank's files."""
-        return self.store.write_own(self.temporary, self.group.rank, parts)
-
-    def commit(self, everyone: Sequence[RankWriteResult]) -> SaveResult:
+    def commit(self, everyone: Sequence[format.RankWriteResult]) -> SaveResult:
         """Stage 2, rank 0: commits the step if all ranks wrote their files and the fragments are complete."""
         if self.group.rank == 0:
             self.verdict = self._try_commit(everyone)
@@ -374,7 +335,7 @@ class RankSave:
                 shutil.rmtree(self.temporary, ignore_errors=True)
         return self.verdict
 
-    def _try_commit(self, everyone: Sequence[RankWriteResult]) -> SaveResult:
+    def _try_commit(self, everyone: Sequence[format.RankWriteResult]) -> SaveResult:
         """Commits the step.
 
         Order: manifest, rename, sync of the folder, read back of the manifest, `latest`.
@@ -387,14 +348,25 @@ class RankSave:
         final = None
         try:
             self.store.guard(True)
-            manifest = self.store.complete(self.temporary, self.step, everyone, self.run_state, self.config)
+            manifest = self.store.complete(self.temporary, self.draft, everyone)
             final = self.store.place(self.temporary, manifest)
-            unsynced = self._sync_name()
+            # A failure of these two is only a warning, as the step itself is saved.
+            notes = []
+            if unsynced := _failure_of(fsync_folder, self.store.folder):
+                notes.append(
+                    f"the step is saved, but {self.store.folder} could not be synced to the disk ({unsynced}), so that a power "
+                    f"cut may lose it; older steps are kept"
+                )
             # Read from disk: verifies what was written, not what should have been.
             read_manifest(final)
-            note = "; ".join(filter(None, (unsynced, self._update_latest(final))))
-            to_check = not unsynced and self.store.needs_read_back(self.step)
-            return SaveResult(str(final), to_check=to_check, note=note, keeps_older=bool(unsynced))
+            if reason := _failure_of(self.store.update_latest, final):
+                notes.append(
+                    f"the step is saved, but the file `latest` could not be made to name it ({reason})"
+                )
+            to_check = not unsynced and self.store.needs_read_back(self.draft.step)
+            return SaveResult(
+                str(final), to_check=to_check, note="; ".join(notes), keeps_older=bool(unsynced)
+            )
         except OSError as error:
             return SaveResult(failure=f"rank 0: {error.strerror or error}")
         except FolderLost as error:
@@ -406,35 +378,17 @@ class RankSave:
         except (ValueError, TypeError) as error:
             return SaveResult(mistake=str(error))
 
-    def _sync_name(self) -> str:
-        """Syncs the step's name; returns a warning if that fails, as the step itself is saved."""
-        try:
-            fsync_folder(self.store.folder)
-        except OSError as error:
-            return (
-                f"the step is saved, but {self.store.folder} could not be synced to the disk ({error.strerror or error}), so that a power "
-                f"cut may lose it; older steps are kept"
-            )
-        return ""
-
-    def _update_latest(self, step: Path) -> str:
-        """Updates `latest`; returns a warning if that fails, as the step itself is saved."""
-        try:
-            self.store.update_latest(step)
-        except OSError as error:
-            return f"the step is saved, but the file `latest` could not be made to name it ({error.strerror or error})"
-        return ""
-
     def read_back(self, verdicts: Sequence[SaveResult]) -> VerificationProblem | None:
         """Stage 3, all ranks: reads back this rank's share of the files if `to_check`."""
         if not verdicts[0].to_check:
             return None
         folder = Path(verdicts[0].final)
         try:
-            manifest = read_manifest(folder)
+            return verify_rank_share(
+                folder, read_manifest(folder), self.group.rank, self.group.size, cold=True
+            )
         except (DamagedCheckpoint, UserError) as error:
             return VerificationProblem(str(error), is_damage=True)
-        return verify_rank_share(folder, manifest, self.group.rank, self.group.size, cold=True)
 
     def remove_outdated(self, problems: Sequence[VerificationProblem | None]) -> SaveResult:
         """Stage 4, rank 0: sets the step aside if it was damaged, otherwise removes outdated steps."""
@@ -451,7 +405,7 @@ class RankSave:
             return self.verdict
         try:
             self.store.guard(True)
-            self.store.remove_outdated(self.step)
+            retention.remove_steps(self.store.folder, self.store.split_outdated(self.draft.step)[1])
         except FolderLost:
             # The step is saved. The run stops before its next step.
             return self.verdict
@@ -459,6 +413,15 @@ class RankSave:
             note = f"older checkpoints could not be removed ({error.filename}: {error.strerror or error})"
             return replace(self.verdict, note="; ".join(filter(None, (self.verdict.note, note))))
         return self.verdict
+
+
+def _failure_of(action: Callable[[Path], None], path: Path) -> str:
+    """Runs an action; returns its I/O error, or an empty string."""
+    try:
+        action(path)
+    except OSError as error:
+        return str(error.strerror or error)
+    return ""
 
 
 # One stage of a save: takes the results of the previous stage of all ranks, in rank order.
@@ -521,7 +484,7 @@ def require_one_step(folder: Path, manifest: Manifest) -> None:
     state_step = manifest.run_state.get("step", manifest.step)
     if state_step != manifest.step:
         raise DamagedCheckpoint(
-            f"{folder}/{FILE_NAME} is of step {manifest.step}, but its run state is of step {state_step!r}"
+            f"{folder}/{format.FILE_NAME} is of step {manifest.step}, but its run state is of step {state_step!r}"
         )
 
 
@@ -531,14 +494,16 @@ def _is_finished(path: Path) -> bool:
     Megatron-LM also names steps iter_0000100; such a folder needs our manifest, or our files if the manifest
     was lost.
     """
-    match = STEP_NAME.fullmatch(path.name)
+    match = retention.STEP_NAME.fullmatch(path.name)
     if match is None or not path.is_dir():
         return False
-    return match[3] is None or any(next(path.glob(name), None) for name in (FILE_NAME, "rank-*.safetensors"))
+    return match[3] is None or any(
+        next(path.glob(name), None) for name in (format.FILE_NAME, "rank-*.safetensors")
+    )
 
 
 def _order(folder: Path) -> tuple[int, int]:
     """Returns (step, number of repeated saves) of a step's folder, as its sort key."""
-    match = STEP_NAME.fullmatch(folder.name)
+    match = retention.STEP_NAME.fullmatch(folder.name)
     assert match is not None
     return int(match[1] or match[3]), int(match[2] or 0)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pentatron.checkpoint.format import Manifest, StoredPiece, TensorRecord, piece_key
+from pentatron.checkpoint.format import Manifest, StoredPiece, TensorRecord, merge_tensor_records, piece_key
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.checkpoint.tensor_file import DTYPES, FileRecord, ReadRectangle, TensorSpec, write_blocks
 from pentatron.monitor.display import Display
@@ -76,7 +76,7 @@ def save_rectangles(
     temporary = store.temporary(source.step)
     temporary.mkdir(parents=True)
     files: dict[str, FileRecord] = {}
-    pieces: dict[str, list[StoredPiece]] = {name: [] for name in source.tensors}
+    records = [(name, dataclasses.replace(record, pieces=())) for name, record in source.tensors.items()]
     for file, rectangles in contents:
         by_key = {
             piece_key(name, source.tensors[name].shape, start, size): (name, start, size)
@@ -87,28 +87,20 @@ def save_rectangles(
             key: TensorSpec(DTYPES[source.tensors[name].dtype], size)
             for key, (name, _, size) in by_key.items()
         }
-        files[file] = write_blocks(temporary / file, outlines, _reader_by_key(by_key, read))
+
+        def read_part(
+            key: str, start: Shape, size: Shape, by_key: Mapping[str, Rectangle] = by_key
+        ) -> Tensor:
+            name, origin, _ = by_key[key]
+            return read(name, tuple(i + j for i, j in zip(origin, start, strict=True)), size)
+
+        files[file] = write_blocks(temporary / file, outlines, read_part)
         for key, (name, start, size) in by_key.items():
-            pieces[name].append(StoredPiece(file, key, start, size, files[file].crc32[key]))
-    tensors = {
-        name: dataclasses.replace(record, pieces=tuple(sorted(pieces[name], key=lambda piece: piece.start)))
-        for name, record in sorted(source.tensors.items())
-    }
-    for name, record in tensors.items():
-        problem = record.problem(name)
-        assert problem is None, f"{name}: {problem}"
+            piece = StoredPiece(file, key, start, size, files[file].crc32[key])
+            records.append((name, dataclasses.replace(source.tensors[name], pieces=(piece,))))
+    tensors = merge_tensor_records(records)
     manifest = dataclasses.replace(source, files=files, tensors=tensors, config=dict(config))
     return store.commit(temporary, manifest)
-
-
-def _reader_by_key(by_key: Mapping[str, Rectangle], read: ReadRectangle) -> ReadRectangle:
-    """Returns a reader of parts of rectangles by the rectangle's key."""
-
-    def read_part(key: str, start: Shape, size: Shape) -> Tensor:
-        name, origin, _ = by_key[key]
-        return read(name, tuple(i + j for i, j in zip(origin, start, strict=True)), size)
-
-    return read_part
 
 
 # --- progress of conversions ---

@@ -39,37 +39,37 @@ _LARGEST_HEADER = 100_000_000
 # Written data is flushed to disk in portions of about this size.
 _FLUSH_BYTES = 128 * 2**20
 
+# By dtype: its name in safetensors, and the storage class that torch pickles.
 _DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
+    torch.float64: ("F64", "DoubleStorage"),
+    torch.float32: ("F32", "FloatStorage"),
+    torch.bfloat16: ("BF16", "BFloat16Storage"),
+    torch.float16: ("F16", "HalfStorage"),
+    torch.int64: ("I64", "LongStorage"),
+    torch.int32: ("I32", "IntStorage"),
+    torch.uint8: ("U8", "ByteStorage"),
+    torch.bool: ("BOOL", "BoolStorage"),
 }
 
 # Dtypes a checkpoint can store, by their names in the manifest.
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPE_NAMES}
 
+# The same by their storage classes.
+STORAGES = {storage: dtype for dtype, (_, storage) in _DTYPE_NAMES.items()}
+
 # Dtypes a weight may have, by their safetensors names.
-WEIGHT_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items() if dtype.is_floating_point}
+WEIGHT_DTYPES = {name: dtype for dtype, (name, _) in _DTYPE_NAMES.items() if dtype.is_floating_point}
 
 # Suffixes of files written by torch, which `torch_file.py` reads.
 TORCH_FILES = (".distcp", ".pt")
 
-# Wider dtypes that represent every value of a dtype.
-_WIDER = {
-    torch.float16: (torch.float32, torch.float64),
-    torch.bfloat16: (torch.float32, torch.float64),
-    torch.float32: (torch.float64,),
-}
-
 
 def represents_exactly(kept: torch.dtype, stored: torch.dtype) -> bool:
     """Whether the dtype `kept` represents every value of the dtype `stored`."""
-    return kept == stored or kept in _WIDER.get(stored, ())
+    if not (kept.is_floating_point and stored.is_floating_point):
+        return kept == stored
+    wide, narrow = torch.finfo(kept), torch.finfo(stored)
+    return wide.eps <= narrow.eps and wide.max >= narrow.max
 
 
 @sendable
@@ -177,11 +177,7 @@ class _Writer:
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
     """Writes tensors to a safetensors file in blocks, and syncs it."""
     outlines = {name: TensorSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-
-    def read(name: str, start: Shape, size: Shape) -> Tensor:
-        return region(tensors[name].detach(), start, size)
-
-    return write_blocks(path, outlines, read)
+    return write_blocks(path, outlines, lambda name, start, size: region(tensors[name].detach(), start, size))
 
 
 def write_blocks(
@@ -218,11 +214,8 @@ def _header(outlines: Mapping[str, TensorSpec], metadata: Mapping[str, str] | No
     start = 0
     for name, outline in outlines.items():
         stop = start + outline.bytes
-        entries[name] = {
-            "dtype": _DTYPE_NAMES[outline.dtype],
-            "shape": list(outline.shape),
-            "data_offsets": [start, stop],
-        }
+        described = {"dtype": _DTYPE_NAMES[outline.dtype][0], "shape": list(outline.shape)}
+        entries[name] = described | {"data_offsets": [start, stop]}
         start = stop
     text = json.dumps(entries).encode()
     # safetensors requires the data to be aligned to eight bytes.

@@ -10,6 +10,7 @@ import io
 import math
 import mmap
 import pickle
+import struct
 import zipfile
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pentatron.checkpoint.format import DamagedCheckpoint
-from pentatron.checkpoint.tensor_file import DTYPES
+from pentatron.checkpoint.tensor_file import DTYPES, STORAGES
 from pentatron.parallel.sharding import Shape, region
 
 # --- metadata of one tensor of torch.save ---
@@ -30,17 +31,6 @@ from pentatron.parallel.sharding import Shape, region
 # others are refused.
 
 
-# Dtypes by the storage classes that torch pickles.
-STORAGES = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "BFloat16Storage": torch.bfloat16,
-    "HalfStorage": torch.float16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-}
 # The pickle of one tensor has a few hundred bytes.
 _MAX_PICKLE_BYTES = 1 << 16
 
@@ -50,7 +40,7 @@ class _TensorUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return _recorded_tensor
+            return lambda *arguments: ("tensor", arguments)
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
         if module == "torch" and name in STORAGES:
@@ -59,10 +49,6 @@ class _TensorUnpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         return pid
-
-
-def _recorded_tensor(*arguments: Any) -> tuple[str, tuple[Any, ...]]:
-    return "tensor", arguments
 
 
 def read_tensor_metadata(data: memoryview) -> tuple[int, torch.dtype, Shape, Shape]:
@@ -87,17 +73,17 @@ def read_tensor_metadata(data: memoryview) -> tuple[int, torch.dtype, Shape, Sha
     # The local header of a zip entry has 30 bytes, a name and an extra field, whose lengths are at bytes 26
     # and 28.
     header = entry.header_offset
-    name_length, extra_length = (
-        int.from_bytes(data[header + at : header + at + 2], "little") for at in (26, 28)
-    )
-    begin = header + 30 + name_length + extra_length
+    begin = header + 30 + sum(struct.unpack_from("<HH", data, header + 26))
     (skipped_elements,) = _sizes((storage_offset,))
-    elements = skipped_elements + (
-        1 + sum((n - 1) * step for n, step in zip(shape, stride)) if all(shape) else 0
-    )
+    elements = skipped_elements + _extent(shape, stride)
     if begin + entry.file_size > len(data) or elements * dtype.itemsize > entry.file_size:
         raise ValueError("its elements reach beyond its storage")
     return begin + skipped_elements * dtype.itemsize, dtype, shape, stride
+
+
+def _extent(shape: Shape, strides: Shape) -> int:
+    """Number of elements from the first to the last of a strided tensor."""
+    return 1 + sum((n - 1) * step for n, step in zip(shape, strides)) if all(shape) else 0
 
 
 def _sizes(numbers: Any) -> Shape:
@@ -158,8 +144,7 @@ class TorchFile:
         if self._last is None or self._last[0] != place:
             self._last = place, self._tensor(place)
         whole, at, extent = self._last[1], _parse_shape(start), _parse_shape(size)
-        fits = len(at) == whole.dim() and all(i + n <= m for i, n, m in zip(at, extent, whole.shape))
-        if not fits:
+        if len(at) != whole.dim() or any(i + n > m for i, n, m in zip(at, extent, whole.shape)):
             raise DamagedCheckpoint(
                 f"{place} is stored as {list(whole.shape)}, which does not contain {list(extent)} at {list(at)}"
             )
@@ -167,11 +152,9 @@ class TorchFile:
 
     def _tensor(self, place: str) -> Tensor:
         kind, offset, *rest = place.split(":")
-        return (
-            self._torch_save_tensor(int(offset), int(rest[0]))
-            if kind == "saved"
-            else self._raw_tensor(int(offset), *rest)
-        )
+        if kind == "saved":
+            return self._torch_save_tensor(int(offset), int(rest[0]))
+        return self._raw_tensor(int(offset), *rest)
 
     def _torch_save_tensor(self, offset: int, length: int) -> Tensor:
         """Returns the tensor that torch.save wrote into a byte range, as a view of the file."""
@@ -181,9 +164,8 @@ class TorchFile:
             begin, dtype, size, strides = read_tensor_metadata(
                 memoryview(self._memory)[offset : offset + length]
             )
-            count = 1 + sum((n - 1) * step for n, step in zip(size, strides)) if math.prod(size) else 0
             flat = torch.empty(0, dtype=dtype)
-            if count:
+            if count := _extent(size, strides):
                 flat = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset + begin)
             return flat.as_strided(size, strides)
         except Exception as error:

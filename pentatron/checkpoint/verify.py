@@ -5,7 +5,7 @@ wait.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,18 +14,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from pentatron.checkpoint.format import (
-    FILE_NAME,
-    DamagedCheckpoint,
-    Manifest,
-    check_sizes,
-    locate_damage,
-    read_manifest,
-    verify_some,
-)
+from pentatron.checkpoint import format
+from pentatron.checkpoint.format import DamagedCheckpoint, Manifest, read_manifest
 from pentatron.checkpoint.load import StepReader
 from pentatron.checkpoint.retention import step_number
-from pentatron.checkpoint.tensor_file import DTYPES, blocks
+from pentatron.checkpoint.tensor_file import DTYPES
 from pentatron.checksums import ProgressCallback, digest_of_file
 from pentatron.errors import UserError
 from pentatron.parallel.collectives import Group, broadcast_object, gather_objects, run_on_some_ranks
@@ -57,8 +50,8 @@ def verify_rank_share(
     """Verifies this rank's share of a step's files. Returns the problem, or None."""
     try:
         if rank == 0:
-            check_sizes(folder, manifest)
-        verify_some(folder, manifest, files_of_rank(list(manifest.files), rank, ranks), cold)
+            format.check_sizes(folder, manifest)
+        format.verify_files(folder, manifest, files_of_rank(list(manifest.files), rank, ranks), cold)
     except DamagedCheckpoint as damage:
         return VerificationProblem(str(damage), is_damage=True)
     except OSError as error:
@@ -110,16 +103,12 @@ def _problems(folder: Path, manifest: Manifest, group: Group) -> list[tuple[int,
     """
     identities = gather_objects(_identity(folder), group)
     same_folder = [rank for rank, identity in enumerate(identities) if identity == identities[group.rank]]
-    if identities[group.rank] is None:
-        problem_here: VerificationProblem | None = VerificationProblem(
-            f"{folder} does not exist for this rank; put the checkpoint where all machines see it, or on each of them",
-            is_damage=False,
-        )
-    else:
+    text = f"{folder} does not exist for this rank; put the checkpoint where all machines see it, or on each of them"
+    problem_here: VerificationProblem | None = VerificationProblem(text, is_damage=False)
+    if identities[group.rank] is not None:
         problem_here = verify_rank_share(folder, manifest, same_folder.index(group.rank), len(same_folder))
-    return [
-        (r, problem) for r, problem in enumerate(gather_objects(problem_here, group)) if problem is not None
-    ]
+    problems = enumerate(gather_objects(problem_here, group))
+    return [(rank, problem) for rank, problem in problems if problem is not None]
 
 
 def _identity(folder: Path) -> tuple[int, int, int] | None:
@@ -128,7 +117,7 @@ def _identity(folder: Path) -> tuple[int, int, int] | None:
     None if it does not exist.
     """
     try:
-        status = (folder / FILE_NAME).stat()
+        status = (folder / format.FILE_NAME).stat()
     except OSError:
         return None
     return status.st_ino, status.st_mtime_ns, status.st_ctime_ns
@@ -182,18 +171,11 @@ class TensorStatistics:
             self._squares += float(exact.square().sum())
 
 
-def read_blocks(reader: StepReader, name: str) -> Iterator[tuple[Shape, Tensor]]:
-    """Yields (start, values) of the blocks of a tensor, in memory order."""
-    record = reader.manifest.tensors[name]
-    for start, size in blocks(record.shape, DTYPES[record.dtype].itemsize):
-        yield start, reader.read(name, start, size)
-
-
 @torch.no_grad()
 def tensor_statistics(reader: StepReader, name: str) -> TensorStatistics:
     """Returns the statistics of a tensor of a step."""
     statistics = TensorStatistics()
-    for start, values in read_blocks(reader, name):
+    for start, values in reader.read_blocks(name):
         statistics.add(values, start)
     return statistics
 
@@ -222,10 +204,10 @@ def open_manifest(folder: Path) -> tuple[Manifest | None, list[Problem]]:
     except (DamagedCheckpoint, UserError) as error:
         return None, [Problem(str(error))]
     number = step_number(folder)
-    if number is not None and number != manifest.step:
-        sentence = f"{folder} contains step {manifest.step}"
-        return None, [Problem(sentence, expected=str(number), found=str(manifest.step))]
-    return manifest, []
+    if number in (None, manifest.step):
+        return manifest, []
+    sentence = f"{folder} contains step {manifest.step}"
+    return None, [Problem(sentence, expected=str(number), found=str(manifest.step))]
 
 
 def verify_digests(folder: Path, manifest: Manifest, threads: int, tell: ProgressCallback) -> list[Problem]:
@@ -237,7 +219,7 @@ def verify_digests(folder: Path, manifest: Manifest, threads: int, tell: Progres
             digest = digest_of_file(path, manifest.files[name].block_bytes, tell=tell)
             if digest == expected:
                 return []
-            names, sentence = locate_damage(path, manifest, digest)
+            names, sentence = format.locate_damage(path, manifest, digest)
         except OSError as error:
             sentence = f"{path} cannot be read ({error.strerror or error})"
             return [Problem(sentence, name, tuple(manifest.tensors_in(name)))]
@@ -262,12 +244,6 @@ def find_non_finite(folder: Path, manifest: Manifest, tell: ProgressCallback) ->
             tell(statistics.elements * DTYPES[record.dtype].itemsize)
             if statistics.finite < statistics.elements:
                 counts = f"{statistics.nans:,} NaN and {statistics.infinities:,} infinite"
-                problems.append(
-                    Problem(
-                        f"{folder}: {name} has {counts} of {statistics.elements:,} elements, the first at {statistics.first_bad}",
-                        tensors=(name,),
-                        expected="finite numbers",
-                        found=counts,
-                    )
-                )
+                sentence = f"{folder}: {name} has {counts} of {statistics.elements:,} elements, the first at {statistics.first_bad}"
+                problems.append(Problem(sentence, "", (name,), "finite numbers", counts))
     return problems

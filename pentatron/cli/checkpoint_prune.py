@@ -39,7 +39,7 @@ def exclusive_access(steps: Path) -> AbstractContextManager[FolderLock]:
 def plan_pruning(steps: Path, rule: Retention, threads: int, tell: ProgressCallback) -> Pruning:
     """Selects the steps to remove. Compares the checksums of the newest step, and of older ones only if it is
     damaged."""
-    names = read_base_steps(steps) or frozenset()
+    names = read_base_steps(steps).steps
     all_steps = CheckpointStore(steps, keep=None).steps()
     saved, bases = ([p for p in all_steps if (p.name in names) is is_base] for is_base in (False, True))
     damaged: list[Problem] = []

@@ -6,16 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pentatron.checkpoint.links import (
-    Link,
-    NameTable,
-    Source,
-    TableRow,
-    by_ours,
-    fill,
-    links_by_table,
-    their_shapes,
-)
+from pentatron.checkpoint.links import Link, NameTable, Source, TableRow, by_ours, fill, their_shapes
 from pentatron.checkpoint.tensor_file import WEIGHT_DTYPES, blocks, represents_exactly
 from pentatron.errors import UserError
 from pentatron.hf.folder import HuggingFaceFolder
@@ -150,7 +141,7 @@ def tensor_links(
     known = NAME_TABLES[model_type]
     bare = names is not None and not any(name.startswith(known.base) for name in names)
     shapes = logical_shapes(model, moe)
-    return links_by_table(known.table, model, shapes, names, "" if bare else known.base)
+    return known.table.links(model, shapes, names, "" if bare else known.base)
 
 
 def load_weights(

@@ -1,6 +1,6 @@
 """Converts Megatron-LM's checkpoint arguments and common state to our settings and run state, and back."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from pentatron.errors import UserError
@@ -17,31 +17,15 @@ _THEIR_NAMES = {
 }
 # Sections read from a checkpoint's arguments; others belong to the run.
 _READ_SECTIONS = frozenset({"model", "moe", "parallel", "optim", "train"})
-# Unsupported options that change the model, with the values that have no effect.
-_UNSUPPORTED = {
-    "multi_latent_attention": False,
-    "apply_layernorm_1p": False,
-    "squared_relu": False,
-    "openai_gelu": False,
-    "onnx_safe": False,
-    "apply_residual_connection_post_layernorm": False,
-    "mtp_num_layers": None,
-    "qk_l2_norm": False,
-    "attention_output_gate": False,
-    "linear_attention_freq": None,
-    "heterogeneous_layers_config_path": None,
-    "encoder_num_layers": None,
-    "quick_geglu": False,
-    "moe_latent_size": None,
-    "moe_apply_probs_on_input": False,
-    "softmax_type": "vanilla",
-    "no_rope_freq": None,
-    "activation_func_clamp_value": None,
-    "glu_linear_offset": 0.0,
-    "experimental_attention_variant": None,
-    "hybrid_override_pattern": None,
-    "is_hybrid_model": False,
-}
+# Unsupported options that change the model. They are inactive if unset, false or as in `_INACTIVE`.
+_UNSUPPORTED = (
+    "multi_latent_attention apply_layernorm_1p squared_relu openai_gelu onnx_safe "
+    "apply_residual_connection_post_layernorm mtp_num_layers qk_l2_norm attention_output_gate linear_attention_freq "
+    "heterogeneous_layers_config_path encoder_num_layers quick_geglu moe_latent_size moe_apply_probs_on_input "
+    "softmax_type no_rope_freq activation_func_clamp_value glu_linear_offset experimental_attention_variant "
+    "hybrid_override_pattern is_hybrid_model"
+).split()
+_INACTIVE = {"softmax_type": "vanilla", "glu_linear_offset": 0.0}
 
 
 def settings_from_arguments(args: Mapping[str, Any], origin: str) -> dict[str, Any]:
@@ -55,12 +39,8 @@ def settings_from_arguments(args: Mapping[str, Any], origin: str) -> dict[str, A
     if is_unset(resolved.vocab_size):
         settings["vocab_size"] = args.get("padded_vocab_size")
     settings |= _derived_schedule(resolved)
-    required = {
-        "num_layers": resolved.num_layers,
-        "hidden_size": resolved.hidden_size,
-        "num_attention_heads": resolved.num_attention_heads,
-    }
-    missing = [name for name, value in required.items() if name not in settings or not value]
+    required = ("num_layers", "hidden_size", "num_attention_heads")
+    missing = [name for name in required if name not in settings or not getattr(resolved, name)]
     if missing:
         raise UserError(f"{origin} does not describe its model: its arguments lack {', '.join(missing)}")
     settings["kv_channels"] = resolved.kv_channels or resolved.hidden_size // resolved.num_attention_heads
@@ -74,25 +54,18 @@ def _copied_settings(args: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments with the meaning of a setting, usually under the same name."""
     settings: dict[str, Any] = {}
     for name, item in table().items():
-        if item.section not in _READ_SECTIONS:
-            continue
-        for theirs in _THEIR_NAMES.get(name, (name,)):
-            if theirs in args and _is_valid(args[theirs], item):
-                value = args[theirs]
-                if value is not None:
-                    value = tuple(value) if isinstance(value, list) else item.base_type(value)
-                settings[name] = value
-                break
+        names = _THEIR_NAMES.get(name, (name,)) if item.section in _READ_SECTIONS else ()
+        valid = [args[theirs] for theirs in names if theirs in args and _is_valid(args[theirs], item)]
+        if valid:
+            convert = tuple if isinstance(valid[0], list) else item.base_type
+            settings[name] = None if valid[0] is None else convert(valid[0])
     return settings
 
 
 def _converted_settings(args: Mapping[str, Any]) -> dict[str, Any]:
     """Settings that the arguments express differently."""
-    settings: dict[str, Any] = {}
-    if args.get("use_rope_scaling"):
-        settings["rope_scaling_type"] = "llama3"
-    else:
-        settings["rope_scaling_factor"] = None
+    llama3 = args.get("use_rope_scaling")
+    settings: dict[str, Any] = {"rope_scaling_type": "llama3"} if llama3 else {"rope_scaling_factor": None}
     if args.get("rotary_seq_len_interpolation_factor"):
         settings["rope_scaling_type"] = "linear"
         settings["rope_scaling_factor"] = float(args["rotary_seq_len_interpolation_factor"])
@@ -110,26 +83,19 @@ def _derived_schedule(resolved: Settings) -> dict[str, Any]:
     """Settings of the schedule that arguments leave open, derived as in a run."""
     size = resolved.global_batch_size or 1
     iterations = resolved.train_iters or -(-(resolved.train_samples or size) // size)
-    settings: dict[str, Any] = {
-        "global_batch_size": size,
-        "train_iters": iterations,
-        "lr_decay_iters": resolved.lr_decay_iters or iterations,
-        "lr_warmup_iters": resolved.lr_warmup_iters or 0,
-        "min_lr": resolved.min_lr or 0.0,
-    }
+    settings: dict[str, Any] = {"global_batch_size": size, "train_iters": iterations}
+    settings["lr_decay_iters"] = resolved.lr_decay_iters or iterations
+    settings["lr_warmup_iters"] = resolved.lr_warmup_iters or 0
+    settings["min_lr"] = resolved.min_lr or 0.0
     if resolved.weight_decay_incr_style != "constant":
-        start, end, decay = resolved.start_weight_decay, resolved.end_weight_decay, resolved.weight_decay
-        settings["start_weight_decay"] = decay if start is None else start
-        settings["end_weight_decay"] = decay if end is None else end
+        for name in ("start_weight_decay", "end_weight_decay"):
+            given = getattr(resolved, name)
+            settings[name] = resolved.weight_decay if given is None else given
     return settings
 
 
 def _refuse_unsupported(args: Mapping[str, Any], origin: str) -> None:
-    active = [
-        name
-        for name, inactive in _UNSUPPORTED.items()
-        if args.get(name, inactive) not in (inactive, None, False)
-    ]
+    active = [name for name in _UNSUPPORTED if args.get(name) not in (_INACTIVE.get(name), None, False)]
     if args.get("swiglu") is False and args.get("gated_linear_unit"):
         active.append("gated_linear_unit")
     if active:
@@ -187,6 +153,15 @@ CHECKPOINT_VERSION = 3.0
 # The optimizer state has the shapes of the weights, so it can be loaded in any layout.
 _SHARDING = "fully_reshardable"
 
+# Names in the state of Megatron-LM's scheduler, by ours in the schedules of learning rate and weight decay.
+_RATE_NAMES = {
+    "peak": "max_lr",
+    "floor": "min_lr",
+    "warmup_samples": "lr_warmup_steps",
+    "decay_samples": "lr_decay_steps",
+    "style": "lr_decay_style",
+}
+_DECAY_NAMES = {"start": "start_wd", "end": "end_wd", "style": "wd_incr_style", "samples": "wd_incr_steps"}
 # Styles that the scheduler's state describes completely. WSD also needs arguments.
 _LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root")
 _DECAY_STYLES = ("constant", "linear", "cosine")
@@ -194,9 +169,8 @@ _DECAY_STYLES = ("constant", "linear", "cosine")
 
 def common_state(step: int, state: Mapping[str, Any], config: RunConfig, stacked: bool) -> dict[str, Any]:
     """Returns the content of `common.pt` besides the arguments."""
-    groups = [_optimizer_state(state, config.optim, of_experts=False)]
-    if config.moe.num_experts:
-        groups.append(_optimizer_state(state, config.optim, of_experts=True))
+    kinds = (False, True) if config.moe.num_experts else (False,)
+    groups = [_optimizer_state(state, config.optim, of_experts) for of_experts in kinds]
     return {
         "checkpoint_version": CHECKPOINT_VERSION,
         "iteration": step,
@@ -239,16 +213,9 @@ def _scheduler_state(state: Mapping[str, Any]) -> dict[str, Any]:
     schedule = state.get("schedule") or {}
     rate, decay = schedule.get("learning_rate", {}), schedule.get("weight_decay", {})
     return {
-        "max_lr": rate.get("peak"),
-        "min_lr": rate.get("floor"),
-        "lr_warmup_steps": rate.get("warmup_samples"),
-        "lr_decay_steps": rate.get("decay_samples"),
-        "lr_decay_style": rate.get("style"),
+        **{theirs: rate.get(ours) for ours, theirs in _RATE_NAMES.items()},
         "num_steps": state.get("scheduled_samples", 0),
-        "start_wd": decay.get("start"),
-        "end_wd": decay.get("end"),
-        "wd_incr_style": decay.get("style"),
-        "wd_incr_steps": decay.get("samples"),
+        **{theirs: decay.get(ours) for ours, theirs in _DECAY_NAMES.items()},
     }
 
 
@@ -257,9 +224,8 @@ def run_state_of(common: Mapping[str, Any], arguments: Mapping[str, Any], iterat
     scheduler = common.get("opt_param_scheduler")
     steps = scheduler.get("num_steps") if isinstance(scheduler, Mapping) else None
     consumed = int(arguments.get("consumed_train_samples") or 0)
-    length = arguments.get("train_samples") or (arguments.get("train_iters") or 0) * (
-        arguments.get("global_batch_size") or 1
-    )
+    iterations, size = arguments.get("train_iters") or 0, arguments.get("global_batch_size") or 1
+    length = arguments.get("train_samples") or iterations * size
     return {
         "step": iteration,
         "consumed_samples": consumed,
@@ -276,30 +242,28 @@ def run_state_of(common: Mapping[str, Any], arguments: Mapping[str, Any], iterat
 
 def _schedule_of(scheduler: Mapping[str, Any]) -> dict[str, Any]:
     """Converts the scheduler's state to our schedules; empty if incomplete."""
-    names = "max_lr min_lr lr_warmup_steps lr_decay_steps start_wd end_wd wd_incr_steps".split()
-    styles = scheduler.get("lr_decay_style"), scheduler.get("wd_incr_style")
-    numbers = [scheduler.get(name) for name in names]
-    complete = all(isinstance(number, (int, float)) for number in numbers)
-    if not complete or styles[0] not in _LR_STYLES or styles[1] not in _DECAY_STYLES:
+
+    def parts(names: Mapping[str, str]) -> dict[str, Any]:
+        return {ours: scheduler.get(theirs) for ours, theirs in names.items()}
+
+    rate, decay = parts(_RATE_NAMES), parts(_DECAY_NAMES)
+    rate_style, decay_style = rate.pop("style"), decay.pop("style")
+    complete = all(isinstance(number, (int, float)) for number in (*rate.values(), *decay.values()))
+    if not complete or rate_style not in _LR_STYLES or decay_style not in _DECAY_STYLES:
         return {}
-    peak, floor, warmup, decay, start, end, length = (
-        float(number) for number in numbers if number is not None
-    )
-    rate = {"style": styles[0], "peak": peak, "floor": floor}
-    rate |= {"warmup_samples": warmup, "decay_samples": decay}
+    rate, decay = ({name: float(number) for name, number in part.items()} for part in (rate, decay))
+    unused = {"init": 0.0, "wsd_style": "exponential", "wsd_samples": 0.0}
     return {
-        "learning_rate": {**rate, "init": 0.0, "wsd_style": "exponential", "wsd_samples": 0.0},
-        "weight_decay": {"style": styles[1], "start": start, "end": end, "samples": length},
+        "learning_rate": {"style": rate_style, **rate, **unused},
+        "weight_decay": {"style": decay_style, **decay},
     }
 
 
 def _updates(optimizer: Any, iteration: int) -> int:
     """Number of optimizer updates, searched in the several places where optimizers store it."""
-    parts: Iterable[Any] = ()
     if isinstance(optimizer, Mapping):
         if isinstance(step := optimizer.get("step", optimizer.get("common_step")), (int, float)):
             return int(step)
-        parts = optimizer.values()
-    elif isinstance(optimizer, list):
-        parts = optimizer
+        optimizer = list(optimizer.values())
+    parts = optimizer if isinstance(optimizer, list) else ()
     return next((updates for part in parts if (updates := _updates(part, -1)) >= 0), iteration)

@@ -10,15 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pentatron.checkpoint.format import Manifest, StoredPiece, TensorRecord, cover_problem
-from pentatron.checkpoint.links import (
-    Link,
-    NameTable,
-    Source,
-    TableRow,
-    by_ours,
-    links_by_table,
-    their_shapes,
-)
+from pentatron.checkpoint.links import Link, NameTable, Source, TableRow, by_ours, their_shapes
 from pentatron.checkpoint.load import ROUTERS, WEIGHTS
 from pentatron.checkpoint.tensor_file import DTYPES
 from pentatron.checkpoint.torch_file import rectangle_key
@@ -41,8 +33,13 @@ _EXPERTS = "mlp.experts.experts."
 _NORM, _NORM_OF_EXPERTS = "mlp.linear_fc1.layer_norm_{kind}", "pre_mlp_layernorm.{kind}"
 
 
-def _row_outside_layers(ours: str, theirs: str) -> TableRow:
-    return TableRow(ours, ((Source(f"{{base}}{theirs}"),),))
+# Tensors outside the layers, and theirs.
+_OUTSIDE_LAYERS = {
+    "embedding.word.weight": "embedding.word_embeddings.weight",
+    "embedding.position.weight": "embedding.position_embeddings.weight",
+    "final_norm.{kind}": "decoder.final_layernorm.{kind}",
+    "head.weight": "output_layer.weight",
+}
 
 
 def _rows(stacked: Sequence[bool]) -> Iterator[TableRow]:
@@ -55,10 +52,8 @@ def _rows(stacked: Sequence[bool]) -> Iterator[TableRow]:
         forms = (form for name in theirs for form in _forms(name, stacked, halves, experts))
         return TableRow(f"layers.{{layer}}.{ours}", tuple(forms))
 
-    yield _row_outside_layers("embedding.word.weight", "embedding.word_embeddings.weight")
-    yield _row_outside_layers("embedding.position.weight", "embedding.position_embeddings.weight")
-    yield _row_outside_layers("final_norm.{kind}", "decoder.final_layernorm.{kind}")
-    yield _row_outside_layers("head.weight", "output_layer.weight")
+    for ours, theirs in _OUTSIDE_LAYERS.items():
+        yield TableRow(ours, ((Source(f"{{base}}{theirs}"),),))
     yield row("input_norm.{kind}", "self_attention.linear_qkv.layer_norm_{kind}", "input_layernorm.{kind}")
     yield row("attention.linear_qkv.{kind}", "self_attention.linear_qkv.{kind}")
     yield row("attention.q_norm.{kind}", "self_attention.q_layernorm.{kind}")
@@ -82,9 +77,7 @@ def _forms(theirs: str, stacked: Sequence[bool], halves: bool, experts: bool) ->
     Whole, or gate and up separate (`_w`, `_v`); both also for each expert.
     """
     for is_stacked in stacked:
-        name = (
-            f"{{base}}decoder.layers.{theirs}" if is_stacked else f"{{base}}decoder.layers.{{layer}}.{theirs}"
-        )
+        name = f"{{base}}decoder.layers.{'' if is_stacked else '{layer}.'}{theirs}"
         per_expert = name.replace(_EXPERTS, f"{_EXPERTS}{{expert}}.")
         for tensor in (name, per_expert) if experts else (name,):
             yield (Source(tensor, stacked=is_stacked),)
@@ -123,15 +116,12 @@ def is_stacked(model: TransformerConfig, moe: MoEConfig) -> bool:
 def written_links(model: TransformerConfig, moe: MoEConfig) -> dict[str, list[Link]]:
     """Returns the links of each of our tensors to all names it is written under."""
     stacked, shapes = is_stacked(model, moe), tensors_of(model, moe)
-    links = links_by_table(TABLES[stacked], model, shapes)
-    moe_layer_prefixes = {
-        name.removesuffix("mlp.router.weight") for name in shapes if name.endswith(".mlp.router.weight")
-    }
+    links = TABLES[stacked].links(model, shapes)
     # A row has one name. The norm of a MoE layer is written under both.
     second_links = [
         replace(link, theirs=moe_norm_name(link.theirs))
         for link in links
-        if link.ours.partition("mlp_norm.")[0] in moe_layer_prefixes
+        if f"{link.ours.partition('mlp_norm.')[0]}mlp.router.weight" in shapes
     ]
     return by_ours([*links, *second_links])
 
@@ -140,7 +130,7 @@ def read_links(
     model: TransformerConfig, moe: MoEConfig, names: Collection[str], prefix: str = ""
 ) -> dict[str, list[Link]]:
     """Returns the links of each of our tensors to those in a file, whose names start with `prefix`."""
-    return by_ours(links_by_table(TABLES[True], model, tensors_of(model, moe), names, prefix))
+    return by_ours(TABLES[True].links(model, tensors_of(model, moe), names, prefix))
 
 
 def written_shapes(links: Mapping[str, Sequence[Link]], layers: int, vocabulary: int) -> dict[str, Shape]:
@@ -159,18 +149,10 @@ def written_shapes(links: Mapping[str, Sequence[Link]], layers: int, vocabulary:
 # Extra states of Transformer Engine modules. Empty without fp8, but Megatron-LM's loader requires them.
 EXTRA_STATE = "_extra_state"
 EXTRA_IN_LAYERS = (
-    "self_attention.linear_qkv",
-    "self_attention.linear_proj",
-    "self_attention.core_attention",
-    "self_attention.q_layernorm",
-    "self_attention.k_layernorm",
-    "input_layernorm",
-    "pre_mlp_layernorm",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
-    "mlp.shared_experts.linear_fc1",
-    "mlp.shared_experts.linear_fc2",
-)
+    "self_attention.linear_qkv self_attention.linear_proj self_attention.core_attention self_attention.q_layernorm "
+    "self_attention.k_layernorm input_layernorm pre_mlp_layernorm mlp.linear_fc1 mlp.linear_fc2 "
+    "mlp.shared_experts.linear_fc1 mlp.shared_experts.linear_fc2"
+).split()
 EXTRA_OF_EXPERTS = (f"{_EXPERTS}linear_fc1", f"{_EXPERTS}linear_fc2")
 EXTRA_OUTSIDE = ("decoder.final_layernorm",)
 
@@ -231,6 +213,24 @@ def find_name_prefix(names: Collection[str], folder: Path) -> str:
     )
 
 
+def without_unreadable_optimizer(contents: MegatronCheckpoint, others: list[str]) -> MegatronCheckpoint:
+    """Removes optimizer state whose sharding only the saving layout can read, and adds a message."""
+    prefix = find_name_prefix(contents.tensors, contents.folder)
+    anchor = f"{prefix}{_ANCHOR}"
+    # State that is readable in any layout has the shapes of the weights.
+    states = [contents.tensors.get(f"{STATE_PREFIX}{state}.{anchor}") for state in OPTIMIZER_STATES]
+    readable = any(s is not None and s.shape == contents.tensors[anchor].shape for s in states)
+    has_state = any(name.startswith(("optimizer.", "chained_")) for name in (*contents.tensors, *others))
+    if readable or not has_state:
+        return contents
+    tensors = {name: stored for name, stored in contents.tensors.items() if not name.startswith("optimizer.")}
+    remark = (
+        f"{contents.folder} has its optimizer state in the order of the layout that saved it, so only the weights are read (Megatron-LM "
+        f"writes it for any layout with --dist-ckpt-optim-fully-reshardable)"
+    )
+    return replace(contents, tensors=tensors, remarks=(remark,))
+
+
 def manifest_of(
     contents: MegatronCheckpoint,
     model: TransformerConfig,
@@ -245,33 +245,23 @@ def manifest_of(
     stored = contents.tensors
     prefix = find_name_prefix(stored, contents.folder)
     links = read_links(model, moe, stored, prefix)
-    has_master_weights = all(f"{MASTER_PREFIX}{link.theirs}" in stored for link in _parameter_links(links))
-    tensors: dict[str, TensorRecord] = {}
-    for ours, of_tensor in links.items():
-        kind = ROUTERS if _is_router_bias(ours) else WEIGHTS
-        name_prefix = MASTER_PREFIX if has_master_weights and kind == WEIGHTS else ""
-        tensors[f"{kind}{ours}"] = _record(contents, ours, of_tensor, name_prefix)
-    for state in OPTIMIZER_STATES:
-        if all(f"{STATE_PREFIX}{state}.{link.theirs}" in stored for link in _parameter_links(links)):
-            for ours, of_tensor in links.items():
-                if not _is_router_bias(ours):
-                    tensors[f"{state}/{ours}"] = _record(contents, ours, of_tensor, f"{STATE_PREFIX}{state}.")
+    # Expert biases of routers are updated from token counts, and stored separately from weights.
+    biases = {ours: of_tensor for ours, of_tensor in links.items() if ours.endswith(".mlp.router.bias")}
+    parameters = {ours: of_tensor for ours, of_tensor in links.items() if ours not in biases}
+
+    def has_all(name_prefix: str) -> bool:
+        return all(f"{name_prefix}{link.theirs}" in stored for group in parameters.values() for link in group)
+
+    groups = [(ROUTERS, biases, ""), (WEIGHTS, parameters, MASTER_PREFIX if has_all(MASTER_PREFIX) else "")]
+    states = {state: f"{STATE_PREFIX}{state}." for state in OPTIMIZER_STATES}
+    groups += [(f"{state}/", parameters, theirs) for state, theirs in states.items() if has_all(theirs)]
+    tensors = {
+        f"{kind}{ours}": _record(contents, ours, of_tensor, name_prefix)
+        for kind, members, name_prefix in groups
+        for ours, of_tensor in members.items()
+    }
     _refuse_left_over(contents, prefix, links)
     return Manifest(contents.iteration, {}, dict(sorted(tensors.items())), dict(run_state), dict(config))
-
-
-def _parameter_links(links: Mapping[str, list[Link]]) -> Iterator[Link]:
-    for ours, of_tensor in links.items():
-        if not _is_router_bias(ours):
-            yield from of_tensor
-
-
-def _is_router_bias(ours: str) -> bool:
-    """Whether this is the expert bias of a router.
-
-    It is updated from token counts, and stored separately from weights.
-    """
-    return ours.endswith(".mlp.router.bias")
 
 
 def _record(contents: MegatronCheckpoint, ours: str, links: Iterable[Link], name_prefix: str) -> TensorRecord:
@@ -286,7 +276,14 @@ def _record(contents: MegatronCheckpoint, ours: str, links: Iterable[Link], name
             raise UserError(
                 f"{contents.folder} lacks {name}, so it is not the model that its arguments describe; name another checkpoint"
             )
-        _check_shape(contents.folder, name, stored, link)
+        expected = tuple(i + n for i, n in zip(link.start, link.their_size))
+        # The vocabulary may be padded. The link of one layer requires as many stacked layers as its own index.
+        may_be_longer = link.ours in VOCABULARY or link.stacked
+        is_longer = stored.shape[1:] == expected[1:] and stored.shape[0] >= expected[0]
+        if stored.shape != expected and not (may_be_longer and is_longer):
+            raise UserError(
+                f"{contents.folder} contains {name} as {list(stored.shape)}, but the model its arguments describe has {list(expected)}"
+            )
         dtypes.add(stored.dtype)
         pieces += _pieces(link, stored)
         end = tuple(i + n for i, n in zip(link.at, link.size))
@@ -301,23 +298,10 @@ def _record(contents: MegatronCheckpoint, ours: str, links: Iterable[Link], name
     return TensorRecord(dtypes.pop(), shape, tuple(sorted(pieces, key=lambda piece: piece.start)))
 
 
-def _check_shape(folder: Path, name: str, stored: MegatronTensor, link: Link) -> None:
-    """Checks the shape of a stored tensor. The vocabulary may be padded."""
-    expected = tuple(i + n for i, n in zip(link.start, link.their_size))
-    # The link of one layer requires only as many stacked layers as its own index.
-    may_be_longer = link.ours in VOCABULARY or link.stacked
-    is_longer = stored.shape[1:] == expected[1:] and stored.shape[0] >= expected[0]
-    if stored.shape != expected and not (may_be_longer and is_longer):
-        raise UserError(
-            f"{folder} contains {name} as {list(stored.shape)}, but the model its arguments describe has {list(expected)}"
-        )
-
-
 def _pieces(link: Link, stored: MegatronTensor) -> Iterator[StoredPiece]:
     """Yields the pieces of our tensor along a link."""
     for piece in stored.pieces:
-        common = link.shared_with_theirs(piece.start, piece.size)
-        if common is None:
+        if (common := link.shared_with_theirs(piece.start, piece.size)) is None:
             continue
         start, size = common
         at, shape = link.our_rectangle(start, size)
@@ -333,14 +317,9 @@ def _refuse_left_over(contents: MegatronCheckpoint, prefix: str, links: Mapping[
     if "head.weight" not in links:
         # Tied embeddings: the file may store the shared weight again.
         used.add(f"{prefix}output_layer.weight")
-    unused = [
-        name
-        for name in contents.tensors
-        if name.startswith(prefix)
-        and not name.startswith(("optimizer.", "rng", "rerun"))
-        and name not in used
-    ]
-    if unused:
+    others = ("optimizer.", "rng", "rerun")
+    weights = [n for n in contents.tensors if n.startswith(prefix) and not n.startswith(others)]
+    if unused := [name for name in weights if name not in used]:
         raise UserError(
             f"{contents.folder} contains {len(unused)} tensors that the model its arguments describe does not have, the first being {unused[0]}"
         )

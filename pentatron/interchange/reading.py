@@ -13,14 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from pentatron.checkpoint.find import find_megatron_checkpoint
 from pentatron.checkpoint.manifest_checks import implausible
 from pentatron.checkpoint.store import Checkpoint
-from pentatron.checkpoint.torch_file import STORAGES, raw_data_position
+from pentatron.checkpoint.tensor_file import STORAGES
+from pentatron.checkpoint.torch_file import raw_data_position
 from pentatron.errors import UserError
 from pentatron.interchange.arguments import run_state_of, settings_from_arguments
 from pentatron.interchange.index import MegatronCheckpoint, MegatronTensor, StoredRectangle, manifest_of
-from pentatron.interchange.torch_dist import is_torch_dist, open_torch_dist, unpickle_in_sandbox
+from pentatron.interchange.torch_dist import FORMAT, INDEX_NAME, open_torch_dist, unpickle_in_sandbox
 from pentatron.parallel.sharding import Shape
 from pentatron.settings.run_config import RunConfig
 from pentatron.settings.settings import Settings
@@ -31,17 +34,12 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(
     r"mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc[12]\.\w+?)|(linear_fc[12]\.(?:weight|bias))(\d+))"
 )
-# Axis that is sharded over tensor parallel ranks. Other tensors are replicated.
-_SHARDED_AXIS = {
-    "word_embeddings.weight": 0,
-    "output_layer.weight": 0,
-    "linear_qkv.weight": 0,
-    "linear_qkv.bias": 0,
-    "linear_proj.weight": 1,
-    "linear_fc1.weight": 0,
-    "linear_fc1.bias": 0,
-    "linear_fc2.weight": 1,
-}
+# Tensors that are sharded over tensor parallel ranks along each axis. Others are replicated.
+_COLUMN_PARALLEL = [f"linear_{layer}.{kind}" for layer in ("qkv", "fc1") for kind in ("weight", "bias")]
+_SHARDED = (
+    ("word_embeddings.weight", "output_layer.weight", *_COLUMN_PARALLEL),
+    ("linear_proj.weight", "linear_fc2.weight"),
+)
 
 
 @dataclass(frozen=True)
@@ -78,15 +76,11 @@ def open_legacy(folder: Path) -> MegatronCheckpoint:
             for name, piece, dtype in _chunk_tensors(rank, chunk, start, tensor_ranks, gated):
                 pieces.setdefault(name, []).append((piece, dtype))
     stored = {name: _stored(folder, name, parts) for name, parts in pieces.items()}
-    iteration = first.get("iteration")
-    remarks: tuple[str, ...] = ()
-    if "optimizer" in first or any(folder.glob("mp_rank_*/distrib_optim.pt")):
-        remarks = (
-            f"{folder} has its optimizer state in the order of the layout that saved it, so only the weights are read",
-        )
-    return MegatronCheckpoint(
-        folder, int(iteration) if isinstance(iteration, int) else 0, stored, arguments, first, remarks
-    )
+    iteration = int(first["iteration"]) if isinstance(first.get("iteration"), int) else 0
+    has_optimizer = "optimizer" in first or any(folder.glob("mp_rank_*/distrib_optim.pt"))
+    remark = f"{folder} has its optimizer state in the order of the layout that saved it, so only the weights are read"
+    remarks = (remark,) if has_optimizer else ()
+    return MegatronCheckpoint(folder, iteration, stored, arguments, first, remarks)
 
 
 def _ranks(folder: Path) -> Iterator[_Rank]:
@@ -115,16 +109,12 @@ def _first_layers(ranks: list[_Rank]) -> dict[tuple[int, int], int]:
 
     Chunks are numbered over all pipeline ranks, one round per virtual stage.
     """
-    counts: dict[tuple[int, int], int] = {}
-    for rank in ranks:
-        for number, chunk in enumerate(rank.chunks):
-            layers = {int(match[1]) for name in chunk if (match := _LAYER.fullmatch(name))}
-            counts[number, rank.pipeline] = len(layers)
-    first, total = {}, 0
-    for key in sorted(counts):
-        first[key] = total
-        total += counts[key]
-    return first
+    counts = {
+        (number, rank.pipeline): len({match[1] for name in chunk if (match := _LAYER.fullmatch(name))})
+        for rank in ranks
+        for number, chunk in enumerate(rank.chunks)
+    }
+    return {key: sum(counts[other] for other in counts if other < key) for key in counts}
 
 
 def _chunk_tensors(
@@ -136,16 +126,15 @@ def _chunk_tensors(
     for name, value in chunk.items():
         if not isinstance(value, Mapping) or "~tensor" not in value:
             continue
-        number = _expert_of(name)
-        if number is None and rank.expert:
-            continue
-        axis = next((axis for suffix, axis in _SHARDED_AXIS.items() if _bare(name).endswith(suffix)), None)
-        if axis is None and rank.tensor:
+        # Without the expert number that grouped GEMM appends.
+        bare_name = re.sub(r"(linear_fc[12]\.(?:weight|bias))\d+$", r"\1", name)
+        axis = next((axis for axis, names in enumerate(_SHARDED) if bare_name.endswith(names)), None)
+        if (rank.expert and _expert_of(name) is None) or (rank.tensor and axis is None):
             continue
         whole_name = _whole_name(name, first_layer, rank.expert * experts_per_rank)
         shape = tuple(value["shape"])
         place, dtype = _place(rank.file, name, value)
-        halves = gated and _bare(name).endswith(("linear_fc1.weight", "linear_fc1.bias"))
+        halves = gated and bare_name.endswith(("linear_fc1.weight", "linear_fc1.bias"))
         for piece in _pieces(rank, place, shape, axis, tensor_ranks, halves):
             yield whole_name, piece, dtype
 
@@ -156,19 +145,13 @@ def _expert_of(name: str) -> str | None:
     return None if match is None else match[1] or match[4]
 
 
-def _bare(name: str) -> str:
-    """Removes the expert number that grouped GEMM appends."""
-    return re.sub(r"(linear_fc[12]\.(?:weight|bias))\d+$", r"\1", name)
-
-
 def _whole_name(name: str, first_layer: int, first_expert: int) -> str:
     """Name of a tensor in the whole model: with global layer and expert numbers."""
     match = _LAYER.fullmatch(name)
     if match is None:
         return name
     rest = match[2]
-    expert = _EXPERT.fullmatch(rest)
-    if expert is not None:
+    if expert := _EXPERT.fullmatch(rest):
         number, part = (expert[1], expert[2]) if expert[1] else (expert[4], expert[3])
         rest = f"mlp.experts.experts.{first_expert + int(number)}.{part}"
     return f"decoder.layers.{first_layer + int(match[1])}.{rest}"
@@ -178,7 +161,7 @@ def _place(file: str, name: str, value: Mapping[str, Any]) -> tuple[str, str]:
     """Returns (position in the file, dtype) of a contiguous tensor."""
     kind = STORAGES.get(f"{value['~tensor']}Storage")
     shape, strides = tuple(value["shape"]), tuple(value["strides"])
-    if kind is None or not _is_contiguous(shape, strides):
+    if kind is None or not torch.empty_strided(shape, strides, device="meta").is_contiguous():
         raise UserError(
             f"{file}: {name} is stored as {value['~tensor']} with strides {list(strides)}, which is not supported"
         )
@@ -187,15 +170,6 @@ def _place(file: str, name: str, value: Mapping[str, Any]) -> tuple[str, str]:
     if offset + math.prod(shape) * width > value["bytes"]:
         raise UserError(f"{file}: {name} reaches beyond its storage, so the file is damaged")
     return raw_data_position(value["first"] + offset, dtype, shape), dtype
-
-
-def _is_contiguous(shape: Shape, strides: Shape) -> bool:
-    expected = 1
-    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _pieces(
@@ -234,7 +208,7 @@ def read_megatron(path: Path) -> tuple[Checkpoint, list[str]]:
     if step is None:
         raise UserError(f"{path} contains no checkpoint of Megatron-LM")
     folder, kind = step
-    if kind == "torch_dist" and not is_torch_dist(folder):
+    if kind == "torch_dist" and not all((folder / name).is_file() for name in (INDEX_NAME, FORMAT)):
         raise UserError(
             f"{folder} is not complete: there is no .metadata or no metadata.json; name another checkpoint"
         )
@@ -267,6 +241,5 @@ def as_checkpoint(contents: MegatronCheckpoint) -> Checkpoint:
         )
     config = RunConfig.of(Settings.defaults(**settings))
     state = run_state_of(contents.common, contents.arguments, contents.iteration)
-    return Checkpoint(
-        contents.folder, manifest_of(contents, config.model, config.moe, state, config.nested())
-    )
+    manifest = manifest_of(contents, config.model, config.moe, state, config.nested())
+    return Checkpoint(contents.folder, manifest)

@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import io
 import json
 import os
 import pickle
@@ -11,12 +10,11 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch import Tensor
 
 from pentatron.checkpoint.tensor_file import DTYPES, FileRecord
 from pentatron.checkpoint.torch_file import torch_save_position
@@ -24,12 +22,10 @@ from pentatron.checksums import SHA256, ChecksummedFile
 from pentatron.errors import UserError
 from pentatron.files import fsync
 from pentatron.interchange.index import (
-    OPTIMIZER_STATES,
-    STATE_PREFIX,
     MegatronCheckpoint,
     MegatronTensor,
     StoredRectangle,
-    find_name_prefix,
+    without_unreadable_optimizer,
 )
 from pentatron.parallel.encoding import sendable
 from pentatron.parallel.sharding import Shape
@@ -57,16 +53,12 @@ def unpickle_in_sandbox(path: Path, seconds: int = _SECONDS) -> Any:
             f"{path} cannot be read ({error.strerror or error}); name another checkpoint"
         ) from None
     # -I and -S: isolated from the environment and from installed packages.
+    program = [sys.executable, "-I", "-S", str(_PROGRAM), str(path.resolve()), str(seconds)]
+    limit = seconds * _PATIENCE
     try:
-        done = subprocess.run(
-            [sys.executable, "-I", "-S", str(_PROGRAM), str(path.resolve()), str(seconds)],
-            capture_output=True,
-            env={},
-            check=False,
-            timeout=seconds * _PATIENCE,
-        )
+        done = subprocess.run(program, capture_output=True, env={}, check=False, timeout=limit)
     except subprocess.TimeoutExpired:
-        raise _timeout_error(path, f"{seconds * _PATIENCE} seconds") from None
+        raise _timeout_error(path, f"{limit} seconds") from None
     if done.returncode == -signal.SIGXCPU:
         raise _timeout_error(path, f"{seconds} seconds of a core")
     try:
@@ -99,25 +91,8 @@ INDEX_NAME, COMMON_NAME, FORMAT = ".metadata", "common.pt", "metadata.json"
 _SUFFIX = ".distcp"
 
 
-def is_torch_dist(folder: Path) -> bool:
-    return (folder / INDEX_NAME).is_file() and (folder / FORMAT).is_file()
-
-
 def open_torch_dist(folder: Path) -> MegatronCheckpoint:
     """Reads the metadata of a checkpoint; pickled files are read in the sandbox."""
-    _check_backend(folder)
-    index, common = unpickle_in_sandbox(folder / INDEX_NAME), unpickle_in_sandbox(folder / COMMON_NAME)
-    if not isinstance(common, Mapping) or not isinstance(index, Mapping) or "places" not in index:
-        raise UserError(
-            f"{folder} is not a checkpoint of Megatron-LM: its {COMMON_NAME} or {INDEX_NAME} contains something else"
-        )
-    tensors = _tensors(folder, index)
-    arguments = common.get("args") or {}
-    contents = MegatronCheckpoint(folder, int(common.get("iteration") or 0), tensors, arguments, common)
-    return _without_unreadable_optimizer(contents, index["others"])
-
-
-def _check_backend(folder: Path) -> None:
     try:
         backend = json.loads((folder / FORMAT).read_text(encoding="utf-8"))["sharded_backend"]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -126,6 +101,15 @@ def _check_backend(folder: Path) -> None:
         raise UserError(
             f"{folder} is in Megatron-LM's format {backend}, which is not supported; let Megatron-LM save it again as torch_dist"
         )
+    index, common = unpickle_in_sandbox(folder / INDEX_NAME), unpickle_in_sandbox(folder / COMMON_NAME)
+    if not isinstance(common, Mapping) or not isinstance(index, Mapping) or "places" not in index:
+        raise UserError(
+            f"{folder} is not a checkpoint of Megatron-LM: its {COMMON_NAME} or {INDEX_NAME} contains something else"
+        )
+    tensors = _tensors(folder, index)
+    arguments = common.get("args") or {}
+    contents = MegatronCheckpoint(folder, int(common.get("iteration") or 0), tensors, arguments, common)
+    return without_unreadable_optimizer(contents, index["others"])
 
 
 def _tensors(folder: Path, index: Mapping[str, Any]) -> dict[str, MegatronTensor]:
@@ -154,24 +138,6 @@ def _tensors(folder: Path, index: Mapping[str, Any]) -> dict[str, MegatronTensor
         name: MegatronTensor(record["dtype"], tuple(record["shape"]), tuple(pieces[name]))
         for name, record in index["tensors"].items()
     }
-
-
-def _without_unreadable_optimizer(contents: MegatronCheckpoint, others: list[str]) -> MegatronCheckpoint:
-    """Removes optimizer state whose sharding only the saving layout can read, and adds a message."""
-    prefix = find_name_prefix(contents.tensors, contents.folder)
-    anchor = f"{prefix}embedding.word_embeddings.weight"
-    # State that is readable in any layout has the shapes of the weights.
-    states = [contents.tensors.get(f"{STATE_PREFIX}{state}.{anchor}") for state in OPTIMIZER_STATES]
-    readable = any(s is not None and s.shape == contents.tensors[anchor].shape for s in states)
-    has_state = any(name.startswith(("optimizer.", "chained_")) for name in (*contents.tensors, *others))
-    if readable or not has_state:
-        return contents
-    tensors = {name: stored for name, stored in contents.tensors.items() if not name.startswith("optimizer.")}
-    remark = (
-        f"{contents.folder} has its optimizer state in the order of the layout that saved it, so only the weights are read (Megatron-LM "
-        f"writes it for any layout with --dist-ckpt-optim-fully-reshardable)"
-    )
-    return replace(contents, tensors=tensors, remarks=(remark,))
 
 
 # --- writing ---
@@ -226,11 +192,9 @@ class HashedFile:
         offset = self._summed.bytes
         try:
             torch.save(value, self)  # type: ignore[arg-type]
-        except RuntimeError:
+        except RuntimeError as error:
             # torch reports an unexpected position instead of the I/O error of the write.
-            if self._failure is not None:
-                raise self._failure from None
-            raise
+            raise (self._failure or error) from None
         return offset, self._summed.bytes - offset
 
     def finish(self) -> FileRecord:
@@ -239,18 +203,13 @@ class HashedFile:
         self._file.close()
         return FileRecord(self.path.name, self._summed.bytes, self._digest.hexdigest(), 0, SHA256)
 
-    def __enter__(self) -> "HashedFile":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         # Closing an unfinished file flushes its buffer, which may fail again.
         with contextlib.suppress(OSError):
             self._file.close()
-
-
-def host_copy(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a contiguous copy on the host: torch.save writes the whole storage of a view."""
-    return values.detach().to("cpu", dtype, copy=True).contiguous()
 
 
 def write_hashed_file(path: Path, content: bytes) -> FileRecord:
@@ -264,42 +223,33 @@ def write_index(
     folder: Path, shapes: Mapping[str, Shape], places: Iterable[WrittenRectangle]
 ) -> list[FileRecord]:
     """Writes `.metadata`, the index of the folder's `.distcp` files, and `metadata.json`."""
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.distributed.checkpoint.metadata import (
-        BytesStorageMetadata,
-        ChunkStorageMetadata,
-        Metadata,
-        MetadataIndex,
-        TensorProperties,
-        TensorStorageMetadata,
-    )
+    from torch.distributed.checkpoint import filesystem, metadata
 
     described: dict[str, Any] = {}
     stored: dict[Any, Any] = {}
     for place in places:
-        info = _StorageInfo(place.file, place.offset, place.length)
+        info = filesystem._StorageInfo(place.file, place.offset, place.length)
         if place.start is None:
-            described[place.theirs] = BytesStorageMetadata()
-            stored[MetadataIndex(place.theirs)] = info
+            described[place.theirs] = metadata.BytesStorageMetadata()
+            stored[metadata.MetadataIndex(place.theirs)] = info
             continue
-        record = described.get(place.theirs)
-        if record is None:
-            properties = TensorProperties(dtype=DTYPES[place.dtype])
-            record = TensorStorageMetadata(properties, torch.Size(shapes[place.theirs]), [])
-            described[place.theirs] = record
-        index = len(record.chunks)
-        record.chunks.append(ChunkStorageMetadata(torch.Size(place.start), torch.Size(place.size)))
-        stored[MetadataIndex(place.theirs, place.start, index)] = info
-    metadata = Metadata(described, planner_data=None, storage_data=stored)
+        if place.theirs not in described:
+            properties = metadata.TensorProperties(dtype=DTYPES[place.dtype])
+            size = torch.Size(shapes[place.theirs])
+            described[place.theirs] = metadata.TensorStorageMetadata(properties, size, [])
+        chunks = described[place.theirs].chunks
+        stored[metadata.MetadataIndex(place.theirs, place.start, len(chunks))] = info
+        chunks.append(metadata.ChunkStorageMetadata(torch.Size(place.start), torch.Size(place.size)))
+    index = metadata.Metadata(described, planner_data=None, storage_data=stored)
     # Pickle protocol 2, as in torch's own writer.
     return [
-        write_hashed_file(folder / INDEX_NAME, pickle.dumps(metadata, protocol=2)),
+        write_hashed_file(folder / INDEX_NAME, pickle.dumps(index, protocol=2)),
         write_hashed_file(folder / FORMAT, json.dumps(_FORMAT_TEXT).encode()),
     ]
 
 
 def write_common(folder: Path, common: Mapping[str, Any], arguments: Mapping[str, Any]) -> FileRecord:
     """Writes `common.pt`: the state common to all ranks and Megatron-LM's arguments."""
-    buffer = io.BytesIO()
-    torch.save({"args": Namespace(**arguments), **common}, buffer)
-    return write_hashed_file(folder / COMMON_NAME, buffer.getvalue())
+    with HashedFile(folder / COMMON_NAME) as file:
+        file.save({"args": Namespace(**arguments), **common})
+        return file.finish()

@@ -10,13 +10,14 @@ output are limited: a hundred bytes can request any amount of each.
 """
 
 import contextlib
+import functools
 import json
 import pickle
 import sys
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 # Modules whose names are allowed. Names are recorded as text and never imported.
 _MODULES = frozenset(
@@ -67,21 +68,20 @@ class StandIn:
         self.items.append((key, value))
 
 
+@functools.cache
+def _stand_in(origin: str) -> type[StandIn]:
+    return type("Named", (StandIn,), {"origin": origin})
+
+
 class SandboxUnpickler(pickle.Unpickler):
     """Unpickler that replaces all names by stand-ins."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        super().__init__(file)
-        self._stand_ins: dict[str, Any] = {"collections.OrderedDict": OrderedDict}
 
     def find_class(self, module: str, name: str) -> Any:
         origin, root = f"{module}.{name}", module.partition(".")[0]
         allowed = name in _BUILTINS if module in ("builtins", "__builtin__") else root in _MODULES
         if not allowed:
             raise Refused(origin)
-        if origin not in self._stand_ins:
-            self._stand_ins[origin] = type("Named", (StandIn,), {"origin": origin})
-        return self._stand_ins[origin]
+        return OrderedDict if origin == "collections.OrderedDict" else _stand_in(origin)
 
     def persistent_load(self, pid: Any) -> Any:
         storage = StandIn(*pid)
@@ -103,26 +103,14 @@ def read_index(path: str) -> dict[str, Any]:
         pieces = [[_shape(p.state["offsets"]), _shape(p.state["sizes"])] for p in state["chunks"]]
         properties = state["properties"].state
         dtype = properties[0] if isinstance(properties, tuple) else properties["dtype"]
-        tensors[name] = {
-            "dtype": str(dtype.origin).removeprefix("torch."),
-            "shape": _shape(state["size"]),
-            "pieces": pieces,
-        }
+        dtype_name = str(dtype.origin).removeprefix("torch.")
+        tensors[name] = {"dtype": dtype_name, "shape": _shape(state["size"]), "pieces": pieces}
     places = []
     for index, place in metadata["storage_data"].items():
         key, position = index.state, place.state
-        start = key.get("offset")
-        transformed = bool(position.get("transform_descriptors"))
-        places.append(
-            [
-                key["fqn"],
-                None if start is None else _shape(start),
-                position["relative_path"],
-                position["offset"],
-                position["length"],
-                transformed,
-            ]
-        )
+        start = None if key.get("offset") is None else _shape(key["offset"])
+        where = [position[name] for name in ("relative_path", "offset", "length")]
+        places.append([key["fqn"], start, *where, bool(position.get("transform_descriptors"))])
     return {"tensors": tensors, "others": others, "places": places}
 
 
@@ -137,7 +125,7 @@ def read_archive(path: str) -> Any:
     with zipfile.ZipFile(path) as archive, Path(path).open("rb") as raw:
         program = next(entry for entry in archive.namelist() if entry.endswith("/data.pkl"))
         with archive.open(program) as file:
-            loaded = SandboxUnpickler(file).load()  # type: ignore[arg-type]
+            loaded = SandboxUnpickler(file).load()
         folder = program.removesuffix("data.pkl")
 
         def first_byte(key: str) -> tuple[int, int]:
@@ -189,14 +177,8 @@ def _tensor(args: tuple[Any, ...], first_byte: Any) -> dict[str, Any]:
     _, kind, key, _, _ = storage.args
     begin, storage_bytes = first_byte(str(key))
     dtype = kind.origin.rpartition(".")[2].removesuffix("Storage")
-    return {
-        "~tensor": dtype,
-        "shape": _shape(size),
-        "strides": _shape(strides),
-        "first": begin,
-        "bytes": storage_bytes,
-        "offset": int(offset),
-    }
+    layout = {"shape": _shape(size), "strides": _shape(strides), "offset": int(offset)}
+    return {"~tensor": dtype, **layout, "first": begin, "bytes": storage_bytes}
 
 
 def limit(seconds: int) -> None:
@@ -215,13 +197,11 @@ def main(path: str, seconds: int) -> int:
     """Prints the content of the file as JSON: `found`, `refused` or `error`."""
     limit(seconds)
     try:
-        content = read_archive(path) if zipfile.is_zipfile(path) else read_index(path)
+        answer = {"found": read_archive(path) if zipfile.is_zipfile(path) else read_index(path)}
     except Refused as name:
-        answer: dict[str, Any] = {"refused": str(name)}
+        answer = {"refused": str(name)}
     except Exception as error:
         answer = {"error": f"{type(error).__name__}: {error}"}
-    else:
-        answer = {"found": content}
     sys.stdout.write(json.dumps(answer, allow_nan=True))
     return 0
 

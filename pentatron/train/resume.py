@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from pentatron.checkpoint.find import default_checkpoint_folder, is_resumable, is_step, saved_settings
 from pentatron.checkpoint.load import WEIGHTS, load_fragments
-from pentatron.checkpoint.retention import read_base_record, read_base_steps
+from pentatron.checkpoint.retention import read_base_steps
 from pentatron.checkpoint.state import TrainState
 from pentatron.checkpoint.store import Checkpoint, CheckpointStore
 from pentatron.checkpoint.verify import search_on_all_ranks
@@ -127,8 +127,8 @@ class StartPointLoader:
         if not is_resumable(found.manifest):
             return False
         bases = self._on_first_rank(lambda: read_base_steps(self.store.folder))
-        if bases is not None:
-            return found.folder.name not in bases
+        if bases.is_recorded:
+            return found.folder.name not in bases.steps
         return not (self.given_choices and self.loads_itself)
 
     # --- the five starting points ---
@@ -304,8 +304,7 @@ class StartPointLoader:
 
 def require_same_origin(checkpoints: Path, load: str) -> None:
     """Raises an error if the weights of a run that resumes came from something else than --load names."""
-    record = read_base_record(checkpoints)
-    origin = None if record is None else record.origin
+    origin = read_base_steps(checkpoints).origin
     if origin is not None and _is_named(origin, Path(load)):
         return
     began = "new weights" if origin is None else str(origin)

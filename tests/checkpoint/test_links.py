@@ -12,7 +12,6 @@ from pentatron.checkpoint.links import (
     TableRow,
     by_ours,
     fill,
-    links_by_table,
     reads_ours,
     reads_theirs,
     their_shapes,
@@ -53,7 +52,7 @@ CASES: dict[str, tuple[tuple[Source, ...], Shape]] = {
 
 def linked(form: tuple[Source, ...], shape: Shape) -> list[Link]:
     table = NameTable((TableRow("layers.{layer}.x.{kind}", (form,)),), "no {ours}")
-    return links_by_table(table, MODEL, {"layers.1.x.weight": shape})
+    return table.links(MODEL, {"layers.1.x.weight": shape})
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -112,8 +111,8 @@ def test_the_form_that_a_file_has_is_linked_and_the_first_one_without_a_file() -
     table = NameTable((TableRow("layers.{layer}.x.{kind}", forms),), "no {ours}")
     shapes = {"layers.0.x.weight": (2, 2), "layers.1.x.bias": (2,)}
     names = {"model.b.0.weight"}
-    assert [link.theirs for link in links_by_table(table, MODEL, shapes)] == ["a.0.weight", "a.1.bias"]
-    found = links_by_table(table, MODEL, shapes, names, "model.")
+    assert [link.theirs for link in table.links(MODEL, shapes)] == ["a.0.weight", "a.1.bias"]
+    found = table.links(MODEL, shapes, names, "model.")
     assert [link.theirs for link in found] == ["model.b.0.weight", "model.a.1.bias"]
     with pytest.raises(UserError, match=r"^no layers\.0\.y$"):
-        links_by_table(table, MODEL, {"layers.0.y": (2,)})
+        table.links(MODEL, {"layers.0.y": (2,)})

@@ -282,9 +282,8 @@ def test_a_step_that_is_there_is_not_saved_again_when_its_folder_cannot_be_synce
             raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(store_module, "fsync_folder", failing)
-    verdicts = store.start(2, lambda: share(ALONE, 2.0), {"step": 2}, {}, ALONE, background=False).advance(
-        wait=True
-    )
+    draft = parts_module.Manifest(2, {}, {}, {"step": 2}, {})
+    verdicts = store.start(draft, lambda: share(ALONE, 2.0), ALONE, background=False).advance(wait=True)
     assert store.outcome(2, verdicts).name == "step-00000002" and verdicts is not None
     assert "could not be synced to the disk (Input/output error)" in verdicts[0].note
     assert [step.name for step in store.steps()] == ["step-00000001", "step-00000002"], (

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from pentatron.checkpoint.links import Link, NameTable, TableRow, links_by_table
+from pentatron.checkpoint.links import Link, NameTable, TableRow
 from pentatron.errors import UserError
 from pentatron.interchange.index import (
     TABLES,
@@ -73,14 +73,14 @@ def test_every_form_is_read(family: str, stacked: bool) -> None:
             own = {}
             for name, shape in shapes.items():
                 try:
-                    links_by_table(one, config.model, {name: shape})
+                    one.links(config.model, {name: shape})
                     own[name] = shape
                 except UserError:
                     continue
             if not own:
                 continue
             forms += 1
-            alone = links_by_table(one, config.model, own, base="model.")
+            alone = one.links(config.model, own, base="model.")
             found = read_links(config.model, config.moe, {link.theirs for link in alone}, "model.")
             assert [link for ours in own for link in found[ours]] == alone, row.ours
             require_every_element_once(config, found)
