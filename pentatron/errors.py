@@ -1,7 +1,9 @@
 """Errors meant for the user."""
 
 import errno
+import importlib
 from collections.abc import Sequence
+from typing import Any
 
 
 class UserError(ValueError):
@@ -54,6 +56,14 @@ class ConfigError(UserError):
         else:
             lines = "\n".join(f"  {i}. {p}" for i, p in enumerate(self.problems, 1))
             super().__init__(f"{len(self.problems)} problems in the configuration:\n{lines}")
+
+
+def import_package(name: str, user: str) -> Any:
+    """Imports an optional package that `user` needs; raises UserError if it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UserError(f"{user} needs the package {name}; run: pip install {name}") from error
 
 
 def describe_os_error(error: OSError) -> str:

@@ -26,7 +26,7 @@ from pentatron.data.loader import EpochShuffle, SampleSource
 from pentatron.data.python_corpus import PreparedCorpus, prepare_python_corpus
 from pentatron.data.sampling import SPLIT_NAMES, Boundaries, IndexCache, Sample, boundaries_of, parse_split
 from pentatron.data.sft import build_conversations, count_sequences
-from pentatron.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
+from pentatron.data.tokenizer import FileTokenizer, Tokenizer, TokenizerSettings
 from pentatron.errors import AgreedError, UserError
 from pentatron.monitor.display import Display
 from pentatron.parallel.collectives import broadcast_object, run_on_some_ranks
@@ -357,9 +357,8 @@ def configured_tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer 
     flags = (data.tokenizer_type, data.tokenizer_model, data.vocab_file, data.merge_file)
     if all(flag is None for flag in flags):
         return None
-    return load_tokenizer(
-        data.tokenizer_type, data.tokenizer_model, vocab_size, data.vocab_file, data.merge_file
-    )
+    kind, model, vocab_file, merge_file = flags
+    return TokenizerSettings(kind, model, vocab_size, vocab_file, merge_file).load()
 
 
 def resolve_epochs(

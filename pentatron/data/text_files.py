@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from pentatron.errors import UserError
+from pentatron.errors import UserError, import_package
 from pentatron.text import binary_size
 
 JSON_ENDINGS = (".jsonl", ".json", ".ndjson")
@@ -193,12 +193,7 @@ class _ZstandardStream:
     """Reads concatenated Zstandard frames; detects truncation, unlike the library's reader."""
 
     def __init__(self, path: Path, raw: BinaryIO) -> None:
-        try:
-            import zstandard
-        except ImportError as error:
-            raise UserError(f"{path} needs the package zstandard; run: pip install zstandard") from error
-        self._raw = raw
-        self._library: Any = zstandard
+        self._raw, self._library = raw, import_package("zstandard", str(path))
         self._frame: Any = None
         # Compressed bytes after the end of a frame, and decompressed bytes not yet returned.
         self._rest, self._ready = b"", io.BytesIO()
