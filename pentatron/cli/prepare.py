@@ -172,7 +172,7 @@ def _resolve_tokenizer(name: str | None) -> str | None:
 
 def _print_summary(job: "PrepareJob", outcome: "Outcome") -> None:
     from pentatron.data.indexed import IndexedDataset
-    from pentatron.data.inspect import document_lengths
+    from pentatron.data.inspect import document_lengths, histogram_lines
 
     if outcome.already_there:
         names = ", ".join(map(str, job.outputs))
@@ -202,7 +202,7 @@ def _print_summary(job: "PrepareJob", outcome: "Outcome") -> None:
             f"\n{prefix}: {format_count(lengths.documents, 'document')} of {lengths.shortest:,} to {lengths.longest:,} tokens, "
             f"{mean:,.1f} on average"
         )
-        say("\n".join(lengths.lines()))
+        say("\n".join(histogram_lines(lengths.powers)))
 
 
 class _LineProgress:

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -192,6 +192,9 @@ def publish(stem: Path, suffix: str, prefix: Path | str) -> None:
 class IndexedDatasetWriter:
     """Writes a pair document by document; the files appear when the `with` block succeeds."""
 
+    # The metadata of the complete pair.
+    facts: PairMetadata
+
     def __init__(
         self, prefix: Path | str, dtype: npt.DTypeLike, tokenizer: TokenizerIdentity | None = None
     ) -> None:
@@ -202,14 +205,13 @@ class IndexedDatasetWriter:
     def __enter__(self) -> Self:
         self.prefix.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers_of_pair(self.prefix)
-        self._pair = PairInProgress(self.prefix, self.dtype, self._suffix)
+        self.pair = PairInProgress(self.prefix, self.dtype, self._suffix)
         return self
 
     def add_document(
         self, tokens: Sequence[int] | npt.NDArray[Any], lengths: Sequence[int] | None = None
     ) -> None:
         """Appends a document of one sequence, or of several with given lengths."""
-
         ids = np.asarray(tokens, dtype=np.int64)
         if lengths is None:
             lengths = [len(ids)] if len(ids) else []
@@ -222,15 +224,15 @@ class IndexedDatasetWriter:
                 f"token {wrong} does not fit {self.dtype}; choose the type with token_dtype(vocab_size)"
             )
         data, sizes = ids.astype(self.dtype).tobytes(), np.asarray(lengths, np.int32)
-        self._pair.append(EncodedDocuments(data, sizes, np.array([len(lengths)]), largest))
+        self.pair.append(EncodedDocuments(data, sizes, np.array([len(lengths)]), largest))
 
     def __exit__(self, error_type: type[BaseException] | None, *error: object) -> None:
         try:
             if error_type is None:
-                self._pair.complete(self.tokenizer)
+                self.facts = self.pair.complete(self.tokenizer)
                 publish(self.prefix, self._suffix, self.prefix)
         finally:
-            self._pair.discard()
+            self.pair.discard()
 
 
 def _stored_dtype(dtype: npt.DTypeLike) -> tuple[np.dtype[Any], int]:
@@ -244,32 +246,20 @@ def _stored_dtype(dtype: npt.DTypeLike) -> tuple[np.dtype[Any], int]:
     )
 
 
-def merge(
-    prefixes: Sequence[Path | str],
-    output: Path | str,
-    overwrite: bool = False,
-    report: Callable[[int], None] = lambda done: None,
-) -> PairMetadata:
+def merge(prefixes: Sequence[Path | str], output: Path | str, overwrite: bool = False) -> PairMetadata:
     """Concatenates pairs into `output`; tokens are verified against the checksums of their sources."""
     sources = [IndexedDataset(prefix) for prefix in prefixes]
     tokenizer = _common_tokenizer(sources)
     remove_leftovers_of_pair(Path(output))
     if pair_paths(output)[1].exists() and not overwrite:
         raise UserError(f"{pair_paths(output)[1]} exists already; add --overwrite to replace it")
-    Path(output).parent.mkdir(parents=True, exist_ok=True)
-    suffix = temporary_suffix()
-    pair = PairInProgress(Path(output), sources[0].dtype, suffix)
-    try:
+    with IndexedDatasetWriter(output, sources[0].dtype, tokenizer) as writer:
         for source in sources:
-            _append_documents(pair, source, report)
-        facts = pair.complete(tokenizer)
-        publish(Path(output), suffix, output)
-    finally:
-        pair.discard()
-    return facts
+            _append_documents(writer.pair, source)
+    return writer.facts
 
 
-def _append_documents(pair: PairInProgress, source: IndexedDataset, report: Callable[[int], None]) -> None:
+def _append_documents(pair: PairInProgress, source: IndexedDataset) -> None:
     bounds, item = source.document_indices, source.dtype.itemsize
     for first in range(0, len(bounds) - 1, STEP):
         at = bounds[first : first + STEP + 1]
@@ -279,25 +269,22 @@ def _append_documents(pair: PairInProgress, source: IndexedDataset, report: Call
         tokens = source.read(begin, begin + int(lengths.sum(dtype=np.int64)))
         largest = int(tokens.max()) if len(tokens) else -1
         pair.append(EncodedDocuments(tokens.view(np.uint8).data, lengths, np.diff(at), largest))
-        report(tokens.nbytes)
 
 
 def _common_tokenizer(sources: Sequence[IndexedDataset]) -> TokenizerIdentity | None:
     """Returns the tokenizer of all pairs, None if any is unknown; raises UserError on a mismatch."""
-    # The first pair whose tokenizer is recorded.
-    first: tuple[IndexedDataset, TokenizerIdentity] | None = None
+    known: list[tuple[Path, TokenizerIdentity]] = []
     for source in sources:
         if source.dtype != sources[0].dtype:
             raise UserError(
                 f"{sources[0].prefix} holds {sources[0].dtype} and {source.prefix} holds {source.dtype}; only pairs of one type can "
                 "be merged: prepare one of them again with the other's tokenizer"
             )
-        if source.tokenizer is None:
-            continue
-        first = first or (source, source.tokenizer)
-        if first[1].fingerprint != source.tokenizer.fingerprint:
+        if source.tokenizer is not None:
+            known.append((source.prefix, source.tokenizer))
+        if known and known[-1][1].fingerprint != known[0][1].fingerprint:
             raise UserError(
-                f"{first[0].prefix} and {source.prefix} were prepared with different tokenizers; prepare one of them "
+                f"{known[0][0]} and {source.prefix} were prepared with different tokenizers; prepare one of them "
                 "again with the other's"
             )
-    return first[1] if first is not None and all(source.tokenizer for source in sources) else None
+    return known[0][1] if len(known) == len(sources) else None

@@ -1,7 +1,7 @@
 """Describes and verifies existing `.bin/.idx` pairs, and writes sidecars for them."""
 
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from pentatron.errors import UserError
 from pentatron.files import atomic_write
 
 BAR = 40
-Report = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -30,12 +29,9 @@ class LengthHistogram:
     longest: int
     powers: tuple[int, ...]
 
-    def lines(self) -> list[str]:
-        """Draws the histogram as text."""
-        return _bars(self.powers)
 
-
-def _bars(powers: Sequence[int]) -> list[str]:
+def histogram_lines(powers: Sequence[int]) -> list[str]:
+    """Draws the `powers` of a histogram as text."""
     spans = ["0", "1", *(f"{2 ** (power - 1):,} to {2**power - 1:,}" for power in range(2, len(powers)))]
     first = next((power for power, count in enumerate(powers) if count), len(powers))
     rows = list(zip(spans, powers))[first:]
@@ -66,10 +62,10 @@ def document_lengths(dataset: IndexedDataset) -> LengthHistogram:
     return LengthHistogram(len(bounds) - 1, end, shortest, longest, kept)
 
 
-def verify(prefix: Path | str, vocab_size: int | None = None, report: Report = lambda done: None) -> str:
+def verify(prefix: Path | str, vocab_size: int | None = None) -> str:
     """Checks structure, checksums and token ids of a pair; returns a summary or raises UserError."""
     dataset = IndexedDataset(prefix)
-    blocks = dataset.verify_checksums(report)
+    blocks = dataset.verify_checksums()
     limit, ids = vocab_size, ""
     if limit is None and dataset.tokenizer is not None:
         limit = dataset.tokenizer.vocab_size
@@ -81,14 +77,14 @@ def verify(prefix: Path | str, vocab_size: int | None = None, report: Report = l
     return f"structure good, {blocks + len(dataset.sidecar.idx_sums):,} checksums good{ids}"
 
 
-def seal(prefix: Path | str, report: Report = lambda done: None) -> PairMetadata:
+def seal(prefix: Path | str) -> PairMetadata:
     """Writes a sidecar for an existing pair, for example one of another program."""
     dataset = IndexedDataset(prefix, with_sidecar=False)
     largest = max((int(part.max()) for part in _token_chunks(dataset)), default=-1)
     counts = len(dataset), len(dataset.document_indices) - 1, len(dataset.tokens)
     sizes = dataset.bin_path.stat().st_size, dataset.idx_path.stat().st_size
     facts = PairMetadata(str(dataset.dtype), *counts, largest, *sizes)
-    sums = indexed.stored_sums(block_sums_of_file(dataset.bin_path, indexed.BLOCK_BYTES, tell=report))
+    sums = indexed.stored_sums(block_sums_of_file(dataset.bin_path, indexed.BLOCK_BYTES))
     index_sums = indexed.stored_sums(block_sums_of_file(dataset.idx_path, indexed.BLOCK_BYTES))
     with atomic_write(sidecar_path(prefix)) as file:
         indexed.write_sidecar(file, facts, io.BytesIO(sums), index_sums)
@@ -133,7 +129,7 @@ def format_description(facts: dict[str, Any]) -> str:
         else "structure good; no checksums (`pentatron data seal` makes them)",
     }
     lines = [facts["prefix"], *(f"  {name:<10} {text}" for name, text in rows.items()), ""]
-    return "\n".join([*lines, *_bars(facts["lengths_by_power_of_two"])])
+    return "\n".join([*lines, *histogram_lines(facts["lengths_by_power_of_two"])])
 
 
 def require_same_tokenizer(dataset: IndexedDataset, tokenizer: Tokenizer) -> None:
