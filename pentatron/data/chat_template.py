@@ -286,9 +286,9 @@ def special_tokens(folder: Path) -> dict[str, str]:
     return tokens
 
 
-def read_template(path: Path) -> str:
+def read_template(path: Path) -> tuple[str, Path]:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8"), path
     except (OSError, UnicodeDecodeError) as error:
         problem = f"--chat-template {path} cannot be read ({error})"
         raise UserError(f"{problem}; it takes a file with a Jinja template") from None

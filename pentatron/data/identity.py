@@ -61,12 +61,12 @@ class DataIdentity:
     files: tuple[FileIdentity, ...] = ()
 
     @classmethod
-    def of_blends(cls, train: Blend, valid: Blend | None) -> "DataIdentity":
+    def of_blends(cls, *blends_or_none: Blend | None) -> "DataIdentity":
         """Identifies blends: by the file for a single corpus, else by all files and weights."""
-        blends = [blend for blend in (train, valid) if blend is not None]
+        blends = [blend for blend in blends_or_none if blend is not None]
         read = {prefix: FileIdentity.read(prefix) for blend in blends for prefix in blend.prefixes}
         files = tuple(read.values())
-        if train.weights is None and len(train.prefixes) == 1 and valid == train:
+        if blends[0].weights is None and len(blends[0].prefixes) == 1 and blends == [blends[0]] * 2:
             return cls(files[0].fingerprint, files)
         content = [
             [list(blend.weights or ()), [read[prefix].fingerprint for prefix in blend.prefixes]]
