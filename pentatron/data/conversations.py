@@ -220,9 +220,7 @@ def parse_conversation(line: bytes | str) -> Conversation:
         )
     if formats == ["messages"]:
         return _chat(row["messages"], row.get("tools"))
-    if formats == ["output"]:
-        return _input_and_output(row)
-    return _prompt_and_completion(row)
+    return _input_and_output(row) if formats == ["output"] else _prompt_and_completion(row)
 
 
 def _chat(messages: Any, tools: Any, before: int = 0) -> Conversation:
@@ -236,19 +234,15 @@ def _chat(messages: Any, tools: Any, before: int = 0) -> Conversation:
         calls = content is None and "tool_calls" in message
         if not (isinstance(content, str | list) or calls):
             raise UserError(f"has no content in message {place} ({message['role']})")
-    answers = [place for place in assistant_indices(messages) if place >= before]
-    learned = [place for place in answers if _weight(messages[place], place) != 0]
+    answers = {at: messages[at].get("weight", 1) for at in assistant_indices(messages) if at >= before}
+    for place, weight in answers.items():
+        if weight not in (0, 1):
+            raise UserError(f"has the weight {weight} in message {place + 1}; it can be 0 or 1")
+    # An answer of weight 0 does not count in the loss.
+    learned = tuple(place for place, weight in answers.items() if weight)
     if not learned:
         raise UserError(f"has no answer to learn from: no message has the role {ASSISTANT}")
-    return Conversation(tuple(messages), tuple(learned), tools)
-
-
-def _weight(message: Message, place: int) -> int:
-    """Returns the weight of a message; 0 excludes an answer from the loss."""
-    weight = message.get("weight", 1)
-    if weight not in (0, 1):
-        raise UserError(f"has the weight {weight} in message {place + 1}; it can be 0 or 1")
-    return int(weight)
+    return Conversation(tuple(messages), learned, tools)
 
 
 def _input_and_output(row: Mapping[str, Any]) -> Conversation:

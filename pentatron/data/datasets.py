@@ -11,14 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pentatron.checkpoint.state import TrainState
+from pentatron.data import gpt_dataset
 from pentatron.data.blending import BlendMember, SampleRecipe, build_blend
-from pentatron.data.gpt_dataset import (
-    SyntheticDataset,
-    count_epoch_samples,
-    mock_sequences,
-    require_share,
-    split_documents,
-)
+from pentatron.data.gpt_dataset import SyntheticDataset
 from pentatron.data.identity import DataIdentity, require_same_data
 from pentatron.data.indexed import IndexedDataset
 from pentatron.data.inspect import require_same_tokenizer
@@ -173,14 +168,12 @@ def build_datasets(
         state.ordered_for = [*state.ordered_for, wanted]
     if validated > max(state.valid_ordered_for, default=0):
         state.valid_ordered_for = [*state.valid_ordered_for, validated]
-    cache_path = config.data.data_cache_path
-    cache_folder = folder / "order" if cache_path is None else Path(cache_path)
-    least_entries = _LEAST_CACHED_ENTRIES if cache_path is None else 0
+    path, least_entries = folder / "order", _LEAST_CACHED_ENTRIES
+    if config.data.data_cache_path is not None:
+        path, least_entries = Path(config.data.data_cache_path), 0
 
     def build(writes_cache: bool) -> SplitDatasets:
-        cache = IndexCache(
-            cache_folder, writes_cache, least_entries, lambda text: display.say(f"note: {text}")
-        )
+        cache = IndexCache(path, writes_cache, least_entries, lambda text: display.say(f"note: {text}"))
         return opened.order(OrderSizes(state.ordered_for, state.valid_ordered_for), cache)
 
     built = run_on_some_ranks(world.local_rank == 0, lambda: build(True), world.everyone)
@@ -215,7 +208,7 @@ def _open_files(
             untested = next(filter(None, (_too_small(sources[p], split, least) for p in blend.prefixes)), "")
             if untested:
                 continue
-        documents = [require_share(sources[prefix], split, name) for prefix in blend.prefixes]
+        documents = [gpt_dataset.require_share(sources[prefix], split, name) for prefix in blend.prefixes]
         members = [BlendMember(sources[p], d, boundaries[p]) for p, d in zip(blend.prefixes, documents)]
         # Separate files per split: a single file needs no weight.
         parts[name] = members, None if split is None and len(members) == 1 else blend.weights
@@ -226,7 +219,7 @@ def _open_files(
 
 def _too_small(source: IndexedDataset, split: str, least: int) -> str:
     """Returns why the test share of a split is too small, or an empty string."""
-    documents = split_documents(source, split)[-1]
+    documents = gpt_dataset.split_documents(source, split)[-1]
     assert documents is not None
     tokens = int(source.sequence_lengths[documents.start : documents.stop].sum(dtype=np.int64))
     if tokens >= least:
@@ -265,8 +258,11 @@ def _open_conversations(config: RunConfig, world: World, folder: Path, display: 
 
 def _open_mock(config: RunConfig) -> OpenedData:
     vocabulary = config.model.vocab_size
-    source = mock_sequences(vocabulary)
-    ends, shares = boundaries_of(config.data, lambda: source.eod), split_documents(source, _MOCK_SPLIT)
+    source = gpt_dataset.mock_sequences(vocabulary)
+    ends, shares = (
+        boundaries_of(config.data, lambda: source.eod),
+        gpt_dataset.split_documents(source, _MOCK_SPLIT),
+    )
     parts: Parts = {
         name: ([BlendMember(source, documents or range(0), ends)], None)
         for name, documents, size in zip(SPLIT_NAMES, shares, required_samples(config), strict=True)
@@ -324,9 +320,8 @@ def _end_of_document(source: IndexedDataset, tokenizer: Tokenizer | None) -> int
 
 def load_conversation_tokenizer(config: RunConfig, world: World) -> Tokenizer:
     """Loads the tokenizer on every rank; an error on one rank is raised on all."""
-    tokenizer = run_on_some_ranks(
-        True, lambda: configured_tokenizer(config.data, config.model.vocab_size), world.everyone
-    )
+    load = partial(configured_tokenizer, config.data, config.model.vocab_size)
+    tokenizer = run_on_some_ranks(True, load, world.everyone)
     assert tokenizer is not None, "the rules refuse conversations without a tokenizer"
     return tokenizer
 
@@ -377,12 +372,10 @@ def _count(config: RunConfig, world: World, folder: Path, display: Display) -> i
         tokenizer = load_conversation_tokenizer(config, world)
         files, _ = tokenize_conversations(config, tokenizer, world, folder, display)
         return count_sequences(config, files)
-    prefixes, split = (
-        ((str(prepare_corpus(config, world, folder, display).prefix),), config.data.split)
-        if config.data.corpus
-        else data_paths.training_files(config.data)
-    )
-    return count_epoch_samples(prefixes, split, config.model.seq_length)
+    if config.data.corpus:
+        prefixes = [str(prepare_corpus(config, world, folder, display).prefix)]
+        return gpt_dataset.count_epoch_samples(prefixes, config.data.split, config.model.seq_length)
+    return gpt_dataset.count_epoch_samples(*data_paths.training_files(config.data), config.model.seq_length)
 
 
 def prepare_corpus(config: RunConfig, world: World, folder: Path, display: Display) -> PreparedCorpus:

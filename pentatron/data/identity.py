@@ -42,8 +42,8 @@ class FileIdentity:
     def from_json(cls, saved: Mapping[str, Any]) -> "FileIdentity":
         """Parses a saved identity; raises TypeError if it is invalid."""
         file = cls(**saved)
-        kinds = ((file.name, str), (file.index, str), (file.bytes, int), (file.tokens or "", str))
-        if not all(isinstance(value, kind) for value, kind in kinds):
+        texts = all(isinstance(text, str) for text in (file.name, file.index, file.tokens or ""))
+        if not texts or not isinstance(file.bytes, int):
             raise TypeError(f"{file!r:.100}")
         return file
 
@@ -104,13 +104,10 @@ class DataIdentity:
         then, now = ({file.fingerprint for file in identity.files} for identity in (before, self))
         gone = [file.name for file in before.files if file.fingerprint not in now]
         new = [file.name for file in self.files if file.fingerprint not in then]
-        if not gone and not new:
-            return "the files are the same, their weights or their order are not"
-        both = [name for name in new if name in gone]
-        parts = [f"{name} has changed" for name in both]
-        parts += [f"{name} is no longer read" for name in gone if name not in both]
-        parts += [f"{name} is new" for name in new if name not in both]
-        return "; ".join(parts)
+        parts = [f"{name} has changed" for name in new if name in gone]
+        parts += [f"{name} is no longer read" for name in gone if name not in new]
+        parts += [f"{name} is new" for name in new if name not in gone]
+        return "; ".join(parts) or "the files are the same, their weights or their order are not"
 
     def with_checksums_of(self, before: "DataIdentity") -> "DataIdentity":
         """Returns this identity with missing checksums filled in from an earlier one."""

@@ -115,9 +115,9 @@ class PairInProgress:
         """Writes the index and the sidecar, still under temporary names."""
         self._files["sums"].write(indexed.stored_sums(self._sums.take_last()))
         self.close()
+        index_sums = BlockChecksums(indexed.BLOCK_BYTES)
         with self.path("idx").open("wb", buffering=BUFFER) as file:
             self._lock("idx")
-            index_sums = BlockChecksums(indexed.BLOCK_BYTES)
             index = ChecksummedFile(file, index_sums)
             self._write_index(index)
         state, counts = self.state, (self.state.sequences, self.state.documents, self.tokens)

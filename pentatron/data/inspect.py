@@ -46,7 +46,7 @@ def document_lengths(dataset: IndexedDataset) -> LengthHistogram:
     bounds, item = dataset.document_indices, dataset.dtype.itemsize
     end = len(dataset.tokens)
     powers = np.zeros(65, np.int64)
-    shortest, longest = 0, 0
+    extremes = []
     for first in range(0, len(bounds) - 1, indexed.CHECK_BLOCK):
         at = bounds[first : first + indexed.CHECK_BLOCK + 1]
         starts = np.full(len(at), end, np.int64)
@@ -55,10 +55,9 @@ def document_lengths(dataset: IndexedDataset) -> LengthHistogram:
         lengths = np.diff(starts)
         # The exponent of frexp is the bit length, exactly for lengths below 2**53.
         powers += np.bincount(np.frexp(lengths.astype(np.float64))[1], minlength=65)
-        shortest = int(lengths.min()) if first == 0 else min(shortest, int(lengths.min()))
-        longest = max(longest, int(lengths.max()))
-    used = np.flatnonzero(powers)
-    kept = tuple(powers[: used[-1] + 1].tolist()) if len(used) else ()
+        extremes += [int(lengths.min()), int(lengths.max())]
+    kept = tuple(np.trim_zeros(powers, "b").tolist())
+    shortest, longest = min(extremes, default=0), max(extremes, default=0)
     return LengthHistogram(len(bounds) - 1, end, shortest, longest, kept)
 
 
@@ -66,12 +65,12 @@ def verify(prefix: Path | str, vocab_size: int | None = None) -> str:
     """Checks structure, checksums and token ids of a pair; returns a summary or raises UserError."""
     dataset = IndexedDataset(prefix)
     blocks = dataset.verify_checksums()
-    limit, ids = vocab_size, ""
-    if limit is None and dataset.tokenizer is not None:
-        limit = dataset.tokenizer.vocab_size
-    if limit is not None:
-        _check_tokens(dataset, limit)
-        ids = f", {len(dataset.tokens):,} tokens below {limit:,}"
+    if vocab_size is None and dataset.tokenizer is not None:
+        vocab_size = dataset.tokenizer.vocab_size
+    ids = ""
+    if vocab_size is not None:
+        _check_tokens(dataset, vocab_size)
+        ids = f", {len(dataset.tokens):,} tokens below {vocab_size:,}"
     if dataset.sidecar is None:
         return f"structure good{ids}; no checksums to compare (pentatron data seal {prefix} makes them)"
     return f"structure good, {blocks + len(dataset.sidecar.idx_sums):,} checksums good{ids}"

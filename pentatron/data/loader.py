@@ -131,14 +131,12 @@ def _without_sigchld_handler() -> Iterator[None]:
 
     Waiting for a batch detects a dead worker as well, always at the same place.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     handler = signal.getsignal(signal.SIGCHLD)
     try:
         yield
     finally:
-        signal.signal(signal.SIGCHLD, handler)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCHLD, handler)
 
 
 def _worker_death(workers: Sequence[BaseProcess]) -> UserError | None:
@@ -216,12 +214,10 @@ _MOST_EPOCHS = 1 << 32
 
 
 @runtime_checkable
-class FiniteDataset(Protocol):
+class FiniteDataset(SampleSource, Protocol):
     """A map-style dataset with a length."""
 
     def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Sample: ...
 
 
 class EpochShuffle:

@@ -132,11 +132,9 @@ class _Preparation:
         progress = recorded or {"counts": {}, "place": {}, "bad": [], "pairs": {}, "encoded": False}
         self.counts, self.place = Counts(**progress["counts"]), Position(**progress["place"])
         self.bad, self.encoded = list(progress["bad"]), bool(progress["encoded"])
-        self.pairs: list[PairInProgress] = []
-        if not self.encoded:
-            dtype = token_dtype(identity.vocab_size)
-            for number, key in enumerate(job.recipe.keys):
-                self.pairs.append(PairInProgress(self._stem(number), dtype, state=progress["pairs"].get(key)))
+        states = [] if self.encoded else [progress["pairs"].get(key) for key in job.recipe.keys]
+        dtype = token_dtype(identity.vocab_size)
+        self.pairs = [PairInProgress(self._stem(n), dtype, state=state) for n, state in enumerate(states)]
 
     def run(self, report: Report) -> Outcome:
         job, started, before = self.job, time.perf_counter(), self.counts.tokens

@@ -85,10 +85,8 @@ def is_json_lines(path: Path) -> bool:
     name = path.name.lower()
     for packed in PACKED_ENDINGS:
         name = name.removesuffix(packed)
-    if name.endswith(JSON_ENDINGS):
-        return True
-    if name.endswith(TEXT_ENDINGS):
-        return False
+    if name.endswith((*JSON_ENDINGS, *TEXT_ENDINGS)):
+        return name.endswith(JSON_ENDINGS)
     raise UserError(
         f"what {path} holds is not clear from its name; call it .jsonl (one object per line) or .txt, with .gz or .zst behind if it "
         "is packed"
@@ -181,12 +179,9 @@ def _skip(path: Path, raw: BinaryIO, stream: _ByteStream, offset: int) -> None:
 
 
 def _decompressed(path: Path, raw: BinaryIO) -> _ByteStream:
-    name = path.name.lower()
-    if name.endswith(".gz"):
+    if path.suffix.lower() == ".gz":
         return gzip.GzipFile(fileobj=raw)
-    if name.endswith((".zst", ".zstd")):
-        return _ZstandardStream(path, raw)
-    return raw
+    return _ZstandardStream(path, raw) if path.suffix.lower() in (".zst", ".zstd") else raw
 
 
 class _ZstandardStream:

@@ -109,11 +109,9 @@ class Heads:
             raise ConfigProblem(
                 f"config.json has num_attention_heads {heads}, which is not a multiple of its num_key_value_heads {groups}"
             )
-        settings.assign(
-            ORIGIN, num_attention_heads=heads, num_query_groups=groups, group_query_attention=True
-        )
+        settings.assign(ORIGIN, num_attention_heads=heads, num_query_groups=groups)
         head_dim = config.get("head_dim", int, settings.hidden_size // heads, absent=self.head_dim)
-        settings.assign(ORIGIN, kv_channels=head_dim)
+        settings.assign(ORIGIN, group_query_attention=True, kv_channels=head_dim)
 
     def write(self, settings: Settings) -> dict[str, Any]:
         heads, groups = settings.num_attention_heads, settings.num_query_groups
@@ -238,7 +236,7 @@ class Rotary:
 
     def write(self, settings: Settings) -> dict[str, Any]:
         base, kind = settings.rotary_base, settings.rope_scaling_type
-        rope = {"rope_theta": base, "rope_type": "default" if kind is None else kind}
+        rope = {"rope_theta": base, "rope_type": kind or "default"}
         if kind is None:
             return {"rope_parameters": rope, "rope_theta": base}
         values = {theirs: getattr(settings, SCALING_KEYS[theirs][0]) for theirs in SCALINGS[kind]}
@@ -294,10 +292,8 @@ def set_window(settings: Settings, window: int | None, layers: Sequence[bool]) -
 def window_in(model: TransformerConfig) -> tuple[int | None, tuple[bool, ...]]:
     """Returns the Hugging Face window size, which includes the token itself, and which layers use it."""
     count = model.num_layers
-    windows = [
-        window_of_layer(model.window_size, model.window_attn_skip_freq, count, layer_number=number + 1)
-        for number in range(count)
-    ]
+    settings = model.window_size, model.window_attn_skip_freq, count
+    windows = [window_of_layer(*settings, layer_number=number + 1) for number in range(count)]
     size = next((window + 1 for window in windows if window is not None), None)
     return size, tuple(window is not None for window in windows)
 
@@ -339,7 +335,19 @@ class WindowByLayer:
         used, count = config.get("use_sliding_window", bool, False), settings.num_layers
         kinds = config.get("layer_types", list)
         if kinds is not None:
-            self._check_layer_types(kinds, count, used)
+            unknown = [kind for kind in kinds if kind not in (_FULL, _WINDOW)]
+            if unknown:
+                raise ConfigProblem(
+                    f"config.json has {unknown[0]!r} in layer_types, but only {_FULL} and {_WINDOW} are supported"
+                )
+            if len(kinds) != count:
+                raise ConfigProblem(
+                    f"config.json has {len(kinds)} layer_types for {count} layers (num_hidden_layers)"
+                )
+            if _WINDOW in kinds and not used:
+                raise ConfigProblem(
+                    f"config.json has {_WINDOW} in layer_types, but use_sliding_window False; make them agree"
+                )
         elif used and not self.by_number:
             raise ConfigProblem(
                 "config.json has use_sliding_window True without layer_types; write which layers have windows"
@@ -351,21 +359,6 @@ class WindowByLayer:
             kinds = [_WINDOW if number >= first else _FULL for number in range(count)]
         window = config.get("sliding_window", int, absent=4096) if used else None
         set_window(settings, window, [kind == _WINDOW for kind in kinds or [_FULL] * count])
-
-    def _check_layer_types(self, kinds: list[Any], count: int, used: bool) -> None:
-        unknown = [kind for kind in kinds if kind not in (_FULL, _WINDOW)]
-        if unknown:
-            raise ConfigProblem(
-                f"config.json has {unknown[0]!r} in layer_types, but only {_FULL} and {_WINDOW} are supported"
-            )
-        if len(kinds) != count:
-            raise ConfigProblem(
-                f"config.json has {len(kinds)} layer_types for {count} layers (num_hidden_layers)"
-            )
-        if _WINDOW in kinds and not used:
-            raise ConfigProblem(
-                f"config.json has {_WINDOW} in layer_types, but use_sliding_window False; make them agree"
-            )
 
     def write(self, settings: Settings) -> dict[str, Any]:
         window, layers = window_in(settings)

@@ -59,8 +59,12 @@ def open_folder(path: Path) -> HuggingFaceFolder:
         raise UserError(
             f"{path} is not a folder; give one with {CONFIG} and {SINGLE}, as save_pretrained writes it"
         )
-    config = _read_config(path)
-    expected = _weight_files(path)
+    if not (path / CONFIG).exists():
+        raise UserError(
+            f"{path} has no {CONFIG}, so it is no Hugging Face model; give the folder save_pretrained wrote"
+            + (" (checkpoints are loaded as they are: --load)" if (path / "latest").exists() else "")
+        )
+    config, expected = _read_json(path / CONFIG), _weight_files(path)
     with ExitStack() as closing:
         files = {name: _open_file(path / name, closing) for name in expected}
         tensors: dict[str, StoredTensor] = {}
@@ -87,15 +91,6 @@ def _read_json(path: Path) -> dict[str, Any]:
             f"{path} holds a {type(content).__name__}, not a JSON object; download or save the model again"
         )
     return content
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    if not (path / CONFIG).exists():
-        raise UserError(
-            f"{path} has no {CONFIG}, so it is no Hugging Face model; give the folder save_pretrained wrote"
-            + (" (checkpoints are loaded as they are: --load)" if (path / "latest").exists() else "")
-        )
-    return _read_json(path / CONFIG)
 
 
 def _weight_files(path: Path) -> dict[str, set[str] | None]:
@@ -155,11 +150,9 @@ def _checked_keys(path: Path, file: str, found: set[str], expected: set[str] | N
     """Returns the sorted keys of a file, checked against the index."""
     if expected is not None and found != expected:
         lost, extra = sorted(expected - found), sorted(found - expected)
-        what = (
-            f"{lost[0]} is not in {file}"
-            if lost
-            else f"{file} holds {extra[0]}, which it does not list there"
-        )
+        what = f"{file} holds {extra[0]}, which it does not list there" if extra else ""
+        if lost:
+            what = f"{lost[0]} is not in {file}"
         raise UserError(
             f"{path / INDEX} does not fit its files: {what} ({len(lost)} keys missing, {len(extra)} too many); "
             f"download or save the model again"

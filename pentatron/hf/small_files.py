@@ -8,17 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from pentatron import files
 from pentatron.data.tokenizer import FileTokenizer
 from pentatron.errors import UserError
-from pentatron.files import (
-    atomic_folder,
-    fsync_folder,
-    hidden_name,
-    hidden_names,
-    remove_leftover_folders,
-    rename,
-    write_file,
-)
 from pentatron.hf.folder import CONFIG
 from pentatron.text import decimal_size, in_mib
 
@@ -43,14 +35,14 @@ def new_folder(wanted: Path, needs_bytes: int) -> Iterator[Path]:
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         # Before the check for space: leftovers of killed processes may fill the disk.
-        remove_leftover_folders(final)
+        files.remove_leftover_folders(final)
         free = _free(final)
         if free < needs_bytes:
             raise UserError(
                 f"{final} would take {decimal_size(needs_bytes)} and {decimal_size(free)} are free there; make room, or choose "
                 f"another disk"
             )
-        with atomic_folder(final) as folder:
+        with files.atomic_folder(final) as folder:
             yield folder
     except BaseException as error:
         for folder in parents:
@@ -77,22 +69,22 @@ def small_files(folder: Path, tokenizer: Sequence[Path] = ()) -> list[Path]:
 
 def tokenizer_files(place: Path) -> list[Path]:
     """Returns the tokenizer files in a folder, or the given file itself."""
-    files = [place] if place.is_file() else list(filter(_is_tokenizer_file, _files(place)))
-    if not files:
+    paths = [place] if place.is_file() else list(filter(_is_tokenizer_file, _files(place)))
+    if not paths:
         raise UserError(
             f"{place} has no tokenizer files such as tokenizer.json; name the folder of a tokenizer"
         )
-    return files
+    return paths
 
 
-def unusable_file_warnings(files: Iterable[Path]) -> list[str]:
+def unusable_file_warnings(paths: Iterable[Path]) -> list[str]:
     """Returns warnings about files that are copied but cannot be used here.
 
     Raises UserError for a file that is not JSON. A tokenizer that the installed library cannot read is
     only a warning.
     """
     warnings = []
-    for path in files:
+    for path in paths:
         if path.suffix != ".json":
             continue
         try:
@@ -113,8 +105,8 @@ def unusable_file_warnings(files: Iterable[Path]) -> list[str]:
     return warnings
 
 
-def has_tokenizer(files: Iterable[Path]) -> bool:
-    return any(map(_is_tokenizer_file, files))
+def has_tokenizer(paths: Iterable[Path]) -> bool:
+    return any(map(_is_tokenizer_file, paths))
 
 
 def _files(folder: Path) -> list[Path]:
@@ -125,17 +117,17 @@ def _is_tokenizer_file(path: Path) -> bool:
     return any(fnmatch.fnmatch(path.name, pattern) for pattern in _TOKENIZER)
 
 
-def copy_files(files: Iterable[Path], folder: Path) -> None:
+def copy_files(paths: Iterable[Path], folder: Path) -> None:
     folder.mkdir(exist_ok=True)
-    for path in files:
+    for path in paths:
         # Only the content: files in the hub's cache are symbolic links and often read-only.
-        write_file(folder / path.name, path.read_bytes())
+        files.write_file(folder / path.name, path.read_bytes())
 
 
 def copy_model_files(source: Path, checkpoints: Path) -> None:
     """Copies the small files of a folder to the checkpoints of a run that starts from its weights."""
-    files, target = small_files(source), checkpoints / FOLDER_NAME
-    if not files or source.resolve() == target.resolve():
+    paths, target = small_files(source), checkpoints / FOLDER_NAME
+    if not paths or source.resolve() == target.resolve():
         return
     # An existing folder is only replaced if it contains nothing else.
     if target.exists() and not (target.is_dir() and set(target.iterdir()) <= set(small_files(target))):
@@ -144,12 +136,12 @@ def copy_model_files(source: Path, checkpoints: Path) -> None:
             f"--save"
         )
     # Copied under a temporary name first, so that an incomplete copy is never used.
-    for leftover in hidden_names(target):
+    for leftover in files.hidden_names(target):
         shutil.rmtree(leftover, ignore_errors=True)
-    temporary = hidden_name(target)
-    copy_files(files, temporary)
+    temporary = files.hidden_name(target)
+    copy_files(paths, temporary)
     if target.exists():
         # Left by an earlier start of the run.
         shutil.rmtree(target)
-    rename(temporary, target)
-    fsync_folder(checkpoints)
+    files.rename(temporary, target)
+    files.fsync_folder(checkpoints)

@@ -6,16 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from pentatron.checkpoint.links import (
-    Link,
-    NameTable,
-    Source,
-    TableRow,
-    by_ours,
-    fill,
-    links_by_table,
-    their_shapes,
-)
+from pentatron.checkpoint import links
+from pentatron.checkpoint.links import Link, NameTable, Source, TableRow
 from pentatron.checkpoint.tensor_file import WEIGHT_DTYPES, blocks, represents_exactly
 from pentatron.errors import UserError
 from pentatron.hf.folder import HuggingFaceFolder
@@ -150,7 +142,7 @@ def tensor_links(
     known = NAME_TABLES[model_type]
     bare = names is not None and not any(name.startswith(known.base) for name in names)
     shapes = logical_shapes(model, moe)
-    return links_by_table(known.table, model, shapes, names, "" if bare else known.base)
+    return links.links_by_table(known.table, model, shapes, names, "" if bare else known.base)
 
 
 def load_weights(
@@ -166,39 +158,32 @@ def load_weights(
     folder is checked first, so that no target is modified if it does not fit.
     """
     model_type = model_type_of(folder.config)
-    links = tensor_links(model_type, model, moe, folder.tensors)
-    require_matching_tensors(links, folder, model_type)
-    links_by_tensor = by_ours(links)
+    linked = tensor_links(model_type, model, moe, folder.tensors)
+    require_matching_tensors(linked, folder, model_type)
+    by_tensor = links.by_ours(linked)
     targets = list(targets)
     for target in targets:
-        if target.tensor not in links_by_tensor:
+        if target.tensor not in by_tensor:
             raise UserError(
                 f"this model has {target.tensor}, which no {model_type} model has, so {folder.path} cannot fill it; use the family's "
                 f"own layers, or start from other weights"
             )
-        for link in links_by_tensor[target.tensor]:
-            _require_precision(folder, link, target, allow_narrowing)
+        for link in by_tensor[target.tensor]:
+            stored, kept = WEIGHT_DTYPES[folder.tensors[link.theirs].dtype], target.values.dtype
+            if not allow_narrowing and not represents_exactly(kept, stored):
+                names = [str(dtype).removeprefix("torch.") for dtype in (stored, kept)]
+                raise UserError(
+                    f"{folder.path} holds {link.theirs} as {names[0]}, and {names[1]} cannot hold all of its values; to have them rounded, "
+                    f"import the folder first (pentatron import {folder.path} OUT --dtype fp32 --allow-narrowing) and load OUT"
+                )
     with torch.no_grad():
         for target in targets:
-            fill(target, links_by_tensor[target.tensor], folder.read)
+            links.fill(target, by_tensor[target.tensor], folder.read)
 
 
-def _require_precision(
-    folder: HuggingFaceFolder, link: Link, target: Fragment, allow_narrowing: bool
-) -> None:
-    """Raises UserError if the dtype of the target cannot represent all stored values."""
-    stored, kept = WEIGHT_DTYPES[folder.tensors[link.theirs].dtype], target.values.dtype
-    if not allow_narrowing and not represents_exactly(kept, stored):
-        names = [str(dtype).removeprefix("torch.") for dtype in (stored, kept)]
-        raise UserError(
-            f"{folder.path} holds {link.theirs} as {names[0]}, and {names[1]} cannot hold all of its values; to have them rounded, "
-            f"import the folder first (pentatron import {folder.path} OUT --dtype fp32 --allow-narrowing) and load OUT"
-        )
-
-
-def require_matching_tensors(links: Collection[Link], folder: HuggingFaceFolder, model_type: str) -> None:
+def require_matching_tensors(linked: Collection[Link], folder: HuggingFaceFolder, model_type: str) -> None:
     """Raises UserError unless the folder has exactly the expected tensors."""
-    family, shapes = NAME_TABLES[model_type], their_shapes(links)
+    family, shapes = NAME_TABLES[model_type], links.their_shapes(linked)
     problems = []
     for name, shape in shapes.items():
         stored = folder.tensors.get(name)

@@ -136,7 +136,7 @@ def test_more_samples_than_were_ordered_cannot_have_been_consumed() -> None:
 
 def test_an_order_beyond_the_memory_of_the_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     source = mock_sequences(31, sequences=10)
-    recipe = SampleRecipe(8, 1, 31, 0.005, None)
+    recipe = SampleRecipe(8, 1, 31)
     members = [BlendMember(source, range(10), None), BlendMember(source, range(5), None)]
     builds: list[Callable[[], object]] = [
         lambda: build_blend(members[:1], None, [10**15], recipe),
