@@ -2,7 +2,8 @@
 
 import errno
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -56,6 +57,17 @@ class ConfigError(UserError):
         else:
             lines = "\n".join(f"  {i}. {p}" for i, p in enumerate(self.problems, 1))
             super().__init__(f"{len(self.problems)} problems in the configuration:\n{lines}")
+
+
+@contextmanager
+def explained(
+    kinds: type[Exception] | tuple[type[Exception], ...], problem: str, advice: str
+) -> Iterator[None]:
+    """Converts an error of the given kinds inside the block to a UserError: `problem (error); advice`."""
+    try:
+        yield
+    except kinds as error:
+        raise UserError(f"{problem} ({error}); {advice}") from error
 
 
 def import_package(name: str, user: str) -> Any:

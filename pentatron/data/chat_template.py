@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pentatron.errors import UserError
+from pentatron.errors import UserError, explained
 from pentatron.text import binary_size, one_line, parse_json
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -287,18 +287,14 @@ def special_tokens(folder: Path) -> dict[str, str]:
 
 
 def read_template(path: Path) -> tuple[str, Path]:
-    try:
+    problem, advice = f"--chat-template {path} cannot be read", "it takes a file with a Jinja template"
+    with explained((OSError, UnicodeDecodeError), problem, advice):
         return path.read_text(encoding="utf-8"), path
-    except (OSError, UnicodeDecodeError) as error:
-        problem = f"--chat-template {path} cannot be read ({error})"
-        raise UserError(f"{problem}; it takes a file with a Jinja template") from None
 
 
 def _read_object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    try:
+    with explained(ValueError, f"{path} is not JSON", "check --tokenizer-model"):
         content = parse_json(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}); check --tokenizer-model") from None
     return content if isinstance(content, dict) else {}

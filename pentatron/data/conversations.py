@@ -207,7 +207,7 @@ def parse_conversation(line: bytes | str) -> Conversation:
     """Parses one line in any of the supported formats; raises UserError for content that would be ignored."""
     try:
         row = parse_json(line)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"is not JSON ({error})") from None
     if not isinstance(row, dict):
         raise UserError(f"is not an object; it should be {FORMS}")

@@ -8,7 +8,7 @@ from typing import Any
 
 from pentatron.checksums import digest_of_file
 from pentatron.data.indexed import pair_paths, read_sidecar
-from pentatron.errors import UserError
+from pentatron.errors import UserError, explained
 from pentatron.parallel.collectives import gather_objects
 from pentatron.parallel.encoding import sendable
 from pentatron.parallel.world import World
@@ -76,13 +76,9 @@ class DataIdentity:
 
     @classmethod
     def from_json(cls, fingerprint: str, files: Sequence[Mapping[str, Any]]) -> "DataIdentity":
-        try:
+        advice = "resume from another step, or load only the weights with --finetune"
+        with explained(TypeError, "the identity of the data in the checkpoint cannot be read", advice):
             return cls(fingerprint, tuple(map(FileIdentity.from_json, files)))
-        except TypeError as error:
-            raise UserError(
-                f"the identity of the data in the checkpoint cannot be read ({error}); resume from another step, or load only the weights with "
-                f"--finetune"
-            ) from None
 
     def files_as_json(self) -> list[dict[str, Any]]:
         return [asdict(file) for file in self.files]

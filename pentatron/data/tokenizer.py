@@ -4,13 +4,12 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pentatron.data.indexed import TokenizerIdentity
-from pentatron.errors import UserError, import_package
+from pentatron.errors import UserError, explained, import_package
 from pentatron.text import one_line, parse_json
 
 if TYPE_CHECKING:
@@ -107,7 +106,9 @@ class SentencePieceTokenizer(Tokenizer):
                 f"Tokenizer not found: no file {self.path}; check --tokenizer-model, which takes a SentencePiece .model file or a "
                 "folder that holds tokenizer.model"
             )
-        with _reading(f"{self.path} is not a readable SentencePiece model", "--tokenizer-model"):
+        with explained(
+            Exception, f"{self.path} is not a readable SentencePiece model", "check --tokenizer-model"
+        ):
             self._model: Any = library.SentencePieceProcessor(model_file=str(self.path))
         # -1: the model has no such token, or it is not prepended.
         self._bos: int = self._model.bos_id() if kind == "Llama2Tokenizer" else -1
@@ -231,7 +232,8 @@ class FileTokenizer(_LibraryTokenizer):
                 f"Tokenizer not found: no file {file}; check --tokenizer-model, which takes a local tokenizer.json or a folder "
                 f"that holds one{_other_kind(file.parent)}"
             )
-        with _reading(f"{file} is not a readable tokenizer", "--tokenizer-model"):
+        # The library raises bare Exceptions for malformed files.
+        with explained(Exception, f"{file} is not a readable tokenizer", "check --tokenizer-model"):
             tokenizer = library.Tokenizer.from_file(str(file))
         # Files may contain settings for inference, which would truncate or pad documents.
         tokenizer.no_truncation()
@@ -250,7 +252,9 @@ class GPT2BPETokenizer(_LibraryTokenizer):
             if not Path(path).is_file():
                 raise UserError(f"Tokenizer not found: no file {path}; check {flag}")
         files = f"{vocab_file} and {merge_file}"
-        with _reading(f"{files} are not a readable vocabulary", "--vocab-file and --merge-file"):
+        with explained(
+            Exception, f"{files} are not a readable vocabulary", "check --vocab-file and --merge-file"
+        ):
             tokenizer = _byte_level(library.models.BPE.from_file(str(vocab_file), str(merge_file)))
         super().__init__(Path(vocab_file), tokenizer)
 
@@ -366,10 +370,9 @@ def _configured_end_token(folder: Path) -> str | None:
     path = folder / "tokenizer_config.json"
     if not path.is_file():
         return None
-    try:
+    problem = f"{path} is not a JSON object"
+    with explained((ValueError, AttributeError), problem, "check --tokenizer-model"):
         token = parse_json(path.read_text(encoding="utf-8")).get("eos_token")
-    except (ValueError, AttributeError) as error:
-        raise UserError(f"{path} is not a JSON object ({error}); check --tokenizer-model") from error
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None
@@ -395,12 +398,3 @@ def _byte_level(model: Any) -> Any:
 
 def _tokenizers_library() -> Any:
     return import_package("tokenizers", "this tokenizer")
-
-
-@contextmanager
-def _reading(problem: str, flags: str) -> Iterator[None]:
-    """Converts an error of a library, which is a bare Exception for malformed files, to a UserError."""
-    try:
-        yield
-    except Exception as error:
-        raise UserError(f"{problem} ({error}); check {flags}") from error

@@ -20,7 +20,7 @@ from pentatron.checkpoint.load import WEIGHTS, StepReader
 from pentatron.checkpoint.store import Checkpoint, CheckpointStore
 from pentatron.checkpoint.streaming import Progress, Summary, save_streamed, split_into_files
 from pentatron.checkpoint.tensor_file import DTYPES, WEIGHT_DTYPES, ReadRectangle, TensorSpec, write_blocks
-from pentatron.errors import UserError
+from pentatron.errors import UserError, explained
 from pentatron.files import write_new_synced
 from pentatron.hf.folder import CONFIG, INDEX, SINGLE, HuggingFaceFolder, open_folder
 from pentatron.hf.model_config import config_from_settings, model_type_of, settings_from_folder
@@ -182,10 +182,8 @@ def _original_config(folder: Path) -> dict[str, Any] | None:
     path = folder / CONFIG
     if not path.is_file():
         return None
-    try:
+    with explained(ValueError, f"{path} is not JSON", "remove it, or put the right one there"):
         config = parse_json(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}); remove it, or put the right one there") from None
     return config if isinstance(config, dict) else None
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from pentatron.checkpoint.manifest_checks import read_json
-from pentatron.errors import UserError
+from pentatron.errors import UserError, explained
 from pentatron.parallel.sharding import Shape
 from pentatron.text import one_line
 
@@ -79,11 +79,8 @@ def open_folder(path: Path) -> HuggingFaceFolder:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = read_json(path)
-    except ValueError as error:
-        raise UserError(
-            f"{path} is not JSON ({error}); it is damaged: download or save the model again"
-        ) from None
+        with explained(ValueError, f"{path} is not JSON", "it is damaged: download or save the model again"):
+            content = read_json(path)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     if not isinstance(content, dict):
@@ -140,10 +137,8 @@ def _open_file(path: Path, closing: ExitStack) -> Any:
         raise UserError(
             "reading a Hugging Face folder needs the safetensors library: pip install safetensors"
         ) from None
-    try:
+    with explained((SafetensorError, OSError, ValueError), f"{path} is damaged", "download or save it again"):
         return closing.enter_context(safe_open(path, framework="pt"))
-    except (SafetensorError, OSError, ValueError) as error:
-        raise UserError(f"{path} is damaged ({error}); download or save it again") from None
 
 
 def _checked_keys(path: Path, file: str, found: set[str], expected: set[str] | None) -> list[str]:

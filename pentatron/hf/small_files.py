@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pentatron import files
 from pentatron.data.tokenizer import FileTokenizer
-from pentatron.errors import UserError
+from pentatron.errors import UserError, explained
 from pentatron.hf.folder import CONFIG
 from pentatron.text import decimal_size, in_mib
 
@@ -87,13 +87,9 @@ def unusable_file_warnings(paths: Iterable[Path]) -> list[str]:
     for path in paths:
         if path.suffix != ".json":
             continue
-        try:
+        advice = "copy or download it again, or copy another tokenizer with --tokenizer DIR"
+        with explained((ValueError, RecursionError), f"{path} is damaged: it is not JSON", advice):
             json.loads(path.read_bytes())
-        except (ValueError, RecursionError) as error:
-            raise UserError(
-                f"{path} is damaged: it is not JSON ({error}); copy or download it again, or copy another tokenizer with "
-                "--tokenizer DIR"
-            ) from None
         if path.name == "tokenizer.json" and importlib.util.find_spec("tokenizers") is not None:
             try:
                 FileTokenizer(path)

@@ -24,15 +24,13 @@ _UNKNOWN = "this family of models has no tensor like {ours}; choose another fami
 class FamilyNames:
     """The tensor names of a family.
 
-    `base` is the prefix that files of the base model omit. `tied_copy` is the name of the output layer,
-    under which a file may contain a tied `embedding` again. `ignored` are patterns of buffers that the
-    model computes.
+    `base` is the prefix that files of the base model omit. A file may contain a tied `embedding` again, as
+    the output layer. `ignored` are patterns of buffers that the model computes.
     """
 
     table: NameTable
     base: str
     embedding: str
-    tied_copy: str
     ignored: tuple[str, ...]
 
 
@@ -94,7 +92,7 @@ _ROTARY = (r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"(model\.
 
 
 def _llama(*mlp: TableRow) -> FamilyNames:
-    return FamilyNames(NameTable((*_LLAMA, *mlp), _UNKNOWN), "model.", _EMBEDDING, _HEAD, _ROTARY)
+    return FamilyNames(NameTable((*_LLAMA, *mlp), _UNKNOWN), "model.", _EMBEDDING, _ROTARY)
 
 
 _DENSE = _llama(*_gated("layers.{layer}.mlp", _MLP))
@@ -122,7 +120,7 @@ _GPT2_ROWS = (
     _same("head.weight", _HEAD),
 )
 _MASKS = (r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",)
-_GPT2 = FamilyNames(NameTable(_GPT2_ROWS, _UNKNOWN), "transformer.", "{base}wte.weight", _HEAD, _MASKS)
+_GPT2 = FamilyNames(NameTable(_GPT2_ROWS, _UNKNOWN), "transformer.", "{base}wte.weight", _MASKS)
 
 NAME_TABLES: dict[str, FamilyNames] = {
     "gpt2": _GPT2,
@@ -189,7 +187,7 @@ def require_matching_tensors(linked: Collection[Link], folder: HuggingFaceFolder
         stored = folder.tensors.get(name)
         if stored is None:
             hint = " (set tie_word_embeddings to true if it is the embedding)"
-            problems.append(f"{name} is missing{hint if name == family.tied_copy else ''}")
+            problems.append(f"{name} is missing{hint if name == _HEAD else ''}")
         elif stored.shape != shape:
             problems.append(f"{name} is {list(stored.shape)}, not {list(shape)}")
         elif stored.dtype not in WEIGHT_DTYPES:
@@ -197,7 +195,7 @@ def require_matching_tensors(linked: Collection[Link], folder: HuggingFaceFolder
     for name in folder.tensors:
         if name in shapes or any(re.fullmatch(pattern, name) for pattern in family.ignored):
             continue
-        if name == family.tied_copy:
+        if name == _HEAD:
             problems += _tied_copy_problem(folder, family)
         else:
             problems.append(f"{name} has no place in this model")
@@ -214,14 +212,14 @@ def _tied_copy_problem(folder: HuggingFaceFolder, family: FamilyNames) -> list[s
     embedding = next((name for name in names if name in folder.tensors), None)
     if embedding is None:
         return []
-    head, other = folder.tensors[family.tied_copy], folder.tensors[embedding]
+    head, other = folder.tensors[_HEAD], folder.tensors[embedding]
     alike = head.shape == other.shape and head.dtype == other.dtype and head.dtype in WEIGHT_DTYPES
     if alike and all(
-        torch.equal(folder.read(family.tied_copy, *block), folder.read(embedding, *block))
+        torch.equal(folder.read(_HEAD, *block), folder.read(embedding, *block))
         for block in blocks(head.shape, WEIGHT_DTYPES[head.dtype].itemsize)
     ):
         return []
     return [
-        f"{family.tied_copy} differs from {embedding}, but config.json says tie_word_embeddings, so one of them is wrong (set "
+        f"{_HEAD} differs from {embedding}, but config.json says tie_word_embeddings, so one of them is wrong (set "
         f"tie_word_embeddings to false if the model has both)"
     ]
