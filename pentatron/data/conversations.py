@@ -16,6 +16,7 @@ from pentatron.data.tokenizer import Tokenizer
 from pentatron.errors import UserError
 from pentatron.text import parse_json
 
+Mask = npt.NDArray[np.bool_]
 CHUNK_BYTES = 1 << 20
 ASSISTANT = "assistant"
 FORMS = '{"messages": [{"role": ..., "content": ...}]}, {"input": ..., "output": ...} or {"prompt": ..., "completion": ...}'
@@ -49,7 +50,7 @@ class Tokens:
     """Token ids and the loss mask over them."""
 
     ids: list[int]
-    learned: npt.NDArray[np.bool_]
+    learned: Mask
 
 
 @runtime_checkable
@@ -136,9 +137,7 @@ def _concatenate(conversation: Conversation) -> MarkedText:
     return MarkedText(text, tuple(spans), ends_document=True)
 
 
-def encode_marked(
-    tokenizer: Tokenizer, texts: Sequence[MarkedText]
-) -> list[tuple[list[int], npt.NDArray[np.bool_]]]:
+def encode_marked(tokenizer: Tokenizer, texts: Sequence[MarkedText]) -> list[tuple[list[int], Mask]]:
     """Tokenizes whole texts; a token counts in the loss if any of its characters does."""
     if not isinstance(tokenizer, _OffsetTokenizer):
         return [_encode_by_prefix(tokenizer, text) for text in texts]
@@ -146,7 +145,7 @@ def encode_marked(
     return [(ids, _overlap(offsets, text)) for (ids, offsets), text in zip(encoded, texts)]
 
 
-def _overlap(offsets: Sequence[Span], text: MarkedText) -> npt.NDArray[np.bool_]:
+def _overlap(offsets: Sequence[Span], text: MarkedText) -> Mask:
     """Returns for each token whether its character span overlaps a learned span."""
     inside = np.zeros(len(text.text) + 1, np.int64)
     for begin, end in text.learned:
@@ -158,7 +157,7 @@ def _overlap(offsets: Sequence[Span], text: MarkedText) -> npt.NDArray[np.bool_]
     return before[ends] > before[begins]
 
 
-def _encode_by_prefix(tokenizer: Tokenizer, text: MarkedText) -> tuple[list[int], npt.NDArray[np.bool_]]:
+def _encode_by_prefix(tokenizer: Tokenizer, text: MarkedText) -> tuple[list[int], Mask]:
     """Encodes a prompt and its answer, which begins where the tokens differ from the prompt alone."""
     if len(text.learned) != 1 or text.learned[0][1] != len(text.text):
         raise UserError(

@@ -151,7 +151,6 @@ NOISE = 0.1
 # First entry of the seed arrays, so that the cycle and the samples use independent random streams.
 _CYCLE_STREAM, _SAMPLE_STREAM = 0, 1
 
-MOCK_SEQUENCES = 100_000
 MOCK_LENGTH_LIMIT = 4096
 MOCK_SEED = 0
 
@@ -219,9 +218,7 @@ class CountingSequences:
         return tokens
 
 
-def mock_sequences(
-    vocab_size: int, eod: int | None = None, sequences: int = MOCK_SEQUENCES
-) -> CountingSequences:
+def mock_sequences(vocab_size: int, eod: int | None = None, sequences: int = 100_000) -> CountingSequences:
     """Returns the data of `--mock-data`; the end-of-document token defaults to the last id."""
     lengths = np.random.default_rng(MOCK_SEED).integers(1, MOCK_LENGTH_LIMIT, size=sequences, dtype=np.int32)
     return CountingSequences(lengths, vocab_size, vocab_size - 1 if eod is None else eod)

@@ -109,9 +109,7 @@ class DataIdentity:
         """Returns this identity with missing checksums filled in from an earlier one."""
         if self.fingerprint != before.fingerprint or len(self.files) != len(before.files):
             return self
-        files = [
-            replace(now, tokens=now.tokens or then.tokens) for now, then in zip(self.files, before.files)
-        ]
+        files = [replace(new, tokens=new.tokens or old.tokens) for new, old in zip(self.files, before.files)]
         return replace(self, files=tuple(files))
 
 

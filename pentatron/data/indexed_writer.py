@@ -121,9 +121,7 @@ class PairInProgress:
             index = ChecksummedFile(file, index_sums)
             self._write_index(index)
         state, counts = self.state, (self.state.sequences, self.state.documents, self.tokens)
-        facts = PairMetadata(
-            str(self.dtype), *counts, state.largest, state.bin, index.bytes, tokenizer=tokenizer, job=job
-        )
+        facts = PairMetadata(str(self.dtype), *counts, state.largest, state.bin, index.bytes, tokenizer, job)
         with self.path("meta").open("wb") as file, self.path("sums").open("rb") as sums:
             self._lock("meta")
             indexed.write_sidecar(file, facts, sums, indexed.stored_sums(index_sums.take_last()))
@@ -208,9 +206,7 @@ class IndexedDatasetWriter:
         self.pair = PairInProgress(self.prefix, self.dtype, self._suffix)
         return self
 
-    def add_document(
-        self, tokens: Sequence[int] | npt.NDArray[Any], lengths: Sequence[int] | None = None
-    ) -> None:
+    def add_document(self, tokens: npt.ArrayLike, lengths: Sequence[int] | None = None) -> None:
         """Appends a document of one sequence, or of several with given lengths."""
         ids = np.asarray(tokens, dtype=np.int64)
         if lengths is None:

@@ -36,10 +36,8 @@ def histogram_lines(powers: Sequence[int]) -> list[str]:
     first = next((power for power, count in enumerate(powers) if count), len(powers))
     rows = list(zip(spans, powers))[first:]
     width = max((len(span) for span, _ in rows), default=0)
-    bars = ["█" * max(1, round(BAR * count / max(powers))) if count else "" for _, count in rows]
-    return [
-        f"  {span:>{width}} tokens {count:>13,}  {bar}".rstrip() for (span, count), bar in zip(rows, bars)
-    ]
+    bars = ["█" * max(1, round(BAR * n / max(powers))) if n else "" for _, n in rows]
+    return [f"  {span:>{width}} tokens {n:>13,}  {bar}".rstrip() for (span, n), bar in zip(rows, bars)]
 
 
 def document_lengths(dataset: IndexedDataset) -> LengthHistogram:

@@ -174,9 +174,7 @@ def _ignore_signals(worker: int) -> None:
 
 def collate(samples: Sequence[Sample]) -> Batch:
     """Stacks samples into a batch; if some have document starts, the others are one document each."""
-    fields: dict[str, Any] = {
-        name: torch.from_numpy(np.stack([sample[name] for sample in samples])) for name in TENSORS
-    }
+    fields: dict[str, Any] = {key: torch.from_numpy(np.stack([s[key] for s in samples])) for key in TENSORS}
     if any(DOCUMENT_STARTS in sample for sample in samples):
         one_document = np.zeros(1, np.int64)
         fields["documents"] = tuple(tuple(s.get(DOCUMENT_STARTS, one_document).tolist()) for s in samples)

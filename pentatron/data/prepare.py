@@ -90,9 +90,7 @@ Report = Callable[[Counts, int], None]
 Say = Callable[[str], None]
 
 
-def prepare(
-    job: PrepareJob, report: Report = lambda counts, total: None, say: Say = lambda text: None
-) -> Outcome:
+def prepare(job: PrepareJob, report: Report = lambda *counts: None, say: Say = lambda text: None) -> Outcome:
     """Tokenizes the inputs of a job; the output depends only on their text, the tokenizer and the recipe."""
     _check_inputs(job)
     tokenizer = job.recipe.tokenizer.load()

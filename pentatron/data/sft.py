@@ -46,18 +46,16 @@ PADDING = 0
 RECIPE = 1
 IDENTITY = "identity"
 
+Progress = Callable[[int, int], None]
 # The files of conversations, and their tokens.
 Files = Sequence[tuple[Path, IndexedDataset]]
 
 
-def write_conversations(
-    path: Path, prefix: Path, writer: ConversationEncoder, progress: Callable[[int, int], None]
-) -> None:
+def write_conversations(path: Path, prefix: Path, writer: ConversationEncoder, progress: Progress) -> None:
     """Tokenizes a file of conversations into a pair; `progress` gets bytes read and file size."""
     tokenizer, documents = writer.tokenizer, 0
-    with IndexedDatasetWriter(
-        prefix, token_dtype(tokenizer.vocab_size), identify_tokenizer(tokenizer)
-    ) as pair:
+    dtype, identity = token_dtype(tokenizer.vocab_size), identify_tokenizer(tokenizer)
+    with IndexedDatasetWriter(prefix, dtype, identity) as pair:
         conversations = read_conversations(path)
         while lines := list(islice(conversations, TOKENIZE_BATCH)):
             texts: list[tuple[int, MarkedText]] = []

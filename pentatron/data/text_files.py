@@ -58,17 +58,15 @@ class _ByteStream(Protocol):
 def expand_inputs(patterns: Sequence[str]) -> tuple[Path, ...]:
     """Returns the files named by paths and glob patterns; the matches of a pattern are sorted."""
     files: list[Path] = []
-    for pattern in patterns:
-        path = Path(pattern)
+    for given in patterns:
+        path = Path(given)
         if path.is_dir():
-            raise UserError(f"--input {pattern} is a folder; name its files, for example '{pattern}/*.jsonl'")
+            raise UserError(f"--input {given} is a folder; name its files, for example '{given}/*.jsonl'")
         # Path.glob does not accept absolute patterns.
-        names = [pattern] if path.is_file() else sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207
+        names = [given] if path.is_file() else sorted(glob.glob(given, recursive=True))  # noqa: PTH207
         matches = [Path(name) for name in names if Path(name).is_file()]
         if not matches:
-            raise UserError(
-                f"no input file {pattern}; --input takes files or patterns such as 'data/*.jsonl'"
-            )
+            raise UserError(f"no input file {given}; --input takes files or patterns such as 'data/*.jsonl'")
         files += matches
     seen: set[Path] = set()
     for path in files:

@@ -26,6 +26,9 @@ PROBE = (
 )
 
 
+_CHECK_MODEL = "check --tokenizer-model"
+
+
 class Tokenizer:
     """The interface of all tokenizers, and the defaults of those without a vocabulary list."""
 
@@ -106,9 +109,7 @@ class SentencePieceTokenizer(Tokenizer):
                 f"Tokenizer not found: no file {self.path}; check --tokenizer-model, which takes a SentencePiece .model file or a "
                 "folder that holds tokenizer.model"
             )
-        with explained(
-            Exception, f"{self.path} is not a readable SentencePiece model", "check --tokenizer-model"
-        ):
+        with explained(Exception, f"{self.path} is not a readable SentencePiece model", _CHECK_MODEL):
             self._model: Any = library.SentencePieceProcessor(model_file=str(self.path))
         # -1: the model has no such token, or it is not prepended.
         self._bos: int = self._model.bos_id() if kind == "Llama2Tokenizer" else -1
@@ -151,9 +152,7 @@ class EncodingError(UserError):
     """Raised for a text that the tokenizers library fails on; `reason` is its error."""
 
     def __init__(self, path: Path, reason: str) -> None:
-        super().__init__(
-            f"a text cannot be encoded by the tokenizer {path} ({reason}); check --tokenizer-model"
-        )
+        super().__init__(f"a text cannot be encoded by the tokenizer {path} ({reason}); {_CHECK_MODEL}")
         self.reason = reason
 
 
@@ -233,7 +232,7 @@ class FileTokenizer(_LibraryTokenizer):
                 f"that holds one{_other_kind(file.parent)}"
             )
         # The library raises bare Exceptions for malformed files.
-        with explained(Exception, f"{file} is not a readable tokenizer", "check --tokenizer-model"):
+        with explained(Exception, f"{file} is not a readable tokenizer", _CHECK_MODEL):
             tokenizer = library.Tokenizer.from_file(str(file))
         # Files may contain settings for inference, which would truncate or pad documents.
         tokenizer.no_truncation()
@@ -251,10 +250,8 @@ class GPT2BPETokenizer(_LibraryTokenizer):
         for flag, path in (("--vocab-file", vocab_file), ("--merge-file", merge_file)):
             if not Path(path).is_file():
                 raise UserError(f"Tokenizer not found: no file {path}; check {flag}")
-        files = f"{vocab_file} and {merge_file}"
-        with explained(
-            Exception, f"{files} are not a readable vocabulary", "check --vocab-file and --merge-file"
-        ):
+        problem = f"{vocab_file} and {merge_file} are not a readable vocabulary"
+        with explained(Exception, problem, "check --vocab-file and --merge-file"):
             tokenizer = _byte_level(library.models.BPE.from_file(str(vocab_file), str(merge_file)))
         super().__init__(Path(vocab_file), tokenizer)
 
@@ -370,8 +367,7 @@ def _configured_end_token(folder: Path) -> str | None:
     path = folder / "tokenizer_config.json"
     if not path.is_file():
         return None
-    problem = f"{path} is not a JSON object"
-    with explained((ValueError, AttributeError), problem, "check --tokenizer-model"):
+    with explained((ValueError, AttributeError), f"{path} is not a JSON object", _CHECK_MODEL):
         token = parse_json(path.read_text(encoding="utf-8")).get("eos_token")
     if isinstance(token, dict):
         token = token.get("content")

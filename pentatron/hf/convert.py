@@ -141,7 +141,7 @@ def export_step(
     config = config_from_settings(model, moe, _original_config(model_files))
     linked = tensor_links(config["model_type"], model, moe)
     _require_weights(found, logical_shapes(model, moe))
-    outlines = _exported_outlines(found.manifest, linked, options)
+    outlines = _exported(found.manifest, linked, options)
     bytes_of: Counter[torch.dtype] = Counter()
     for outline in outlines.values():
         bytes_of[outline.dtype] += outline.bytes
@@ -152,9 +152,7 @@ def export_step(
     progress = Progress(display, "exporting", total)
     with new_folder(out, total) as new:
         with StepReader(found.folder, found.manifest) as step, _verifying_checksums(found, options.check):
-            read = links.reads_theirs(
-                linked, lambda name, *rectangle: step.read(f"{WEIGHTS}{name}", *rectangle), outlines
-            )
+            read = links.reads_theirs(linked, lambda name, *at: step.read(f"{WEIGHTS}{name}", *at), outlines)
             _write_shards(new, outlines, progress.counting(read), options.file_bytes)
         write_new_synced(new / CONFIG, _json(config))
         copy_files((path for path in small_files(model_files, options.tokenizer) if path.name != CONFIG), new)
@@ -201,9 +199,7 @@ def _require_weights(found: Checkpoint, shapes: Mapping[str, Sequence[int]]) -> 
         )
 
 
-def _exported_outlines(
-    manifest: Manifest, linked: Sequence[Link], options: ExportOptions
-) -> dict[str, TensorSpec]:
+def _exported(manifest: Manifest, linked: Sequence[Link], options: ExportOptions) -> dict[str, TensorSpec]:
     """Returns dtype and shape of the exported tensors.
 
     The fp32 master weights of a mixed-precision run are exported in the dtype it computed in.
@@ -217,10 +213,8 @@ def _exported_outlines(
         for theirs, dtypes in stored.items():
             for dtype in dtypes:
                 links.require_exact_dtype(theirs, dtype, wanted)
-    dtypes_of = {theirs: wanted or links.common_dtype(dtypes) for theirs, dtypes in stored.items()}
-    return {
-        theirs: TensorSpec(dtypes_of[theirs], shape) for theirs, shape in links.their_shapes(linked).items()
-    }
+    chosen = {theirs: wanted or links.common_dtype(dtypes) for theirs, dtypes in stored.items()}
+    return {theirs: TensorSpec(chosen[theirs], shape) for theirs, shape in links.their_shapes(linked).items()}
 
 
 class DamagedStep(UserError):
@@ -251,11 +245,9 @@ def _verifying_checksums(found: Checkpoint, enabled: bool) -> Iterator[None]:
         raise kind(f"{damage[0]}; name another step, or --no-check to export it all the same") from damage[0]
 
 
-def _write_shards(
-    folder: Path, outlines: Mapping[str, TensorSpec], read: ReadRectangle, shard_bytes: int
-) -> None:
+def _write_shards(folder: Path, outlines: Mapping[str, TensorSpec], read: ReadRectangle, limit: int) -> None:
     """Writes one safetensors file, or several with an index, with the names that transformers uses."""
-    groups = list(split_into_files(outlines, shard_bytes))
+    groups = list(split_into_files(outlines, limit))
     files: dict[str, str] = {}
     for number, group in enumerate(groups, 1):
         name = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"

@@ -9,7 +9,7 @@ from typing import Any
 from pentatron.checkpoint.manifest_checks import implausible
 from pentatron.errors import ConfigError, UserError
 from pentatron.hf import config_reader
-from pentatron.hf.config_reader import ORIGIN, SCALINGS, ConfigProblem, ConfigReader
+from pentatron.hf.config_reader import ORIGIN, SCALINGS, ConfigReader, Problem
 from pentatron.hf.families import FAMILIES, INERT, NEUTRAL
 from pentatron.hf.folder import HuggingFaceFolder
 from pentatron.settings.model import MoEConfig, TransformerConfig, moe_layers
@@ -49,9 +49,7 @@ def model_type_of(config: Mapping[str, Any]) -> str:
         raise UserError(f"config.json has no model_type; write which it is: {known}")
     close = difflib.get_close_matches(str(model_type), FAMILIES, n=1, cutoff=_SIMILARITY)
     hint = f"; did you mean {close[0]}?" if close else ""
-    raise UserError(
-        f"config.json has model_type {model_type!r}, but the families known here are {known}{hint}"
-    )
+    raise UserError(f"{ORIGIN} has model_type {model_type!r}, but the families known here are {known}{hint}")
 
 
 def settings_from_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,9 +68,7 @@ def settings_from_config(config: Mapping[str, Any]) -> dict[str, Any]:
             value = reader.one_of((key.theirs, *key.also.split()), key.kind, key.default)
         settings.assign(ORIGIN, **dict.fromkeys(key.ours.split(), not value if key.inverted else value))
     if settings.num_layers > _MOST_LAYERS:
-        raise UserError(
-            f"config.json says {settings.num_layers} layers, which no model has; download it again"
-        )
+        raise UserError(f"{ORIGIN} says {settings.num_layers} layers, which no model has; download it again")
     for part in family.parts:
         reader.read.update(part.keys)
         with _collected(problems):
@@ -99,10 +95,10 @@ def settings_from_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _collected(problems: list[str]) -> Iterator[None]:
-    """Appends the ConfigProblem of the block, if any."""
+    """Appends the Problem of the block, if any."""
     try:
         yield
-    except ConfigProblem as problem:
+    except Problem as problem:
         problems.append(str(problem))
 
 

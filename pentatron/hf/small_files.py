@@ -24,13 +24,11 @@ _TOKENIZER = (
 
 
 @contextmanager
-def new_folder(wanted: Path, needs_bytes: int) -> Iterator[Path]:
-    """Yields a temporary folder, renamed to `wanted` after the block or removed after an error."""
-    final = wanted.resolve()
+def new_folder(path: Path, needs_bytes: int) -> Iterator[Path]:
+    """Yields a temporary folder, renamed to `path` after the block or removed after an error."""
+    final = path.resolve()
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
-        raise UserError(
-            f"{wanted} exists already and nothing is overwritten; name a new folder, or remove it"
-        )
+        raise UserError(f"{path} exists already and nothing is overwritten; name a new folder, or remove it")
     parents = [folder for folder in final.parents if not folder.exists()]
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
@@ -50,9 +48,9 @@ def new_folder(wanted: Path, needs_bytes: int) -> Iterator[Path]:
             with suppress(OSError):
                 folder.rmdir()
         if isinstance(error, OSError):
-            reason = f"{error.filename or wanted}: {error.strerror or error}"
+            reason = f"{error.filename or path}: {error.strerror or error}"
             raise UserError(
-                f"{wanted} could not be written ({reason}; {in_mib(_free(final))} MiB free); nothing was left behind"
+                f"{path} could not be written ({reason}; {in_mib(_free(final))} MiB free); nothing was left behind"
             ) from None
         raise
 

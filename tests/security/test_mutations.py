@@ -18,7 +18,7 @@ from pentatron.data.blending import BlendMember, SampleRecipe, build_blend
 from pentatron.data.datasets import Datasets
 from pentatron.data.gpt_dataset import mock_sequences
 from pentatron.errors import UserError
-from pentatron.hf.config_reader import ConfigProblem, ConfigReader
+from pentatron.hf.config_reader import ConfigReader, Problem
 from pentatron.settings.layer_patterns import layer_pattern
 from pentatron.train.schedules import Schedule
 from tests.adversary.loading import (
@@ -194,5 +194,5 @@ def test_a_pattern_of_layers_is_bounded(written: str) -> None:
     ids=["beyond 63 bits", "zero", "beyond a float", "infinity", "NaN"],
 )
 def test_numbers_that_no_library_counts_are_a_sentence(kind: type, value: float) -> None:
-    with pytest.raises(ConfigProblem, match="must be"):
+    with pytest.raises(Problem, match="must be"):
         ConfigReader({"a": value}).get("a", kind)
