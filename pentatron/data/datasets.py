@@ -19,7 +19,7 @@ from pentatron.data.indexed import IndexedDataset
 from pentatron.data.inspect import require_same_tokenizer
 from pentatron.data.loader import EpochShuffle, SampleSource
 from pentatron.data.python_corpus import PreparedCorpus, prepare_python_corpus
-from pentatron.data.sampling import SPLIT_NAMES, Boundaries, IndexCache, Sample, boundaries_of, parse_split
+from pentatron.data.sampling import SPLIT_NAMES, Boundaries, IndexCache, boundaries_of, parse_split
 from pentatron.data.sft import build_conversations, count_sequences, tokenize_conversations
 from pentatron.data.tokenizer import FileTokenizer, Tokenizer, TokenizerSettings
 from pentatron.errors import AgreedError, UserError
@@ -44,10 +44,8 @@ _COUNT_CHUNK = 1 << 22
 _FIRST_TEST_SAMPLE = 1 << 31
 
 
-class TrainingSamples(Protocol):
+class TrainingSamples(SampleSource, Protocol):
     """A dataset that knows which member dataset each sample comes from."""
-
-    def __getitem__(self, index: int) -> Sample: ...
 
     def origins(self, samples: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]: ...
 

@@ -26,13 +26,9 @@ class TokenSource(Protocol):
 
 def next_token_sample(tokens: npt.NDArray[Any], boundaries: Boundaries | None = None) -> Sample:
     """Splits L + 1 tokens into inputs and labels; all labels count unless `boundaries` mask some."""
-    ids = tokens.astype(np.int64)
-    sample: Sample = {
-        "tokens": ids[:-1],
-        "labels": ids[1:],
-        "loss_mask": np.ones(len(ids) - 1, dtype=np.float32),
-        "position_ids": np.arange(len(ids) - 1, dtype=np.int64),
-    }
+    ids, length = tokens.astype(np.int64), len(tokens) - 1
+    sample: Sample = {"tokens": ids[:-1], "labels": ids[1:], "loss_mask": np.ones(length, np.float32)}
+    sample["position_ids"] = np.arange(length, dtype=np.int64)
     return sample if boundaries is None else boundaries.mark(sample)
 
 
@@ -73,13 +69,9 @@ class GPTDataset:
 
         if cache.folder is None:
             return build()
-        key = {
-            "lengths": sampling.array_digest(lengths[documents.start : documents.stop]),
-            "documents": [documents.start, documents.stop],
-            "samples": num_samples,
-            "sequence_length": self.sequence_length,
-            "seed": seed,
-        }
+        digest = sampling.array_digest(lengths[documents.start : documents.stop])
+        key: dict[str, Any] = {"lengths": digest, "documents": [documents.start, documents.stop]}
+        key |= {"samples": num_samples, "sequence_length": self.sequence_length, "seed": seed}
         entries = len(documents) + (num_samples or 0)
         return SampleIndex.from_arrays(cache.get(key, entries, lambda: build().arrays()))
 

@@ -252,15 +252,11 @@ def _check_inputs(job: PrepareJob) -> None:
 
 def _fingerprint(job: PrepareJob, identity: TokenizerIdentity) -> str:
     """Hashes everything that the output depends on, with sizes and modification times of the inputs."""
-    settings = {
-        "version": VERSION,
-        "inputs": [[str(path.resolve()), *stat] for path, stat in zip(job.inputs, _stats(job))],
-        "keys": job.recipe.keys,
-        "append_eod": job.recipe.append_eod,
-        "sentences": job.recipe.sentences,
-        "text_documents": job.text_documents,
-        "tokenizer": [identity.fingerprint, identity.vocab_size],
-    }
+    inputs = [[str(path.resolve()), *stat] for path, stat in zip(job.inputs, _stats(job))]
+    settings = {"version": VERSION, "inputs": inputs, "keys": job.recipe.keys}
+    settings |= {"append_eod": job.recipe.append_eod, "sentences": job.recipe.sentences}
+    tokenizer = [identity.fingerprint, identity.vocab_size]
+    settings |= {"text_documents": job.text_documents, "tokenizer": tokenizer}
     return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
 
 

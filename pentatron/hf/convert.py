@@ -70,17 +70,12 @@ def import_folder(
         outlines, values = tensors_of(folder, config, options)
         total = sum(outline.bytes for outline in outlines.values())
         progress = Progress(display, "importing", total)
-        read = progress.counting(values)
+        read = progress.counting(lambda name, *at: values(name.removeprefix(WEIGHTS), *at))
+        weights = {f"{WEIGHTS}{name}": outline for name, outline in outlines.items()}
+        state, settings = IMPORTED_RUN_STATE, config.nested()
         with new_folder(out, total) as new:
-            save_streamed(
-                CheckpointStore(new, keep=None),
-                step=0,
-                outlines={f"{WEIGHTS}{name}": outline for name, outline in outlines.items()},
-                read=lambda name, start, size: read(name.removeprefix(WEIGHTS), start, size),
-                run_state=IMPORTED_RUN_STATE,
-                config=config.nested(),
-                file_bytes=options.file_bytes,
-            )
+            store = CheckpointStore(new, keep=None)
+            save_streamed(store, 0, weights, read, state, settings, options.file_bytes)
             copy_files(files, new / FOLDER_NAME)
             seconds = progress.seconds
             if judge is not None:

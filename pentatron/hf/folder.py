@@ -4,8 +4,8 @@ Everything except the values of the weights is checked at open. An index may onl
 folder. Files may be symbolic links to any place, as in the cache of huggingface_hub.
 """
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,14 +33,13 @@ class StoredTensor:
 
 
 @dataclass(frozen=True, eq=False)
-class HuggingFaceFolder(AbstractContextManager["HuggingFaceFolder"]):
-    """An open model folder; a context manager that closes its files. Weights are read on demand."""
+class HuggingFaceFolder:
+    """An open model folder. Weights are read on demand."""
 
     path: Path
     config: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor]
     _files: Mapping[str, Any]
-    _closing: ExitStack
 
     def read(self, name: str, start: Shape, size: Shape) -> Tensor:
         """Reads a slice of a tensor, possibly a view that is only valid while the folder is open."""
@@ -49,11 +48,9 @@ class HuggingFaceFolder(AbstractContextManager["HuggingFaceFolder"]):
         # A 0-dimensional tensor has no slices.
         return file.get_slice(name)[index] if index else file.get_tensor(name)
 
-    def __exit__(self, *error: object) -> None:
-        self._closing.close()
 
-
-def open_folder(path: Path) -> HuggingFaceFolder:
+@contextmanager
+def open_folder(path: Path) -> Iterator[HuggingFaceFolder]:
     """Opens a folder and checks that all files it names exist, are complete and define each tensor once."""
     if not path.is_dir():
         raise UserError(
@@ -74,7 +71,7 @@ def open_folder(path: Path) -> HuggingFaceFolder:
                 tensors[key] = StoredTensor(name, stored.get_dtype(), tuple(stored.get_shape()))
         if not tensors:
             raise UserError(f"{path} holds no weights: {SINGLE} is empty; download or save the model again")
-        return HuggingFaceFolder(path, config, tensors, files, closing.pop_all())
+        yield HuggingFaceFolder(path, config, tensors, files)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
