@@ -245,8 +245,7 @@ def _chat(messages: Any, tools: Any, before: int = 0) -> Conversation:
 
 
 def _input_and_output(row: Mapping[str, Any]) -> Conversation:
-    unused = [name for name in PARTS_OF_A_QUESTION if row.get(name)]
-    if unused:
+    if unused := [name for name in PARTS_OF_A_QUESTION if row.get(name)]:
         raise UserError(
             f"has {unused[0]} beside input and output, which can be combined into a prompt in several ways; write them as messages"
         )

@@ -85,16 +85,13 @@ class DataIdentity:
 
     def changes_since(self, before: "DataIdentity") -> str:
         """Describes what differs from an earlier identity; empty if the samples are the same."""
-        if self.fingerprint != before.fingerprint:
-            return self._other_files(before)
-        # The file name is not compared, so a corpus may move; checksums are compared only if both are known.
-        return "; ".join(
-            f"{now.name}.bin holds other tokens: the checksum of its checksums was {then.tokens}, is {now.tokens}"
-            for then, now in zip(before.files, self.files)
-            if None not in (then.tokens, now.tokens) and then.tokens != now.tokens
-        )
-
-    def _other_files(self, before: "DataIdentity") -> str:
+        if self.fingerprint == before.fingerprint:
+            # The file name is not compared, so a corpus may move; checksums are compared only if both are known.
+            return "; ".join(
+                f"{now.name}.bin holds other tokens: the checksum of its checksums was {then.tokens}, is {now.tokens}"
+                for then, now in zip(before.files, self.files)
+                if None not in (then.tokens, now.tokens) and then.tokens != now.tokens
+            )
         if not before.files or not self.files:
             return f"its fingerprint was '{before.fingerprint}', is '{self.fingerprint}'"
         then, now = ({file.fingerprint for file in identity.files} for identity in (before, self))

@@ -259,9 +259,8 @@ def _append_documents(pair: PairInProgress, source: IndexedDataset) -> None:
     bounds, item = source.document_indices, source.dtype.itemsize
     for first in range(0, len(bounds) - 1, STEP):
         at = bounds[first : first + STEP + 1]
-        sequences = range(int(at[0]), int(at[-1]))
-        lengths = source.sequence_lengths[sequences.start : sequences.stop]
-        begin = int(source.pointers[sequences.start]) // item if len(sequences) else 0
+        lengths = source.sequence_lengths[at[0] : at[-1]]
+        begin = int(source.pointers[at[0]]) // item if len(lengths) else 0
         tokens = source.read(begin, begin + int(lengths.sum(dtype=np.int64)))
         largest = int(tokens.max()) if len(tokens) else -1
         pair.append(EncodedDocuments(tokens.view(np.uint8).data, lengths, np.diff(at), largest))

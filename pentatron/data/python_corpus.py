@@ -88,8 +88,7 @@ def prepare_python_corpus(
         sources = _read_sources(max_bytes, report)
         recipe = {"recipe": RECIPE, "vocab_size": vocab_size, "max_bytes": max_bytes}
         identity = {**recipe, "sources_sha256": sources.fingerprint}
-        counts = _finished_counts(folder, identity)
-        if counts is None:
+        if (counts := _finished_counts(folder, identity)) is None:
             (folder / MANIFEST).unlink(missing_ok=True)
             for leftover in folder.glob(f"*{TEMPORARY_SUFFIX}"):
                 leftover.unlink()

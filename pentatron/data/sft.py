@@ -279,8 +279,7 @@ def tokenize_conversations(
         chat_template.stop_sandbox()
     sources = [IndexedDataset(prefix, config.model.vocab_size) for prefix in prefixes]
     content = contents[0] if len(contents) == 1 else _sha256(" ".join(contents))
-    fingerprint = f"sft {content} {'packed' if data.sft_packing else 'padded'}"
-    return list(zip(paths, sources)), fingerprint
+    return list(zip(paths, sources)), f"sft {content} {'packed' if data.sft_packing else 'padded'}"
 
 
 def _sha256(text: str) -> str:

@@ -166,7 +166,13 @@ class _LibraryTokenizer(Tokenizer):
         self.vocab_size = max(self.vocabulary().values(), default=-1) + 1
         if self.vocab_size == 0:
             raise UserError(f"{path} has no token; check --tokenizer-model")
-        _require_bounded_growth(path, tokenizer)
+        for part in (tokenizer.normalizer, tokenizer.decoder):
+            # The library aborts the process when memory is exhausted.
+            growth = 1.0 if part is None else _growth(parse_json(part.__getstate__()))
+            if growth > _LARGEST_GROWTH:
+                raise UserError(
+                    f"{path} replaces characters so that a text grows {growth:.0f}-fold, which no tokenizer needs; {_CHECK_MODEL}"
+                )
         end_tokens = filter(None, (_configured_end_token(path.parent), *KNOWN_END_TOKENS))
         ids = map(tokenizer.token_to_id, end_tokens)
         self._eod: int | None = next((token_id for token_id in ids if token_id is not None), None)
@@ -334,18 +340,6 @@ def train_bpe(texts: Iterator[str], vocab_size: int) -> "tokenizers.Tokenizer":
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
-
-
-def _require_bounded_growth(path: Path, tokenizer: Any) -> None:
-    """Raises UserError for replacements that multiply the length of a text.
-
-    The library aborts the process when memory is exhausted."""
-    for part in (tokenizer.normalizer, tokenizer.decoder):
-        growth = 1.0 if part is None else _growth(parse_json(part.__getstate__()))
-        if growth > _LARGEST_GROWTH:
-            raise UserError(
-                f"{path} replaces characters so that a text grows {growth:.0f}-fold, which no tokenizer needs; check --tokenizer-model"
-            )
 
 
 def _growth(part: Any) -> float:

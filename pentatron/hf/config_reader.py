@@ -201,7 +201,16 @@ class Rotary:
                 raise Problem(
                     f"rope_type {kind!r}, but only default, {', '.join(SCALINGS)} are supported", rope.where
                 )
-            self._read_scaling(kind, rope, settings)
+            settings.assign(ORIGIN, rope_scaling_type=kind)
+            for theirs in SCALINGS[kind]:
+                ours, of_kind = SCALING_KEYS[theirs]
+                scale = rope.get(theirs, of_kind)
+                if scale is not None:
+                    settings.assign(ORIGIN, **{ours: scale})
+                elif theirs in _REQUIRED_SCALING_KEYS:
+                    raise Problem(f"rope_type {kind!r} without {theirs}; write it there", rope.where)
+                elif theirs == "original_max_position_embeddings":
+                    settings.assign(ORIGIN, **{ours: settings.max_position_embeddings})
         elif rope.get("factor", float, 1.0) != 1.0:
             raise Problem("a factor but no rope_type; write which type of scaling it is", rope.where)
         for name, value in rope.unread().items():
@@ -216,18 +225,6 @@ class Rotary:
                 raise Problem(
                     f"{name} {known.get(name)!r} in rope_scaling and {value!r} in rope_parameters; make them equal"
                 )
-
-    def _read_scaling(self, kind: str, rope: ConfigReader, settings: Settings) -> None:
-        settings.assign(ORIGIN, rope_scaling_type=kind)
-        for theirs in SCALINGS[kind]:
-            ours, of_kind = SCALING_KEYS[theirs]
-            value = rope.get(theirs, of_kind)
-            if value is not None:
-                settings.assign(ORIGIN, **{ours: value})
-            elif theirs in _REQUIRED_SCALING_KEYS:
-                raise Problem(f"rope_type {kind!r} without {theirs}; write it there", rope.where)
-            elif theirs == "original_max_position_embeddings":
-                settings.assign(ORIGIN, **{ours: settings.max_position_embeddings})
 
     def write(self, settings: Settings) -> dict[str, Any]:
         base, kind = settings.rotary_base, settings.rope_scaling_type
@@ -328,8 +325,7 @@ class WindowByLayer:
         used, count = config.get("use_sliding_window", bool, False), settings.num_layers
         kinds = config.get("layer_types", list)
         if kinds is not None:
-            unknown = [kind for kind in kinds if kind not in (_FULL, _WINDOW)]
-            if unknown:
+            if unknown := [kind for kind in kinds if kind not in (_FULL, _WINDOW)]:
                 raise Problem(f"{unknown[0]!r} in layer_types, but only {_FULL} and {_WINDOW} are supported")
             if len(kinds) != count:
                 raise Problem(f"{len(kinds)} layer_types for {count} layers (num_hidden_layers)")

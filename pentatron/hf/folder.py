@@ -98,8 +98,7 @@ def _weight_files(path: Path) -> dict[str, set[str] | None]:
         return {SINGLE: None}
     if index:
         return _files_of_index(path)
-    pickled = [name for name in _PICKLED if (path / name).exists()]
-    if pickled:
+    if pickled := [name for name in _PICKLED if (path / name).exists()]:
         raise UserError(
             f"{path} has its weights in {pickled[0]} alone, which may run code when it is read; convert it where you trust it: "
             f"AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
@@ -118,8 +117,7 @@ def _files_of_index(path: Path) -> dict[str, set[str] | None]:
                 f"{path / INDEX} says that {key} is in {file!r}, which is not a file of this folder; such an index is refused"
             )
         expected.setdefault(file, set()).add(key)
-    missing = sorted(file for file in expected if not (path / file).is_file())
-    if missing:
+    if missing := sorted(file for file in expected if not (path / file).is_file()):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise UserError(
             f"{path} lacks {missing[0]}{more} of the {len(expected)} files in {INDEX}; complete the download"
