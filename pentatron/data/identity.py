@@ -86,7 +86,7 @@ class DataIdentity:
     def changes_since(self, before: "DataIdentity") -> str:
         """Describes what differs from an earlier identity; empty if the samples are the same."""
         if self.fingerprint == before.fingerprint:
-            # The file name is not compared, so a corpus may move; checksums are compared only if both are known.
+            # The file name is not compared, so a corpus may move; checksums are compared if both are known.
             return "; ".join(
                 f"{now.name}.bin holds other tokens: the checksum of its checksums was {then.tokens}, is {now.tokens}"
                 for then, now in zip(before.files, self.files)

@@ -264,7 +264,7 @@ class GPT2BPETokenizer(_LibraryTokenizer):
 
 @dataclass(frozen=True)
 class TokenizerSettings:
-    """The settings `--tokenizer-type`, `--tokenizer-model` and related flags, from which any process loads it.
+    """The settings `--tokenizer-type`, `--tokenizer-model` and related flags; any process can load them.
 
     Without a type, `vocab_file` or `merge_file` select GPT-2's tokenizer, anything else a tokenizer.json.
     """
