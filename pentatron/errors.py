@@ -1,7 +1,10 @@
 """Errors meant for the user."""
 
 import errno
-from collections.abc import Sequence
+import importlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 
 class UserError(ValueError):
@@ -54,6 +57,25 @@ class ConfigError(UserError):
         else:
             lines = "\n".join(f"  {i}. {p}" for i, p in enumerate(self.problems, 1))
             super().__init__(f"{len(self.problems)} problems in the configuration:\n{lines}")
+
+
+@contextmanager
+def explained(
+    kinds: type[Exception] | tuple[type[Exception], ...], problem: str, advice: str
+) -> Iterator[None]:
+    """Converts an error of the given kinds inside the block to a UserError: `problem (error); advice`."""
+    try:
+        yield
+    except kinds as error:
+        raise UserError(f"{problem} ({error}); {advice}") from error
+
+
+def import_package(name: str, user: str) -> Any:
+    """Imports an optional package that `user` needs; raises UserError if it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UserError(f"{user} needs the package {name}; run: pip install {name}") from error
 
 
 def describe_os_error(error: OSError) -> str:

@@ -205,10 +205,10 @@ def set_vocabulary_size(draft: Draft) -> None:
     unusable = table()["tokenizer_type"].refuses(kind) or "vocab_size" in draft.wrong
     if unusable or all(getattr(draft, name) is None for name in checkpoint_settings.TOKENIZER):
         return
-    from pentatron.data.tokenizer import load_tokenizer
+    from pentatron.data.tokenizer import TokenizerSettings
 
     try:
-        tokenizer = load_tokenizer(kind, model, None, vocab_file, merge_file)
+        tokenizer = TokenizerSettings(kind, model, None, vocab_file, merge_file).load()
     except UserError as error:
         draft.wrong["vocab_size"] = str(error)
         return

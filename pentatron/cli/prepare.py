@@ -171,7 +171,7 @@ def _resolve_tokenizer(name: str | None) -> str | None:
 
 def _print_summary(job: "PrepareJob", outcome: "Outcome") -> None:
     from pentatron.data.indexed import IndexedDataset
-    from pentatron.data.inspect import document_lengths
+    from pentatron.data.inspect import document_lengths, histogram_lines
 
     if outcome.already_there:
         names = ", ".join(map(str, job.outputs))
@@ -200,7 +200,7 @@ def _print_summary(job: "PrepareJob", outcome: "Outcome") -> None:
         )
         mean = lengths.tokens / lengths.documents
         title = f"\n{prefix}: {documents} tokens, {mean:,.1f} on average"
-        say("\n".join([title, *lengths.lines()]))
+        say("\n".join([title, *histogram_lines(lengths.powers)]))
 
 
 class _Progress:

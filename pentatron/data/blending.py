@@ -9,12 +9,21 @@ is an error in Megatron-LM, further epochs of the dataset are appended.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 
 from pentatron.data.gpt_dataset import GPTDataset, TokenSource
-from pentatron.data.sampling import Arrays, Boundaries, IndexCache, Sample, epoch_samples, require_memory
+from pentatron.data.sampling import (
+    NO_CACHE,
+    Arrays,
+    Boundaries,
+    IndexCache,
+    Sample,
+    epoch_samples,
+    require_memory,
+)
 from pentatron.errors import UserError
 
 Floats = npt.NDArray[np.float64]
@@ -46,7 +55,7 @@ class SampleRecipe:
     seed: int
     vocab_size: int | None = None
     surplus: float = SURPLUS
-    cache: IndexCache | None = None
+    cache: IndexCache = NO_CACHE
 
     def build(self, member: BlendMember, number: int | None, later: Sequence[int] = ()) -> GPTDataset:
         settings = self.sequence_length, self.seed, self.vocab_size, member.boundaries
@@ -89,10 +98,26 @@ def build_blend(
     if len(members) == 1 and weights is None:
         return recipe.build(members[0], *((numbers[0], numbers[1:]) if numbers else (None,)))
     if weights is None:
-        return _by_size(members, numbers, recipe)
+        sequences, length = [m.source.sequence_lengths for m in members], recipe.sequence_length
+        sizes = [epoch_samples(lengths, m.documents, length) for lengths, m in zip(sequences, members)]
+        if numbers is None:
+            order = _with_places(exhaustive_order(sizes), len(members))
+            return BlendedDataset([recipe.build(m, None) for m in members], order)
+        cached = _cached_order(normalize_weights(sizes), numbers[-1], recipe.cache)
+        drawn = zip(*(_count_draws(cached, number, len(members)) for number in numbers))
+        return BlendedDataset([recipe.build(m, None, later) for m, later in zip(members, drawn)], cached)
     if not numbers:
         raise UserError("a blend with weights has no natural end; leave the weights out to read all of it")
-    return _by_weight(members, normalize_weights(weights), numbers, recipe)
+    shares = normalize_weights(weights)
+    totals = [sum(samples_per_dataset(number, shares)) for number in numbers]
+    # Normalised a second time, as in Megatron-LM: the rounding affects the order.
+    cached = _cached_order(normalize_weights(shares), totals[-1], recipe.cache)
+    built = [samples_per_dataset(number, shares, recipe.surplus) for number in numbers]
+    drawn_of = [_count_draws(cached, total, len(members)) for total in totals]
+    # For each dataset the sizes in the order in which it had to reach them: rebuilt on resume, it must grow
+    # the same way.
+    reached = zip(*chain.from_iterable(zip(built, drawn_of)))
+    return BlendedDataset([recipe.build(m, later[0], later) for m, later in zip(members, reached)], cached)
 
 
 def normalize_weights(weights: Sequence[float]) -> list[float]:
@@ -105,51 +130,19 @@ def samples_per_dataset(number: int, weights: Sequence[float], surplus: float = 
     return [math.ceil(math.ceil(number * weight) * (1 + surplus)) for weight in weights]
 
 
-def _by_weight(
-    members: Sequence[BlendMember], weights: list[float], numbers: Sequence[int], recipe: SampleRecipe
-) -> BlendedDataset:
-    sizes = [sum(samples_per_dataset(number, weights)) for number in numbers]
-    # Normalised a second time, as in Megatron-LM: the rounding affects the order.
-    order = _cached_order(normalize_weights(weights), sizes[-1], recipe.cache)
-    built = [samples_per_dataset(number, weights, recipe.surplus) for number in numbers]
-    drawn = [_count_draws(order, size, len(members)) for size in sizes]
-    datasets = []
-    for k, member in enumerate(members):
-        # The sizes in the order in which the dataset had to reach them: rebuilt on resume, it must grow the
-        # same way.
-        reached = [size for pair in zip(built, drawn, strict=True) for size in (pair[0][k], pair[1][k])]
-        datasets.append(recipe.build(member, built[0][k], reached))
-    return BlendedDataset(datasets, order)
-
-
-def _by_size(
-    members: Sequence[BlendMember], numbers: Sequence[int] | None, recipe: SampleRecipe
-) -> BlendedDataset:
-    lengths = [epoch_samples(m.source.sequence_lengths, m.documents, recipe.sequence_length) for m in members]
-    if numbers is None:
-        order = exhaustive_order(lengths)
-        places = positions_in_datasets(order, len(members))
-        return BlendedDataset([recipe.build(m, None) for m in members], {"order": order, "places": places})
-    cached = _cached_order(normalize_weights(lengths), numbers[-1], recipe.cache)
-    drawn = [_count_draws(cached, number, len(members)) for number in numbers]
-    return BlendedDataset(
-        [recipe.build(member, None, [row[k] for row in drawn]) for k, member in enumerate(members)], cached
-    )
-
-
 def _count_draws(order: Arrays, size: int, datasets: int) -> list[int]:
     return np.bincount(order["order"][:size], minlength=datasets).tolist()
 
 
-def _cached_order(weights: list[float], size: int, cache: IndexCache | None) -> Arrays:
-    """Returns the dataset of each sample and the sample's position in that dataset."""
+def _cached_order(weights: list[float], size: int, cache: IndexCache) -> Arrays:
     require_memory(size, 10 * size)
+    key = {"weights": weights, "size": size}
+    return cache.get(key, size, lambda: _with_places(greedy_order(weights, size), len(weights)))
 
-    def build() -> Arrays:
-        order = greedy_order(weights, size)
-        return {"order": order, "places": positions_in_datasets(order, len(weights))}
 
-    return (cache or IndexCache()).get({"weights": weights, "size": size}, size, build)
+def _with_places(order: Ids, datasets: int) -> Arrays:
+    """Returns the dataset of each sample and the sample's position in that dataset."""
+    return {"order": order, "places": positions_in_datasets(order, datasets)}
 
 
 def greedy_order(weights: Sequence[float], size: int) -> Ids:

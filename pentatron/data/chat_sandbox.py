@@ -19,6 +19,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import count
 from typing import Any
 
 sys.path += sys.argv[1:] if __name__ == "__main__" else []
@@ -75,16 +76,15 @@ class Template:
         marks, the response also contains the spans marked as generated.
         """
         size = len(json.dumps([messages, tools], ensure_ascii=False))
-        variables = {**self.special_tokens, "messages": list(messages), "tools": tools, "documents": None}
-        if self.has_marks:
-            count, answer_follows = cuts[0]
-            text, spans = self._marked({**variables, "messages": messages[:count], "add_generation_prompt": answer_follows}, size)  # fmt: skip
-            return {"texts": [text], "spans": spans}
         texts: list[str | int] = []
-        for count, answer_follows in cuts:
-            cut = {**variables, "messages": messages[:count], "add_generation_prompt": answer_follows}
+        for length, answer_follows in cuts:
+            variables = {**self.special_tokens, "messages": messages[:length], "tools": tools}
+            variables |= {"documents": None, "add_generation_prompt": answer_follows, _MARKS: ("", "")}
+            if self.has_marks:
+                text, spans = self._marked(variables, size)
+                return {"texts": [text], "spans": spans}
             try:
-                text = self._run({**cut, _MARKS: ("", "")}, size)
+                text = self._run(variables, size)
             except Refused as refusal:
                 # The caller may not need this cut and those after it.
                 return {"texts": texts, "refused": str(refusal)}
@@ -96,10 +96,9 @@ class Template:
 
     def _marked(self, variables: Mapping[str, Any], size: int) -> tuple[str, list[Span]]:
         """Renders with and without marker strings; returns the text and the spans marked as generated."""
-        text = self._run({**variables, _MARKS: ("", "")}, size)
-        begin, end = _marks_outside(
-            json.dumps([variables["messages"], variables["tools"]], ensure_ascii=False)
-        )
+        text = self._run(variables, size)
+        content = json.dumps([variables["messages"], variables["tools"]], ensure_ascii=False)
+        begin, end = _marks_outside(content)
         unmarked, spans = _unmark(self._run({**variables, _MARKS: (begin, end)}, size), begin, end)
         if unmarked != text:
             raise Refused("writes something else because of its own {% generation %} marks")
@@ -190,10 +189,8 @@ class _Generation(Extension):
 
 def _marks_outside(text: str) -> tuple[str, str]:
     """Returns a begin and an end marker that do not occur in the text."""
-    number = 0
-    while f"\ue000{number}\ue001" in text or f"\ue002{number}\ue003" in text:
-        number += 1
-    return f"\ue000{number}\ue001", f"\ue002{number}\ue003"
+    marks = ((f"\ue000{number}\ue001", f"\ue002{number}\ue003") for number in count())
+    return next((begin, end) for begin, end in marks if begin not in text and end not in text)
 
 
 def _unmark(marked: str, begin: str, end: str) -> tuple[str, list[Span]]:

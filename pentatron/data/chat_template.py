@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pentatron.errors import UserError
+from pentatron.errors import UserError, explained
 from pentatron.text import binary_size, one_line, parse_json
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -262,8 +262,7 @@ def find_chat_template(folder: Path) -> tuple[str, Path] | None:
     if file.is_file():
         return file.read_text(encoding="utf-8"), file
     config = folder / CONFIG_FILE
-    tokenizer_config = _read_object(config)
-    template = tokenizer_config.get("chat_template")
+    template = _read_object(config).get("chat_template")
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         if DEFAULT_NAME not in named:
@@ -286,19 +285,15 @@ def special_tokens(folder: Path) -> dict[str, str]:
     return tokens
 
 
-def read_template(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        problem = f"--chat-template {path} cannot be read ({error})"
-        raise UserError(f"{problem}; it takes a file with a Jinja template") from None
+def read_template(path: Path) -> tuple[str, Path]:
+    problem, advice = f"--chat-template {path} cannot be read", "it takes a file with a Jinja template"
+    with explained((OSError, UnicodeDecodeError), problem, advice):
+        return path.read_text(encoding="utf-8"), path
 
 
 def _read_object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    try:
+    with explained(ValueError, f"{path} is not JSON", "check --tokenizer-model"):
         content = parse_json(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}); check --tokenizer-model") from None
     return content if isinstance(content, dict) else {}

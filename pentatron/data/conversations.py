@@ -16,6 +16,7 @@ from pentatron.data.tokenizer import Tokenizer
 from pentatron.errors import UserError
 from pentatron.text import parse_json
 
+Mask = npt.NDArray[np.bool_]
 CHUNK_BYTES = 1 << 20
 ASSISTANT = "assistant"
 FORMS = '{"messages": [{"role": ..., "content": ...}]}, {"input": ..., "output": ...} or {"prompt": ..., "completion": ...}'
@@ -49,7 +50,7 @@ class Tokens:
     """Token ids and the loss mask over them."""
 
     ids: list[int]
-    learned: npt.NDArray[np.bool_]
+    learned: Mask
 
 
 @runtime_checkable
@@ -136,9 +137,7 @@ def _concatenate(conversation: Conversation) -> MarkedText:
     return MarkedText(text, tuple(spans), ends_document=True)
 
 
-def encode_marked(
-    tokenizer: Tokenizer, texts: Sequence[MarkedText]
-) -> list[tuple[list[int], npt.NDArray[np.bool_]]]:
+def encode_marked(tokenizer: Tokenizer, texts: Sequence[MarkedText]) -> list[tuple[list[int], Mask]]:
     """Tokenizes whole texts; a token counts in the loss if any of its characters does."""
     if not isinstance(tokenizer, _OffsetTokenizer):
         return [_encode_by_prefix(tokenizer, text) for text in texts]
@@ -146,7 +145,7 @@ def encode_marked(
     return [(ids, _overlap(offsets, text)) for (ids, offsets), text in zip(encoded, texts)]
 
 
-def _overlap(offsets: Sequence[Span], text: MarkedText) -> npt.NDArray[np.bool_]:
+def _overlap(offsets: Sequence[Span], text: MarkedText) -> Mask:
     """Returns for each token whether its character span overlaps a learned span."""
     inside = np.zeros(len(text.text) + 1, np.int64)
     for begin, end in text.learned:
@@ -158,7 +157,7 @@ def _overlap(offsets: Sequence[Span], text: MarkedText) -> npt.NDArray[np.bool_]
     return before[ends] > before[begins]
 
 
-def _encode_by_prefix(tokenizer: Tokenizer, text: MarkedText) -> tuple[list[int], npt.NDArray[np.bool_]]:
+def _encode_by_prefix(tokenizer: Tokenizer, text: MarkedText) -> tuple[list[int], Mask]:
     """Encodes a prompt and its answer, which begins where the tokens differ from the prompt alone."""
     if len(text.learned) != 1 or text.learned[0][1] != len(text.text):
         raise UserError(
@@ -207,7 +206,7 @@ def parse_conversation(line: bytes | str) -> Conversation:
     """Parses one line in any of the supported formats; raises UserError for content that would be ignored."""
     try:
         row = parse_json(line)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"is not JSON ({error})") from None
     if not isinstance(row, dict):
         raise UserError(f"is not an object; it should be {FORMS}")
@@ -220,9 +219,7 @@ def parse_conversation(line: bytes | str) -> Conversation:
         )
     if formats == ["messages"]:
         return _chat(row["messages"], row.get("tools"))
-    if formats == ["output"]:
-        return _input_and_output(row)
-    return _prompt_and_completion(row)
+    return _input_and_output(row) if formats == ["output"] else _prompt_and_completion(row)
 
 
 def _chat(messages: Any, tools: Any, before: int = 0) -> Conversation:
@@ -236,24 +233,19 @@ def _chat(messages: Any, tools: Any, before: int = 0) -> Conversation:
         calls = content is None and "tool_calls" in message
         if not (isinstance(content, str | list) or calls):
             raise UserError(f"has no content in message {place} ({message['role']})")
-    answers = [place for place in assistant_indices(messages) if place >= before]
-    learned = [place for place in answers if _weight(messages[place], place) != 0]
+    answers = {at: messages[at].get("weight", 1) for at in assistant_indices(messages) if at >= before}
+    for place, weight in answers.items():
+        if weight not in (0, 1):
+            raise UserError(f"has the weight {weight} in message {place + 1}; it can be 0 or 1")
+    # An answer of weight 0 does not count in the loss.
+    learned = tuple(place for place, weight in answers.items() if weight)
     if not learned:
         raise UserError(f"has no answer to learn from: no message has the role {ASSISTANT}")
-    return Conversation(tuple(messages), tuple(learned), tools)
-
-
-def _weight(message: Message, place: int) -> int:
-    """Returns the weight of a message; 0 excludes an answer from the loss."""
-    weight = message.get("weight", 1)
-    if weight not in (0, 1):
-        raise UserError(f"has the weight {weight} in message {place + 1}; it can be 0 or 1")
-    return int(weight)
+    return Conversation(tuple(messages), learned, tools)
 
 
 def _input_and_output(row: Mapping[str, Any]) -> Conversation:
-    unused = [name for name in PARTS_OF_A_QUESTION if row.get(name)]
-    if unused:
+    if unused := [name for name in PARTS_OF_A_QUESTION if row.get(name)]:
         raise UserError(
             f"has {unused[0]} beside input and output, which can be combined into a prompt in several ways; write them as messages"
         )

@@ -11,22 +11,17 @@ import numpy as np
 import numpy.typing as npt
 
 from pentatron.checkpoint.state import TrainState
+from pentatron.data import gpt_dataset
 from pentatron.data.blending import BlendMember, SampleRecipe, build_blend
-from pentatron.data.gpt_dataset import (
-    SyntheticDataset,
-    count_epoch_samples,
-    mock_sequences,
-    require_share,
-    split_documents,
-)
-from pentatron.data.identity import DataIdentity, FileIdentity, require_same_data
+from pentatron.data.gpt_dataset import SyntheticDataset
+from pentatron.data.identity import DataIdentity, require_same_data
 from pentatron.data.indexed import IndexedDataset
 from pentatron.data.inspect import require_same_tokenizer
 from pentatron.data.loader import EpochShuffle, SampleSource
 from pentatron.data.python_corpus import PreparedCorpus, prepare_python_corpus
-from pentatron.data.sampling import SPLIT_NAMES, Boundaries, IndexCache, Sample, boundaries_of, parse_split
-from pentatron.data.sft import build_conversations, count_sequences
-from pentatron.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
+from pentatron.data.sampling import SPLIT_NAMES, Boundaries, IndexCache, boundaries_of, parse_split
+from pentatron.data.sft import build_conversations, count_sequences, tokenize_conversations
+from pentatron.data.tokenizer import FileTokenizer, Tokenizer, TokenizerSettings
 from pentatron.errors import AgreedError, UserError
 from pentatron.monitor.display import Display
 from pentatron.parallel.collectives import broadcast_object, run_on_some_ranks
@@ -49,10 +44,8 @@ _COUNT_CHUNK = 1 << 22
 _FIRST_TEST_SAMPLE = 1 << 31
 
 
-class TrainingSamples(Protocol):
+class TrainingSamples(SampleSource, Protocol):
     """A dataset that knows which member dataset each sample comes from."""
-
-    def __getitem__(self, index: int) -> Sample: ...
 
     def origins(self, samples: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]: ...
 
@@ -96,11 +89,10 @@ class SplitDatasets(NamedTuple):
 
 
 Order = Callable[["OrderSizes", IndexCache], SplitDatasets]
-# The files and their weights to train, validate and test with.
-Blends = tuple[Blend, Blend | None, Blend | None]
-Weights = Sequence[Sequence[float] | None]
-# The documents of each file to train, validate and test with.
-Members = tuple[list[BlendMember], list[BlendMember] | None, list[BlendMember] | None]
+# The files of each split.
+Blends = Sequence[Blend | None]
+# For the name of each split that is read, the documents of each file and the weights of the files.
+Parts = dict[str, tuple[Sequence[BlendMember], Sequence[float] | None]]
 
 
 class OrderSizes(NamedTuple):
@@ -117,16 +109,11 @@ class OpenedData:
     order: Order
     tokenizer: Tokenizer | None
     names: tuple[str, ...]
-    # Runs with the same fingerprint and the same tokens see the same samples; checked on resume.
-    fingerprint: str
+    # Runs with the same identity see the same samples; checked on resume.
+    identity: DataIdentity
     # Whether the order depends on the number of samples it is built for.
     depends_on_length: bool = True
     untested: str = ""
-    files: tuple[FileIdentity, ...] = ()
-
-    @property
-    def identity(self) -> DataIdentity:
-        return DataIdentity(self.fingerprint, self.files)
 
 
 def open_data(config: RunConfig, world: World, data_folder: Path, display: Display) -> OpenedData:
@@ -140,19 +127,17 @@ def open_data(config: RunConfig, world: World, data_folder: Path, display: Displ
             f"corpus: Python's standard library, {prepared.documents} files, {decimal_size(prepared.bytes)}, "
             f"{prepared.tokens:,} tokens, vocabulary {config.model.vocab_size}"
         )
-        tokenizer = FileTokenizer(prepared.tokenizer_path)
-        blend = Blend((str(prepared.prefix),))
+        tokenizer, blends = FileTokenizer(prepared.tokenizer_path), [Blend((str(prepared.prefix),))] * 3
         identity = DataIdentity(f"python corpus {prepared.fingerprint}")
-        return _open_files(config, (blend, blend, blend), tokenizer, identity, data.split)
+        return _open_files(config, blends, tokenizer, identity, data.split)
     if data.data_path or data.train_data_path:
         configured = configured_tokenizer(data, config.model.vocab_size)
-        train = Blend.parse(data.data_path or data.train_data_path)
-        others = (data.valid_data_path, data.test_data_path)
-        valid, test = (Blend.parse(entries) if entries else None for entries in others)
-        blends = (train, train, train) if data.data_path else (train, valid, test)
+        separate = data.train_data_path, data.valid_data_path, data.test_data_path
+        paths = (data.data_path,) * 3 if data.data_path else separate
+        train, valid, test = (Blend.parse(words) if words else None for words in paths)
         # The test set does not affect training, so it is not part of the identity.
-        identity = DataIdentity.of_blends(*blends[:2])
-        return _open_files(config, blends, configured, identity, data.split if data.data_path else None)
+        identity, split = DataIdentity.of_blends(train, valid), data.split if data.data_path else None
+        return _open_files(config, (train, valid, test), configured, identity, split)
     if data.mock_data:
         return _open_mock(config)
     return _open_synthetic(config, data.dataset_size or 0)
@@ -181,14 +166,12 @@ def build_datasets(
         state.ordered_for = [*state.ordered_for, wanted]
     if validated > max(state.valid_ordered_for, default=0):
         state.valid_ordered_for = [*state.valid_ordered_for, validated]
-    cache_path = config.data.data_cache_path
-    cache_folder = folder / "order" if cache_path is None else Path(cache_path)
-    least_entries = _LEAST_CACHED_ENTRIES if cache_path is None else 0
+    path, least_entries = folder / "order", _LEAST_CACHED_ENTRIES
+    if config.data.data_cache_path is not None:
+        path, least_entries = Path(config.data.data_cache_path), 0
 
     def build(writes_cache: bool) -> SplitDatasets:
-        cache = IndexCache(
-            cache_folder, writes_cache, least_entries, lambda text: display.say(f"note: {text}")
-        )
+        cache = IndexCache(path, writes_cache, least_entries, lambda text: display.say(f"note: {text}"))
         return opened.order(OrderSizes(state.ordered_for, state.valid_ordered_for), cache)
 
     built = run_on_some_ranks(world.local_rank == 0, lambda: build(True), world.everyone)
@@ -205,46 +188,36 @@ def _open_files(
     """Opens prepared files. With a `split`, all blends read their share of the same files."""
     sources: dict[str, IndexedDataset] = {}
     boundaries: dict[str, Boundaries | None] = {}
-    members: list[list[BlendMember] | None] = []
-    untested = ""
-    for part, (name, blend, size) in enumerate(
-        zip(SPLIT_NAMES, blends, required_samples(config), strict=True)
-    ):
-        if blend is None or size == 0 or (split is not None and not parse_split(split)[part]):
-            members.append(None)
+    parts: Parts = {}
+    untested, shares = "", parse_split(split) if split is not None else (1.0,) * 3
+    for name, blend, size, share in zip(SPLIT_NAMES, blends, required_samples(config), shares, strict=True):
+        if blend is None or size == 0 or share == 0:
             continue
         for prefix in blend.prefixes:
             if prefix not in sources:
-                sources[prefix] = IndexedDataset(prefix, config.model.vocab_size)
+                source = sources[prefix] = IndexedDataset(prefix, config.model.vocab_size)
                 if tokenizer is not None:
-                    require_same_tokenizer(sources[prefix], tokenizer)
-                boundaries[prefix] = boundaries_of(
-                    config.data, partial(_end_of_document, sources[prefix], tokenizer)
-                )
+                    require_same_tokenizer(source, tokenizer)
+                boundaries[prefix] = boundaries_of(config.data, partial(_end_of_document, source, tokenizer))
         if name == "test" and split is not None:
             # The default split has a small test share: if it is too small for a sample, skip the test set.
             by_size = blend.weights is None and len(blend.prefixes) > 1
             least = config.model.seq_length + 1 if by_size else 1
             untested = next(filter(None, (_too_small(sources[p], split, least) for p in blend.prefixes)), "")
             if untested:
-                members.append(None)
                 continue
-        shares = {prefix: require_share(sources[prefix], split, name) for prefix in blend.prefixes}
-        members.append([BlendMember(sources[p], shares[p], boundaries[p]) for p in blend.prefixes])
-    train, valid, test = members
-    assert train is not None, "the rules refuse a split without a training share"
-    # Separate files per split: a single file needs no weight.
-    weights = [
-        None if blend is None or (split is None and len(blend.prefixes) == 1) else blend.weights
-        for blend in blends
-    ]
-    order, names = partial(_build_parts, config, (train, valid, test), weights), blends[0].prefixes
-    return OpenedData(order, tokenizer, names, identity.fingerprint, untested=untested, files=identity.files)
+        documents = [gpt_dataset.require_share(sources[prefix], split, name) for prefix in blend.prefixes]
+        members = [BlendMember(sources[p], d, boundaries[p]) for p, d in zip(blend.prefixes, documents)]
+        # Separate files per split: a single file needs no weight.
+        parts[name] = members, None if split is None and len(members) == 1 else blend.weights
+    assert blends[0] is not None
+    names = blends[0].prefixes
+    return OpenedData(partial(_build_parts, config, parts), tokenizer, names, identity, untested=untested)
 
 
 def _too_small(source: IndexedDataset, split: str, least: int) -> str:
     """Returns why the test share of a split is too small, or an empty string."""
-    documents = split_documents(source, split)[-1]
+    documents = gpt_dataset.split_documents(source, split)[-1]
     assert documents is not None
     tokens = int(source.sequence_lengths[documents.start : documents.stop].sum(dtype=np.int64))
     if tokens >= least:
@@ -252,49 +225,49 @@ def _too_small(source: IndexedDataset, split: str, least: int) -> str:
     return f"--split {split} leaves {tokens} tokens of {source.prefix} to test with, and {least} are needed"
 
 
-def _build_parts(
-    config: RunConfig, members: Members, weights: Weights, numbers: OrderSizes, cache: IndexCache
-) -> SplitDatasets:
-    data, wanted = config.data, required_samples(config)
-    model = config.model
-    recipe = SampleRecipe(
-        model.seq_length, config.run.seed, model.vocab_size, data.mid_level_dataset_surplus, cache
-    )
+def _build_parts(config: RunConfig, parts: Parts, numbers: OrderSizes, cache: IndexCache) -> SplitDatasets:
+    data, model, seed = config.data, config.model, config.run.seed
+    recipe = SampleRecipe(model.seq_length, seed, model.vocab_size, data.mid_level_dataset_surplus, cache)
     train: TrainingSamples
+    members, weights = parts["train"]
     if data.dataloader_type == "cyclic":
         # Repeats one fixed set of samples; only a weighted blend needs a size for that set.
-        once = build_blend(members[0], weights[0], numbers.train[:1] if weights[0] else None, recipe)
-        train = EpochShuffle(once, config.run.seed)
+        once = build_blend(members, weights, numbers.train[:1] if weights else None, recipe)
+        train = EpochShuffle(once, seed)
     else:
-        train = build_blend(members[0], weights[0], numbers.train, recipe)
+        train = build_blend(members, weights, numbers.train, recipe)
     valid = test = None
-    if members[1] is not None and config.train.full_validation:
-        valid = build_blend(members[1], None, None, recipe)
-    elif members[1] is not None:
-        valid = build_blend(members[1], weights[1], numbers.valid, recipe)
-    if members[2] is not None:
-        test = build_blend(members[2], weights[2], [wanted.test], recipe)
+    if "valid" in parts and config.train.full_validation:
+        valid = build_blend(parts["valid"][0], None, None, recipe)
+    elif "valid" in parts:
+        valid = build_blend(*parts["valid"], numbers.valid, recipe)
+    if "test" in parts:
+        test = build_blend(*parts["test"], [required_samples(config).test], recipe)
     return SplitDatasets(train, valid, test)
 
 
 def _open_conversations(config: RunConfig, world: World, folder: Path, display: Display) -> OpenedData:
-    tokenizer, wanted = load_conversation_tokenizer(config, world), required_samples(config)
-    parts, fingerprint, untested = build_conversations(config, tokenizer, world, folder, display, wanted)
+    tokenizer = load_conversation_tokenizer(config, world)
+    files, fingerprint = tokenize_conversations(config, tokenizer, world, folder, display)
+    parts, untested = build_conversations(config, files, display, required_samples(config))
     datasets, names = SplitDatasets(*parts), config.data.data_path
-    return OpenedData(lambda *sizes: datasets, tokenizer, names, fingerprint, False, untested)
+    return OpenedData(lambda *sizes: datasets, tokenizer, names, DataIdentity(fingerprint), False, untested)
 
 
 def _open_mock(config: RunConfig) -> OpenedData:
     vocabulary = config.model.vocab_size
-    source = mock_sequences(vocabulary)
-    ends = boundaries_of(config.data, lambda: source.eod)
-    train, valid, test = (
-        [BlendMember(source, part or range(0), ends)] if size else None
-        for part, size in zip(split_documents(source, _MOCK_SPLIT), required_samples(config), strict=True)
+    source = gpt_dataset.mock_sequences(vocabulary)
+    ends, shares = (
+        boundaries_of(config.data, lambda: source.eod),
+        gpt_dataset.split_documents(source, _MOCK_SPLIT),
     )
-    assert train is not None
-    order = partial(_build_parts, config, (train, valid, test), (None, None, None))
-    return OpenedData(order, None, ("mock",), f"mock {vocabulary}")
+    parts: Parts = {
+        name: ([BlendMember(source, documents or range(0), ends)], None)
+        for name, documents, size in zip(SPLIT_NAMES, shares, required_samples(config), strict=True)
+        if size
+    }
+    identity = DataIdentity(f"mock {vocabulary}")
+    return OpenedData(partial(_build_parts, config, parts), None, ("mock",), identity)
 
 
 def _open_synthetic(config: RunConfig, size: int) -> OpenedData:
@@ -307,8 +280,8 @@ def _open_synthetic(config: RunConfig, size: int) -> OpenedData:
         for count, first in ((wanted.valid, size), (wanted.test, _FIRST_TEST_SAMPLE))
     )
     datasets = SplitDatasets(EpochShuffle(synthetic, seed), valid, test)
-    fingerprint = f"synthetic {size} {vocabulary}"
-    return OpenedData(lambda *sizes: datasets, None, ("synthetic",), fingerprint, depends_on_length=False)
+    identity = DataIdentity(f"synthetic {size} {vocabulary}")
+    return OpenedData(lambda *sizes: datasets, None, ("synthetic",), identity, depends_on_length=False)
 
 
 class SampleCounts(NamedTuple):
@@ -345,9 +318,8 @@ def _end_of_document(source: IndexedDataset, tokenizer: Tokenizer | None) -> int
 
 def load_conversation_tokenizer(config: RunConfig, world: World) -> Tokenizer:
     """Loads the tokenizer on every rank; an error on one rank is raised on all."""
-    tokenizer = run_on_some_ranks(
-        True, lambda: configured_tokenizer(config.data, config.model.vocab_size), world.everyone
-    )
+    load = partial(configured_tokenizer, config.data, config.model.vocab_size)
+    tokenizer = run_on_some_ranks(True, load, world.everyone)
     assert tokenizer is not None, "the rules refuse conversations without a tokenizer"
     return tokenizer
 
@@ -357,9 +329,8 @@ def configured_tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer 
     flags = (data.tokenizer_type, data.tokenizer_model, data.vocab_file, data.merge_file)
     if all(flag is None for flag in flags):
         return None
-    return load_tokenizer(
-        data.tokenizer_type, data.tokenizer_model, vocab_size, data.vocab_file, data.merge_file
-    )
+    kind, model, vocab_file, merge_file = flags
+    return TokenizerSettings(kind, model, vocab_size, vocab_file, merge_file).load()
 
 
 def resolve_epochs(
@@ -397,13 +368,12 @@ def resolve_epochs(
 def _count(config: RunConfig, world: World, folder: Path, display: Display) -> int:
     if config.data.sft:
         tokenizer = load_conversation_tokenizer(config, world)
-        return count_sequences(config, tokenizer, world, folder, display)
-    prefixes, split = (
-        ((str(prepare_corpus(config, world, folder, display).prefix),), config.data.split)
-        if config.data.corpus
-        else data_paths.training_files(config.data)
-    )
-    return count_epoch_samples(prefixes, split, config.model.seq_length)
+        files, _ = tokenize_conversations(config, tokenizer, world, folder, display)
+        return count_sequences(config, files)
+    if config.data.corpus:
+        prefixes = [str(prepare_corpus(config, world, folder, display).prefix)]
+        return gpt_dataset.count_epoch_samples(prefixes, config.data.split, config.model.seq_length)
+    return gpt_dataset.count_epoch_samples(*data_paths.training_files(config.data), config.model.seq_length)
 
 
 def prepare_corpus(config: RunConfig, world: World, folder: Path, display: Display) -> PreparedCorpus:

@@ -246,11 +246,10 @@ class Workers(AbstractContextManager["Workers"]):
         following, more = 0, True
         while more or pending:
             while more and len(busy) < self._count and len(pending) < MAX_PENDING_CHUNKS * self._count:
-                entry = next(source, None)
-                if entry is None:
+                number, chunk = next(source, (-1, None))
+                if chunk is None:
                     more = False
                     break
-                number, chunk = entry
                 # Workers are started on demand: a few chunks need only a few processes.
                 connection = idle.pop() if idle else self._start()
                 try:

@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from pentatron.data import sampling
 from pentatron.data.indexed import IndexedDataset
-from pentatron.data.sampling import Boundaries, IndexCache, Sample, SampleIndex
+from pentatron.data.sampling import NO_CACHE, Boundaries, IndexCache, Sample, SampleIndex
 from pentatron.errors import UserError
 from pentatron.text import format_count
 
@@ -26,16 +26,13 @@ class TokenSource(Protocol):
 
 def next_token_sample(tokens: npt.NDArray[Any], boundaries: Boundaries | None = None) -> Sample:
     """Splits L + 1 tokens into inputs and labels; all labels count unless `boundaries` mask some."""
-    ids = tokens.astype(np.int64)
-    sample: Sample = {
-        "tokens": ids[:-1],
-        "labels": ids[1:],
-        "loss_mask": np.ones(len(ids) - 1, dtype=np.float32),
-        "position_ids": np.arange(len(ids) - 1, dtype=np.int64),
-    }
+    ids, length = tokens.astype(np.int64), len(tokens) - 1
+    sample: Sample = {"tokens": ids[:-1], "labels": ids[1:], "loss_mask": np.ones(length, np.float32)}
+    sample["position_ids"] = np.arange(length, dtype=np.int64)
     return sample if boundaries is None else boundaries.mark(sample)
 
 
+@dataclass(eq=False)
 class GPTDataset:
     """At least `num_samples` shuffled samples of sequences in `source`, or one epoch.
 
@@ -45,27 +42,23 @@ class GPTDataset:
     memory access in the embedding. `boundaries` define the treatment of document ends.
     """
 
-    def __init__(
-        self,
-        source: TokenSource,
-        documents: range,
-        num_samples: int | None,
-        sequence_length: int,
-        seed: int,
-        vocab_size: int | None = None,
-        boundaries: Boundaries | None = None,
-        later: Sequence[int] = (),
-        cache: IndexCache | None = None,
-    ) -> None:
-        self.source, self.documents, self.boundaries = source, documents, boundaries
-        self.sequence_length, self.vocab_size = sequence_length, vocab_size
-        cache = cache or IndexCache()
-        self.parts = [self._build(num_samples, seed, cache)]
+    source: TokenSource
+    documents: range
+    num_samples: int | None
+    sequence_length: int
+    seed: int
+    vocab_size: int | None = None
+    boundaries: Boundaries | None = None
+    later: Sequence[int] = ()
+    cache: InitVar[IndexCache] = NO_CACHE
+
+    def __post_init__(self, cache: IndexCache) -> None:
+        self.parts = [self._build(self.num_samples, self.seed, cache)]
         self.ends = [len(self.parts[0])]
-        for number in later:
+        for number in self.later:
             if number > len(self):
                 # Each part has its own random stream, different from that of any other integer seed.
-                self.parts.append(self._build(number - len(self), [seed, len(self.parts)], cache))
+                self.parts.append(self._build(number - len(self), [self.seed, len(self.parts)], cache))
                 self.ends.append(self.ends[-1] + len(self.parts[-1]))
 
     def _build(self, num_samples: int | None, seed: int | Sequence[int], cache: IndexCache) -> SampleIndex:
@@ -76,13 +69,9 @@ class GPTDataset:
 
         if cache.folder is None:
             return build()
-        key = {
-            "lengths": sampling.array_digest(lengths[documents.start : documents.stop]),
-            "documents": [documents.start, documents.stop],
-            "samples": num_samples,
-            "sequence_length": self.sequence_length,
-            "seed": seed,
-        }
+        digest = sampling.array_digest(lengths[documents.start : documents.stop])
+        key: dict[str, Any] = {"lengths": digest, "documents": [documents.start, documents.stop]}
+        key |= {"samples": num_samples, "sequence_length": self.sequence_length, "seed": seed}
         entries = len(documents) + (num_samples or 0)
         return SampleIndex.from_arrays(cache.get(key, entries, lambda: build().arrays()))
 
@@ -133,23 +122,16 @@ def split_documents(source: "IndexedDataset | CountingSequences", split: str) ->
 
 def require_share(source: IndexedDataset, split: str | None, name: str) -> range:
     """Returns the sequences of a share, or all without a split; raises UserError if there are none."""
-    documents = range(len(source))
-    if split is not None:
-        documents = split_documents(source, split)[sampling.SPLIT_NAMES.index(name)] or range(0)
-    if len(documents):
+    share = sampling.SPLIT_NAMES.index(name)
+    if documents := range(len(source)) if split is None else split_documents(source, split)[share]:
         return documents
     if not len(source):
         raise UserError(f"{source.prefix} holds no text; prepare it again, from files that hold some")
+    way_out = "give it a larger share, or 0 to do without" if share else "give it a larger share"
     if len(source) == 1:
         # A text file is one document unless it is prepared as several, and one document cannot be split.
-        way_out = (
-            "train on all of it with --split 1,0,0, or prepare it as several documents (of a .txt: "
-            "--text-documents blank-line or line)"
-        )
-    else:
-        way_out = "give it a larger share" + (
-            "" if name == sampling.SPLIT_NAMES[0] else ", or 0 to do without"
-        )
+        several = "prepare it as several documents (of a .txt: --text-documents blank-line or line)"
+        way_out = f"train on all of it with --split 1,0,0, or {several}"
     raise UserError(
         f"--split {split} leaves no document of {source.prefix} ({format_count(len(source), 'sequence')}) to the {name} "
         f"set; {way_out}"
@@ -161,7 +143,6 @@ NOISE = 0.1
 # First entry of the seed arrays, so that the cycle and the samples use independent random streams.
 _CYCLE_STREAM, _SAMPLE_STREAM = 0, 1
 
-MOCK_SEQUENCES = 100_000
 MOCK_LENGTH_LIMIT = 4096
 MOCK_SEED = 0
 
@@ -229,9 +210,7 @@ class CountingSequences:
         return tokens
 
 
-def mock_sequences(
-    vocab_size: int, eod: int | None = None, sequences: int = MOCK_SEQUENCES
-) -> CountingSequences:
+def mock_sequences(vocab_size: int, eod: int | None = None, sequences: int = 100_000) -> CountingSequences:
     """Returns the data of `--mock-data`; the end-of-document token defaults to the last id."""
     lengths = np.random.default_rng(MOCK_SEED).integers(1, MOCK_LENGTH_LIMIT, size=sequences, dtype=np.int32)
     return CountingSequences(lengths, vocab_size, vocab_size - 1 if eod is None else eod)
@@ -239,9 +218,10 @@ def mock_sequences(
 
 def count_epoch_samples(prefixes: Sequence[str], split: str | None, seq_length: int) -> int:
     """Counts the samples of one epoch over the training share of files, reading only indices."""
-    # Without checksums: the run verifies the index when it opens the data.
-    sources = (IndexedDataset(prefix, with_sidecar=False) for prefix in prefixes)
-    return sum(
-        sampling.epoch_samples(source.sequence_lengths, require_share(source, split, "train"), seq_length)
-        for source in sources
-    )
+    total = 0
+    for prefix in prefixes:
+        # Without checksums: the run verifies the index when it opens the data.
+        source = IndexedDataset(prefix, with_sidecar=False)
+        documents = require_share(source, split, "train")
+        total += sampling.epoch_samples(source.sequence_lengths, documents, seq_length)
+    return total

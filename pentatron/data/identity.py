@@ -8,7 +8,7 @@ from typing import Any
 
 from pentatron.checksums import digest_of_file
 from pentatron.data.indexed import pair_paths, read_sidecar
-from pentatron.errors import UserError
+from pentatron.errors import UserError, explained
 from pentatron.parallel.collectives import gather_objects
 from pentatron.parallel.encoding import sendable
 from pentatron.parallel.world import World
@@ -42,8 +42,8 @@ class FileIdentity:
     def from_json(cls, saved: Mapping[str, Any]) -> "FileIdentity":
         """Parses a saved identity; raises TypeError if it is invalid."""
         file = cls(**saved)
-        kinds = ((file.name, str), (file.index, str), (file.bytes, int), (file.tokens or "", str))
-        if not all(isinstance(value, kind) for value, kind in kinds):
+        texts = all(isinstance(text, str) for text in (file.name, file.index, file.tokens or ""))
+        if not texts or not isinstance(file.bytes, int):
             raise TypeError(f"{file!r:.100}")
         return file
 
@@ -61,12 +61,12 @@ class DataIdentity:
     files: tuple[FileIdentity, ...] = ()
 
     @classmethod
-    def of_blends(cls, train: Blend, valid: Blend | None) -> "DataIdentity":
+    def of_blends(cls, *blends_or_none: Blend | None) -> "DataIdentity":
         """Identifies blends: by the file for a single corpus, else by all files and weights."""
-        blends = [blend for blend in (train, valid) if blend is not None]
+        blends = [blend for blend in blends_or_none if blend is not None]
         read = {prefix: FileIdentity.read(prefix) for blend in blends for prefix in blend.prefixes}
         files = tuple(read.values())
-        if train.weights is None and len(train.prefixes) == 1 and valid == train:
+        if blends[0].weights is None and len(blends[0].prefixes) == 1 and blends == [blends[0]] * 2:
             return cls(files[0].fingerprint, files)
         content = [
             [list(blend.weights or ()), [read[prefix].fingerprint for prefix in blend.prefixes]]
@@ -76,49 +76,37 @@ class DataIdentity:
 
     @classmethod
     def from_json(cls, fingerprint: str, files: Sequence[Mapping[str, Any]]) -> "DataIdentity":
-        try:
+        advice = "resume from another step, or load only the weights with --finetune"
+        with explained(TypeError, "the identity of the data in the checkpoint cannot be read", advice):
             return cls(fingerprint, tuple(map(FileIdentity.from_json, files)))
-        except TypeError as error:
-            raise UserError(
-                f"the identity of the data in the checkpoint cannot be read ({error}); resume from another step, or load only the weights with "
-                f"--finetune"
-            ) from None
 
     def files_as_json(self) -> list[dict[str, Any]]:
         return [asdict(file) for file in self.files]
 
     def changes_since(self, before: "DataIdentity") -> str:
         """Describes what differs from an earlier identity; empty if the samples are the same."""
-        if self.fingerprint != before.fingerprint:
-            return self._other_files(before)
-        # The file name is not compared, so a corpus may move; checksums are compared only if both are known.
-        return "; ".join(
-            f"{now.name}.bin holds other tokens: the checksum of its checksums was {then.tokens}, is {now.tokens}"
-            for then, now in zip(before.files, self.files)
-            if None not in (then.tokens, now.tokens) and then.tokens != now.tokens
-        )
-
-    def _other_files(self, before: "DataIdentity") -> str:
+        if self.fingerprint == before.fingerprint:
+            # The file name is not compared, so a corpus may move; checksums are compared if both are known.
+            return "; ".join(
+                f"{now.name}.bin holds other tokens: the checksum of its checksums was {then.tokens}, is {now.tokens}"
+                for then, now in zip(before.files, self.files)
+                if None not in (then.tokens, now.tokens) and then.tokens != now.tokens
+            )
         if not before.files or not self.files:
             return f"its fingerprint was '{before.fingerprint}', is '{self.fingerprint}'"
         then, now = ({file.fingerprint for file in identity.files} for identity in (before, self))
         gone = [file.name for file in before.files if file.fingerprint not in now]
         new = [file.name for file in self.files if file.fingerprint not in then]
-        if not gone and not new:
-            return "the files are the same, their weights or their order are not"
-        both = [name for name in new if name in gone]
-        parts = [f"{name} has changed" for name in both]
-        parts += [f"{name} is no longer read" for name in gone if name not in both]
-        parts += [f"{name} is new" for name in new if name not in both]
-        return "; ".join(parts)
+        parts = [f"{name} has changed" for name in new if name in gone]
+        parts += [f"{name} is no longer read" for name in gone if name not in new]
+        parts += [f"{name} is new" for name in new if name not in gone]
+        return "; ".join(parts) or "the files are the same, their weights or their order are not"
 
     def with_checksums_of(self, before: "DataIdentity") -> "DataIdentity":
         """Returns this identity with missing checksums filled in from an earlier one."""
         if self.fingerprint != before.fingerprint or len(self.files) != len(before.files):
             return self
-        files = [
-            replace(now, tokens=now.tokens or then.tokens) for now, then in zip(self.files, before.files)
-        ]
+        files = [replace(new, tokens=new.tokens or old.tokens) for new, old in zip(self.files, before.files)]
         return replace(self, files=tuple(files))
 
 

@@ -22,7 +22,7 @@ import json
 import shutil
 import struct
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Self
@@ -210,16 +210,6 @@ def _damaged_sidecar(path: Path, offset: int, what: str) -> UserError:
     )
 
 
-def _changed(path: Path, before: int, now: int) -> UserError:
-    what = "its modification time is not that of the file that was opened"
-    if before != now:
-        what = f"it had {before} bytes and has {now}"
-    return UserError(
-        f"{path} changed while it was read ({what}); restore the file and run the same command, which resumes from the newest "
-        f"checkpoint, or start another run on the new data"
-    )
-
-
 def token_dtype(vocab_size: int | None) -> np.dtype[Any]:
     """Returns the type in which token ids below `vocab_size` are stored."""
     return DTYPES[8] if vocab_size is not None and vocab_size < UINT16_VOCAB_LIMIT else DTYPES[4]
@@ -241,12 +231,9 @@ class IndexedDataset:
         self._stamped_at = time.monotonic()
         self.dtype, sequences = _read_header(self.idx_path)
         index = np.memmap(self.idx_path, dtype=np.uint8, mode="r").view(np.ndarray)
-        self._lengths_at = HEADER.size
-        self._pointers_at = self._lengths_at + 4 * sequences
+        self._pointers_at = HEADER.size + 4 * sequences
         self._boundaries_at = self._pointers_at + 8 * sequences
-        self.sequence_lengths: npt.NDArray[np.int32] = np.frombuffer(
-            index, "<i4", sequences, self._lengths_at
-        )
+        self.sequence_lengths: npt.NDArray[np.int32] = np.frombuffer(index, "<i4", sequences, HEADER.size)
         self.pointers: npt.NDArray[np.int64] = np.frombuffer(index, "<i8", sequences, self._pointers_at)
         self.document_indices: npt.NDArray[np.int64] = np.frombuffer(index, "<i8", offset=self._boundaries_at)
         self._check_boundaries()
@@ -289,23 +276,18 @@ class IndexedDataset:
             self._check_unchanged()
         if self.sidecar is not None and stop > start:
             item = self.dtype.itemsize
-            first, last = start * item // BLOCK_BYTES, (stop * item - 1) // BLOCK_BYTES
-            if self._verified.find(0, first, last + 1) >= 0:
-                for block in range(first, last + 1):
-                    if not self._verified[block]:
-                        self._verify_block(self.sidecar, block)
+            block, last = start * item // BLOCK_BYTES, (stop * item - 1) // BLOCK_BYTES
+            while (block := self._verified.find(0, block, last + 1)) >= 0:
+                self._verify_block(self.sidecar, block)
         return self.tokens[start:stop]
 
-    def verify_checksums(self, report: Callable[[int], None] = lambda done: None) -> int:
-        """Verifies every block and returns their number; `report` is called with the bytes of each batch."""
+    def verify_checksums(self) -> int:
+        """Verifies every block and returns their number, 0 without a sidecar."""
         if self.sidecar is None:
             return 0
-        blocks, step = len(self._verified), 64
-        for first in range(0, blocks, step):
-            for block in range(first, min(first + step, blocks)):
-                self._verify_block(self.sidecar, block)
-            report(min(step * BLOCK_BYTES, len(self._bytes) - first * BLOCK_BYTES))
-        return blocks
+        for block in range(len(self._verified)):
+            self._verify_block(self.sidecar, block)
+        return len(self._verified)
 
     def _check_unchanged(self) -> None:
         """Raises UserError if a file of the pair has changed since it was opened.
@@ -323,7 +305,13 @@ class IndexedDataset:
                 continue
             same_file = (before.st_ino, before.st_size) == (now.st_ino, now.st_size)
             if path == self.idx_path or self.sidecar is None or not same_file:
-                raise _changed(path, before.st_size, now.st_size)
+                what = "its modification time is not that of the file that was opened"
+                if before.st_size != now.st_size:
+                    what = f"it had {before.st_size} bytes and has {now.st_size}"
+                raise UserError(
+                    f"{path} changed while it was read ({what}); restore the file and run the same command, which resumes from the newest "
+                    f"checkpoint, or start another run on the new data"
+                )
             self._verified = bytearray(len(self._verified))
             self._opened[path] = now
         self._stamped_at = time.monotonic()
@@ -386,7 +374,7 @@ class IndexedDataset:
             pointers = self.pointers[start : start + CHECK_BLOCK]
             if lengths.min() < 0:
                 first = int(np.argmax(lengths < 0))
-                at, name = self._lengths_at + 4 * (start + first), f"length {start + first}"
+                at, name = HEADER.size + 4 * (start + first), f"length {start + first}"
                 raise _damaged(self.idx_path, at, name, "zero or more", int(lengths[first]))
             ends = end + np.cumsum(lengths * self.dtype.itemsize)
             expected = np.concatenate(([end], ends[:-1]))

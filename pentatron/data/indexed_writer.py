@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -115,15 +115,13 @@ class PairInProgress:
         """Writes the index and the sidecar, still under temporary names."""
         self._files["sums"].write(indexed.stored_sums(self._sums.take_last()))
         self.close()
+        index_sums = BlockChecksums(indexed.BLOCK_BYTES)
         with self.path("idx").open("wb", buffering=BUFFER) as file:
             self._lock("idx")
-            index_sums = BlockChecksums(indexed.BLOCK_BYTES)
             index = ChecksummedFile(file, index_sums)
             self._write_index(index)
         state, counts = self.state, (self.state.sequences, self.state.documents, self.tokens)
-        facts = PairMetadata(
-            str(self.dtype), *counts, state.largest, state.bin, index.bytes, tokenizer=tokenizer, job=job
-        )
+        facts = PairMetadata(str(self.dtype), *counts, state.largest, state.bin, index.bytes, tokenizer, job)
         with self.path("meta").open("wb") as file, self.path("sums").open("rb") as sums:
             self._lock("meta")
             indexed.write_sidecar(file, facts, sums, indexed.stored_sums(index_sums.take_last()))
@@ -192,6 +190,9 @@ def publish(stem: Path, suffix: str, prefix: Path | str) -> None:
 class IndexedDatasetWriter:
     """Writes a pair document by document; the files appear when the `with` block succeeds."""
 
+    # The metadata of the complete pair.
+    facts: PairMetadata
+
     def __init__(
         self, prefix: Path | str, dtype: npt.DTypeLike, tokenizer: TokenizerIdentity | None = None
     ) -> None:
@@ -202,14 +203,11 @@ class IndexedDatasetWriter:
     def __enter__(self) -> Self:
         self.prefix.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers_of_pair(self.prefix)
-        self._pair = PairInProgress(self.prefix, self.dtype, self._suffix)
+        self.pair = PairInProgress(self.prefix, self.dtype, self._suffix)
         return self
 
-    def add_document(
-        self, tokens: Sequence[int] | npt.NDArray[Any], lengths: Sequence[int] | None = None
-    ) -> None:
+    def add_document(self, tokens: npt.ArrayLike, lengths: Sequence[int] | None = None) -> None:
         """Appends a document of one sequence, or of several with given lengths."""
-
         ids = np.asarray(tokens, dtype=np.int64)
         if lengths is None:
             lengths = [len(ids)] if len(ids) else []
@@ -222,15 +220,15 @@ class IndexedDatasetWriter:
                 f"token {wrong} does not fit {self.dtype}; choose the type with token_dtype(vocab_size)"
             )
         data, sizes = ids.astype(self.dtype).tobytes(), np.asarray(lengths, np.int32)
-        self._pair.append(EncodedDocuments(data, sizes, np.array([len(lengths)]), largest))
+        self.pair.append(EncodedDocuments(data, sizes, np.array([len(lengths)]), largest))
 
     def __exit__(self, error_type: type[BaseException] | None, *error: object) -> None:
         try:
             if error_type is None:
-                self._pair.complete(self.tokenizer)
+                self.facts = self.pair.complete(self.tokenizer)
                 publish(self.prefix, self._suffix, self.prefix)
         finally:
-            self._pair.discard()
+            self.pair.discard()
 
 
 def _stored_dtype(dtype: npt.DTypeLike) -> tuple[np.dtype[Any], int]:
@@ -244,60 +242,44 @@ def _stored_dtype(dtype: npt.DTypeLike) -> tuple[np.dtype[Any], int]:
     )
 
 
-def merge(
-    prefixes: Sequence[Path | str],
-    output: Path | str,
-    overwrite: bool = False,
-    report: Callable[[int], None] = lambda done: None,
-) -> PairMetadata:
+def merge(prefixes: Sequence[Path | str], output: Path | str, overwrite: bool = False) -> PairMetadata:
     """Concatenates pairs into `output`; tokens are verified against the checksums of their sources."""
     sources = [IndexedDataset(prefix) for prefix in prefixes]
     tokenizer = _common_tokenizer(sources)
     remove_leftovers_of_pair(Path(output))
     if pair_paths(output)[1].exists() and not overwrite:
         raise UserError(f"{pair_paths(output)[1]} exists already; add --overwrite to replace it")
-    Path(output).parent.mkdir(parents=True, exist_ok=True)
-    suffix = temporary_suffix()
-    pair = PairInProgress(Path(output), sources[0].dtype, suffix)
-    try:
+    with IndexedDatasetWriter(output, sources[0].dtype, tokenizer) as writer:
         for source in sources:
-            _append_documents(pair, source, report)
-        facts = pair.complete(tokenizer)
-        publish(Path(output), suffix, output)
-    finally:
-        pair.discard()
-    return facts
+            _append_documents(writer.pair, source)
+    return writer.facts
 
 
-def _append_documents(pair: PairInProgress, source: IndexedDataset, report: Callable[[int], None]) -> None:
+def _append_documents(pair: PairInProgress, source: IndexedDataset) -> None:
     bounds, item = source.document_indices, source.dtype.itemsize
     for first in range(0, len(bounds) - 1, STEP):
         at = bounds[first : first + STEP + 1]
-        sequences = range(int(at[0]), int(at[-1]))
-        lengths = source.sequence_lengths[sequences.start : sequences.stop]
-        begin = int(source.pointers[sequences.start]) // item if len(sequences) else 0
+        lengths = source.sequence_lengths[at[0] : at[-1]]
+        begin = int(source.pointers[at[0]]) // item if len(lengths) else 0
         tokens = source.read(begin, begin + int(lengths.sum(dtype=np.int64)))
         largest = int(tokens.max()) if len(tokens) else -1
         pair.append(EncodedDocuments(tokens.view(np.uint8).data, lengths, np.diff(at), largest))
-        report(tokens.nbytes)
 
 
 def _common_tokenizer(sources: Sequence[IndexedDataset]) -> TokenizerIdentity | None:
     """Returns the tokenizer of all pairs, None if any is unknown; raises UserError on a mismatch."""
-    # The first pair whose tokenizer is recorded.
-    first: tuple[IndexedDataset, TokenizerIdentity] | None = None
+    known: list[tuple[Path, TokenizerIdentity]] = []
     for source in sources:
         if source.dtype != sources[0].dtype:
             raise UserError(
                 f"{sources[0].prefix} holds {sources[0].dtype} and {source.prefix} holds {source.dtype}; only pairs of one type can "
                 "be merged: prepare one of them again with the other's tokenizer"
             )
-        if source.tokenizer is None:
-            continue
-        first = first or (source, source.tokenizer)
-        if first[1].fingerprint != source.tokenizer.fingerprint:
+        if source.tokenizer is not None:
+            known.append((source.prefix, source.tokenizer))
+        if known and known[-1][1].fingerprint != known[0][1].fingerprint:
             raise UserError(
-                f"{first[0].prefix} and {source.prefix} were prepared with different tokenizers; prepare one of them "
+                f"{known[0][0]} and {source.prefix} were prepared with different tokenizers; prepare one of them "
                 "again with the other's"
             )
-    return first[1] if first is not None and all(source.tokenizer for source in sources) else None
+    return known[0][1] if len(known) == len(sources) else None

@@ -1,7 +1,7 @@
 """Describes and verifies existing `.bin/.idx` pairs, and writes sidecars for them."""
 
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from pentatron.errors import UserError
 from pentatron.files import atomic_write
 
 BAR = 40
-Report = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -30,27 +29,22 @@ class LengthHistogram:
     longest: int
     powers: tuple[int, ...]
 
-    def lines(self) -> list[str]:
-        """Draws the histogram as text."""
-        return _bars(self.powers)
 
-
-def _bars(powers: Sequence[int]) -> list[str]:
+def histogram_lines(powers: Sequence[int]) -> list[str]:
+    """Draws the `powers` of a histogram as text."""
     spans = ["0", "1", *(f"{2 ** (power - 1):,} to {2**power - 1:,}" for power in range(2, len(powers)))]
     first = next((power for power, count in enumerate(powers) if count), len(powers))
     rows = list(zip(spans, powers))[first:]
     width = max((len(span) for span, _ in rows), default=0)
-    bars = ["█" * max(1, round(BAR * count / max(powers))) if count else "" for _, count in rows]
-    return [
-        f"  {span:>{width}} tokens {count:>13,}  {bar}".rstrip() for (span, count), bar in zip(rows, bars)
-    ]
+    bars = ["█" * max(1, round(BAR * n / max(powers))) if n else "" for _, n in rows]
+    return [f"  {span:>{width}} tokens {n:>13,}  {bar}".rstrip() for (span, n), bar in zip(rows, bars)]
 
 
 def document_lengths(dataset: IndexedDataset) -> LengthHistogram:
     bounds, item = dataset.document_indices, dataset.dtype.itemsize
     end = len(dataset.tokens)
     powers = np.zeros(65, np.int64)
-    shortest, longest = 0, 0
+    extremes = []
     for first in range(0, len(bounds) - 1, indexed.CHECK_BLOCK):
         at = bounds[first : first + indexed.CHECK_BLOCK + 1]
         starts = np.full(len(at), end, np.int64)
@@ -59,36 +53,35 @@ def document_lengths(dataset: IndexedDataset) -> LengthHistogram:
         lengths = np.diff(starts)
         # The exponent of frexp is the bit length, exactly for lengths below 2**53.
         powers += np.bincount(np.frexp(lengths.astype(np.float64))[1], minlength=65)
-        shortest = int(lengths.min()) if first == 0 else min(shortest, int(lengths.min()))
-        longest = max(longest, int(lengths.max()))
-    used = np.flatnonzero(powers)
-    kept = tuple(powers[: used[-1] + 1].tolist()) if len(used) else ()
+        extremes += [int(lengths.min()), int(lengths.max())]
+    kept = tuple(np.trim_zeros(powers, "b").tolist())
+    shortest, longest = min(extremes, default=0), max(extremes, default=0)
     return LengthHistogram(len(bounds) - 1, end, shortest, longest, kept)
 
 
-def verify(prefix: Path | str, vocab_size: int | None = None, report: Report = lambda done: None) -> str:
+def verify(prefix: Path | str, vocab_size: int | None = None) -> str:
     """Checks structure, checksums and token ids of a pair; returns a summary or raises UserError."""
     dataset = IndexedDataset(prefix)
-    blocks = dataset.verify_checksums(report)
-    limit, ids = vocab_size, ""
-    if limit is None and dataset.tokenizer is not None:
-        limit = dataset.tokenizer.vocab_size
-    if limit is not None:
-        _check_tokens(dataset, limit)
-        ids = f", {len(dataset.tokens):,} tokens below {limit:,}"
+    blocks = dataset.verify_checksums()
+    if vocab_size is None and dataset.tokenizer is not None:
+        vocab_size = dataset.tokenizer.vocab_size
+    ids = ""
+    if vocab_size is not None:
+        _check_tokens(dataset, vocab_size)
+        ids = f", {len(dataset.tokens):,} tokens below {vocab_size:,}"
     if dataset.sidecar is None:
         return f"structure good{ids}; no checksums to compare (pentatron data seal {prefix} makes them)"
     return f"structure good, {blocks + len(dataset.sidecar.idx_sums):,} checksums good{ids}"
 
 
-def seal(prefix: Path | str, report: Report = lambda done: None) -> PairMetadata:
+def seal(prefix: Path | str) -> PairMetadata:
     """Writes a sidecar for an existing pair, for example one of another program."""
     dataset = IndexedDataset(prefix, with_sidecar=False)
     largest = max((int(part.max()) for part in _token_chunks(dataset)), default=-1)
     counts = len(dataset), len(dataset.document_indices) - 1, len(dataset.tokens)
     sizes = dataset.bin_path.stat().st_size, dataset.idx_path.stat().st_size
     facts = PairMetadata(str(dataset.dtype), *counts, largest, *sizes)
-    sums = indexed.stored_sums(block_sums_of_file(dataset.bin_path, indexed.BLOCK_BYTES, tell=report))
+    sums = indexed.stored_sums(block_sums_of_file(dataset.bin_path, indexed.BLOCK_BYTES))
     index_sums = indexed.stored_sums(block_sums_of_file(dataset.idx_path, indexed.BLOCK_BYTES))
     with atomic_write(sidecar_path(prefix)) as file:
         indexed.write_sidecar(file, facts, io.BytesIO(sums), index_sums)
@@ -133,7 +126,7 @@ def format_description(facts: dict[str, Any]) -> str:
         else "structure good; no checksums (`pentatron data seal` makes them)",
     }
     lines = [facts["prefix"], *(f"  {name:<10} {text}" for name, text in rows.items()), ""]
-    return "\n".join([*lines, *_bars(facts["lengths_by_power_of_two"])])
+    return "\n".join([*lines, *histogram_lines(facts["lengths_by_power_of_two"])])
 
 
 def require_same_tokenizer(dataset: IndexedDataset, tokenizer: Tokenizer) -> None:

@@ -131,14 +131,12 @@ def _without_sigchld_handler() -> Iterator[None]:
 
     Waiting for a batch detects a dead worker as well, always at the same place.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     handler = signal.getsignal(signal.SIGCHLD)
     try:
         yield
     finally:
-        signal.signal(signal.SIGCHLD, handler)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCHLD, handler)
 
 
 def _worker_death(workers: Sequence[BaseProcess]) -> UserError | None:
@@ -176,9 +174,7 @@ def _ignore_signals(worker: int) -> None:
 
 def collate(samples: Sequence[Sample]) -> Batch:
     """Stacks samples into a batch; if some have document starts, the others are one document each."""
-    fields: dict[str, Any] = {
-        name: torch.from_numpy(np.stack([sample[name] for sample in samples])) for name in TENSORS
-    }
+    fields: dict[str, Any] = {key: torch.from_numpy(np.stack([s[key] for s in samples])) for key in TENSORS}
     if any(DOCUMENT_STARTS in sample for sample in samples):
         one_document = np.zeros(1, np.int64)
         fields["documents"] = tuple(tuple(s.get(DOCUMENT_STARTS, one_document).tolist()) for s in samples)
@@ -216,12 +212,10 @@ _MOST_EPOCHS = 1 << 32
 
 
 @runtime_checkable
-class FiniteDataset(Protocol):
+class FiniteDataset(SampleSource, Protocol):
     """A map-style dataset with a length."""
 
     def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Sample: ...
 
 
 class EpochShuffle:

@@ -90,9 +90,7 @@ Report = Callable[[Counts, int], None]
 Say = Callable[[str], None]
 
 
-def prepare(
-    job: PrepareJob, report: Report = lambda counts, total: None, say: Say = lambda text: None
-) -> Outcome:
+def prepare(job: PrepareJob, report: Report = lambda *counts: None, say: Say = lambda text: None) -> Outcome:
     """Tokenizes the inputs of a job; the output depends only on their text, the tokenizer and the recipe."""
     _check_inputs(job)
     tokenizer = job.recipe.tokenizer.load()
@@ -132,11 +130,9 @@ class _Preparation:
         progress = recorded or {"counts": {}, "place": {}, "bad": [], "pairs": {}, "encoded": False}
         self.counts, self.place = Counts(**progress["counts"]), Position(**progress["place"])
         self.bad, self.encoded = list(progress["bad"]), bool(progress["encoded"])
-        self.pairs: list[PairInProgress] = []
-        if not self.encoded:
-            dtype = token_dtype(identity.vocab_size)
-            for number, key in enumerate(job.recipe.keys):
-                self.pairs.append(PairInProgress(self._stem(number), dtype, state=progress["pairs"].get(key)))
+        states = [] if self.encoded else [progress["pairs"].get(key) for key in job.recipe.keys]
+        dtype = token_dtype(identity.vocab_size)
+        self.pairs = [PairInProgress(self._stem(n), dtype, state=state) for n, state in enumerate(states)]
 
     def run(self, report: Report) -> Outcome:
         job, started, before = self.job, time.perf_counter(), self.counts.tokens
@@ -256,15 +252,11 @@ def _check_inputs(job: PrepareJob) -> None:
 
 def _fingerprint(job: PrepareJob, identity: TokenizerIdentity) -> str:
     """Hashes everything that the output depends on, with sizes and modification times of the inputs."""
-    settings = {
-        "version": VERSION,
-        "inputs": [[str(path.resolve()), *stat] for path, stat in zip(job.inputs, _stats(job))],
-        "keys": job.recipe.keys,
-        "append_eod": job.recipe.append_eod,
-        "sentences": job.recipe.sentences,
-        "text_documents": job.text_documents,
-        "tokenizer": [identity.fingerprint, identity.vocab_size],
-    }
+    inputs = [[str(path.resolve()), *stat] for path, stat in zip(job.inputs, _stats(job))]
+    settings = {"version": VERSION, "inputs": inputs, "keys": job.recipe.keys}
+    settings |= {"append_eod": job.recipe.append_eod, "sentences": job.recipe.sentences}
+    tokenizer = [identity.fingerprint, identity.vocab_size]
+    settings |= {"text_documents": job.text_documents, "tokenizer": tokenizer}
     return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
 
 

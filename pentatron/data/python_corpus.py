@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from pentatron.data.indexed import pair_paths, sidecar_path, token_dtype
 from pentatron.data.indexed_writer import IndexedDatasetWriter
@@ -83,46 +82,39 @@ def prepare_python_corpus(
 
     The manifest `corpus.json` is removed first and written last: without it the folder is incomplete.
     """
-    folder = Path(folder)
+    folder, report = Path(folder), progress or (lambda stage, done, total: None)
     folder.mkdir(parents=True, exist_ok=True)
-    report = progress or (lambda stage, done, total: None)
     with folder_lock(folder):
         sources = _read_sources(max_bytes, report)
         recipe = {"recipe": RECIPE, "vocab_size": vocab_size, "max_bytes": max_bytes}
         identity = {**recipe, "sources_sha256": sources.fingerprint}
-        counts = _finished_counts(folder, identity) or _build(folder, vocab_size, sources, identity, report)
+        if (counts := _finished_counts(folder, identity)) is None:
+            (folder / MANIFEST).unlink(missing_ok=True)
+            for leftover in folder.glob(f"*{TEMPORARY_SUFFIX}"):
+                leftover.unlink()
+            tokens = _tokenize(folder, vocab_size, sources, report)
+            counts = {"documents": len(sources.texts), "tokens": tokens, "bytes": sources.bytes}
+            manifest = {"identity": identity, "counts": counts, "files": _file_hashes(folder)}
+            write_file(folder / MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
     return PreparedCorpus(_prefix(folder), _tokenizer_path(folder), **counts, fingerprint=sources.fingerprint)
 
 
-def _build(
-    folder: Path, vocab_size: int, sources: _Sources, identity: dict[str, Any], report: Progress
-) -> dict[str, int]:
-    (folder / MANIFEST).unlink(missing_ok=True)
-    for leftover in folder.glob(f"*{TEMPORARY_SUFFIX}"):
-        leftover.unlink()
-
+def _tokenize(folder: Path, vocab_size: int, sources: _Sources, report: Progress) -> int:
+    """Trains the tokenizer, tokenizes the texts with it, and returns the number of tokens."""
     _, training, tokenizing = STAGES
     trained = train_bpe(_reported(sources, training, report), vocab_size)
     write_file(_tokenizer_path(folder), trained.to_str(pretty=True).encode())
-
     tokenizer = FileTokenizer(_tokenizer_path(folder))
-    tokens = 0
-    with IndexedDatasetWriter(
-        _prefix(folder), token_dtype(tokenizer.vocab_size), identify_tokenizer(tokenizer)
-    ) as writer:
+    dtype, identity = token_dtype(tokenizer.vocab_size), identify_tokenizer(tokenizer)
+    with IndexedDatasetWriter(_prefix(folder), dtype, identity) as writer:
         texts = _reported(sources, tokenizing, report)
         while batch := list(islice(texts, BATCH_TEXTS)):
             for ids in tokenizer.encode_batch(batch):
                 writer.add_document([*ids, tokenizer.eod])
-                tokens += len(ids) + 1
-
-    counts = {"documents": len(sources.texts), "tokens": tokens, "bytes": sources.bytes}
-    manifest = {"identity": identity, "counts": counts, "files": _file_hashes(folder)}
-    write_file(folder / MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
-    return counts
+    return writer.facts.tokens
 
 
-def _finished_counts(folder: Path, identity: dict[str, Any]) -> dict[str, int] | None:
+def _finished_counts(folder: Path, identity: dict[str, object]) -> dict[str, int] | None:
     """Returns the counts of an earlier preparation of the same text and settings, or None."""
     try:
         manifest = parse_json((folder / MANIFEST).read_text(encoding="utf-8"))

@@ -135,6 +135,9 @@ class IndexCache:
         return arrays
 
 
+NO_CACHE = IndexCache()
+
+
 def array_digest(array: npt.NDArray[Any]) -> str:
     return hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()
 
@@ -206,9 +209,8 @@ def parse_split(text: str) -> tuple[float, float, float]:
         raise UserError(
             f"cannot read the split '{text}'; give up to three numbers, for example --split 949,50,1"
         )
-    shares += [0.0] * (len(SPLIT_NAMES) - len(shares))
-    total = sum(shares)
-    return shares[0] / total, shares[1] / total, shares[2] / total
+    train, valid, test = (share / sum(shares) for share in [*shares, 0.0, 0.0][:3])
+    return train, valid, test
 
 
 def split_ranges(shares: Sequence[float], sequences: int) -> tuple[range | None, ...]:
@@ -274,9 +276,17 @@ def build_sample_index(
     # RandomState, not Generator: its stream is stable. One state draws both orders, documents first, as
     # in Megatron-LM.
     random = np.random.RandomState(seed)
-    order = _document_order(documents, epochs, separate, random)
+    once = np.arange(documents.start, documents.stop, dtype=_small_type(documents.stop))
+    parts = [np.tile(once, epochs - 1), once] if separate else [np.tile(once, epochs)]
+    for part in parts:
+        random.shuffle(part)
+    order = np.concatenate(parts)
     starts = _sample_starts(lengths[order], total, sequence_length)
-    shuffle = _sample_order(total, before_final if separate else total, random)
+    shuffle: IntArray = np.arange(total, dtype=np.uint32 if total < 2**32 else np.int64)
+    first_part = before_final if separate else total
+    # Slices are views, so each part is shuffled in place.
+    random.shuffle(shuffle[:first_part])
+    random.shuffle(shuffle[first_part:])
     return SampleIndex(epochs, separate, order, starts, shuffle)
 
 
@@ -309,14 +319,6 @@ def _count_tokens(lengths: IntArray, documents: range, least: int) -> int:
     return tokens
 
 
-def _document_order(documents: range, epochs: int, separate: bool, random: np.random.RandomState) -> IntArray:
-    once = np.arange(documents.start, documents.stop, dtype=_small_type(documents.stop))
-    parts = [np.tile(once, epochs - 1), once] if separate else [np.tile(once, epochs)]
-    for part in parts:
-        random.shuffle(part)
-    return np.concatenate(parts)
-
-
 def _sample_starts(lengths: IntArray, samples: int, sequence_length: int) -> IntArray:
     """Returns rows (position, offset) of the tokens 0, L, 2L … of the concatenated documents."""
     begins = np.cumsum(lengths, dtype=np.int64)
@@ -332,14 +334,6 @@ def _sample_starts(lengths: IntArray, samples: int, sequence_length: int) -> Int
     starts = np.empty((samples + 1, 2), dtype=_small_type(max(len(lengths), int(lengths.max()))))
     starts[:, 0], starts[:, 1] = positions, offsets
     return starts
-
-
-def _sample_order(total: int, first_part: int, random: np.random.RandomState) -> IntArray:
-    order: IntArray = np.arange(total, dtype=np.uint32 if total < 2**32 else np.int64)
-    # Slices are views, so each part is shuffled in place.
-    random.shuffle(order[:first_part])
-    random.shuffle(order[first_part:])
-    return order
 
 
 def _small_type(largest: int) -> type[np.integer]:

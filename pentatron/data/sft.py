@@ -14,13 +14,14 @@ from functools import partial
 from itertools import chain, groupby, islice
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Dataset
 
 from pentatron.checksums import digest_of_file
+from pentatron.data import chat_template
+from pentatron.data.chat_template import ChatTemplate
 from pentatron.data.conversations import ConversationEncoder, MarkedText, Tokens, at_line, read_conversations
 from pentatron.data.indexed import IndexedDataset, pair_paths, token_dtype
 from pentatron.data.indexed_writer import IndexedDatasetWriter
@@ -36,9 +37,6 @@ from pentatron.settings.run_config import RunConfig
 from pentatron.settings.training import DataConfig
 from pentatron.text import format_count
 
-if TYPE_CHECKING:
-    from pentatron.data.chat_template import ChatTemplate
-
 IntArray = npt.NDArray[np.int64]
 # Conversations tokenized in one batch.
 TOKENIZE_BATCH = 256
@@ -48,16 +46,16 @@ PADDING = 0
 RECIPE = 1
 IDENTITY = "identity"
 
+Progress = Callable[[int, int], None]
+# The files of conversations, and their tokens.
+Files = Sequence[tuple[Path, IndexedDataset]]
 
-def write_conversations(
-    path: Path, prefix: Path, writer: ConversationEncoder, progress: Callable[[int, int], None]
-) -> None:
+
+def write_conversations(path: Path, prefix: Path, writer: ConversationEncoder, progress: Progress) -> None:
     """Tokenizes a file of conversations into a pair; `progress` gets bytes read and file size."""
-    size = path.stat().st_size if path.is_file() else 0
     tokenizer, documents = writer.tokenizer, 0
-    with IndexedDatasetWriter(
-        prefix, token_dtype(tokenizer.vocab_size), identify_tokenizer(tokenizer)
-    ) as pair:
+    dtype, identity = token_dtype(tokenizer.vocab_size), identify_tokenizer(tokenizer)
+    with IndexedDatasetWriter(prefix, dtype, identity) as pair:
         conversations = read_conversations(path)
         while lines := list(islice(conversations, TOKENIZE_BATCH)):
             texts: list[tuple[int, MarkedText]] = []
@@ -69,7 +67,7 @@ def write_conversations(
                 tokens = np.concatenate([np.asarray(sequence, np.int64) for sequence in sequences])
                 pair.add_document(tokens, [len(sequence) for sequence in sequences])
             documents += len(lines)
-            progress(lines[-1][2], size)
+            progress(lines[-1][2], path.stat().st_size)
         if documents == 0:
             raise UserError(f"{path} holds no conversation; it is empty")
 
@@ -186,30 +184,22 @@ def pack(lengths: Sequence[int] | IntArray, capacity: int) -> tuple[IntArray, In
 
 
 def build_conversations(
-    config: RunConfig,
-    tokenizer: Tokenizer,
-    world: World,
-    folder: Path,
-    display: Display,
-    sizes: Sequence[int],
-) -> tuple[tuple[EpochShuffle, EpochShuffle | None, EpochShuffle | None], str, str]:
+    config: RunConfig, files: Files, display: Display, sizes: Sequence[int]
+) -> tuple[tuple[EpochShuffle, EpochShuffle | None, EpochShuffle | None], str]:
     """Builds the infinite datasets of a run with `--sft`; --split divides each file.
 
-    `sizes` are the numbers of samples to train, validate and test with.
-
-    Returns those to train, validate and test with, their fingerprint, and the reason if there is no test set.
+    `sizes` are the numbers of samples to train, validate and test with. Returns the datasets for each, and
+    the reason if there is no test set.
     """
     data = config.data
-    paths = [Path(name) for name in data.data_path]
-    sources, contents = _tokenized(config, tokenizer, world, folder, display)
 
     def read(part: int, name: str) -> EpochShuffle | None:
         """Opens one part of the split in every file that has samples for it, and reports its size."""
         parts = []
-        for path, source in zip(paths, sources):
+        for path, source in files:
             rows = _open_part(config, path, source, part)
             if len(rows):
-                display.say(_report(name if len(paths) == 1 else f"{name}, {path}", rows))
+                display.say(_report(name if len(files) == 1 else f"{name}, {path}", rows))
                 parts.append(rows)
         if not parts:
             return None
@@ -217,26 +207,19 @@ def build_conversations(
 
     train = read(0, "training")
     assert train is not None
-    conversations = sum(len(source.document_indices) - 1 for source in sources)
+    conversations = sum(len(source.document_indices) - 1 for _, source in files)
     missing = f"--split {data.split} leaves none of {format_count(conversations, 'conversation')} to"
     valid = read(1, "validation") if sizes[1] else None
     if sizes[1] and valid is None:
         display.say(f"note: {missing} validate with")
     tests = sizes[2] and parse_split(data.split)[2] > 0
     test = read(2, "test") if tests else None
-    untested = f"{missing} test with" if tests and test is None else ""
-    content = contents[0] if len(contents) == 1 else hashlib.sha256(" ".join(contents).encode()).hexdigest()
-    return (train, valid, test), f"sft {content} {'packed' if data.sft_packing else 'padded'}", untested
+    return (train, valid, test), f"{missing} test with" if tests and test is None else ""
 
 
-def count_sequences(
-    config: RunConfig, tokenizer: Tokenizer, world: World, folder: Path, display: Display
-) -> int:
+def count_sequences(config: RunConfig, files: Files) -> int:
     """Counts the sequences of one epoch over the training share."""
-    sources, _ = _tokenized(config, tokenizer, world, folder, display)
-    return sum(
-        len(_open_part(config, Path(path), source, 0)) for path, source in zip(config.data.data_path, sources)
-    )
+    return sum(len(_open_part(config, path, source, 0)) for path, source in files)
 
 
 def _open_part(config: RunConfig, path: Path, source: IndexedDataset, part: int) -> SFTDataset:
@@ -256,50 +239,51 @@ def _open_part(config: RunConfig, path: Path, source: IndexedDataset, part: int)
     return rows
 
 
-def _tokenized(
+def tokenize_conversations(
     config: RunConfig, tokenizer: Tokenizer, world: World, folder: Path, display: Display
-) -> tuple[list[IndexedDataset], list[str]]:
-    """Opens the tokenized conversations of every file, and returns them with hashes of their content.
+) -> tuple[Files, str]:
+    """Opens the tokenized conversations of every file, and returns them with a fingerprint.
 
     Local rank 0 of every node tokenizes files that are not yet in `--data-cache-path` or the folder.
     """
-    from pentatron.data.chat_template import stop_sandbox
-
     data = config.data
     folder = folder if data.data_cache_path is None else Path(data.data_cache_path)
     paths = [Path(name) for name in data.data_path]
+
+    def identify() -> tuple[ChatTemplate | None, list[str]]:
+        """Returns the chat template, and for each file a hash of everything that determines its tokens."""
+        template = find_template(data, tokenizer)
+        recipe = [RECIPE, asdict(identify_tokenizer(tokenizer)), None]
+        if template is not None:
+            recipe[2] = [template.source, sorted(template.special_tokens.items()), str(template.day)]
+        contents = [digest_of_file(path, 0) if path.is_file() else "" for path in paths]
+        return template, [_sha256(repr(recipe) + content) for content in contents]
+
     # An error on one node must be raised on all ranks before any of them waits for the others.
-    identified = run_on_some_ranks(True, lambda: _identified(data, tokenizer, paths), world.everyone)
+    identified = run_on_some_ranks(True, identify, world.everyone)
     assert identified is not None
     template, contents = identified
     prefixes = [folder / f"sft-{content[:16]}" for content in contents]
 
-    def prepare() -> bool:
+    def prepare() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with folder_lock(folder):
             for path, prefix in zip(paths, prefixes):
                 if not _is_tokenized(prefix, display):
                     writer = ConversationEncoder(tokenizer, template)
                     write_conversations(path, prefix, writer, partial(display.work, "tokenize"))
-        return True
 
     try:
         run_on_some_ranks(world.local_rank == 0, prepare, world.everyone)
     finally:
-        stop_sandbox()
-    return [IndexedDataset(prefix, config.model.vocab_size) for prefix in prefixes], contents
+        chat_template.stop_sandbox()
+    sources = [IndexedDataset(prefix, config.model.vocab_size) for prefix in prefixes]
+    content = contents[0] if len(contents) == 1 else _sha256(" ".join(contents))
+    return list(zip(paths, sources)), f"sft {content} {'packed' if data.sft_packing else 'padded'}"
 
 
-def _identified(
-    data: DataConfig, tokenizer: Tokenizer, paths: Sequence[Path]
-) -> "tuple[ChatTemplate | None, list[str]]":
-    """Returns the chat template, and for each file a hash of everything that determines its tokens."""
-    template = find_template(data, tokenizer)
-    recipe = [RECIPE, asdict(identify_tokenizer(tokenizer)), None]
-    if template is not None:
-        recipe[2] = [template.source, sorted(template.special_tokens.items()), str(template.day)]
-    contents = [digest_of_file(path, 0) if path.is_file() else "" for path in paths]
-    return template, [hashlib.sha256((repr(recipe) + content).encode()).hexdigest() for content in contents]
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _is_tokenized(prefix: Path, display: Display) -> bool:
@@ -314,26 +298,23 @@ def _is_tokenized(prefix: Path, display: Display) -> bool:
     return True
 
 
-def find_template(data: DataConfig, tokenizer: Tokenizer) -> "ChatTemplate | None":
+def find_template(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate | None:
     """Returns the chat template of the tokenizer or --chat-template; None for no template."""
     if data.sft_tokenizer_prompt_format == IDENTITY:
         return None
-    from pentatron.data.chat_template import ChatTemplate, find_chat_template, read_template, special_tokens
-
-    folder = getattr(tokenizer, "path", None)
-    folder = None if folder is None else Path(folder).parent
+    folder = tokenizer.path.parent if hasattr(tokenizer, "path") else None
+    source: tuple[str, Path] | None = None
     if data.chat_template is not None:
-        file = Path(data.chat_template)
-        source: tuple[str, Path] | None = read_template(file), file
-    else:
-        source = None if folder is None else find_chat_template(folder)
+        source = chat_template.read_template(Path(data.chat_template))
+    elif folder is not None:
+        source = chat_template.find_chat_template(folder)
     if source is None:
         where = "the tokenizer has no folder" if folder is None else f"{folder} has no chat template"
         raise UserError(
             f"{where}, which is needed to turn a conversation into a text; name one with --chat-template FILE, or concatenate texts "
             f"without a template with --sft-tokenizer-prompt-format {IDENTITY}"
         )
-    tokens = {} if folder is None else special_tokens(folder)
+    tokens = {} if folder is None else chat_template.special_tokens(folder)
     day = datetime.date.fromisoformat(data.sft_date)
     return ChatTemplate(source[0], tokens, day, f"the chat template of {source[1]}").check()
 

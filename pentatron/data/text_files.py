@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from pentatron.errors import UserError
+from pentatron.errors import UserError, import_package
 from pentatron.text import binary_size
 
 JSON_ENDINGS = (".jsonl", ".json", ".ndjson")
@@ -58,17 +58,15 @@ class _ByteStream(Protocol):
 def expand_inputs(patterns: Sequence[str]) -> tuple[Path, ...]:
     """Returns the files named by paths and glob patterns; the matches of a pattern are sorted."""
     files: list[Path] = []
-    for pattern in patterns:
-        path = Path(pattern)
+    for given in patterns:
+        path = Path(given)
         if path.is_dir():
-            raise UserError(f"--input {pattern} is a folder; name its files, for example '{pattern}/*.jsonl'")
+            raise UserError(f"--input {given} is a folder; name its files, for example '{given}/*.jsonl'")
         # Path.glob does not accept absolute patterns.
-        names = [pattern] if path.is_file() else sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207
+        names = [given] if path.is_file() else sorted(glob.glob(given, recursive=True))  # noqa: PTH207
         matches = [Path(name) for name in names if Path(name).is_file()]
         if not matches:
-            raise UserError(
-                f"no input file {pattern}; --input takes files or patterns such as 'data/*.jsonl'"
-            )
+            raise UserError(f"no input file {given}; --input takes files or patterns such as 'data/*.jsonl'")
         files += matches
     seen: set[Path] = set()
     for path in files:
@@ -85,10 +83,8 @@ def is_json_lines(path: Path) -> bool:
     name = path.name.lower()
     for packed in PACKED_ENDINGS:
         name = name.removesuffix(packed)
-    if name.endswith(JSON_ENDINGS):
-        return True
-    if name.endswith(TEXT_ENDINGS):
-        return False
+    if name.endswith((*JSON_ENDINGS, *TEXT_ENDINGS)):
+        return name.endswith(JSON_ENDINGS)
     raise UserError(
         f"what {path} holds is not clear from its name; call it .jsonl (one object per line) or .txt, with .gz or .zst behind if it "
         "is packed"
@@ -181,24 +177,16 @@ def _skip(path: Path, raw: BinaryIO, stream: _ByteStream, offset: int) -> None:
 
 
 def _decompressed(path: Path, raw: BinaryIO) -> _ByteStream:
-    name = path.name.lower()
-    if name.endswith(".gz"):
+    if path.suffix.lower() == ".gz":
         return gzip.GzipFile(fileobj=raw)
-    if name.endswith((".zst", ".zstd")):
-        return _ZstandardStream(path, raw)
-    return raw
+    return _ZstandardStream(path, raw) if path.suffix.lower() in (".zst", ".zstd") else raw
 
 
 class _ZstandardStream:
     """Reads concatenated Zstandard frames; detects truncation, unlike the library's reader."""
 
     def __init__(self, path: Path, raw: BinaryIO) -> None:
-        try:
-            import zstandard
-        except ImportError as error:
-            raise UserError(f"{path} needs the package zstandard; run: pip install zstandard") from error
-        self._raw = raw
-        self._library: Any = zstandard
+        self._raw, self._library = raw, import_package("zstandard", str(path))
         self._frame: Any = None
         # Compressed bytes after the end of a frame, and decompressed bytes not yet returned.
         self._rest, self._ready = b"", io.BytesIO()

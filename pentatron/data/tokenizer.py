@@ -3,14 +3,13 @@
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pentatron.data.indexed import TokenizerIdentity
-from pentatron.errors import UserError
+from pentatron.errors import UserError, explained, import_package
 from pentatron.text import one_line, parse_json
 
 if TYPE_CHECKING:
@@ -27,6 +26,9 @@ PROBE = (
 )
 
 
+_CHECK_MODEL = "check --tokenizer-model"
+
+
 class Tokenizer:
     """The interface of all tokenizers, and the defaults of those without a vocabulary list."""
 
@@ -39,10 +41,6 @@ class Tokenizer:
     def vocabulary(self) -> dict[str, int]:
         """Returns tokens and their ids, empty if the tokenizer has no list of them."""
         return {}
-
-    def probe(self) -> list[int]:
-        """Returns the ids of a fixed text, which identify the tokenizer beyond its vocabulary."""
-        return []
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of the text without special tokens."""
@@ -103,12 +101,7 @@ class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece `.model` file; Llama2Tokenizer prepends the begin-of-sequence token to every text."""
 
     def __init__(self, path: Path | str, kind: str = "SentencePieceTokenizer") -> None:
-        try:
-            import sentencepiece
-        except ImportError as error:
-            raise UserError(
-                f"{kind} needs the package sentencepiece; run: pip install sentencepiece"
-            ) from error
+        library = import_package("sentencepiece", kind)
         self.kind = kind
         self.path = Path(path) / "tokenizer.model" if Path(path).is_dir() else Path(path)
         if not self.path.is_file():
@@ -116,11 +109,8 @@ class SentencePieceTokenizer(Tokenizer):
                 f"Tokenizer not found: no file {self.path}; check --tokenizer-model, which takes a SentencePiece .model file or a "
                 "folder that holds tokenizer.model"
             )
-        try:
-            self._model: Any = sentencepiece.SentencePieceProcessor(model_file=str(self.path))
-        except (RuntimeError, OSError) as error:
-            problem = f"{self.path} is not a readable SentencePiece model ({error})"
-            raise UserError(f"{problem}; check --tokenizer-model") from error
+        with explained(Exception, f"{self.path} is not a readable SentencePiece model", _CHECK_MODEL):
+            self._model: Any = library.SentencePieceProcessor(model_file=str(self.path))
         # -1: the model has no such token, or it is not prepended.
         self._bos: int = self._model.bos_id() if kind == "Llama2Tokenizer" else -1
         self.vocab_size: int = self._model.get_piece_size()
@@ -134,9 +124,6 @@ class SentencePieceTokenizer(Tokenizer):
 
     def vocabulary(self) -> dict[str, int]:
         return {self._model.id_to_piece(token): token for token in range(self.vocab_size)}
-
-    def probe(self) -> list[int]:
-        return self.encode(PROBE)
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._model.encode(text)
@@ -165,9 +152,7 @@ class EncodingError(UserError):
     """Raised for a text that the tokenizers library fails on; `reason` is its error."""
 
     def __init__(self, path: Path, reason: str) -> None:
-        super().__init__(
-            f"a text cannot be encoded by the tokenizer {path} ({reason}); check --tokenizer-model"
-        )
+        super().__init__(f"a text cannot be encoded by the tokenizer {path} ({reason}); {_CHECK_MODEL}")
         self.reason = reason
 
 
@@ -181,7 +166,13 @@ class _LibraryTokenizer(Tokenizer):
         self.vocab_size = max(self.vocabulary().values(), default=-1) + 1
         if self.vocab_size == 0:
             raise UserError(f"{path} has no token; check --tokenizer-model")
-        _require_bounded_growth(path, tokenizer)
+        for part in (tokenizer.normalizer, tokenizer.decoder):
+            # The library aborts the process when memory is exhausted.
+            growth = 1.0 if part is None else _growth(parse_json(part.__getstate__()))
+            if growth > _LARGEST_GROWTH:
+                raise UserError(
+                    f"{path} replaces characters so that a text grows {growth:.0f}-fold, which no tokenizer needs; {_CHECK_MODEL}"
+                )
         end_tokens = filter(None, (_configured_end_token(path.parent), *KNOWN_END_TOKENS))
         ids = map(tokenizer.token_to_id, end_tokens)
         self._eod: int | None = next((token_id for token_id in ids if token_id is not None), None)
@@ -198,39 +189,30 @@ class _LibraryTokenizer(Tokenizer):
     def vocabulary(self) -> dict[str, int]:
         return self._tokenizer.get_vocab(with_added_tokens=True)
 
-    def probe(self) -> list[int]:
-        return self.encode(PROBE)
-
     def encode(self, text: str) -> list[int]:
-        with self._library_errors():
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._call("encode", text, add_special_tokens=False).ids
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         """Returns the ids of each text, and the character offsets of each id."""
-        with self._library_errors():
-            encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
-            return [(encoding.ids, encoding.offsets) for encoding in encodings]
+        encodings = self._call("encode_batch", list(texts), add_special_tokens=False)
+        return [(encoding.ids, encoding.offsets) for encoding in encodings]
 
     def encode_with_special_tokens(self, text: str) -> list[int]:
         """Returns the ids with the special tokens added by the tokenizer's post-processor, such as BOS."""
-        with self._library_errors():
-            return self._tokenizer.encode(text, add_special_tokens=True).ids
+        return self._call("encode", text, add_special_tokens=True).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         # The fast variant does not compute character offsets.
-        with self._library_errors():
-            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-            return [encoding.ids for encoding in encodings]
+        encodings = self._call("encode_batch_fast", list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
-        with self._library_errors():
-            return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        return self._call("decode", list(ids), skip_special_tokens=False)
 
-    @contextmanager
-    def _library_errors(self) -> Iterator[None]:
-        """Converts the library's bare Exceptions and BaseException panics to NotEncoded."""
+    def _call(self, method: str, content: Any, **options: bool) -> Any:
+        """Converts the library's bare Exceptions and BaseException panics to EncodingError."""
         try:
-            yield
+            return getattr(self._tokenizer, method)(content, **options)
         except MemoryError:
             raise
         except BaseException as error:
@@ -255,12 +237,9 @@ class FileTokenizer(_LibraryTokenizer):
                 f"Tokenizer not found: no file {file}; check --tokenizer-model, which takes a local tokenizer.json or a folder "
                 f"that holds one{_other_kind(file.parent)}"
             )
-        try:
+        # The library raises bare Exceptions for malformed files.
+        with explained(Exception, f"{file} is not a readable tokenizer", _CHECK_MODEL):
             tokenizer = library.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises bare Exception for any malformed file
-            raise UserError(
-                f"{file} is not a readable tokenizer ({error}); check --tokenizer-model"
-            ) from error
         # Files may contain settings for inference, which would truncate or pad documents.
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -277,76 +256,59 @@ class GPT2BPETokenizer(_LibraryTokenizer):
         for flag, path in (("--vocab-file", vocab_file), ("--merge-file", merge_file)):
             if not Path(path).is_file():
                 raise UserError(f"Tokenizer not found: no file {path}; check {flag}")
-
-        try:
+        problem = f"{vocab_file} and {merge_file} are not a readable vocabulary"
+        with explained(Exception, problem, "check --vocab-file and --merge-file"):
             tokenizer = _byte_level(library.models.BPE.from_file(str(vocab_file), str(merge_file)))
-        except Exception as error:  # the library raises bare Exception for any malformed file
-            raise UserError(
-                f"{vocab_file} and {merge_file} are not a readable vocabulary ({error}); check --vocab-file and --merge-file"
-            ) from error
         super().__init__(Path(vocab_file), tokenizer)
 
 
 @dataclass(frozen=True)
 class TokenizerSettings:
-    """The settings of a tokenizer, from which another process loads the same one."""
-
-    kind: str
-    model: str | None = None
-    vocab_size: int | None = None
-    vocab_file: str | None = None
-    merge_file: str | None = None
-
-    def load(self) -> Tokenizer:
-        return load_tokenizer(self.kind, self.model, self.vocab_size, self.vocab_file, self.merge_file)
-
-
-def load_tokenizer(
-    kind: str | None,
-    model: Path | str | None = None,
-    vocab_size: int | None = None,
-    vocab_file: Path | str | None = None,
-    merge_file: Path | str | None = None,
-    fetch: Callable[[str], Path] | None = None,
-) -> Tokenizer:
-    """Loads the tokenizer configured by `--tokenizer-type`, `--tokenizer-model` and related flags.
+    """The settings `--tokenizer-type`, `--tokenizer-model` and related flags; any process can load them.
 
     Without a type, `vocab_file` or `merge_file` select GPT-2's tokenizer, anything else a tokenizer.json.
-    `fetch` downloads a model that is not a local path and returns its folder, or raises UserError.
     """
-    if kind is None:
-        kind = "GPT2BPETokenizer" if (vocab_file or merge_file) and not model else "HuggingFaceTokenizer"
-    if kind == "SFTTokenizer":
-        # Megatron's name for a tokenizer.json whose chat template is used.
-        kind = "HuggingFaceTokenizer"
-    if kind == "ByteTokenizer":
-        return ByteTokenizer()
-    if kind == "NullTokenizer":
-        if vocab_size is None:
-            raise UserError("NullTokenizer needs to know how many ids there are; give --vocab-size")
-        return NullTokenizer(vocab_size)
-    if kind not in TOKENIZER_TYPES:
-        raise UserError(
-            f"unknown tokenizer type '{kind}'; --tokenizer-type is one of {', '.join(TOKENIZER_TYPES)}"
-        )
-    if model is not None and fetch is not None and not Path(model).exists():
-        model = fetch(str(model))
-    if kind == "GPT2BPETokenizer":
-        if model is not None and Path(model).is_dir():
-            vocab_file = vocab_file or Path(model) / "vocab.json"
-            merge_file = merge_file or Path(model) / "merges.txt"
-        if vocab_file is None or merge_file is None:
+
+    kind: str | None
+    model: Path | str | None = None
+    vocab_size: int | None = None
+    vocab_file: Path | str | None = None
+    merge_file: Path | str | None = None
+
+    def load(self) -> Tokenizer:
+        kind, model, vocab_file, merge_file = self.kind, self.model, self.vocab_file, self.merge_file
+        if kind is None and (vocab_file or merge_file) and not model:
+            kind = "GPT2BPETokenizer"
+        # SFTTokenizer is Megatron's name for a tokenizer.json whose chat template is used.
+        if kind in (None, "SFTTokenizer"):
+            kind = "HuggingFaceTokenizer"
+        if kind == "ByteTokenizer":
+            return ByteTokenizer()
+        if kind == "NullTokenizer":
+            if self.vocab_size is None:
+                raise UserError("NullTokenizer needs to know how many ids there are; give --vocab-size")
+            return NullTokenizer(self.vocab_size)
+        if kind not in TOKENIZER_TYPES:
             raise UserError(
-                "Tokenizer not found: GPT2BPETokenizer needs two files; give --vocab-file vocab.json and --merge-file merges.txt, "
-                "or check --tokenizer-model, which takes the folder that holds both"
+                f"unknown tokenizer type '{kind}'; --tokenizer-type is one of {', '.join(TOKENIZER_TYPES)}"
             )
-        return GPT2BPETokenizer(vocab_file, merge_file)
-    if model is None:
-        raise UserError(
-            f"Tokenizer not found: no path was given for {kind}; check --tokenizer-model, which takes a local "
-            f"{'tokenizer.json' if kind.startswith('H') else '.model file'} or a folder that holds one"
-        )
-    return FileTokenizer(model) if kind.startswith("H") else SentencePieceTokenizer(model, kind)
+        if kind == "GPT2BPETokenizer":
+            if model is not None and Path(model).is_dir():
+                vocab_file = vocab_file or Path(model) / "vocab.json"
+                merge_file = merge_file or Path(model) / "merges.txt"
+            if vocab_file is None or merge_file is None:
+                raise UserError(
+                    "Tokenizer not found: GPT2BPETokenizer needs two files; give --vocab-file vocab.json and --merge-file merges.txt, "
+                    "or check --tokenizer-model, which takes the folder that holds both"
+                )
+            return GPT2BPETokenizer(vocab_file, merge_file)
+        is_library_file = kind.startswith("H")
+        if model is None:
+            raise UserError(
+                f"Tokenizer not found: no path was given for {kind}; check --tokenizer-model, which takes a local "
+                f"{'tokenizer.json' if is_library_file else '.model file'} or a folder that holds one"
+            )
+        return FileTokenizer(model) if is_library_file else SentencePieceTokenizer(model, kind)
 
 
 def identify_tokenizer(tokenizer: Tokenizer) -> TokenizerIdentity:
@@ -357,7 +319,9 @@ def identify_tokenizer(tokenizer: Tokenizer) -> TokenizerIdentity:
         eod = None
     kind, size = tokenizer.kind, tokenizer.vocab_size
     vocabulary = sorted(tokenizer.vocabulary().items(), key=lambda entry: (entry[1], entry[0]))
-    content = json.dumps([vocabulary or kind, tokenizer.probe(), size, eod]).encode()
+    # The ids of a fixed text identify the tokenizer beyond its vocabulary.
+    probe = tokenizer.encode(PROBE) if vocabulary else []
+    content = json.dumps([vocabulary or kind, probe, size, eod]).encode()
     return TokenizerIdentity(kind, hashlib.sha256(content).hexdigest(), size, eod)
 
 
@@ -376,18 +340,6 @@ def train_bpe(texts: Iterator[str], vocab_size: int) -> "tokenizers.Tokenizer":
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
-
-
-def _require_bounded_growth(path: Path, tokenizer: Any) -> None:
-    """Raises UserError for replacements that multiply the length of a text.
-
-    The library aborts the process when memory is exhausted."""
-    for part in (tokenizer.normalizer, tokenizer.decoder):
-        growth = 1.0 if part is None else _growth(parse_json(part.__getstate__()))
-        if growth > _LARGEST_GROWTH:
-            raise UserError(
-                f"{path} replaces characters so that a text grows {growth:.0f}-fold, which no tokenizer needs; check --tokenizer-model"
-            )
 
 
 def _growth(part: Any) -> float:
@@ -409,10 +361,8 @@ def _configured_end_token(folder: Path) -> str | None:
     path = folder / "tokenizer_config.json"
     if not path.is_file():
         return None
-    try:
+    with explained((ValueError, AttributeError), f"{path} is not a JSON object", _CHECK_MODEL):
         token = parse_json(path.read_text(encoding="utf-8")).get("eos_token")
-    except (ValueError, AttributeError) as error:
-        raise UserError(f"{path} is not a JSON object ({error}); check --tokenizer-model") from error
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None
@@ -437,8 +387,4 @@ def _byte_level(model: Any) -> Any:
 
 
 def _tokenizers_library() -> Any:
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise UserError("this tokenizer needs the package tokenizers; run: pip install tokenizers") from error
-    return tokenizers
+    return import_package("tokenizers", "this tokenizer")

@@ -24,8 +24,11 @@ _TYPE_NAMES = {
 }
 
 
-class ConfigProblem(ValueError):
-    """Raised for an invalid or unsupported key in config.json."""
+class Problem(ValueError):
+    """Raised for an invalid or unsupported key in config.json, or in an object of it."""
+
+    def __init__(self, what: str, where: str = ORIGIN) -> None:
+        super().__init__(f"{where} has {what}")
 
 
 class ConfigReader:
@@ -47,7 +50,7 @@ class ConfigReader:
         if value is None:
             return default
         if not _has_type(value, kind):
-            raise ConfigProblem(f"{self.where} has {key} {value!r:.200}, but it must be {_TYPE_NAMES[kind]}")
+            raise Problem(f"{key} {value!r:.200}, but it must be {_TYPE_NAMES[kind]}", self.where)
         return float(value) if kind is float else value
 
     def one_of(self, keys: tuple[str, ...], kind: type, default: Any = None) -> Any:
@@ -55,7 +58,7 @@ class ConfigReader:
         values = {key: value for key in keys if (value := self.get(key, kind)) is not None}
         if len(set(map(str, values.values()))) > 1:
             both = ", ".join(f"{key} {value!r:.200}" for key, value in values.items())
-            raise ConfigProblem(f"{self.where} has {both}, which must be equal; remove the wrong one")
+            raise Problem(f"{both}, which must be equal; remove the wrong one", self.where)
         return next(iter(values.values()), default)
 
     def require(self, key: str, allowed: tuple[Any, ...]) -> None:
@@ -65,7 +68,7 @@ class ConfigReader:
         same = (value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed)
         if value is not None and not any(same):
             only = f"only {', '.join(repr(one) for one in allowed)} is" if allowed else "no value of it is"
-            raise ConfigProblem(f"{self.where} has {key} {value!r:.200}, but {only} supported")
+            raise Problem(f"{key} {value!r:.200}, but {only} supported", self.where)
 
     def unread(self) -> dict[str, Any]:
         return {key: value for key, value in self.config.items() if key not in self.read}
@@ -106,14 +109,12 @@ class Heads:
         heads = config.get("num_attention_heads", int, self.heads)
         groups = config.get("num_key_value_heads", int, heads, absent=self.groups)
         if heads % groups:
-            raise ConfigProblem(
-                f"config.json has num_attention_heads {heads}, which is not a multiple of its num_key_value_heads {groups}"
+            raise Problem(
+                f"num_attention_heads {heads}, which is not a multiple of its num_key_value_heads {groups}"
             )
-        settings.assign(
-            ORIGIN, num_attention_heads=heads, num_query_groups=groups, group_query_attention=True
-        )
+        settings.assign(ORIGIN, num_attention_heads=heads, num_query_groups=groups)
         head_dim = config.get("head_dim", int, settings.hidden_size // heads, absent=self.head_dim)
-        settings.assign(ORIGIN, kv_channels=head_dim)
+        settings.assign(ORIGIN, group_query_attention=True, kv_channels=head_dim)
 
     def write(self, settings: Settings) -> dict[str, Any]:
         heads, groups = settings.num_attention_heads, settings.num_query_groups
@@ -132,12 +133,10 @@ class Gpt2Widths:
         settings.assign(ORIGIN, ffn_hidden_size=inner, kv_channels=hidden // heads, hidden_dropout=dropout)
         embedding = config.get("embd_pdrop", float, 0.1)
         if hidden % heads:
-            raise ConfigProblem(
-                f"config.json has n_embd {hidden}, which is not a multiple of its n_head {heads}"
-            )
+            raise Problem(f"n_embd {hidden}, which is not a multiple of its n_head {heads}")
         if embedding != settings.hidden_dropout:
-            raise ConfigProblem(
-                f"config.json has embd_pdrop {embedding} and resid_pdrop {settings.hidden_dropout}, but here they are one "
+            raise Problem(
+                f"embd_pdrop {embedding} and resid_pdrop {settings.hidden_dropout}, but here they are one "
                 f"setting (hidden_dropout); make them equal"
             )
 
@@ -188,12 +187,10 @@ class Rotary:
         rope = ConfigReader(older or newer or {}, f"{key} in config.json")
         within, beside = rope.get("rope_theta", float), config.get("rope_theta", float)
         if within is not None and beside is not None and within != beside:
-            raise ConfigProblem(
-                f"config.json has rope_theta {beside!r} and {within!r} in {key}; make them equal"
-            )
+            raise Problem(f"rope_theta {beside!r} and {within!r} in {key}; make them equal")
         base = next(theta for theta in (within, beside, self.theta) if theta is not None)
         if base == 0:
-            raise ConfigProblem("config.json has rope_theta 0, but it must be more than 0")
+            raise Problem("rope_theta 0, but it must be more than 0")
         settings.assign(ORIGIN, rotary_base=base)
         if older and newer:
             self._require_equal(older, newer, base)
@@ -201,18 +198,23 @@ class Rotary:
         kind = rope.one_of(("rope_type", "type"), str, "default")
         if kind != "default":
             if kind not in SCALINGS:
-                raise ConfigProblem(
-                    f"{rope.where} has rope_type {kind!r}, but only default, {', '.join(SCALINGS)} are supported"
+                raise Problem(
+                    f"rope_type {kind!r}, but only default, {', '.join(SCALINGS)} are supported", rope.where
                 )
-            self._read_scaling(kind, rope, settings)
+            settings.assign(ORIGIN, rope_scaling_type=kind)
+            for theirs in SCALINGS[kind]:
+                ours, of_kind = SCALING_KEYS[theirs]
+                scale = rope.get(theirs, of_kind)
+                if scale is not None:
+                    settings.assign(ORIGIN, **{ours: scale})
+                elif theirs in _REQUIRED_SCALING_KEYS:
+                    raise Problem(f"rope_type {kind!r} without {theirs}; write it there", rope.where)
+                elif theirs == "original_max_position_embeddings":
+                    settings.assign(ORIGIN, **{ours: settings.max_position_embeddings})
         elif rope.get("factor", float, 1.0) != 1.0:
-            raise ConfigProblem(
-                f"{rope.where} has a factor but no rope_type; write which type of scaling it is"
-            )
+            raise Problem("a factor but no rope_type; write which type of scaling it is", rope.where)
         for name, value in rope.unread().items():
-            raise ConfigProblem(
-                f"{rope.where} has {name} {value!r}, which is not known for rope_type {kind!r}"
-            )
+            raise Problem(f"{name} {value!r}, which is not known for rope_type {kind!r}", rope.where)
 
     def _require_equal(self, older: Mapping[str, Any], newer: Mapping[str, Any], base: float) -> None:
         """Raises Problem if `rope_parameters` differs from `rope_scaling`, which has precedence."""
@@ -220,25 +222,13 @@ class Rotary:
         known = {**older, "rope_type": kind, "type": kind, "rope_theta": base}
         for name, value in newer.items():
             if value != known.get(name):
-                raise ConfigProblem(
-                    f"config.json has {name} {known.get(name)!r} in rope_scaling and {value!r} in rope_parameters; make them equal"
+                raise Problem(
+                    f"{name} {known.get(name)!r} in rope_scaling and {value!r} in rope_parameters; make them equal"
                 )
-
-    def _read_scaling(self, kind: str, rope: ConfigReader, settings: Settings) -> None:
-        settings.assign(ORIGIN, rope_scaling_type=kind)
-        for theirs in SCALINGS[kind]:
-            ours, of_kind = SCALING_KEYS[theirs]
-            value = rope.get(theirs, of_kind)
-            if value is not None:
-                settings.assign(ORIGIN, **{ours: value})
-            elif theirs in _REQUIRED_SCALING_KEYS:
-                raise ConfigProblem(f"{rope.where} has rope_type {kind!r} without {theirs}; write it there")
-            elif theirs == "original_max_position_embeddings":
-                settings.assign(ORIGIN, **{ours: settings.max_position_embeddings})
 
     def write(self, settings: Settings) -> dict[str, Any]:
         base, kind = settings.rotary_base, settings.rope_scaling_type
-        rope = {"rope_theta": base, "rope_type": "default" if kind is None else kind}
+        rope = {"rope_theta": base, "rope_type": kind or "default"}
         if kind is None:
             return {"rope_parameters": rope, "rope_theta": base}
         values = {theirs: getattr(settings, SCALING_KEYS[theirs][0]) for theirs in SCALINGS[kind]}
@@ -261,13 +251,11 @@ class LayersWithExperts:
         step, dense = config.get("decoder_sparse_step", int, 1), config.get("mlp_only_layers", list, [])
         layers = range(settings.num_layers)
         if any(number not in layers for number in dense):
-            raise ConfigProblem(
-                f"config.json has mlp_only_layers {dense!r}, but there are {len(layers)} layers, from 0 on"
-            )
+            raise Problem(f"mlp_only_layers {dense!r}, but there are {len(layers)} layers, from 0 on")
         sparse = [int((i + 1) % step == 0 and i not in dense) for i in layers]
         if not any(sparse):
-            raise ConfigProblem(
-                f"config.json has mlp_only_layers {dense!r} and decoder_sparse_step {step}, so no layer has experts"
+            raise Problem(
+                f"mlp_only_layers {dense!r} and decoder_sparse_step {step}, so no layer has experts"
             )
         settings.assign(ORIGIN, moe_layer_freq="1" if all(sparse) else layer_list(sparse))
 
@@ -294,10 +282,8 @@ def set_window(settings: Settings, window: int | None, layers: Sequence[bool]) -
 def window_in(model: TransformerConfig) -> tuple[int | None, tuple[bool, ...]]:
     """Returns the Hugging Face window size, which includes the token itself, and which layers use it."""
     count = model.num_layers
-    windows = [
-        window_of_layer(model.window_size, model.window_attn_skip_freq, count, layer_number=number + 1)
-        for number in range(count)
-    ]
+    settings = model.window_size, model.window_attn_skip_freq, count
+    windows = [window_of_layer(*settings, layer_number=number + 1) for number in range(count)]
     size = next((window + 1 for window in windows if window is not None), None)
     return size, tuple(window is not None for window in windows)
 
@@ -339,11 +325,14 @@ class WindowByLayer:
         used, count = config.get("use_sliding_window", bool, False), settings.num_layers
         kinds = config.get("layer_types", list)
         if kinds is not None:
-            self._check_layer_types(kinds, count, used)
+            if unknown := [kind for kind in kinds if kind not in (_FULL, _WINDOW)]:
+                raise Problem(f"{unknown[0]!r} in layer_types, but only {_FULL} and {_WINDOW} are supported")
+            if len(kinds) != count:
+                raise Problem(f"{len(kinds)} layer_types for {count} layers (num_hidden_layers)")
+            if _WINDOW in kinds and not used:
+                raise Problem(f"{_WINDOW} in layer_types, but use_sliding_window False; make them agree")
         elif used and not self.by_number:
-            raise ConfigProblem(
-                "config.json has use_sliding_window True without layer_types; write which layers have windows"
-            )
+            raise Problem("use_sliding_window True without layer_types; write which layers have windows")
         elif used:
             # `get` refuses 0, which is valid here: all layers have windows.
             zero = config.config.get("max_window_layers") == 0
@@ -351,21 +340,6 @@ class WindowByLayer:
             kinds = [_WINDOW if number >= first else _FULL for number in range(count)]
         window = config.get("sliding_window", int, absent=4096) if used else None
         set_window(settings, window, [kind == _WINDOW for kind in kinds or [_FULL] * count])
-
-    def _check_layer_types(self, kinds: list[Any], count: int, used: bool) -> None:
-        unknown = [kind for kind in kinds if kind not in (_FULL, _WINDOW)]
-        if unknown:
-            raise ConfigProblem(
-                f"config.json has {unknown[0]!r} in layer_types, but only {_FULL} and {_WINDOW} are supported"
-            )
-        if len(kinds) != count:
-            raise ConfigProblem(
-                f"config.json has {len(kinds)} layer_types for {count} layers (num_hidden_layers)"
-            )
-        if _WINDOW in kinds and not used:
-            raise ConfigProblem(
-                f"config.json has {_WINDOW} in layer_types, but use_sliding_window False; make them agree"
-            )
 
     def write(self, settings: Settings) -> dict[str, Any]:
         window, layers = window_in(settings)

@@ -12,22 +12,15 @@ from typing import Any
 
 import torch
 
+from pentatron.checkpoint import links
 from pentatron.checkpoint.find import saved_architecture
 from pentatron.checkpoint.format import DamagedCheckpoint, Manifest, verify_files
-from pentatron.checkpoint.links import (
-    Link,
-    by_ours,
-    common_dtype,
-    reads_ours,
-    reads_theirs,
-    require_exact_dtype,
-    their_shapes,
-)
+from pentatron.checkpoint.links import Link
 from pentatron.checkpoint.load import WEIGHTS, StepReader
 from pentatron.checkpoint.store import Checkpoint, CheckpointStore
 from pentatron.checkpoint.streaming import Progress, Summary, save_streamed, split_into_files
 from pentatron.checkpoint.tensor_file import DTYPES, WEIGHT_DTYPES, ReadRectangle, TensorSpec, write_blocks
-from pentatron.errors import UserError
+from pentatron.errors import UserError, explained
 from pentatron.files import write_new_synced
 from pentatron.hf.folder import CONFIG, INDEX, SINGLE, HuggingFaceFolder, open_folder
 from pentatron.hf.model_config import config_from_settings, model_type_of, settings_from_folder
@@ -35,7 +28,6 @@ from pentatron.hf.small_files import FOLDER_NAME, copy_files, new_folder, small_
 from pentatron.hf.tensor_names import require_matching_tensors, tensor_links
 from pentatron.models.causal_lm import logical_shapes
 from pentatron.monitor.display import Display
-from pentatron.parallel.sharding import Shape
 from pentatron.settings.entry_points import EntryPoint
 from pentatron.settings.resolve import gather, resolve
 from pentatron.settings.run_config import RunConfig
@@ -78,17 +70,12 @@ def import_folder(
         outlines, values = tensors_of(folder, config, options)
         total = sum(outline.bytes for outline in outlines.values())
         progress = Progress(display, "importing", total)
-        read = progress.counting(values)
+        read = progress.counting(lambda name, *at: values(name.removeprefix(WEIGHTS), *at))
+        weights = {f"{WEIGHTS}{name}": outline for name, outline in outlines.items()}
+        state, settings = IMPORTED_RUN_STATE, config.nested()
         with new_folder(out, total) as new:
-            save_streamed(
-                CheckpointStore(new, keep=None),
-                step=0,
-                outlines={f"{WEIGHTS}{name}": outline for name, outline in outlines.items()},
-                read=lambda name, start, size: read(name.removeprefix(WEIGHTS), start, size),
-                run_state=IMPORTED_RUN_STATE,
-                config=config.nested(),
-                file_bytes=options.file_bytes,
-            )
+            store = CheckpointStore(new, keep=None)
+            save_streamed(store, 0, weights, read, state, settings, options.file_bytes)
             copy_files(files, new / FOLDER_NAME)
             seconds = progress.seconds
             if judge is not None:
@@ -104,12 +91,22 @@ def _summary(outlines: Mapping[str, TensorSpec], seconds: float) -> Summary:
 def tensors_of(
     folder: HuggingFaceFolder, config: RunConfig, options: ImportOptions
 ) -> tuple[dict[str, TensorSpec], ReadRectangle]:
-    """Returns the checkpoint tensors of the model in a folder, and a function that reads them."""
+    """Returns the checkpoint tensors of the model in a folder, and a function that reads them.
+
+    Their dtype defaults to that of the source.
+    """
     model_type = model_type_of(folder.config)
-    links = tensor_links(model_type, config.model, config.moe, folder.tensors)
-    require_matching_tensors(links, folder, model_type)
-    outlines = _imported_outlines(folder, links, logical_shapes(config.model, config.moe), options)
-    return outlines, reads_ours(links, folder.read, outlines)
+    linked = tensor_links(model_type, config.model, config.moe, folder.tensors)
+    require_matching_tensors(linked, folder, model_type)
+    shapes = logical_shapes(config.model, config.moe)
+    outlines: dict[str, TensorSpec] = {}
+    for ours, group in links.by_ours(linked).items():
+        stored = {link.theirs: WEIGHT_DTYPES[folder.tensors[link.theirs].dtype] for link in group}
+        if options.dtype is not None and not options.allow_narrowing:
+            for theirs, dtype in stored.items():
+                links.require_exact_dtype(theirs, dtype, options.dtype)
+        outlines[ours] = TensorSpec(options.dtype or links.common_dtype(stored.values()), shapes[ours])
+    return outlines, links.reads_ours(linked, folder.read, outlines)
 
 
 def config_for(settings: Mapping[str, Any]) -> RunConfig:
@@ -118,20 +115,6 @@ def config_for(settings: Mapping[str, Any]) -> RunConfig:
     draft.assign("config.json", **settings)
     draft.assign("config.json", seq_length=draft.max_position_embeddings)
     return resolve(draft, Facts(world_size=1)).config
-
-
-def _imported_outlines(
-    folder: HuggingFaceFolder, links: Sequence[Link], shapes: Mapping[str, Shape], options: ImportOptions
-) -> dict[str, TensorSpec]:
-    """Returns dtype and shape of the checkpoint tensors; the dtype defaults to that of the source."""
-    outlines: dict[str, TensorSpec] = {}
-    for ours, group in by_ours(links).items():
-        stored = {link.theirs: WEIGHT_DTYPES[folder.tensors[link.theirs].dtype] for link in group}
-        if options.dtype is not None and not options.allow_narrowing:
-            for theirs, dtype in stored.items():
-                require_exact_dtype(theirs, dtype, options.dtype)
-        outlines[ours] = TensorSpec(options.dtype or common_dtype(stored.values()), shapes[ours])
-    return outlines
 
 
 @dataclass(frozen=True)
@@ -151,9 +134,9 @@ def export_step(
     model, moe = saved_architecture(found)
     model_files = found.folder.parent / FOLDER_NAME
     config = config_from_settings(model, moe, _original_config(model_files))
-    links = tensor_links(config["model_type"], model, moe)
+    linked = tensor_links(config["model_type"], model, moe)
     _require_weights(found, logical_shapes(model, moe))
-    outlines = _exported_outlines(found.manifest, links, options)
+    outlines = _exported(found.manifest, linked, options)
     bytes_of: Counter[torch.dtype] = Counter()
     for outline in outlines.values():
         bytes_of[outline.dtype] += outline.bytes
@@ -164,12 +147,8 @@ def export_step(
     progress = Progress(display, "exporting", total)
     with new_folder(out, total) as new:
         with StepReader(found.folder, found.manifest) as step, _verifying_checksums(found, options.check):
-
-            def read_weight(name: str, start: Shape, size: Shape) -> torch.Tensor:
-                return step.read(f"{WEIGHTS}{name}", start, size)
-
-            read = progress.counting(reads_theirs(links, read_weight, outlines))
-            _write_shards(new, outlines, read, options.file_bytes)
+            read = links.reads_theirs(linked, lambda name, *at: step.read(f"{WEIGHTS}{name}", *at), outlines)
+            _write_shards(new, outlines, progress.counting(read), options.file_bytes)
         write_new_synced(new / CONFIG, _json(config))
         copy_files((path for path in small_files(model_files, options.tokenizer) if path.name != CONFIG), new)
         seconds = progress.seconds
@@ -196,10 +175,8 @@ def _original_config(folder: Path) -> dict[str, Any] | None:
     path = folder / CONFIG
     if not path.is_file():
         return None
-    try:
+    with explained(ValueError, f"{path} is not JSON", "remove it, or put the right one there"):
         config = parse_json(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}); remove it, or put the right one there") from None
     return config if isinstance(config, dict) else None
 
 
@@ -209,35 +186,30 @@ def _require_weights(found: Checkpoint, shapes: Mapping[str, Sequence[int]]) -> 
     stored = {name.removeprefix(WEIGHTS): kept.shape for name, kept in tensors if name.startswith(WEIGHTS)}
     problems = [f"{name} is missing" for name in shapes if name not in stored]
     problems += [f"{name} has no place in the model" for name in stored if name not in shapes]
-    problems += [
-        f"{name} is {list(stored[name])}, not {list(shape)}"
-        for name, shape in shapes.items()
-        if name in stored and stored[name] != tuple(shape)
-    ]
+    differing = [name for name in shapes if name in stored and stored[name] != tuple(shapes[name])]
+    problems += [f"{name} is {list(stored[name])}, not {list(shapes[name])}" for name in differing]
     if problems:
         raise UserError(
             f"the weights in {found.folder} are not those of the model it describes ({len(problems)} of them): {problems[0]}"
         )
 
 
-def _exported_outlines(
-    manifest: Manifest, links: Sequence[Link], options: ExportOptions
-) -> dict[str, TensorSpec]:
+def _exported(manifest: Manifest, linked: Sequence[Link], options: ExportOptions) -> dict[str, TensorSpec]:
     """Returns dtype and shape of the exported tensors.
 
     The fp32 master weights of a mixed-precision run are exported in the dtype it computed in.
     """
-    stored: dict[str, set[torch.dtype]] = defaultdict(set)
-    for link in links:
-        stored[link.theirs].add(DTYPES[manifest.tensors[f"{WEIGHTS}{link.ours}"].dtype])
     trained = trained_dtype(manifest)
     wanted = options.dtype or trained
+    stored: dict[str, set[torch.dtype]] = defaultdict(set)
+    for link in linked:
+        stored[link.theirs].add(DTYPES[manifest.tensors[f"{WEIGHTS}{link.ours}"].dtype])
     if wanted is not None and wanted != trained and not options.allow_narrowing:
         for theirs, dtypes in stored.items():
             for dtype in dtypes:
-                require_exact_dtype(theirs, dtype, wanted)
-    shapes = their_shapes(links).items()
-    return {theirs: TensorSpec(wanted or common_dtype(stored[theirs]), shape) for theirs, shape in shapes}
+                links.require_exact_dtype(theirs, dtype, wanted)
+    chosen = {theirs: wanted or links.common_dtype(dtypes) for theirs, dtypes in stored.items()}
+    return {theirs: TensorSpec(chosen[theirs], shape) for theirs, shape in links.their_shapes(linked).items()}
 
 
 class DamagedStep(UserError):
@@ -255,23 +227,22 @@ def _verifying_checksums(found: Checkpoint, enabled: bool) -> Iterator[None]:
         except (DamagedCheckpoint, OSError) as error:
             damage.append(error)
 
+    if not enabled:
+        yield
+        return
     # A daemon thread does not delay the exit of a process that is stopped.
     thread = threading.Thread(target=verify, daemon=True)
-    if enabled:
-        thread.start()
+    thread.start()
     yield
-    if enabled:
-        thread.join()
+    thread.join()
     if damage:
         kind = DamagedStep if isinstance(damage[0], DamagedCheckpoint) else UserError
         raise kind(f"{damage[0]}; name another step, or --no-check to export it all the same") from damage[0]
 
 
-def _write_shards(
-    folder: Path, outlines: Mapping[str, TensorSpec], read: ReadRectangle, shard_bytes: int
-) -> None:
+def _write_shards(folder: Path, outlines: Mapping[str, TensorSpec], read: ReadRectangle, limit: int) -> None:
     """Writes one safetensors file, or several with an index, with the names that transformers uses."""
-    groups = list(split_into_files(outlines, shard_bytes))
+    groups = list(split_into_files(outlines, limit))
     files: dict[str, str] = {}
     for number, group in enumerate(groups, 1):
         name = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"

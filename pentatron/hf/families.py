@@ -93,7 +93,6 @@ def _llama_family(
 
 
 _PRE_SOFTMAX = Key("norm_topk_prob", "moe_router_pre_softmax", bool, False, inverted=True)
-_EXPERTS: dict[str, Any] = {"moe_router_score_function": "softmax"}
 
 FAMILIES: dict[str, Family] = {
     "gpt2": Family(
@@ -153,7 +152,7 @@ FAMILIES: dict[str, Family] = {
         ),
         (Heads(32, 8), Rotary(1e6), WindowEverywhere(None)),
         {"router_jitter_noise": (0.0,)},
-        **_EXPERTS,
+        moe_router_score_function="softmax",
         moe_router_pre_softmax=False,
         moe_layer_freq="1",
     ),
@@ -168,7 +167,7 @@ FAMILIES: dict[str, Family] = {
             Key("qkv_bias", "add_qkv_bias", bool, True),
         ),
         (Heads(16, 16), Rotary(), WindowByLayer(by_number=False), LayersWithExperts()),
-        **_EXPERTS,
+        moe_router_score_function="softmax",
         moe_shared_expert_gate=True,
     ),
     "qwen3_moe": _llama_family(
@@ -181,7 +180,7 @@ FAMILIES: dict[str, Family] = {
             _ATTENTION_BIAS,
         ),
         (Heads(32, 4), Rotary(), WindowEverywhere(4096, switched=True), LayersWithExperts()),
-        **_EXPERTS,
+        moe_router_score_function="softmax",
         qk_layernorm=True,
     ),
 }

@@ -4,8 +4,8 @@ Everything except the values of the weights is checked at open. An index may onl
 folder. Files may be symbolic links to any place, as in the cache of huggingface_hub.
 """
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from pentatron.checkpoint.manifest_checks import read_json
-from pentatron.errors import UserError
+from pentatron.errors import UserError, explained
 from pentatron.parallel.sharding import Shape
 from pentatron.text import one_line
 
@@ -33,14 +33,13 @@ class StoredTensor:
 
 
 @dataclass(frozen=True, eq=False)
-class HuggingFaceFolder(AbstractContextManager["HuggingFaceFolder"]):
-    """An open model folder; a context manager that closes its files. Weights are read on demand."""
+class HuggingFaceFolder:
+    """An open model folder. Weights are read on demand."""
 
     path: Path
     config: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor]
     _files: Mapping[str, Any]
-    _closing: ExitStack
 
     def read(self, name: str, start: Shape, size: Shape) -> Tensor:
         """Reads a slice of a tensor, possibly a view that is only valid while the folder is open."""
@@ -49,18 +48,20 @@ class HuggingFaceFolder(AbstractContextManager["HuggingFaceFolder"]):
         # A 0-dimensional tensor has no slices.
         return file.get_slice(name)[index] if index else file.get_tensor(name)
 
-    def __exit__(self, *error: object) -> None:
-        self._closing.close()
 
-
-def open_folder(path: Path) -> HuggingFaceFolder:
+@contextmanager
+def open_folder(path: Path) -> Iterator[HuggingFaceFolder]:
     """Opens a folder and checks that all files it names exist, are complete and define each tensor once."""
     if not path.is_dir():
         raise UserError(
             f"{path} is not a folder; give one with {CONFIG} and {SINGLE}, as save_pretrained writes it"
         )
-    config = _read_config(path)
-    expected = _weight_files(path)
+    if not (path / CONFIG).exists():
+        raise UserError(
+            f"{path} has no {CONFIG}, so it is no Hugging Face model; give the folder save_pretrained wrote"
+            + (" (checkpoints are loaded as they are: --load)" if (path / "latest").exists() else "")
+        )
+    config, expected = _read_json(path / CONFIG), _weight_files(path)
     with ExitStack() as closing:
         files = {name: _open_file(path / name, closing) for name in expected}
         tensors: dict[str, StoredTensor] = {}
@@ -70,16 +71,13 @@ def open_folder(path: Path) -> HuggingFaceFolder:
                 tensors[key] = StoredTensor(name, stored.get_dtype(), tuple(stored.get_shape()))
         if not tensors:
             raise UserError(f"{path} holds no weights: {SINGLE} is empty; download or save the model again")
-        return HuggingFaceFolder(path, config, tensors, files, closing.pop_all())
+        yield HuggingFaceFolder(path, config, tensors, files)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = read_json(path)
-    except ValueError as error:
-        raise UserError(
-            f"{path} is not JSON ({error}); it is damaged: download or save the model again"
-        ) from None
+        with explained(ValueError, f"{path} is not JSON", "it is damaged: download or save the model again"):
+            content = read_json(path)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     if not isinstance(content, dict):
@@ -87,15 +85,6 @@ def _read_json(path: Path) -> dict[str, Any]:
             f"{path} holds a {type(content).__name__}, not a JSON object; download or save the model again"
         )
     return content
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    if not (path / CONFIG).exists():
-        raise UserError(
-            f"{path} has no {CONFIG}, so it is no Hugging Face model; give the folder save_pretrained wrote"
-            + (" (checkpoints are loaded as they are: --load)" if (path / "latest").exists() else "")
-        )
-    return _read_json(path / CONFIG)
 
 
 def _weight_files(path: Path) -> dict[str, set[str] | None]:
@@ -109,8 +98,7 @@ def _weight_files(path: Path) -> dict[str, set[str] | None]:
         return {SINGLE: None}
     if index:
         return _files_of_index(path)
-    pickled = [name for name in _PICKLED if (path / name).exists()]
-    if pickled:
+    if pickled := [name for name in _PICKLED if (path / name).exists()]:
         raise UserError(
             f"{path} has its weights in {pickled[0]} alone, which may run code when it is read; convert it where you trust it: "
             f"AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
@@ -129,8 +117,7 @@ def _files_of_index(path: Path) -> dict[str, set[str] | None]:
                 f"{path / INDEX} says that {key} is in {file!r}, which is not a file of this folder; such an index is refused"
             )
         expected.setdefault(file, set()).add(key)
-    missing = sorted(file for file in expected if not (path / file).is_file())
-    if missing:
+    if missing := sorted(file for file in expected if not (path / file).is_file()):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise UserError(
             f"{path} lacks {missing[0]}{more} of the {len(expected)} files in {INDEX}; complete the download"
@@ -145,21 +132,17 @@ def _open_file(path: Path, closing: ExitStack) -> Any:
         raise UserError(
             "reading a Hugging Face folder needs the safetensors library: pip install safetensors"
         ) from None
-    try:
+    with explained((SafetensorError, OSError, ValueError), f"{path} is damaged", "download or save it again"):
         return closing.enter_context(safe_open(path, framework="pt"))
-    except (SafetensorError, OSError, ValueError) as error:
-        raise UserError(f"{path} is damaged ({error}); download or save it again") from None
 
 
 def _checked_keys(path: Path, file: str, found: set[str], expected: set[str] | None) -> list[str]:
     """Returns the sorted keys of a file, checked against the index."""
     if expected is not None and found != expected:
         lost, extra = sorted(expected - found), sorted(found - expected)
-        what = (
-            f"{lost[0]} is not in {file}"
-            if lost
-            else f"{file} holds {extra[0]}, which it does not list there"
-        )
+        what = f"{file} holds {extra[0]}, which it does not list there" if extra else ""
+        if lost:
+            what = f"{lost[0]} is not in {file}"
         raise UserError(
             f"{path / INDEX} does not fit its files: {what} ({len(lost)} keys missing, {len(extra)} too many); "
             f"download or save the model again"

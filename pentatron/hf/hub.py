@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from pentatron.errors import UserError
 
@@ -34,12 +35,9 @@ def resolve_folder(name: str, network: bool = True, files: Sequence[str] = WANTE
     except ImportError:
         reason = "the huggingface_hub library is missing: pip install huggingface-hub"
         raise _unavailable(name, reason) from None
-    wanted, unwanted = list(files), list(UNWANTED_FILES)
+    patterns: dict[str, Any] = {"allow_patterns": list(files), "ignore_patterns": list(UNWANTED_FILES)}
     try:
-        folder = snapshot_download(
-            name, allow_patterns=wanted, ignore_patterns=unwanted, local_files_only=not network
-        )
-        return Path(folder)
+        return Path(snapshot_download(name, local_files_only=not network, **patterns))
     except errors.RepositoryNotFoundError:
         raise UserError(
             f"there is no folder {name} here, and the hub has no model of that name that you may see; check the spelling, "

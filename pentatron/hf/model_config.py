@@ -8,17 +8,9 @@ from typing import Any
 
 from pentatron.checkpoint.manifest_checks import implausible
 from pentatron.errors import ConfigError, UserError
-from pentatron.hf.config_reader import (
-    ORIGIN,
-    SCALINGS,
-    ConfigProblem,
-    ConfigReader,
-    layer_list,
-    scaling_settings,
-    set_window,
-    window_in,
-)
-from pentatron.hf.families import FAMILIES, INERT, NEUTRAL, Family
+from pentatron.hf import config_reader
+from pentatron.hf.config_reader import ORIGIN, SCALINGS, ConfigReader, Problem
+from pentatron.hf.families import FAMILIES, INERT, NEUTRAL
 from pentatron.hf.folder import HuggingFaceFolder
 from pentatron.settings.model import MoEConfig, TransformerConfig, moe_layers
 from pentatron.settings.parameters import has_mlp_bias, has_proj_bias, has_qkv_bias
@@ -35,7 +27,7 @@ _NO_EFFECT = frozenset(
 )
 # Settings that follow from other settings.
 _IMPLIED = frozenset({"group_query_attention", "add_bias_linear"})
-_SCALINGS = frozenset[str]().union(*map(scaling_settings, SCALINGS))
+_SCALINGS = frozenset[str]().union(*map(config_reader.scaling_settings, SCALINGS))
 # Lists of layers are built before the weights are checked, so a damaged number must not exhaust memory.
 _MOST_LAYERS = 100_000
 # Written explicitly: the configuration classes of transformers have other defaults.
@@ -57,9 +49,7 @@ def model_type_of(config: Mapping[str, Any]) -> str:
         raise UserError(f"config.json has no model_type; write which it is: {known}")
     close = difflib.get_close_matches(str(model_type), FAMILIES, n=1, cutoff=_SIMILARITY)
     hint = f"; did you mean {close[0]}?" if close else ""
-    raise UserError(
-        f"config.json has model_type {model_type!r}, but the families known here are {known}{hint}"
-    )
+    raise UserError(f"{ORIGIN} has model_type {model_type!r}, but the families known here are {known}{hint}")
 
 
 def settings_from_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,9 +68,7 @@ def settings_from_config(config: Mapping[str, Any]) -> dict[str, Any]:
             value = reader.one_of((key.theirs, *key.also.split()), key.kind, key.default)
         settings.assign(ORIGIN, **dict.fromkeys(key.ours.split(), not value if key.inverted else value))
     if settings.num_layers > _MOST_LAYERS:
-        raise UserError(
-            f"config.json says {settings.num_layers} layers, which no model has; download it again"
-        )
+        raise UserError(f"{ORIGIN} says {settings.num_layers} layers, which no model has; download it again")
     for part in family.parts:
         reader.read.update(part.keys)
         with _collected(problems):
@@ -107,10 +95,10 @@ def settings_from_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _collected(problems: list[str]) -> Iterator[None]:
-    """Appends the ConfigProblem of the block, if any."""
+    """Appends the Problem of the block, if any."""
     try:
         yield
-    except ConfigProblem as problem:
+    except Problem as problem:
         problems.append(str(problem))
 
 
@@ -138,7 +126,14 @@ def config_from_settings(
     first = [name for name in FAMILIES if original and name == original.get("model_type")]
     differences: dict[str, list[str]] = {}
     for model_type in dict.fromkeys([*first, *FAMILIES]):
-        config = _config_for_family(model_type, FAMILIES[model_type], wanted)
+        family = FAMILIES[model_type]
+        config: dict[str, Any] = {"architectures": [family.architecture], "model_type": model_type}
+        for key in family.keys:
+            value = getattr(wanted, key.ours.split()[0])
+            config[key.theirs] = not value if key.inverted else value
+        config |= {name: allowed[0] for name, allowed in family.required.items()}
+        for part in family.parts:
+            config |= part.write(wanted)
         try:
             differences[model_type] = _differences(settings_from_config(config), wanted)
         except UserError:
@@ -159,20 +154,9 @@ def _canonical(settings: Settings) -> Settings:
     canonical = settings.changed(add_qkv_bias=qkv, add_proj_bias=projection, add_mlp_bias=mlp)
     if canonical.num_experts:
         sparse = moe_layers(canonical.moe_layer_freq, canonical.num_layers)
-        canonical = canonical.changed(moe_layer_freq="1" if all(sparse) else layer_list(sparse))
-    set_window(canonical, *window_in(canonical))
+        canonical = canonical.changed(moe_layer_freq="1" if all(sparse) else config_reader.layer_list(sparse))
+    config_reader.set_window(canonical, *config_reader.window_in(canonical))
     return canonical
-
-
-def _config_for_family(model_type: str, family: Family, settings: Settings) -> dict[str, Any]:
-    config: dict[str, Any] = {"architectures": [family.architecture], "model_type": model_type}
-    for key in family.keys:
-        value = getattr(settings, key.ours.split()[0])
-        config[key.theirs] = not value if key.inverted else value
-    config |= {key_name: allowed[0] for key_name, allowed in family.required.items()}
-    for part in family.parts:
-        config |= part.write(settings)
-    return config
 
 
 def _differences(read: Mapping[str, Any], wanted: Settings) -> list[str]:
@@ -191,5 +175,5 @@ def _relevant_settings(settings: Settings) -> set[str]:
     if not settings.num_experts:
         names -= {*_MOE_FIELDS} - {"num_experts"}
     if settings.position_embedding_type == "rope":
-        return names - (_SCALINGS - scaling_settings(settings.rope_scaling_type))
+        return names - (_SCALINGS - config_reader.scaling_settings(settings.rope_scaling_type))
     return {name for name in names if not name.startswith(("rotary_", "rope_", "yarn_"))}

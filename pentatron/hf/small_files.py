@@ -8,17 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from pentatron import files
 from pentatron.data.tokenizer import FileTokenizer
-from pentatron.errors import UserError
-from pentatron.files import (
-    atomic_folder,
-    fsync_folder,
-    hidden_name,
-    hidden_names,
-    remove_leftover_folders,
-    rename,
-    write_file,
-)
+from pentatron.errors import UserError, explained
 from pentatron.hf.folder import CONFIG
 from pentatron.text import decimal_size, in_mib
 
@@ -32,25 +24,23 @@ _TOKENIZER = (
 
 
 @contextmanager
-def new_folder(wanted: Path, needs_bytes: int) -> Iterator[Path]:
-    """Yields a temporary folder, renamed to `wanted` after the block or removed after an error."""
-    final = wanted.resolve()
+def new_folder(path: Path, needs_bytes: int) -> Iterator[Path]:
+    """Yields a temporary folder, renamed to `path` after the block or removed after an error."""
+    final = path.resolve()
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
-        raise UserError(
-            f"{wanted} exists already and nothing is overwritten; name a new folder, or remove it"
-        )
+        raise UserError(f"{path} exists already and nothing is overwritten; name a new folder, or remove it")
     parents = [folder for folder in final.parents if not folder.exists()]
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         # Before the check for space: leftovers of killed processes may fill the disk.
-        remove_leftover_folders(final)
+        files.remove_leftover_folders(final)
         free = _free(final)
         if free < needs_bytes:
             raise UserError(
                 f"{final} would take {decimal_size(needs_bytes)} and {decimal_size(free)} are free there; make room, or choose "
                 f"another disk"
             )
-        with atomic_folder(final) as folder:
+        with files.atomic_folder(final) as folder:
             yield folder
     except BaseException as error:
         for folder in parents:
@@ -58,9 +48,9 @@ def new_folder(wanted: Path, needs_bytes: int) -> Iterator[Path]:
             with suppress(OSError):
                 folder.rmdir()
         if isinstance(error, OSError):
-            reason = f"{error.filename or wanted}: {error.strerror or error}"
+            reason = f"{error.filename or path}: {error.strerror or error}"
             raise UserError(
-                f"{wanted} could not be written ({reason}; {in_mib(_free(final))} MiB free); nothing was left behind"
+                f"{path} could not be written ({reason}; {in_mib(_free(final))} MiB free); nothing was left behind"
             ) from None
         raise
 
@@ -77,31 +67,27 @@ def small_files(folder: Path, tokenizer: Sequence[Path] = ()) -> list[Path]:
 
 def tokenizer_files(place: Path) -> list[Path]:
     """Returns the tokenizer files in a folder, or the given file itself."""
-    files = [place] if place.is_file() else list(filter(_is_tokenizer_file, _files(place)))
-    if not files:
+    paths = [place] if place.is_file() else list(filter(_is_tokenizer_file, _files(place)))
+    if not paths:
         raise UserError(
             f"{place} has no tokenizer files such as tokenizer.json; name the folder of a tokenizer"
         )
-    return files
+    return paths
 
 
-def unusable_file_warnings(files: Iterable[Path]) -> list[str]:
+def unusable_file_warnings(paths: Iterable[Path]) -> list[str]:
     """Returns warnings about files that are copied but cannot be used here.
 
     Raises UserError for a file that is not JSON. A tokenizer that the installed library cannot read is
     only a warning.
     """
     warnings = []
-    for path in files:
+    for path in paths:
         if path.suffix != ".json":
             continue
-        try:
+        advice = "copy or download it again, or copy another tokenizer with --tokenizer DIR"
+        with explained((ValueError, RecursionError), f"{path} is damaged: it is not JSON", advice):
             json.loads(path.read_bytes())
-        except (ValueError, RecursionError) as error:
-            raise UserError(
-                f"{path} is damaged: it is not JSON ({error}); copy or download it again, or copy another tokenizer with "
-                "--tokenizer DIR"
-            ) from None
         if path.name == "tokenizer.json" and importlib.util.find_spec("tokenizers") is not None:
             try:
                 FileTokenizer(path)
@@ -113,8 +99,8 @@ def unusable_file_warnings(files: Iterable[Path]) -> list[str]:
     return warnings
 
 
-def has_tokenizer(files: Iterable[Path]) -> bool:
-    return any(map(_is_tokenizer_file, files))
+def has_tokenizer(paths: Iterable[Path]) -> bool:
+    return any(map(_is_tokenizer_file, paths))
 
 
 def _files(folder: Path) -> list[Path]:
@@ -125,17 +111,17 @@ def _is_tokenizer_file(path: Path) -> bool:
     return any(fnmatch.fnmatch(path.name, pattern) for pattern in _TOKENIZER)
 
 
-def copy_files(files: Iterable[Path], folder: Path) -> None:
+def copy_files(paths: Iterable[Path], folder: Path) -> None:
     folder.mkdir(exist_ok=True)
-    for path in files:
+    for path in paths:
         # Only the content: files in the hub's cache are symbolic links and often read-only.
-        write_file(folder / path.name, path.read_bytes())
+        files.write_file(folder / path.name, path.read_bytes())
 
 
 def copy_model_files(source: Path, checkpoints: Path) -> None:
     """Copies the small files of a folder to the checkpoints of a run that starts from its weights."""
-    files, target = small_files(source), checkpoints / FOLDER_NAME
-    if not files or source.resolve() == target.resolve():
+    paths, target = small_files(source), checkpoints / FOLDER_NAME
+    if not paths or source.resolve() == target.resolve():
         return
     # An existing folder is only replaced if it contains nothing else.
     if target.exists() and not (target.is_dir() and set(target.iterdir()) <= set(small_files(target))):
@@ -144,12 +130,12 @@ def copy_model_files(source: Path, checkpoints: Path) -> None:
             f"--save"
         )
     # Copied under a temporary name first, so that an incomplete copy is never used.
-    for leftover in hidden_names(target):
+    for leftover in files.hidden_names(target):
         shutil.rmtree(leftover, ignore_errors=True)
-    temporary = hidden_name(target)
-    copy_files(files, temporary)
+    temporary = files.hidden_name(target)
+    copy_files(paths, temporary)
     if target.exists():
         # Left by an earlier start of the run.
         shutil.rmtree(target)
-    rename(temporary, target)
-    fsync_folder(checkpoints)
+    files.rename(temporary, target)
+    files.fsync_folder(checkpoints)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from pentatron.checkpoint.links import Link, NameTable, Source, TableRow, by_ours, fill, their_shapes
+from pentatron.checkpoint import links
+from pentatron.checkpoint.links import Link, NameTable, Source, TableRow
 from pentatron.checkpoint.tensor_file import WEIGHT_DTYPES, blocks, represents_exactly
 from pentatron.errors import UserError
 from pentatron.hf.folder import HuggingFaceFolder
@@ -23,15 +24,13 @@ _UNKNOWN = "this family of models has no tensor like {ours}; choose another fami
 class FamilyNames:
     """The tensor names of a family.
 
-    `base` is the prefix that files of the base model omit. `tied_copy` is the name of the output layer,
-    under which a file may contain a tied `embedding` again. `ignored` are patterns of buffers that the
-    model computes.
+    `base` is the prefix that files of the base model omit. A file may contain a tied `embedding` again, as
+    the output layer. `ignored` are patterns of buffers that the model computes.
     """
 
     table: NameTable
     base: str
     embedding: str
-    tied_copy: str
     ignored: tuple[str, ...]
 
 
@@ -93,7 +92,7 @@ _ROTARY = (r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"(model\.
 
 
 def _llama(*mlp: TableRow) -> FamilyNames:
-    return FamilyNames(NameTable((*_LLAMA, *mlp), _UNKNOWN), "model.", _EMBEDDING, _HEAD, _ROTARY)
+    return FamilyNames(NameTable((*_LLAMA, *mlp), _UNKNOWN), "model.", _EMBEDDING, _ROTARY)
 
 
 _DENSE = _llama(*_gated("layers.{layer}.mlp", _MLP))
@@ -121,7 +120,7 @@ _GPT2_ROWS = (
     _same("head.weight", _HEAD),
 )
 _MASKS = (r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",)
-_GPT2 = FamilyNames(NameTable(_GPT2_ROWS, _UNKNOWN), "transformer.", "{base}wte.weight", _HEAD, _MASKS)
+_GPT2 = FamilyNames(NameTable(_GPT2_ROWS, _UNKNOWN), "transformer.", "{base}wte.weight", _MASKS)
 
 NAME_TABLES: dict[str, FamilyNames] = {
     "gpt2": _GPT2,
@@ -157,45 +156,38 @@ def load_weights(
     folder is checked first, so that no target is modified if it does not fit.
     """
     model_type = model_type_of(folder.config)
-    links = tensor_links(model_type, model, moe, folder.tensors)
-    require_matching_tensors(links, folder, model_type)
-    links_by_tensor = by_ours(links)
+    linked = tensor_links(model_type, model, moe, folder.tensors)
+    require_matching_tensors(linked, folder, model_type)
+    by_tensor = links.by_ours(linked)
     targets = list(targets)
     for target in targets:
-        if target.tensor not in links_by_tensor:
+        if target.tensor not in by_tensor:
             raise UserError(
                 f"this model has {target.tensor}, which no {model_type} model has, so {folder.path} cannot fill it; use the family's "
                 f"own layers, or start from other weights"
             )
-        for link in links_by_tensor[target.tensor]:
-            _require_precision(folder, link, target, allow_narrowing)
+        for link in by_tensor[target.tensor]:
+            stored, kept = WEIGHT_DTYPES[folder.tensors[link.theirs].dtype], target.values.dtype
+            if not allow_narrowing and not represents_exactly(kept, stored):
+                names = [str(dtype).removeprefix("torch.") for dtype in (stored, kept)]
+                raise UserError(
+                    f"{folder.path} holds {link.theirs} as {names[0]}, and {names[1]} cannot hold all of its values; to have them rounded, "
+                    f"import the folder first (pentatron import {folder.path} OUT --dtype fp32 --allow-narrowing) and load OUT"
+                )
     with torch.no_grad():
         for target in targets:
-            fill(target, links_by_tensor[target.tensor], folder.read)
+            links.fill(target, by_tensor[target.tensor], folder.read)
 
 
-def _require_precision(
-    folder: HuggingFaceFolder, link: Link, target: Fragment, allow_narrowing: bool
-) -> None:
-    """Raises UserError if the dtype of the target cannot represent all stored values."""
-    stored, kept = WEIGHT_DTYPES[folder.tensors[link.theirs].dtype], target.values.dtype
-    if not allow_narrowing and not represents_exactly(kept, stored):
-        names = [str(dtype).removeprefix("torch.") for dtype in (stored, kept)]
-        raise UserError(
-            f"{folder.path} holds {link.theirs} as {names[0]}, and {names[1]} cannot hold all of its values; to have them rounded, "
-            f"import the folder first (pentatron import {folder.path} OUT --dtype fp32 --allow-narrowing) and load OUT"
-        )
-
-
-def require_matching_tensors(links: Collection[Link], folder: HuggingFaceFolder, model_type: str) -> None:
+def require_matching_tensors(linked: Collection[Link], folder: HuggingFaceFolder, model_type: str) -> None:
     """Raises UserError unless the folder has exactly the expected tensors."""
-    family, shapes = NAME_TABLES[model_type], their_shapes(links)
+    family, shapes = NAME_TABLES[model_type], links.their_shapes(linked)
     problems = []
     for name, shape in shapes.items():
         stored = folder.tensors.get(name)
         if stored is None:
             hint = " (set tie_word_embeddings to true if it is the embedding)"
-            problems.append(f"{name} is missing{hint if name == family.tied_copy else ''}")
+            problems.append(f"{name} is missing{hint if name == _HEAD else ''}")
         elif stored.shape != shape:
             problems.append(f"{name} is {list(stored.shape)}, not {list(shape)}")
         elif stored.dtype not in WEIGHT_DTYPES:
@@ -203,7 +195,7 @@ def require_matching_tensors(links: Collection[Link], folder: HuggingFaceFolder,
     for name in folder.tensors:
         if name in shapes or any(re.fullmatch(pattern, name) for pattern in family.ignored):
             continue
-        if name == family.tied_copy:
+        if name == _HEAD:
             problems += _tied_copy_problem(folder, family)
         else:
             problems.append(f"{name} has no place in this model")
@@ -220,14 +212,14 @@ def _tied_copy_problem(folder: HuggingFaceFolder, family: FamilyNames) -> list[s
     embedding = next((name for name in names if name in folder.tensors), None)
     if embedding is None:
         return []
-    head, other = folder.tensors[family.tied_copy], folder.tensors[embedding]
+    head, other = folder.tensors[_HEAD], folder.tensors[embedding]
     alike = head.shape == other.shape and head.dtype == other.dtype and head.dtype in WEIGHT_DTYPES
     if alike and all(
-        torch.equal(folder.read(family.tied_copy, *block), folder.read(embedding, *block))
+        torch.equal(folder.read(_HEAD, *block), folder.read(embedding, *block))
         for block in blocks(head.shape, WEIGHT_DTYPES[head.dtype].itemsize)
     ):
         return []
     return [
-        f"{family.tied_copy} differs from {embedding}, but config.json says tie_word_embeddings, so one of them is wrong (set "
+        f"{_HEAD} differs from {embedding}, but config.json says tie_word_embeddings, so one of them is wrong (set "
         f"tie_word_embeddings to false if the model has both)"
     ]

@@ -27,6 +27,7 @@ from pentatron.data.datasets import (
     required_samples,
 )
 from pentatron.data.gpt_dataset import GPTDataset
+from pentatron.data.identity import DataIdentity
 from pentatron.data.loader import EpochShuffle, FiniteDataset
 from pentatron.data.sampling import SPLIT_NAMES, IndexCache, Sample
 from pentatron.errors import UserError
@@ -219,12 +220,12 @@ def provided_data(
     built = datasets.train.plan.opened if isinstance(datasets.train, PlannedDataset) else None
     source = plan.planned[0].opened if plan.planned else None
     if built is not None:
-        names, fingerprint = built.names, built.fingerprint
+        names, fingerprint = built.names, built.identity.fingerprint
     else:
         names = (type(datasets.train).__name__,)
         length = len(datasets.train) if isinstance(datasets.train, FiniteDataset) else "without end"
         # The length of a dataset around the builder's depends on the length of the run, which may change.
-        fingerprint = f"{names[0]} {length if source is None else source.fingerprint}"
+        fingerprint = f"{names[0]} {length if source is None else source.identity.fingerprint}"
 
     def order(numbers: OrderSizes, cache: IndexCache) -> SplitDatasets:
         for planned in plan.planned:
@@ -235,8 +236,9 @@ def provided_data(
         return SplitDatasets(train, valid, test)
 
     if source is None:
-        return OpenedData(order, None, names, fingerprint, depends_on_length=False)
-    return dataclasses.replace(source, order=order, names=names, fingerprint=fingerprint)
+        return OpenedData(order, None, names, DataIdentity(fingerprint), depends_on_length=False)
+    identity = dataclasses.replace(source.identity, fingerprint=fingerprint)
+    return dataclasses.replace(source, order=order, names=names, identity=identity)
 
 
 def _checked(returned: Any) -> SplitDatasets:

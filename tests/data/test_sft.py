@@ -207,7 +207,7 @@ def test_several_files_are_one_set(tmp_path: Path) -> None:
     assert found.drawn(0, 48) == {str(names[0]): 32, str(names[1]): 16}
     assert any(line.startswith(f"training, {names[1]}: 8 conversations") for line in said.lines)
     other = opened(names[0], tmp_path, "--data-path", str(names[1]), str(names[0]), *both[3:])
-    assert other.fingerprint != opened(names[0], tmp_path, *both).fingerprint
+    assert other.identity != opened(names[0], tmp_path, *both).identity
     with pytest.raises(UserError, match=r"there is no file .*absent\.jsonl"):
         build(names[0], tmp_path, "--data-path", str(names[0]), "absent.jsonl")
 

@@ -13,7 +13,14 @@ import pytest
 from pentatron.checksums import BlockChecksums
 from pentatron.data.indexed import BLOCK_BYTES, IndexedDataset, TokenizerIdentity, read_sidecar, stored_sums
 from pentatron.data.indexed_writer import IndexedDatasetWriter, merge
-from pentatron.data.inspect import describe, document_lengths, require_same_tokenizer, seal, verify
+from pentatron.data.inspect import (
+    describe,
+    document_lengths,
+    histogram_lines,
+    require_same_tokenizer,
+    seal,
+    verify,
+)
 from pentatron.data.tokenizer import ByteTokenizer, NullTokenizer, identify_tokenizer
 from tests.data.fuzzed_pairs import try_many
 
@@ -176,7 +183,7 @@ def test_lengths(tmp_path: Path) -> None:
     lengths = document_lengths(IndexedDataset(tmp_path / "x"))
     assert lengths.powers == (2, 1, 2, 2, 2)
     assert (lengths.documents, lengths.tokens, lengths.shortest, lengths.longest) == (9, 34, 0, 9)
-    assert lengths.lines()[3] == f"   4 to 7 tokens             2  {'█' * 40}"
+    assert histogram_lines(lengths.powers)[3] == f"   4 to 7 tokens             2  {'█' * 40}"
     said = describe(tmp_path / "x")
     assert (said["sequences"], said["dtype"], said["tokenizer"], said["largest_token"]) == (
         8,

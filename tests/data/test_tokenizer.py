@@ -16,8 +16,8 @@ from pentatron.data.tokenizer import (
     GPT2BPETokenizer,
     NullTokenizer,
     Tokenizer,
+    TokenizerSettings,
     identify_tokenizer,
-    load_tokenizer,
     train_bpe,
 )
 
@@ -142,9 +142,9 @@ def test_byte_tokenizer_never_fails_to_decode() -> None:
 
 @pytest.mark.parametrize("kind", ["HuggingFaceTokenizer", "HFTokenizer"])
 def test_load_by_type(folder: Path, kind: str) -> None:
-    assert load_tokenizer(kind, folder).vocab_size == VOCAB
-    assert load_tokenizer("ByteTokenizer").vocab_size == 257
-    assert load_tokenizer("NullTokenizer", vocab_size=5).eod == 5
+    assert TokenizerSettings(kind, folder).load().vocab_size == VOCAB
+    assert TokenizerSettings("ByteTokenizer").load().vocab_size == 257
+    assert TokenizerSettings("NullTokenizer", vocab_size=5).load().eod == 5
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_load_by_type(folder: Path, kind: str) -> None:
 )
 def test_what_is_not_found(tmp_path: Path, kind: str, model: str | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        load_tokenizer(kind, None if model is None else tmp_path / model)
+        TokenizerSettings(kind, None if model is None else tmp_path / model).load()
 
 
 def test_broken_files_are_named(folder: Path, tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ import sys
 sys.modules["tokenizers"] = None
 from pentatron.data import python_corpus, gpt_dataset, indexed, sampling, tokenizer
 assert "torch" not in sys.modules
-assert tokenizer.load_tokenizer("ByteTokenizer").encode("a") == [97]
+assert tokenizer.TokenizerSettings("ByteTokenizer").load().encode("a") == [97]
 for call in (lambda: tokenizer.FileTokenizer("x"), lambda: tokenizer.train_bpe(iter(["a"]), 300)):
     try:
         call()
@@ -203,13 +203,13 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_gpt2_files_give_the_same_ids_as_transformers(gpt2: Path, folder: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    tokenizer = load_tokenizer(None, None, None, gpt2 / "vocab.json", gpt2 / "merges.txt")
+    tokenizer = TokenizerSettings(None, None, None, gpt2 / "vocab.json", gpt2 / "merges.txt").load()
     assert isinstance(tokenizer, GPT2BPETokenizer)
     reference = transformers.GPT2Tokenizer.from_pretrained(str(gpt2))
     for text in (*TEXTS[:3], UNSEEN, PROBE):
         assert tokenizer.encode(text) == reference.encode(text, add_special_tokens=False)
         assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert load_tokenizer("GPT2BPETokenizer", gpt2).vocab_size == tokenizer.vocab_size == VOCAB
+    assert TokenizerSettings("GPT2BPETokenizer", gpt2).load().vocab_size == tokenizer.vocab_size == VOCAB
     # Text equal to the end token is encoded as ordinary text.
     assert tokenizer.eod == 0 and tokenizer.eod not in tokenizer.encode(f"a{END_OF_TEXT}b")
     assert identify_tokenizer(tokenizer).fingerprint == identify_tokenizer(FileTokenizer(folder)).fingerprint
@@ -230,7 +230,7 @@ def test_gpt2_files_that_are_not_there(gpt2: Path, tmp_path: Path) -> None:
         ),
     ):
         with pytest.raises(ValueError, match=message):
-            load_tokenizer(*arguments)  # type: ignore[arg-type]
+            TokenizerSettings(*arguments).load()  # type: ignore[arg-type]
 
 
 def test_fingerprints_tell_tokenizers_apart(folder: Path, tmp_path: Path) -> None:
@@ -257,18 +257,6 @@ def test_fingerprints_tell_tokenizers_apart(folder: Path, tmp_path: Path) -> Non
     assert identify_tokenizer(other).fingerprint != known[0].fingerprint
 
 
-def test_names_that_are_no_paths_can_be_fetched(folder: Path) -> None:
-    asked: list[str] = []
-
-    def fetch(name: str) -> Path:
-        asked.append(name)
-        return folder
-
-    assert load_tokenizer("HFTokenizer", "some/model", fetch=fetch).vocab_size == VOCAB
-    assert load_tokenizer("HFTokenizer", folder, fetch=fetch).vocab_size == VOCAB
-    assert asked == ["some/model"]
-
-
 def test_sentencepiece(tmp_path: Path) -> None:
     library = pytest.importorskip("sentencepiece")
     (tmp_path / "text").write_text(
@@ -278,8 +266,8 @@ def test_sentencepiece(tmp_path: Path) -> None:
         input=str(tmp_path / "text"), model_prefix=str(tmp_path / "tokenizer"), vocab_size=60, minloglevel=2
     )
     text = "the lazy fox jumps"
-    plain = load_tokenizer("SentencePieceTokenizer", tmp_path)
-    llama = load_tokenizer("Llama2Tokenizer", tmp_path / "tokenizer.model")
+    plain = TokenizerSettings("SentencePieceTokenizer", tmp_path).load()
+    llama = TokenizerSettings("Llama2Tokenizer", tmp_path / "tokenizer.model").load()
     reference = library.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
     assert plain.encode(text) == reference.encode(text)
     assert llama.encode_batch([text]) == [[reference.bos_id(), *reference.encode(text)]]
@@ -288,16 +276,16 @@ def test_sentencepiece(tmp_path: Path) -> None:
     assert identify_tokenizer(plain).fingerprint != identify_tokenizer(llama).fingerprint
     (tmp_path / "broken.model").write_bytes(b"x")
     with pytest.raises(ValueError, match=r"broken\.model is not a readable SentencePiece model"):
-        load_tokenizer("SentencePieceTokenizer", tmp_path / "broken.model")
+        TokenizerSettings("SentencePieceTokenizer", tmp_path / "broken.model").load()
     with pytest.raises(ValueError, match=r"^Tokenizer not found: no file .*absent; check --tokenizer-model"):
-        load_tokenizer("Llama2Tokenizer", tmp_path / "absent")
+        TokenizerSettings("Llama2Tokenizer", tmp_path / "absent").load()
     with pytest.raises(
         ValueError, match=r"holds tokenizer\.model: try --tokenizer-type SentencePieceTokenizer"
     ):
-        load_tokenizer("HFTokenizer", tmp_path)
+        TokenizerSettings("HFTokenizer", tmp_path).load()
 
 
 def test_sentencepiece_is_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
     with pytest.raises(ValueError, match="Llama2Tokenizer needs the package sentencepiece; run: pip install"):
-        load_tokenizer("Llama2Tokenizer", "x")
+        TokenizerSettings("Llama2Tokenizer", "x").load()

@@ -130,7 +130,9 @@ def theirs(case: Case, device: str = "cpu") -> Theirs:
 
 def configured(folder: Path, words: str, world_size: int) -> RunConfig:
     draft = gather(f"{TRAINING} {words}".split(), PRETRAIN_GPT)
-    for name, value in settings_from_config(open_folder(folder).config).items():
+    with open_folder(folder) as opened:
+        found = settings_from_config(opened.config)
+    for name, value in found.items():
         if not draft.given(name):
             draft.assign(f"folder {folder}", **{name: value})
     return resolve(draft, Facts(world_size, world_size, 1)).config
@@ -141,7 +143,8 @@ def ours(folder: Path, words: str, steps: int = STEPS, device: str = "cpu") -> O
     config = configured(folder, words, dist.get_world_size() if dist.is_initialized() else 1)
     world = here(config, device)
     model = build_parallel_model(config, world)
-    load_weights(open_folder(folder), config.model, config.moe, _own_weights(model))
+    with open_folder(folder) as opened:
+        load_weights(opened, config.model, config.moe, _own_weights(model))
     optimizer = build_optimizer(
         model.stages, world, config.optim, model.decisions.optimizer, model_dtype(config)
     )

@@ -18,7 +18,7 @@ from pentatron.data.blending import BlendMember, SampleRecipe, build_blend
 from pentatron.data.datasets import Datasets
 from pentatron.data.gpt_dataset import mock_sequences
 from pentatron.errors import UserError
-from pentatron.hf.config_reader import ConfigProblem, ConfigReader
+from pentatron.hf.config_reader import ConfigReader, Problem
 from pentatron.settings.layer_patterns import layer_pattern
 from pentatron.train.schedules import Schedule
 from tests.adversary.loading import (
@@ -136,7 +136,7 @@ def test_more_samples_than_were_ordered_cannot_have_been_consumed() -> None:
 
 def test_an_order_beyond_the_memory_of_the_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     source = mock_sequences(31, sequences=10)
-    recipe = SampleRecipe(8, 1, 31, 0.005, None)
+    recipe = SampleRecipe(8, 1, 31)
     members = [BlendMember(source, range(10), None), BlendMember(source, range(5), None)]
     builds: list[Callable[[], object]] = [
         lambda: build_blend(members[:1], None, [10**15], recipe),
@@ -194,5 +194,5 @@ def test_a_pattern_of_layers_is_bounded(written: str) -> None:
     ids=["beyond 63 bits", "zero", "beyond a float", "infinity", "NaN"],
 )
 def test_numbers_that_no_library_counts_are_a_sentence(kind: type, value: float) -> None:
-    with pytest.raises(ConfigProblem, match="must be"):
+    with pytest.raises(Problem, match="must be"):
         ConfigReader({"a": value}).get("a", kind)
