@@ -164,9 +164,8 @@ def set_jit_fusion_options() -> None:
 # --- fault tolerance and one_logger, which are not used ---
 
 
-def get_rank_monitor_client(action: StateMachineActions = StateMachineActions.NONE) -> Any:
+def get_rank_monitor_client(action: StateMachineActions = StateMachineActions.NONE) -> None:
     """Returns None, as Megatron does without the fault-tolerance package."""
-    return None
 
 
 def get_timestamp_in_ms() -> int:

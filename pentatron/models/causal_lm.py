@@ -93,7 +93,7 @@ class CausalLM(nn.Module):
         draws = config.attention_dropout > 0
         self.recompute = RecomputeSwitch(options.recompute, draws, self.kernels.around)
         self.cross_entropy = options.cross_entropy
-        axes = axes.with_linear(options.linear)
+        axes = axes.with_linear(options.linear())
         self.axis = axes.tensor
         head_axis = axes.with_linear(options.linear_of_head()).tensor
         tied = is_tied(config)

@@ -15,15 +15,7 @@ import torch
 from torch import Tensor
 
 from pentatron.layout.documents import DocumentStarts
-from pentatron.nn.attention_blocks import (
-    AttentionResult,
-    Block,
-    MergedAttention,
-    attend_whole,
-    document_blocks,
-    flash_is_chosen,
-    window_blocks,
-)
+from pentatron.nn.attention_blocks import Block, MergedAttention, attend_whole, chunk_blocks
 from pentatron.parallel.axes import ContextAxis, chunk_order, gather_order
 from pentatron.parallel.collectives import (
     Group,
@@ -89,10 +81,8 @@ def gathered_blocks(
 ) -> list[Block]:
     """Blocks of this rank's queries over all keys in order: for each chunk the keys before it, and itself."""
     size = length // 2
-    if documents is not None:
-        return document_blocks(documents, context.chunks, range(2 * context.size), size, window)
-    if window is not None:
-        return window_blocks(context.chunks, range(2 * context.size), size, window)
+    if documents is not None or window is not None:
+        return chunk_blocks(documents, context.chunks, range(2 * context.size), size, window)
     blocks = []
     for place, number in enumerate(context.chunks):
         queries, first = slice(place * size, (place + 1) * size), number * size
@@ -107,11 +97,9 @@ def ring_blocks(
 ) -> list[Block]:
     """Blocks at a step of the ring, where this rank has the keys of the rank `step` places before it."""
     source = (context.rank - step) % context.size
-    if documents is not None:
-        return document_blocks(documents, context.chunks, context.chunks_of(source), length // 2, window)
-    if window is None:
+    if documents is None and window is None:
         return [ring_block(source, context.rank, length)]
-    return window_blocks(context.chunks, context.chunks_of(source), length // 2, window)
+    return chunk_blocks(documents, context.chunks, context.chunks_of(source), length // 2, window)
 
 
 class _SplitAttention(torch.autograd.Function):
@@ -126,7 +114,7 @@ class _SplitAttention(torch.autograd.Function):
         context: ContextAxis,
         blocks: Sequence[Sequence[Block]],
     ) -> Tensor:
-        merged = MergedAttention(q_BNSH, flash_is_chosen(q_BNSH))
+        merged = MergedAttention.empty(q_BNSH)
         for keys_values, visible in zip(_arriving(k_BKSH, v_BKSH, context), blocks):
             merged.add(keys_values, visible)
         out_BNSH = merged.out_BNSH.to(q_BNSH.dtype)
@@ -139,13 +127,13 @@ class _SplitAttention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q_BNSH, k_BKSH, v_BKSH, out_BNSH, lse_BNS = ctx.saved_tensors
         gradient, context = gradients[0].contiguous(), ctx.context
-        attended = AttentionResult(q_BNSH, out_BNSH, lse_BNS, gradient, ctx.flash, ctx.generator)
+        merged = MergedAttention(q_BNSH, out_BNSH, lse_BNS, ctx.flash, ctx.generator)
         dq_BNSH = torch.zeros_like(q_BNSH, dtype=torch.float32)
         collected: RingExchange | None = None
         for keys_values, visible in zip(_arriving(k_BKSH, v_BKSH, context), ctx.blocks):
             # In a buffer of its own, so that the gradients of the previous ranks can arrive meanwhile.
             d_keys_values = torch.zeros_like(keys_values, dtype=torch.float32)
-            attended.add_gradients_(dq_BNSH, d_keys_values, keys_values, visible)
+            merged.add_gradients_(gradient, dq_BNSH, d_keys_values, keys_values, visible)
             if context.exchange == "p2p":
                 if collected is not None:
                     d_keys_values += collected.wait()
@@ -164,22 +152,17 @@ def _arriving(k_BKSH: Tensor, v_BKSH: Tensor, context: ContextAxis) -> Iterator[
     """Yields keys and values, [2, B, K, S, H]: those of one rank after the other, while the next ones are
     sent around the ring, or those of all ranks in sequence order.
     """
-    if context.exchange == "all_gather":
-        yield _gather(torch.stack((k_BKSH, v_BKSH)), context.group)
-        return
     keys_values = torch.stack((k_BKSH, v_BKSH))
+    if context.exchange == "all_gather":
+        parts = keys_values.new_empty(context.size, *keys_values.shape)
+        all_gather_into(parts.flatten(0, 1), keys_values, context.group)
+        yield gather_order(parts)
+        return
     for _ in range(context.size - 1):
         incoming = start_ring_exchange(keys_values, context.group, _KEYS)
         yield keys_values
         keys_values = incoming.wait()
     yield keys_values
-
-
-def _gather(local: Tensor, group: Group) -> Tensor:
-    """Gathers the keys and values of all ranks in sequence order."""
-    parts = local.new_empty(group.size, *local.shape)
-    all_gather_into(parts.flatten(0, 1), local, group)
-    return gather_order(parts)
 
 
 def _by_heads(

@@ -4,10 +4,9 @@ They are known before the model is built. A layer takes them in its constructor,
 axes.
 """
 
-from collections.abc import Collection
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -65,46 +64,38 @@ def allowed_kernels(backend: str, device: torch.device, dropout: float = 0.0) ->
 
 
 class AttentionKernels:
-    """Context manager that restricts attention to some kernels, in order of preference; does nothing if none
-    are chosen.
-
-    Entering `sdpa_kernel` takes longer than a kernel launch, so nested uses inside a model do not enter it a
-    second time.
-    """
+    """Restricts attention to some kernels, in order of preference, or not at all if none are chosen."""
 
     def __init__(self, chosen: list[SDPBackend] | None = None) -> None:
         self.chosen = chosen
         self._device: torch.device | None = None
-        self._entered: AbstractContextManager[None] | None = None
-        self._depth = 0
+        self._is_entered = False
 
     def choose(self, backend: str, device: torch.device, dropout: float) -> None:
         """Chooses the kernels for the device of the input, which may differ from that of construction."""
         if device != self._device:
             self._device, self.chosen = device, allowed_kernels(backend, device, dropout)
 
-    def __enter__(self) -> None:
-        if self.chosen is not None and not self._depth:
-            self._entered = sdpa_kernel(self.chosen, set_priority=True)
-            self._entered.__enter__()
-        self._depth += 1
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._depth -= 1
-        if self._entered is not None and not self._depth:
-            entered, self._entered = self._entered, None
-            entered.__exit__(kind, error, trace)
-
     def around(self) -> AbstractContextManager[None]:
-        """Returns itself.
+        """Returns a context manager.
 
-        While compiling, returns torch's context manager, because the compiler cannot trace the counter.
+        Entering `sdpa_kernel` takes longer than a kernel launch, so nested uses inside a model do not enter it
+        a second time. While compiling they do, because the compiler cannot trace the flag.
         """
-        if not torch.compiler.is_compiling():
-            return self
-        return nullcontext() if self.chosen is None else sdpa_kernel(self.chosen, set_priority=True)
+        if self.chosen is None:
+            return nullcontext()
+        if torch.compiler.is_compiling():
+            return sdpa_kernel(self.chosen, set_priority=True)
+        return nullcontext() if self._is_entered else self._entered(self.chosen)
+
+    @contextmanager
+    def _entered(self, chosen: list[SDPBackend]) -> Iterator[None]:
+        self._is_entered = True
+        try:
+            with sdpa_kernel(chosen, set_priority=True):
+                yield
+        finally:
+            self._is_entered = False
 
 
 @dataclass(frozen=True)
@@ -141,18 +132,14 @@ class ModelOptions:
     def linear_of_layer(self, layer: int) -> LinearOptions:
         """Options of the linear layers of a layer."""
         in_fp8 = self.fp8 is not None and layer in self.fp8.layers
-        return replace(self._linear(in_fp8), in_graph=self.compile is not None)
+        return replace(self.linear(in_fp8), in_graph=self.compile is not None)
 
     def linear_of_head(self) -> LinearOptions:
         """Options of the output layer."""
-        return self._linear(self.fp8 is not None and self.fp8.head)
+        return self.linear(self.fp8 is not None and self.fp8.head)
 
-    @property
-    def linear(self) -> LinearOptions:
+    def linear(self, in_fp8: bool = False) -> LinearOptions:
         """Options of all other matrices, which multiply in the model's dtype."""
-        return self._linear(in_fp8=False)
-
-    def _linear(self, in_fp8: bool) -> LinearOptions:
         if self.fp8 is None or not in_fp8:
             return LinearOptions(self.deferred)
         return LinearOptions(self.deferred, self.fp8.format, self.fp8.scales)

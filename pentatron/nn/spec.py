@@ -146,7 +146,7 @@ def documents_kwargs(module: nn.Module, documents: DocumentStarts | None) -> dic
     """
     if documents is None:
         return {}
-    if not torch.compiler.is_compiling() and not _takes_documents(type(module).forward):
+    if not torch.compiler.is_compiling() and not accepts(type(module).forward, "documents"):
         raise UserError(
             f"--reset-attention-mask would be lost in {type(module).__name__}: its forward has no parameter documents; add "
             "documents=None there and pass it to the attention inside, or leave the flag out"
@@ -155,9 +155,10 @@ def documents_kwargs(module: nn.Module, documents: DocumentStarts | None) -> dic
 
 
 @functools.cache
-def _takes_documents(forward: Callable[..., Any]) -> bool:
-    parameters = inspect.signature(forward).parameters
-    return "documents" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+def accepts(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function accepts an argument of this name."""
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def import_named(module: str, name: str, what: str) -> Any:
