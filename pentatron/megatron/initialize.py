@@ -20,12 +20,7 @@ from pentatron.cli.worker import current_worker
 from pentatron.cli.worker_errors import failure_log_message, report_error
 from pentatron.data.loader import Batch
 from pentatron.errors import UserError
-from pentatron.megatron.arguments import (
-    ExtraArguments,
-    notes_without_effect,
-    script_entry_point,
-    take_extra_arguments,
-)
+from pentatron.megatron import arguments
 from pentatron.megatron.program import UserProgram, as_dictionary
 from pentatron.megatron.state import current_run, is_running, script_command
 from pentatron.monitor.terminal import ignore_output_errors
@@ -90,7 +85,7 @@ def current_stepwise(model: bool = False, data: bool = False) -> Stepwise:
 
 
 def initialize_megatron(
-    extra_args_provider: ExtraArguments | None = None,
+    extra_args_provider: arguments.ExtraArguments | None = None,
     args_defaults: Mapping[str, Any] | None = None,
     get_embedding_ranks: Any = None,
     get_position_embedding_ranks: Any = None,
@@ -104,7 +99,7 @@ def initialize_megatron(
     """
     if others:
         raise UserError(f"initialize_megatron: {next(iter(others))} is not available; leave it out")
-    notes = notes_without_effect(
+    notes = arguments.notes_without_effect(
         get_embedding_ranks=get_embedding_ranks, get_position_embedding_ranks=get_position_embedding_ranks
     )
     code = run_guarded(lambda: _begin(extra_args_provider, args_defaults or {}, notes), is_all=False)
@@ -112,13 +107,15 @@ def initialize_megatron(
         sys.exit(code)
 
 
-def _begin(provider: ExtraArguments | None, args_defaults: Mapping[str, Any], notes: list[str]) -> int:
-    entry, extra = script_entry_point(args_defaults)
+def _begin(
+    provider: arguments.ExtraArguments | None, args_defaults: Mapping[str, Any], notes: list[str]
+) -> int:
+    entry, extra = arguments.script_entry_point(args_defaults)
     typed = sys.argv[1:]
     if "--help" in typed or "-h" in typed:
         say(entry_help(entry, None))
         return 0
-    words, added = take_extra_arguments(typed, provider, entry)
+    words, added = arguments.take_extra_arguments(typed, provider, entry)
     # The program names its data later, so the data flags are not checked here.
     prepared = prepare(words, entry, own_data=True)
     check_spec(prepared.resolved)

@@ -10,12 +10,7 @@ from torch import Tensor
 
 from pentatron.cli.main import train_program
 from pentatron.errors import UserError
-from pentatron.megatron.arguments import (
-    ExtraArguments,
-    notes_without_effect,
-    script_entry_point,
-    take_extra_arguments,
-)
+from pentatron.megatron import arguments
 from pentatron.megatron.datasets import DatasetProvider
 from pentatron.megatron.initialize import SETS, DataIterator, RateSchedule, Stepwise, current_stepwise
 from pentatron.megatron.program import ForwardStep, UserProgram
@@ -30,7 +25,7 @@ def pretrain(
     model_type: ModelType,
     forward_step_func: ForwardStep,
     process_non_loss_data_func: Any = None,
-    extra_args_provider: ExtraArguments | None = None,
+    extra_args_provider: arguments.ExtraArguments | None = None,
     args_defaults: Mapping[str, Any] | None = None,
     get_embedding_ranks: Any = None,
     get_position_embedding_ranks: Any = None,
@@ -40,18 +35,18 @@ def pretrain(
 
     Exits the process after an error, after `--help`, and in the process that started the workers.
     """
-    notes = notes_without_effect(
+    notes = arguments.notes_without_effect(
         process_non_loss_data_func=process_non_loss_data_func,
         get_embedding_ranks=get_embedding_ranks,
         get_position_embedding_ranks=get_position_embedding_ranks,
         non_loss_data_func=non_loss_data_func,
     )
-    entry, extra = script_entry_point(args_defaults or {})
+    entry, extra = arguments.script_entry_point(args_defaults or {})
     programs: list[UserProgram] = []
 
     def program(words: list[str]) -> tuple[list[str], UserProgram]:
         _require_decoder(model_type)
-        rest, added = take_extra_arguments(words, extra_args_provider, entry)
+        rest, added = arguments.take_extra_arguments(words, extra_args_provider, entry)
         user_program = UserProgram(
             train_valid_test_dataset_provider, model_provider, forward_step_func, {**extra, **added}, notes
         )
@@ -141,7 +136,7 @@ def train(
     Exits the process after a signal.
     """
     stepwise, _ = _begin_steps(forward_step_func, train_data_iterator)
-    for note in notes_without_effect(
+    for note in arguments.notes_without_effect(
         process_non_loss_data_func=process_non_loss_data_func, non_loss_data_func=non_loss_data_func
     ):
         current_run().display.say(f"note: {note}")

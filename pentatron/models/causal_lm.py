@@ -19,9 +19,9 @@ from pentatron.nn.kv_cache import ActiveCache
 from pentatron.nn.linear import OutputLayer, PositionEmbedding, VocabParallelEmbedding
 from pentatron.nn.norm import ConfiguredNorm, norm_in
 from pentatron.nn.options import DEFAULT_OPTIONS, AttentionKernels, Axes, LayerOptions, ModelOptions
-from pentatron.nn.recompute import EVERY_LAYER, LAYERS, NO_RECOMPUTE, RecomputeSwitch
+from pentatron.nn.recompute import EVERY_LAYER, NO_RECOMPUTE, RecomputeSwitch
 from pentatron.nn.rope import build_rope
-from pentatron.nn.spec import ModuleSpec, TransformerBlockSubmodules, build_module, documents_kwargs
+from pentatron.nn.spec import ModuleSpec, TransformerBlockSubmodules, build_module, document_kwargs
 from pentatron.parallel.axes import TensorAxis
 from pentatron.parallel.sharding import Shape, sharded_parameters
 from pentatron.settings.core_config import CoreTransformerConfig
@@ -127,9 +127,7 @@ class CausalLM(nn.Module):
         if has_separate_output_weight(config, part):
             rows, width = embedding_shape(config)
             table = ends.table if tied and ends is not None else None
-            assert not tied or ends is None or table is not None, (
-                "the first stage is built before the last one"
-            )
+            assert not tied or ends is None or table is not None, "the first stage is built first"
             tied_to = _TIED_TENSOR if tied else None
             self.head = OutputLayer(rows, config.vocab_size, width, head_axis, tied_to=tied_to, shared=table)
         if tied and ends is not None and self.embedding is not None:
@@ -156,19 +154,14 @@ class CausalLM(nn.Module):
         if self.embedding is not None:
             x_BSD = self.embedding(tokens_BS, positions_BS, keys)
         else:
-            assert received_BSD is not None, (
-                "a stage without embedding needs the hidden states of the previous one"
-            )
+            assert received_BSD is not None, "a stage without embedding needs hidden states"
             x_BSD = received_BSD
         angles = self.rope(positions_BS) if self.rope is not None else None
         self.kernels.choose(self.attention_backend, x_BSD.device, self.attention_dropout)
         layers = list(self.layers.values())
         with self.kernels.around():
-            if LAYERS in self.recompute.wanted.parts:
-                for part, chunk in self.recompute.chunks(layers):
-                    x_BSD = self.recompute(part, self._run_layers, x_BSD, chunk, angles, keys, documents)
-            else:
-                x_BSD = self._run_layers(x_BSD, layers, angles, keys, documents)
+            for part, chunk in self.recompute.chunks(layers):
+                x_BSD = self.recompute(part, self._run_layers, x_BSD, chunk, angles, keys, documents)
         if self.final_norm is None:
             return x_BSD
         if wanted_B is not None:
@@ -186,7 +179,7 @@ class CausalLM(nn.Module):
         if self.together is not None and documents is None:
             x_BSD, layers = self.together(x_BSD, layers, self.rope, angles, keys)
         for layer in layers:
-            x_BSD = layer(x_BSD, self.rope, angles, keys, **documents_kwargs(layer, documents))
+            x_BSD = layer(x_BSD, self.rope, angles, keys, **document_kwargs(layer, documents))
         return x_BSD
 
     def gradient_checkpointing_enable(self) -> None:

@@ -56,15 +56,18 @@ def user_spec(config: CoreTransformerConfig) -> ModuleSpec | TransformerBlockSub
     return spec
 
 
-def check_layers(config: CoreTransformerConfig, block: TransformerBlockSubmodules) -> None:
-    """Builds each kind of layer once on the meta device, to find errors in a spec before training starts."""
+def check_user_spec(config: TransformerConfig, moe: MoEConfig) -> None:
+    """Builds each kind of layer of --spec once on the meta device, to find errors before workers start."""
+    if not config.spec:
+        return
+    core = CoreTransformerConfig.of(config, moe)
     tried: list[ModuleSpec] = []
-    for number, spec in enumerate(block.layer_specs, 1):
+    for number, spec in enumerate(block_spec(core).layer_specs, 1):
         if any(spec is other for other in tried):
             continue
         tried.append(spec)
         with torch.device("meta"):
-            layer = build_module(spec, config=config, layer_number=number)
+            layer = build_module(spec, config=core, layer_number=number)
         try:
             sharded_parameters(layer)
         except TypeError as error:
@@ -170,13 +173,6 @@ def block_spec(
     return chosen
 
 
-def check_user_spec(config: TransformerConfig, moe: MoEConfig) -> None:
-    """Raises for an invalid --spec, before worker processes start."""
-    if config.spec:
-        core = CoreTransformerConfig.of(config, moe)
-        check_layers(core, block_spec(core))
-
-
 def _layer(norm: Slot, qk_layernorm: bool, num_experts: int | None, grouped: bool) -> ModuleSpec:
     norm_of_heads = norm if qk_layernorm else IdentityOp
     attention = ModuleSpec(
@@ -187,17 +183,8 @@ def _layer(norm: Slot, qk_layernorm: bool, num_experts: int | None, grouped: boo
     mlp = ModuleSpec(MLP, submodules=PLAIN_MLP)
     if num_experts is not None:
         mlp = ModuleSpec(MoE, {"num_experts": num_experts, "grouped": grouped}, PLAIN_MLP)
-    return ModuleSpec(
-        TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=norm,
-            self_attention=attention,
-            self_attn_bda=dropout_add,
-            pre_mlp_layernorm=norm,
-            mlp=mlp,
-            mlp_bda=dropout_add,
-        ),
-    )
+    slots = TransformerLayerSubmodules(norm, attention, dropout_add, norm, mlp, dropout_add)
+    return ModuleSpec(TransformerLayer, submodules=slots)
 
 
 def _refuse(**wanted: bool) -> None:

@@ -16,12 +16,11 @@ from torch import Tensor
 
 from pentatron.layout.documents import DocumentStarts
 from pentatron.nn.attention_blocks import Block, MergedAttention, attend_whole, chunk_blocks
-from pentatron.parallel.axes import ContextAxis, chunk_order, gather_order
+from pentatron.parallel.axes import ContextAxis, ExpertAxis, chunk_order, gather_order
 from pentatron.parallel.collectives import (
     Group,
     RingExchange,
     all_gather_into,
-    all_to_all_into,
     reduce_scatter_into,
     start_ring_exchange,
 )
@@ -180,38 +179,14 @@ def _by_heads(
         copies = ranks // k_BKSH.shape[1]
         k_BKSH, v_BKSH = (t.repeat_interleave(copies, dim=1) for t in (k_BKSH, v_BKSH))
     for_each = [t.unflatten(1, (ranks, -1)) for t in (q_BNSH, k_BKSH, v_BKSH)]
-    packed = torch.cat(for_each, dim=2).flatten(1, 2)
-    exchanged: Tensor = _Exchange.apply(packed, group, True)
+    # From all heads of this rank's tokens to its share of the heads of all tokens, in sequence order.
+    exchanged = gather_order(_exchange(torch.cat(for_each, dim=2).movedim(1, 0), group))
     q_BNSH, k_BKSH, v_BKSH = exchanged.split([t.shape[2] for t in for_each], dim=1)
     attended = attend_whole(q_BNSH, k_BKSH, v_BKSH, window=window, documents=documents)
-    return _Exchange.apply(attended, group, False)
+    return _exchange(chunk_order(attended, ranks), group).movedim(0, 1).flatten(1, 2)
 
 
-class _Exchange(torch.autograd.Function):
-    """All-to-all between the tokens of all heads and the heads of all tokens; backward is the inverse."""
-
-    @staticmethod
-    def forward(ctx: Any, x_BNSH: Tensor, group: Group, to_heads: bool) -> Tensor:
-        ctx.group, ctx.to_heads = group, to_heads
-        return _to_heads(x_BNSH, group) if to_heads else _to_tokens(x_BNSH, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        inverse = _to_tokens if ctx.to_heads else _to_heads
-        return inverse(gradients[0], ctx.group), None, None
-
-
-def _to_heads(x_BNSH: Tensor, group: Group) -> Tensor:
-    """From all heads of this rank's tokens to its share of the heads of all tokens, in sequence order."""
-    return gather_order(_exchanged(x_BNSH.unflatten(1, (group.size, -1)).movedim(1, 0), group))
-
-
-def _to_tokens(x_BNSH: Tensor, group: Group) -> Tensor:
-    return _exchanged(chunk_order(x_BNSH, group.size), group).movedim(0, 1).flatten(1, 2)
-
-
-def _exchanged(parts: Tensor, group: Group) -> Tensor:
-    sent = parts.contiguous()
-    received = torch.empty_like(sent)
-    all_to_all_into(received, sent, group)
-    return received
+def _exchange(parts: Tensor, group: Group) -> Tensor:
+    """All-to-all of equal parts, one for each rank."""
+    each = (1,) * group.size
+    return ExpertAxis(group).all_to_all(parts, each, each)

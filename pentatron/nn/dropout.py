@@ -9,7 +9,6 @@ Keys form a tree: the seed has a child key for every step, a step for every samp
 row's key to 64 bits, 32 for each channel.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -210,17 +209,10 @@ def _kept(x_BSD: Tensor, rows_BS: Tensor, probability: float) -> Tensor:
     """Returns the elements that are kept, scaled; `rows_BS` are the keys of the site."""
     result = torch.empty(x_BSD.shape, dtype=x_BSD.dtype, device=x_BSD.device)
     torch.mul(x_BSD, 1 / (1 - probability), out=result)
-    for block, dropped in _dropped(result.flatten(0, 1), rows_BS.flatten(), probability):
-        block.masked_fill_(dropped, 0)
-    return result
-
-
-def _dropped(x_ND: Tensor, rows_N: Tensor, probability: float) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields blocks of rows of `x_ND` with the masks of the elements to drop."""
-    channels = x_ND.shape[1]
-    pairs = torch.arange(1, (channels + 1) // 2 + 1, dtype=torch.int64, device=x_ND.device) * _INCREMENT
-    limit = _limit(probability)
-    size = max(1, (_BLOCK_GPU if x_ND.is_cuda else _BLOCK_CPU) // max(1, channels))
-    for block, keys in zip(x_ND.split(size), rows_N.split(size), strict=True):
+    channels, limit = x_BSD.shape[-1], _limit(probability)
+    pairs = torch.arange(1, (channels + 1) // 2 + 1, dtype=torch.int64, device=x_BSD.device) * _INCREMENT
+    size = max(1, (_BLOCK_GPU if x_BSD.is_cuda else _BLOCK_CPU) // max(1, channels))
+    for block, keys in zip(result.flatten(0, 1).split(size), rows_BS.flatten().split(size), strict=True):
         numbers = _scramble_(keys[:, None] + pairs).view(torch.int32)
-        yield block, numbers[:, :channels] < limit
+        block.masked_fill_(numbers[:, :channels] < limit, 0)
+    return result

@@ -5,7 +5,6 @@ decision 0050) stores them once, in the model's precision, and backward overwrit
 The plain implementation is torch's, over fp32 logits.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -68,13 +67,15 @@ class CrossEntropy:
             return self._fused(head.multiplied(x), labels, vocabulary, head.first, group, overwrite=True)
 
         x_TD, labels_T = head.axis.enter(x_BSD).flatten(0, 1), labels_BS.flatten()
-        return _in_chunks(losses, x_TD, labels_T, self._chunk_size(head, len(labels_T))).view(labels_BS.shape)
-
-    def _chunk_size(self, head: VocabParallelEmbedding, tokens: int) -> int:
-        if not torch.is_grad_enabled():
-            return min(self.chunk, _EVALUATION_CHUNK)
-        # A deferred weight gradient needs the gradients of all logits, so chunks would save no memory.
-        return tokens if head.deferred is not None else self.chunk
+        run, chunk = losses, min(self.chunk, _EVALUATION_CHUNK)
+        if torch.is_grad_enabled():
+            run = partial(checkpoint, losses, use_reentrant=False, preserve_rng_state=False)
+            # A deferred weight gradient needs the gradients of all logits, so chunks would save no memory.
+            chunk = len(labels_T) if head.deferred is not None else self.chunk
+        # Saves the logits of the last chunk, where backward begins, and recomputes the others.
+        *chunks, last = zip(x_TD.split(chunk), labels_T.split(chunk))
+        computed = [*(run(*inputs) for inputs in chunks), losses(*last)]
+        return (torch.cat(computed) if chunks else computed[0]).view(labels_BS.shape)
 
     def _fused(
         self, logits: Tensor, labels: Tensor, vocabulary: int, first: int, group: Group, overwrite: bool
@@ -100,22 +101,6 @@ def token_losses(
         losses = F.cross_entropy(logits.flatten(0, 1), labels_BS.flatten(), reduction="none")
         return losses.view(labels_BS.shape)
     return _SplitCrossEntropy.apply(logits_BSV, labels_BS, vocabulary, first, group)
-
-
-def _in_chunks(
-    losses: Callable[[Tensor, Tensor], Tensor], x_TD: Tensor, labels_T: Tensor, chunk: int
-) -> Tensor:
-    """Computes losses in chunks.
-
-    Saves the logits of the last chunk, where backward begins, and recomputes the others.
-    """
-    *chunks, last = zip(x_TD.split(chunk), labels_T.split(chunk))
-    if not chunks:
-        return losses(*last)
-    run = losses
-    if torch.is_grad_enabled():
-        run = partial(checkpoint, losses, use_reentrant=False, preserve_rng_state=False)
-    return torch.cat([*(run(x, labels) for x, labels in chunks), losses(*last)])
 
 
 def _passes(implementation: str, logits: Tensor) -> ModuleType:

@@ -17,17 +17,7 @@ from pentatron.nn.loss import CrossEntropy
 from pentatron.nn.recompute import NO_RECOMPUTE, Recompute, RecomputeSwitch
 from pentatron.ops.fp8_linear import Fp8Format, LinearOptions, WeightScales
 from pentatron.ops.linear import DeferredGradients
-from pentatron.parallel.axes import (
-    NO_CONTEXT_PARALLELISM,
-    NO_EXPERT_PARALLELISM,
-    NO_TENSOR_PARALLELISM,
-    ContextAxis,
-    ExpertAxis,
-    TensorAxis,
-    context_axis,
-    expert_axis,
-    tensor_axis,
-)
+from pentatron.parallel import axes
 from pentatron.parallel.world import World
 from pentatron.settings.parallel import ParallelConfig
 
@@ -37,19 +27,12 @@ _BACKENDS = {
     "cudnn": [SDPBackend.CUDNN_ATTENTION],
     "fused": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION],
     "efficient": [SDPBackend.EFFICIENT_ATTENTION],
-    "math": [SDPBackend.MATH],
-    "unfused": [SDPBackend.MATH],
-    "local": [SDPBackend.MATH],
+    **{name: [SDPBackend.MATH] for name in ("math", "unfused", "local")},
 }
 
 # From Hopper on, cuDNN's kernel is the fastest of those that support the same inputs.
 _HOPPER = 9
-_FASTEST_FIRST = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
+_FASTEST_FIRST = [*_BACKENDS["fused"], SDPBackend.MATH]
 
 
 def allowed_kernels(backend: str, device: torch.device, dropout: float = 0.0) -> list[SDPBackend] | None:
@@ -169,9 +152,9 @@ class Axes:
     `tensor` has the options of linear layers.
     """
 
-    tensor: TensorAxis = NO_TENSOR_PARALLELISM
-    context: ContextAxis = NO_CONTEXT_PARALLELISM
-    expert: ExpertAxis = NO_EXPERT_PARALLELISM
+    tensor: axes.TensorAxis = axes.NO_TENSOR_PARALLELISM
+    context: axes.ContextAxis = axes.NO_CONTEXT_PARALLELISM
+    expert: axes.ExpertAxis = axes.NO_EXPERT_PARALLELISM
     options: LayerOptions = field(default_factory=LayerOptions)
 
     def with_linear(self, linear: LinearOptions) -> "Axes":
@@ -189,7 +172,7 @@ ONE_PROCESS = Axes()
 
 def axes_of(world: World, parallel: ParallelConfig) -> Axes:
     return Axes(
-        tensor_axis(world, parallel.sequence_parallel),
-        context_axis(world, parallel.cp_comm_type),
-        expert_axis(world),
+        axes.tensor_axis(world, parallel.sequence_parallel),
+        axes.context_axis(world, parallel.cp_comm_type),
+        axes.expert_axis(world),
     )

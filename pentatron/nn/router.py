@@ -34,22 +34,6 @@ def loss_weights(moe: MoEConfig) -> dict[str, float]:
     return wanted
 
 
-@dataclass(frozen=True)
-class RouterOutput:
-    """Output of a router for a rank's tokens. `scores_BSE` are normalized over the experts."""
-
-    logits_BSE: Tensor
-    scores_BSE: Tensor
-    chosen_BSK: Tensor
-
-    def counts(self) -> Tensor:
-        """Number of tokens of each sequence that chose each expert: [B, E]."""
-        batch, _, experts = self.scores_BSE.shape
-        counts = torch.zeros(batch, experts, device=self.chosen_BSK.device)
-        ones = torch.ones_like(self.chosen_BSK, dtype=counts.dtype).flatten(1)
-        return counts.scatter_add_(1, self.chosen_BSK.flatten(1), ones)
-
-
 class RouterLoad(nn.Module):
     """The load of one router's experts in this step, and the state that later steps need.
 
@@ -98,13 +82,18 @@ class RouterLoad(nn.Module):
         """
         return {"previous": self.previous, **({"bias": self.bias} if self.has_bias else {})}
 
-    def with_losses(self, weights_TK: Tensor, routed: RouterOutput, axis: ExpertAxis) -> Tensor:
-        """Returns the weights unchanged.
+    def with_losses(
+        self, weights_TK: Tensor, logits_BSE: Tensor, scores_BSE: Tensor, chosen_BSK: Tensor, axis: ExpertAxis
+    ) -> Tensor:
+        """Returns the weights unchanged. `scores_BSE` are normalized over the experts.
 
         Their backward adds the gradients of the losses and counts the tokens.
         """
-        counts_BE = routed.counts()
-        values = {name: _LOSSES[name](self, routed, counts_BE, axis) for name in self.weights}
+        # Number of tokens of each sequence that chose each expert.
+        counts_BE = torch.zeros(len(chosen_BSK), self.experts, device=chosen_BSK.device)
+        ones = torch.ones_like(chosen_BSK, dtype=counts_BE.dtype).flatten(1)
+        counts_BE.scatter_add_(1, chosen_BSK.flatten(1), ones)
+        values = {name: self._loss(name, logits_BSE, scores_BSE, counts_BE, axis) for name in self.weights}
         total = weights_TK.new_zeros((), dtype=torch.float32)
         for name, value in values.items():
             total = total + value * (self.weights[name] * self.share)
@@ -117,41 +106,28 @@ class RouterLoad(nn.Module):
 
         return _WithLoss.apply(weights_TK, total, count, self.scale)
 
-
-def _aux_loss(load: RouterLoad, routed: RouterOutput, counts_BE: Tensor, axis: ExpertAxis) -> Tensor:
-    """E · Σ f·P over the experts: fraction of the choices times mean score, both over the micro-batch."""
-    tokens = routed.scores_BSE[..., 0].numel() * axis.sequence.size
-    counts_E = axis.sum_over_micro_batch(counts_BE.sum(0))
-    sums_E = routed.scores_BSE.sum((0, 1))
-    return (sums_E * counts_E).sum() * (load.experts / (load.topk * tokens * tokens))
-
-
-def _seq_aux_loss(load: RouterLoad, routed: RouterOutput, counts_BE: Tensor, axis: ExpertAxis) -> Tensor:
-    """`_aux_loss` of each sequence, averaged."""
-    batch, length, _ = routed.scores_BSE.shape
-    tokens = length * axis.sequence.size
-    counts = axis.sum_over_micro_batch(counts_BE)
-    return (routed.scores_BSE.sum(1) * counts).sum() * (load.experts / (load.topk * tokens * tokens * batch))
-
-
-def _global_aux_loss(load: RouterLoad, routed: RouterOutput, counts_BE: Tensor, axis: ExpertAxis) -> Tensor:
-    """`_aux_loss` with the fractions of the whole previous step, which are known in advance."""
-    tokens = routed.scores_BSE[..., 0].numel() * axis.sequence.size
-    return (routed.scores_BSE.sum((0, 1)) * load.previous).sum() * (load.experts / tokens)
-
-
-def _z_loss(load: RouterLoad, routed: RouterOutput, counts_BE: Tensor, axis: ExpertAxis) -> Tensor:
-    """Mean square of log Σ exp."""
-    tokens = routed.logits_BSE[..., 0].numel() * axis.sequence.size
-    return torch.logsumexp(routed.logits_BSE, -1).square().sum() / tokens
-
-
-_LOSSES: dict[str, Callable[[RouterLoad, RouterOutput, Tensor, ExpertAxis], Tensor]] = {
-    "aux_loss": _aux_loss,
-    "seq_aux_loss": _seq_aux_loss,
-    "global_aux_loss": _global_aux_loss,
-    Z_LOSS: _z_loss,
-}
+    def _loss(
+        self, name: str, logits_BSE: Tensor, scores_BSE: Tensor, counts_BE: Tensor, axis: ExpertAxis
+    ) -> Tensor:
+        batch, length, _ = scores_BSE.shape
+        of_sequence = length * axis.sequence.size
+        tokens = batch * of_sequence
+        match name:
+            case "aux_loss":
+                # E · Σ f·P over the experts: fraction of the choices times mean score, both over the micro-batch.
+                counts_E = axis.sum_over_micro_batch(counts_BE.sum(0))
+                scale = self.experts / (self.topk * tokens * tokens)
+                return (scores_BSE.sum((0, 1)) * counts_E).sum() * scale
+            case "seq_aux_loss":
+                # The same of each sequence, averaged.
+                counts_BE = axis.sum_over_micro_batch(counts_BE)
+                scale = self.experts / (self.topk * of_sequence * of_sequence * batch)
+                return (scores_BSE.sum(1) * counts_BE).sum() * scale
+            case "global_aux_loss":
+                # With the fractions of the whole previous step, which are known in advance.
+                return (scores_BSE.sum((0, 1)) * self.previous).sum() * (self.experts / tokens)
+        # The z-loss: mean square of log Σ exp.
+        return torch.logsumexp(logits_BSE, -1).square().sum() / tokens
 
 
 class _WithLoss(torch.autograd.Function):
@@ -205,8 +181,8 @@ class Router(ShardedModule):
         chosen_TK, weights_TK = chosen_BSK.flatten(0, 1), weights_BSK.flatten(0, 1)
         kept_TK = self._within_capacity(chosen_BSK, weights_BSK.detach())
         if self.training and torch.is_grad_enabled():
-            routed = RouterOutput(logits_BSE, self._scores(logits_BSE), chosen_BSK)
-            weights_TK = self.load.with_losses(weights_TK, routed, self.axes.expert)
+            scores_BSE, axis = self._scores(logits_BSE), self.axes.expert
+            weights_TK = self.load.with_losses(weights_TK, logits_BSE, scores_BSE, chosen_BSK, axis)
         return Routing(chosen_TK, weights_TK.to(x_BSD.dtype), kept_TK)
 
     def _scores(self, logits_BSE: Tensor) -> Tensor:

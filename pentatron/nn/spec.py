@@ -137,7 +137,7 @@ def _resolved(slot: Slot) -> tuple[ModuleSpec, Any]:
     return spec, import_named(spec.module[0], spec.module[1], str(spec))
 
 
-def documents_kwargs(module: nn.Module, documents: DocumentStarts | None) -> dict[str, DocumentStarts]:
+def document_kwargs(module: nn.Module, documents: DocumentStarts | None) -> dict[str, DocumentStarts]:
     """Returns documents as a keyword argument for the forward of `module`, or nothing if sequences are not
     divided.
 

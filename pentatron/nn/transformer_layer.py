@@ -7,13 +7,13 @@ from torch import Tensor, nn
 
 from pentatron.layout.documents import DocumentStarts
 from pentatron.nn.attention import SelfAttention
-from pentatron.nn.compiled import CompileOptions, Forward
+from pentatron.nn.compiled import Forward
 from pentatron.nn.dropout import DropoutKeys, dropout_added
 from pentatron.nn.moe import MoE
 from pentatron.nn.norm import norm_in
 from pentatron.nn.options import ONE_PROCESS, Axes
 from pentatron.nn.rope import RotaryEmbedding
-from pentatron.nn.spec import Slot, TransformerLayerSubmodules, build_module, documents_kwargs
+from pentatron.nn.spec import Slot, TransformerLayerSubmodules, build_module, document_kwargs
 from pentatron.settings.model import TransformerConfig
 
 
@@ -63,16 +63,13 @@ class TransformerLayer(nn.Module):
         compile = axes.options.compile
         # A user's layer class may read documents, which are opaque inside a graph.
         if compile is not None and (not compile.documents or type(self) is TransformerLayer):
-            self._compile(compile)
-
-    def _compile(self, compile: CompileOptions) -> None:
-        """Compiles the forward, not the call, so that hooks such as FSDP's stay outside the graph."""
-        if compile.documents and type(self.attention) is not SelfAttention:
-            documents_kwargs(self.attention, ())
-            self.called_apart["attention"] = f"{type(self.attention).__name__}, which reads documents"
-            self._attention_apart = compile.called_apart(self, "attention")
-        self.runs_whole = True
-        self.forward = compile.layer(self.forward)  # type: ignore[method-assign]
+            if compile.documents and type(self.attention) is not SelfAttention:
+                document_kwargs(self.attention, ())
+                self.called_apart["attention"] = f"{type(self.attention).__name__}, which reads documents"
+                self._attention_apart = compile.called_apart(self, "attention")
+            self.runs_whole = True
+            # The forward, not the call, so that hooks such as FSDP's stay outside the graph.
+            self.forward = compile.layer(self.forward)  # type: ignore[method-assign]
 
     def forward(
         self,
@@ -84,7 +81,7 @@ class TransformerLayer(nn.Module):
     ) -> Tensor:
         normed = self.recompute("layernorm", self.input_norm, x_BSD)
         attend = self._attention_apart or self.attention
-        attended = attend(normed, rope, angles, **documents_kwargs(self.attention, documents))
+        attended = attend(normed, rope, angles, **document_kwargs(self.attention, documents))
         x_BSD = self.add_attention(attended, x_BSD, keys, self._site(0), self.dropout)
         part = "" if isinstance(self.mlp, MoE) else "mlp"
         output = self.recompute(part, self.mlp, self.recompute("layernorm", self.mlp_norm, x_BSD))
