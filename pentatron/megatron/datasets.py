@@ -19,14 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pentatron.data.datasets import (
-    OpenedData,
-    OrderSizes,
-    SampleCounts,
-    SplitDatasets,
-    open_data,
-    required_samples,
-)
+from pentatron.data.datasets import OpenedData, OrderSizes, SplitDatasets, open_data, required_samples
 from pentatron.data.gpt_dataset import GPTDataset
 from pentatron.data.loader import EpochShuffle, FiniteDataset
 from pentatron.data.sampling import SPLIT_NAMES, IndexCache, Sample
@@ -127,7 +120,8 @@ class BlendedMegatronDatasetBuilder:
                     f"the dataset builder was asked for {size} {name} samples, the run needs {needed}; pass the sizes that the "
                     "provider is called with"
                 )
-        planned = Planned(plan.open(_merged(plan.config, self.config, self.cls is MockGPTDataset)), wanted)
+        opened = plan.open(_merged(plan.config, self.config, self.cls is MockGPTDataset))
+        planned = Planned(opened, OrderSizes([wanted.train], [wanted.valid]))
         plan.planned.append(planned)
         return [PlannedDataset(planned, split) if count else None for split, count in enumerate(wanted)]
 
@@ -155,11 +149,11 @@ class Planned:
     """Opened data whose samples are ordered at the first access to `parts`, if the run has not set them."""
 
     opened: OpenedData
-    wanted: SampleCounts
+    sizes: OrderSizes
 
     @cached_property
     def parts(self) -> SplitDatasets:
-        return self.opened.order(OrderSizes([self.wanted.train], [self.wanted.valid]), IndexCache())
+        return self.opened.order(self.sizes, IndexCache())
 
 
 @dataclass

@@ -252,7 +252,7 @@ def build_module(slot: Slot, *args: Any, **kwargs: Any) -> Any:
 
     Configurations among the arguments may be Megatron's.
     """
-    if is_running() and spec.takes(slot, object, "axes"):
+    if is_running() and spec.takes(slot, "axes"):
         kwargs.setdefault("axes", current_run().groups.axes)
     named = {name: _converted(value) for name, value in kwargs.items()}
     return spec.build_module(slot, *map(_converted, args), **named)

@@ -98,10 +98,7 @@ MODULES: dict[str, dict[str, str]] = {
     },
     "training.training": {
         "megatron.utils": "append_to_progress_log, print_datetime",
-        "megatron.pretrain": (
-            "build_train_valid_test_data_iterators, evaluate_and_print_results, "
-            "preprocess_common_state_dict, pretrain, setup_model_and_optimizer, train, train_step"
-        ),
+        "megatron.pretrain": "*",
     },
     "training.utils": {
         "megatron.utils": (

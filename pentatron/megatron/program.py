@@ -113,7 +113,7 @@ class UserProgram(Program):
         run.stage = call.stage
         module.pending_call = call
         try:
-            result = self.forward_step(MicroBatchIterator(call.batch), module)
+            result = self.forward_step(_data_iterator(call.batch), module)
             if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor)):
                 raise UserError(
                     "forward_step must return (output_tensor, loss function), the output being what the model returned; "
@@ -154,20 +154,13 @@ class UserProgram(Program):
                 )
 
 
-class MicroBatchIterator(Iterator[dict[str, Tensor]]):
-    """A data iterator over the single micro-batch of a forward step."""
-
-    def __init__(self, batch: Batch) -> None:
-        self._batch: Batch | None = batch
-
-    def __next__(self) -> dict[str, Tensor]:
-        if self._batch is None:
-            raise UserError(
-                "forward_step took a second micro-batch from data_iterator; take one in each call (--micro-batch-size sets "
-                "its number of samples)"
-            )
-        batch, self._batch = self._batch, None
-        return as_dictionary(batch)
+def _data_iterator(batch: Batch) -> Iterator[dict[str, Tensor]]:
+    """Yields the single micro-batch of a forward step."""
+    yield as_dictionary(batch)
+    raise UserError(
+        "forward_step took a second micro-batch from data_iterator; take one in each call (--micro-batch-size sets "
+        "its number of samples)"
+    )
 
 
 def as_dictionary(batch: Batch) -> dict[str, Tensor]:

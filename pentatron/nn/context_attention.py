@@ -17,13 +17,7 @@ from torch import Tensor
 from pentatron.layout.documents import DocumentStarts
 from pentatron.nn.attention_blocks import Block, MergedAttention, attend_whole, chunk_blocks
 from pentatron.parallel.axes import ContextAxis, ExpertAxis, chunk_order, gather_order
-from pentatron.parallel.collectives import (
-    Group,
-    RingExchange,
-    all_gather_into,
-    reduce_scatter_into,
-    start_ring_exchange,
-)
+from pentatron.parallel.collectives import Group, all_gather_into, reduce_scatter_into, start_ring_exchange
 
 # Message kinds that are in flight at the same time.
 _KEYS, _GRADIENTS = 1, 2
@@ -128,7 +122,7 @@ class _SplitAttention(torch.autograd.Function):
         gradient, context = gradients[0].contiguous(), ctx.context
         merged = MergedAttention(q_BNSH, out_BNSH, lse_BNS, ctx.flash, ctx.generator)
         dq_BNSH = torch.zeros_like(q_BNSH, dtype=torch.float32)
-        collected: RingExchange | None = None
+        collected = None
         for keys_values, visible in zip(_arriving(k_BKSH, v_BKSH, context), ctx.blocks):
             # In a buffer of its own, so that the gradients of the previous ranks can arrive meanwhile.
             d_keys_values = torch.zeros_like(keys_values, dtype=torch.float32)

@@ -88,10 +88,10 @@ def _in_one_operation(
     assert keys.rows.shape == x_BSD.shape[:2], f"keys of {keys.rows.shape} for {x_BSD.shape}"
     if torch.compiler.is_compiling():
         number = torch.as_tensor(site, device=x_BSD.device)
-        return _DropoutInGraph.apply(x_BSD, stream_BSD, keys.rows, number, probability)
+        return _DropoutBySite.apply(x_BSD, stream_BSD, keys.rows, number, probability)
     if not _in_one_pass(x_BSD):
         return None
-    return _DropoutByKernel.apply(x_BSD, stream_BSD, keys.rows, site, probability)
+    return _DropoutBySite.apply(x_BSD, stream_BSD, keys.rows, site, probability)
 
 
 def _in_one_pass(x_BSD: Tensor) -> bool:
@@ -133,31 +133,7 @@ def _by_kernel(
     return dropout(x_BSD, stream_BSD, rows_BS, site, _limit(probability), 1 / (1 - probability))
 
 
-class _DropoutByKernel(torch.autograd.Function):
-    """`_Dropout` in a Triton kernel that derives the site's keys, so all sites save the same row keys."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_BSD: Tensor, stream_BSD: Tensor | None, rows_BS: Tensor, site: int, probability: float
-    ) -> Tensor:
-        ctx.save_for_backward(rows_BS)
-        ctx.site, ctx.probability, ctx.has_stream = site, probability, stream_BSD is not None
-        return _by_kernel(x_BSD, stream_BSD, rows_BS, site, probability)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
-        (rows_BS,) = ctx.saved_tensors
-        gradient = _DropoutByKernel.apply(gradients[0], None, rows_BS, ctx.site, ctx.probability)
-        return gradient, gradients[0] if ctx.has_stream else None, None, None, None
-
-
-def _like_first(
-    x_BSD: Tensor, stream_BSD: Tensor | None, rows_BS: Tensor, site: Tensor, probability: float
-) -> Tensor:
-    return x_BSD.new_empty(x_BSD.shape)
-
-
-@operator("hidden_dropout", _like_first)
+@operator("hidden_dropout", lambda x_BSD, *others: x_BSD.new_empty(x_BSD.shape))
 def _dropped_by_site(
     x_BSD: Tensor, stream_BSD: Tensor | None, rows_BS: Tensor, site: Tensor, probability: float
 ) -> Tensor:
@@ -172,21 +148,33 @@ def _dropped_by_site(
     return kept if stream_BSD is None else stream_BSD + kept
 
 
-class _DropoutInGraph(torch.autograd.Function):
-    """`_Dropout` for compiled graphs."""
+class _DropoutBySite(torch.autograd.Function):
+    """`_Dropout` in one operation that derives the site's keys, so that all sites save the same row keys.
+
+    The site is a tensor in compiled graphs, and the operation an operator of the graph.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x_BSD: Tensor, stream_BSD: Tensor | None, rows_BS: Tensor, site: Tensor, probability: float
+        ctx: Any,
+        x_BSD: Tensor,
+        stream_BSD: Tensor | None,
+        rows_BS: Tensor,
+        site: int | Tensor,
+        probability: float,
     ) -> Tensor:
-        ctx.save_for_backward(rows_BS, site)
+        in_graph = isinstance(site, Tensor)
+        ctx.save_for_backward(rows_BS, site if in_graph else None)
+        ctx.site = None if in_graph else site
         ctx.probability, ctx.has_stream = probability, stream_BSD is not None
-        return _dropped_by_site(x_BSD, stream_BSD, rows_BS, site, probability)
+        operation = _dropped_by_site if in_graph else _by_kernel
+        return operation(x_BSD, stream_BSD, rows_BS, site, probability)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         rows_BS, site = ctx.saved_tensors
-        gradient = _dropped_by_site(gradients[0], None, rows_BS, site, ctx.probability)
+        site = ctx.site if site is None else site
+        gradient = _DropoutBySite.apply(gradients[0], None, rows_BS, site, ctx.probability)
         return gradient, gradients[0] if ctx.has_stream else None, None, None, None
 
 

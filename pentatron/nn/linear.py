@@ -9,15 +9,8 @@ from torch import Tensor, nn
 
 from pentatron.devices import FP8_MULTIPLE
 from pentatron.layout.ranks import Axis
+from pentatron.ops import fp8_linear
 from pentatron.ops.activation import gated, gated_linear
-from pentatron.ops.fp8_linear import (
-    DEFAULT_LINEAR,
-    Fp8Format,
-    LinearOptions,
-    WeightScale,
-    fp8_linear,
-    fp8_supports,
-)
 from pentatron.ops.linear import linear
 from pentatron.parallel.axes import TensorAxis
 from pentatron.parallel.sharding import (
@@ -59,14 +52,16 @@ class WeightedModule(ShardedModule):
     """
 
     weight: nn.Parameter
-    fp8: Fp8Format | None = None
+    fp8: fp8_linear.Fp8Format | None = None
     left_out = ""
 
-    def __init__(self, options: LinearOptions = DEFAULT_LINEAR, is_split: bool = False) -> None:
+    def __init__(
+        self, options: fp8_linear.LinearOptions = fp8_linear.DEFAULT_LINEAR, is_split: bool = False
+    ) -> None:
         super().__init__()
         self.options = options
         self.deferred = options.deferred
-        self.scale = WeightScale()
+        self.scale = fp8_linear.WeightScale()
         if options.in_graph and options.deferred is not None:
             self.left_out = "matrix products, whose weight gradients are computed later in the schedule"
         elif options.in_graph and is_split:
@@ -99,8 +94,10 @@ class WeightedModule(ShardedModule):
 
     def multiplied(self, x: Tensor, bias: Tensor | None = None, gates: bool = False) -> Tensor:
         """Returns `x Wᵀ + b`; with `gates`, `silu(gate) * up` of it, with the gate in the first half."""
-        if self.fp8 is not None and fp8_supports(x):
-            return fp8_linear(x, self.weight, bias, self.fp8, self.deferred, self.scale.known, gates)
+        if self.fp8 is not None and fp8_linear.fp8_supports(x):
+            return fp8_linear.fp8_linear(
+                x, self.weight, bias, self.fp8, self.deferred, self.scale.known, gates
+            )
         output = linear(x, self.weight, bias, self.deferred)
         return gated(output) if gates else output
 
@@ -217,13 +214,16 @@ class OutputLayer(VocabParallelEmbedding):
         return self.logits(x_BSD) if function is None else function(self, x_BSD)
 
 
-class PositionEmbedding(ShardedModule):
-    """Learned position embedding, replicated on every rank."""
+class ReplicatedWeight(ShardedModule):
+    """A module with a weight that every tensor rank holds in full."""
 
-    def __init__(self, rows: int, width: int, axis: TensorAxis) -> None:
+    def __init__(self, shape: Shape, axis: TensorAxis) -> None:
         super().__init__()
-        shape = (rows, width)
         self.weight = self.declare("weight", shape, whole(shape, Initialization(), axis.partial_axes))
+
+
+class PositionEmbedding(ReplicatedWeight):
+    """Learned position embedding."""
 
     def forward(self, positions_BS: Tensor) -> Tensor:
         return F.embedding(positions_BS, self.weight)

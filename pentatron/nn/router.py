@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pentatron.nn.linear import ReplicatedWeight
 from pentatron.nn.options import Axes
 from pentatron.parallel.axes import ExpertAxis
-from pentatron.parallel.sharding import Initialization, ShardedModule, whole
 from pentatron.settings.model import MoEConfig
 from pentatron.settings.parameters import router_shape
 
@@ -164,14 +164,12 @@ class Routing:
     kept_TK: Tensor | None = None
 
 
-class Router(ShardedModule):
+class Router(ReplicatedWeight):
     """Scores all experts with a linear layer and chooses the best for each token."""
 
     def __init__(self, hidden: int, moe: MoEConfig, axes: Axes) -> None:
-        super().__init__()
+        super().__init__(router_shape(hidden, moe), axes.tensor)
         self.moe, self.axes = moe, axes
-        shape = router_shape(hidden, moe)
-        self.weight = self.declare("weight", shape, whole(shape, Initialization(), axes.tensor.partial_axes))
         self.load = RouterLoad(moe)
 
     def forward(self, x_BSD: Tensor) -> Routing:
@@ -193,21 +191,16 @@ class Router(ShardedModule):
         return scores / (scores.sum(-1, keepdim=True) + _TINY)
 
     def _choose(self, logits_BSE: Tensor) -> tuple[Tensor, Tensor]:
-        moe = self.moe
-        if moe.moe_router_score_function == "sigmoid":
-            scores = logits_BSE.sigmoid()
-            biased = scores + self.load.bias if self.load.has_bias else scores
-            chosen = self._best(biased)
-            weights = scores.gather(-1, chosen)
-            if moe.moe_router_topk > 1:
-                weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
-        elif moe.moe_router_pre_softmax:
-            scores = logits_BSE.softmax(-1)
-            chosen = self._best(scores)
-            weights = scores.gather(-1, chosen)
-        else:
-            chosen = self._best(logits_BSE)
-            weights = logits_BSE.gather(-1, chosen).softmax(-1)
+        moe, scores = self.moe, logits_BSE
+        sigmoid = moe.moe_router_score_function == "sigmoid"
+        if sigmoid or moe.moe_router_pre_softmax:
+            scores = logits_BSE.sigmoid() if sigmoid else logits_BSE.softmax(-1)
+        chosen = self._best(scores + self.load.bias if sigmoid and self.load.has_bias else scores)
+        weights = scores.gather(-1, chosen)
+        if sigmoid and moe.moe_router_topk > 1:
+            weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
+        elif scores is logits_BSE:
+            weights = weights.softmax(-1)
         factor = moe.moe_router_topk_scaling_factor
         return (weights if factor is None else weights * factor), chosen
 
@@ -231,8 +224,14 @@ class Router(ShardedModule):
         moe = self.moe
         if moe.moe_expert_capacity_factor is None:
             return None
-        indices = self._token_indices(*chosen_BSK.shape[:2])
-        tokens = len(indices) * self.axes.expert.sequence.size
+        axes, (samples, length) = self.axes, chosen_BSK.shape[:2]
+        # Indices of this rank's tokens in the micro-batch, ordered by position.
+        in_context = length * (axes.tensor.size if axes.tensor.sequence_parallel else 1)
+        positions_S = axes.context.positions(in_context, chosen_BSK.device)
+        positions_S = axes.tensor.own_sequence(positions_S[None])[0]
+        of_samples = torch.arange(samples, device=chosen_BSK.device)[:, None]
+        indices = (positions_S * samples + of_samples).flatten()
+        tokens = len(indices) * axes.expert.sequence.size
         equal_share = tokens * moe.moe_router_topk / moe.experts
         capacity = min(tokens, math.ceil(equal_share * moe.moe_expert_capacity_factor))
         # Tokens with equal histories have equal weights except for rounding, which depends on the layout.
@@ -243,16 +242,9 @@ class Router(ShardedModule):
         )
         priority_TE = priority_BSK.new_zeros(len(indices), moe.experts)
         priority_TE.scatter_(1, chosen_BSK.flatten(0, 1), priority_BSK.flatten(0, 1))
-        of_all_TE = torch.zeros_like(priority_TE).repeat(self.axes.expert.sequence.size, 1)
-        gather = self.axes.expert.gather_micro_batch
+        of_all_TE = torch.zeros_like(priority_TE).repeat(axes.expert.sequence.size, 1)
+        gather = axes.expert.gather_micro_batch
         of_all_TE.index_copy_(0, gather(indices), gather(priority_TE))
         best_CE = of_all_TE.sort(dim=0, descending=True, stable=True).indices[:capacity]
         fits_TE = torch.zeros_like(of_all_TE, dtype=torch.bool).scatter(0, best_CE, True)
         return fits_TE[indices].gather(1, chosen_BSK.flatten(0, 1))
-
-    def _token_indices(self, samples: int, length: int) -> Tensor:
-        """Indices of this rank's tokens in the micro-batch, ordered by position."""
-        axes, device = self.axes, self.weight.device
-        in_context = length * (axes.tensor.size if axes.tensor.sequence_parallel else 1)
-        positions_S = axes.tensor.own_sequence(axes.context.positions(in_context, device)[None])[0]
-        return (positions_S[None] * samples + torch.arange(samples, device=device)[:, None]).flatten()

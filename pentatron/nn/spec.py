@@ -51,14 +51,8 @@ class IdentityOp(nn.Module):
         return x
 
 
-class AttnMaskType(enum.Enum):
-    """Attention masks with Megatron's names. Only `causal` is available."""
-
-    padding = 1
-    causal = 2
-    no_mask = 3
-    padding_causal = 4
-    arbitrary = 5
+# Attention masks with Megatron's names. Only `causal` is available.
+AttnMaskType = enum.Enum("AttnMaskType", "padding causal no_mask padding_causal arbitrary")
 
 
 @dataclass(frozen=True)
@@ -120,11 +114,10 @@ def build_module(slot: Slot, *args: Any, **kwargs: Any) -> Any:
     return factory(*args, **named)
 
 
-def takes(slot: Slot, base: type | tuple[type, ...], parameter: str) -> bool:
-    """Whether a slot holds a subclass of `base` whose constructor has this parameter."""
+def takes(slot: Slot, parameter: str) -> bool:
+    """Whether a slot holds a class whose constructor has this parameter."""
     factory = _resolved(slot)[1]
-    is_subclass = isinstance(factory, type) and issubclass(factory, base)
-    return is_subclass and parameter in inspect.signature(factory).parameters
+    return isinstance(factory, type) and parameter in inspect.signature(factory).parameters
 
 
 def _resolved(slot: Slot) -> tuple[ModuleSpec, Any]:

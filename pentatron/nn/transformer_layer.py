@@ -13,7 +13,7 @@ from pentatron.nn.moe import MoE
 from pentatron.nn.norm import norm_in
 from pentatron.nn.options import ONE_PROCESS, Axes
 from pentatron.nn.rope import RotaryEmbedding
-from pentatron.nn.spec import Slot, TransformerLayerSubmodules, build_module, document_kwargs
+from pentatron.nn.spec import TransformerLayerSubmodules, build_module, document_kwargs
 from pentatron.settings.model import TransformerConfig
 
 
@@ -55,8 +55,8 @@ class TransformerLayer(nn.Module):
         self.attention = build(submodules.self_attention)
         self.mlp_norm = norm_in(submodules.pre_mlp_layernorm, config, config.hidden_size, partial_over)
         self.mlp = build(submodules.mlp)
-        self.add_attention = build(submodules.self_attn_bda or _ADD)
-        self.add_mlp = build(submodules.mlp_bda or _ADD)
+        self.add_attention = build(submodules.self_attn_bda or dropout_add)
+        self.add_mlp = build(submodules.mlp_bda or dropout_add)
         self.recompute = axes.options.recompute
         self.called_apart: dict[str, str] = {}
         self._attention_apart: Forward | None = None
@@ -93,6 +93,3 @@ class TransformerLayer(nn.Module):
         As a tensor in compiled graphs, where an int would be a constant and need one graph per layer.
         """
         return self.sites[which] if torch.compiler.is_compiling() else self.first_site + which
-
-
-_ADD: Slot = dropout_add
