@@ -42,19 +42,18 @@ def pretrain(
         non_loss_data_func=non_loss_data_func,
     )
     entry, extra = arguments.script_entry_point(args_defaults or {})
-    programs: list[UserProgram] = []
+    user_program = UserProgram(
+        train_valid_test_dataset_provider, model_provider, forward_step_func, extra, notes
+    )
 
     def program(words: list[str]) -> tuple[list[str], UserProgram]:
         _require_decoder(model_type)
         rest, added = arguments.take_extra_arguments(words, extra_args_provider, entry)
-        user_program = UserProgram(
-            train_valid_test_dataset_provider, model_provider, forward_step_func, {**extra, **added}, notes
-        )
-        programs.append(user_program)
+        user_program.extra = {**extra, **added}
         return rest, user_program
 
     code = train_program(program, entry, list(script_command() or sys.argv[:1]))
-    if code or not any(user_program.has_run for user_program in programs):
+    if code or not user_program.has_run:
         sys.exit(code)
 
 

@@ -59,11 +59,7 @@ class DotProductAttention(nn.Module):
             return attend(q_BNSH, k_BKSH, v_BKSH, self.context, dropout, self.window, documents)
 
 
-PLAIN_ATTENTION = SelfAttentionSubmodules(
-    linear_qkv=ColumnParallelLinear,
-    core_attention=DotProductAttention,
-    linear_proj=RowParallelLinear,
-)
+PLAIN_ATTENTION = SelfAttentionSubmodules(ColumnParallelLinear, DotProductAttention, RowParallelLinear)
 
 
 class SelfAttention(nn.Module):
@@ -97,12 +93,9 @@ class SelfAttention(nn.Module):
         split = frozenset[Axis]({"tensor"})
         self.q_norm = norm_in(submodules.q_layernorm, config, shard.head, split)
         self.k_norm = norm_in(submodules.k_layernorm, config, shard.head, split)
+        core = submodules.core_attention
         self.core_attention = build_module(
-            submodules.core_attention,
-            config=config,
-            layer_number=layer_number,
-            attn_mask_type=attn_mask_type,
-            axes=axes,
+            core, config=config, layer_number=layer_number, attn_mask_type=attn_mask_type, axes=axes
         )
         self.called_apart: dict[str, str] = {}
         self._core_apart: Forward | None = None

@@ -65,9 +65,8 @@ def flash_is_chosen(q_BNSH: Tensor) -> bool:
         return False
     if not q_BNSH.is_cuda:
         return True
-    width = q_BNSH.shape[-1]
-    half = q_BNSH.dtype in (torch.bfloat16, torch.float16)
-    return half and width <= _WIDEST_HEAD and width % _HEAD_MULTIPLE == 0
+    supports_width = q_BNSH.shape[-1] in range(_HEAD_MULTIPLE, _WIDEST_HEAD + 1, _HEAD_MULTIPLE)
+    return supports_width and q_BNSH.dtype in (torch.bfloat16, torch.float16)
 
 
 @dataclass

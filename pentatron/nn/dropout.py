@@ -57,41 +57,27 @@ def dropout_keys(
     return DropoutKeys(_child(_child(of_step, samples)[:, None], positions.to(samples)))
 
 
-def hidden_dropout(x_BSD: Tensor, keys: DropoutKeys, site: int | Tensor, probability: float) -> Tensor:
-    """Applies dropout with inverse scaling. `site` is the index of the dropout site in the model.
+def hidden_dropout(
+    x_BSD: Tensor, keys: DropoutKeys, site: int | Tensor, probability: float, stream_BSD: Tensor | None = None
+) -> Tensor:
+    """Applies dropout with inverse scaling, and adds `stream_BSD`; on a GPU in one pass over memory.
 
-    The embedding is 0, the attention output of layer i is 2i + 1, its MLP output 2i + 2.
+    `site` is the index of the dropout site in the model: the embedding is 0, the attention output of layer i
+    is 2i + 1, its MLP output 2i + 2.
     """
     assert 0 <= probability < 1, f"a dropout probability of {probability}"
+    if stream_BSD is not None and (probability == 0 or x_BSD.dtype != stream_BSD.dtype):
+        return stream_BSD + hidden_dropout(x_BSD, keys, site, probability)
     if probability == 0:
         return x_BSD
-    dropped = _in_one_operation(x_BSD, None, keys, site, probability)
-    return _Dropout.apply(x_BSD, _child(keys.rows, site), probability) if dropped is None else dropped
-
-
-def dropout_added(
-    x_BSD: Tensor, stream_BSD: Tensor, keys: DropoutKeys, site: int | Tensor, probability: float
-) -> Tensor:
-    """Returns `stream_BSD + dropout(x_BSD)`; on a GPU in one pass over memory."""
-    added = None
-    if probability > 0 and x_BSD.dtype == stream_BSD.dtype:
-        added = _in_one_operation(x_BSD, stream_BSD, keys, site, probability)
-    return stream_BSD + hidden_dropout(x_BSD, keys, site, probability) if added is None else added
-
-
-def _in_one_operation(
-    x_BSD: Tensor, stream_BSD: Tensor | None, keys: DropoutKeys, site: int | Tensor, probability: float
-) -> Tensor | None:
-    """Returns dropout, added to a stream if given, as an operator of a compiled graph or a kernel on a GPU;
-    None elsewhere.
-    """
     assert keys.rows.shape == x_BSD.shape[:2], f"keys of {keys.rows.shape} for {x_BSD.shape}"
     if torch.compiler.is_compiling():
         number = torch.as_tensor(site, device=x_BSD.device)
         return _DropoutBySite.apply(x_BSD, stream_BSD, keys.rows, number, probability)
-    if not _in_one_pass(x_BSD):
-        return None
-    return _DropoutBySite.apply(x_BSD, stream_BSD, keys.rows, site, probability)
+    if _in_one_pass(x_BSD):
+        return _DropoutBySite.apply(x_BSD, stream_BSD, keys.rows, site, probability)
+    kept: Tensor = _Dropout.apply(x_BSD, _child(keys.rows, site), probability)
+    return kept if stream_BSD is None else stream_BSD + kept
 
 
 def _in_one_pass(x_BSD: Tensor) -> bool:

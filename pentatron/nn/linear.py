@@ -12,16 +12,9 @@ from pentatron.layout.ranks import Axis
 from pentatron.ops import fp8_linear
 from pentatron.ops.activation import gated, gated_linear
 from pentatron.ops.linear import linear
+from pentatron.parallel import sharding
 from pentatron.parallel.axes import TensorAxis
-from pentatron.parallel.sharding import (
-    ZEROS,
-    Initialization,
-    Shape,
-    Shard,
-    ShardedModule,
-    ShardingSpec,
-    whole,
-)
+from pentatron.parallel.sharding import Initialization, Shape, Shard, ShardedModule, ShardingSpec
 
 
 def mlp_activation(inner: Tensor, has_gate: bool) -> Tensor:
@@ -111,7 +104,7 @@ class ColumnParallelLinear(WeightedModule):
         local = sum(r.count for r in rows)
         declared = ShardingSpec((outputs, inputs), _row_pieces(rows, (inputs,)), Initialization())
         self.weight = self.declare_weight((local, inputs), declared)
-        of_bias = ShardingSpec((outputs,), _row_pieces(rows, ()), ZEROS)
+        of_bias = ShardingSpec((outputs,), _row_pieces(rows, ()), sharding.ZEROS)
         self.bias = self.declare("bias", (local,), of_bias) if bias else None
 
     def forward(self, x: Tensor, gates: bool = False) -> Tensor:
@@ -142,7 +135,7 @@ class RowParallelLinear(WeightedModule):
         declared = ShardingSpec((outputs, inputs), (piece,), Initialization(scale))
         self.weight = self.declare_weight((outputs, share), declared)
         # Added after the reduction, so once; with sequence parallelism each rank adds it to its own tokens.
-        of_bias = whole((outputs,), ZEROS, axis.partial_axes)
+        of_bias = sharding.whole((outputs,), sharding.ZEROS, axis.partial_axes)
         self.bias = self.declare("bias", (outputs,), of_bias) if bias else None
 
     def forward(self, x: Tensor, gates: bool = False) -> Tensor:
@@ -219,7 +212,8 @@ class ReplicatedWeight(ShardedModule):
 
     def __init__(self, shape: Shape, axis: TensorAxis) -> None:
         super().__init__()
-        self.weight = self.declare("weight", shape, whole(shape, Initialization(), axis.partial_axes))
+        declared = sharding.whole(shape, Initialization(), axis.partial_axes)
+        self.weight = self.declare("weight", shape, declared)
 
 
 class PositionEmbedding(ReplicatedWeight):

@@ -53,7 +53,9 @@ class CrossEntropy:
         """`token_losses` from logits, which are not modified."""
         if not self.fuses(logits_BSV):
             return token_losses(logits_BSV, labels_BS, vocabulary, first, group)
-        return self._fused(logits_BSV, labels_BS, vocabulary, first, group, overwrite=False)
+        return _FusedCrossEntropy.apply(
+            logits_BSV, labels_BS, vocabulary, first, group, self.implementation, False
+        )
 
     def from_hidden_states(
         self, head: VocabParallelEmbedding, x_BSD: Tensor, labels_BS: Tensor, vocabulary: int
@@ -64,7 +66,8 @@ class CrossEntropy:
             return token_losses(head.logits(x_BSD), labels_BS, vocabulary, head.first, group)
 
         def losses(x: Tensor, labels: Tensor) -> Tensor:
-            return self._fused(head.multiplied(x), labels, vocabulary, head.first, group, overwrite=True)
+            logits, how = head.multiplied(x), self.implementation
+            return _FusedCrossEntropy.apply(logits, labels, vocabulary, head.first, group, how, True)
 
         x_TD, labels_T = head.axis.enter(x_BSD).flatten(0, 1), labels_BS.flatten()
         run, chunk = losses, min(self.chunk, _EVALUATION_CHUNK)
@@ -76,12 +79,6 @@ class CrossEntropy:
         *chunks, last = zip(x_TD.split(chunk), labels_T.split(chunk))
         computed = [*(run(*inputs) for inputs in chunks), losses(*last)]
         return (torch.cat(computed) if chunks else computed[0]).view(labels_BS.shape)
-
-    def _fused(
-        self, logits: Tensor, labels: Tensor, vocabulary: int, first: int, group: Group, overwrite: bool
-    ) -> Tensor:
-        passes = _passes(self.implementation, logits)
-        return _FusedCrossEntropy.apply(logits, labels, vocabulary, first, group, passes, overwrite)
 
 
 def cross_entropy_of(decided: LossDecision) -> CrossEntropy:
@@ -130,9 +127,10 @@ class _FusedCrossEntropy(torch.autograd.Function):
         vocabulary: int,
         first: int,
         group: Group,
-        passes: ModuleType,
+        implementation: str,
         overwrite: bool,
     ) -> Tensor:
+        passes = _passes(implementation, logits)
         # Logits of users may have any strides; the kernels read row by row.
         rows = logits.flatten(0, -2) if overwrite else logits.flatten(0, -2).contiguous()
         words = min(max(0, vocabulary - first), rows.shape[-1])

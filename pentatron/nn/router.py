@@ -179,16 +179,14 @@ class Router(ReplicatedWeight):
         chosen_TK, weights_TK = chosen_BSK.flatten(0, 1), weights_BSK.flatten(0, 1)
         kept_TK = self._within_capacity(chosen_BSK, weights_BSK.detach())
         if self.training and torch.is_grad_enabled():
-            scores_BSE, axis = self._scores(logits_BSE), self.axes.expert
+            axis = self.axes.expert
+            if self.moe.moe_router_score_function == "softmax":
+                scores_BSE = logits_BSE.softmax(-1)
+            else:
+                scores_BSE = logits_BSE.sigmoid()
+                scores_BSE = scores_BSE / (scores_BSE.sum(-1, keepdim=True) + _TINY)
             weights_TK = self.load.with_losses(weights_TK, logits_BSE, scores_BSE, chosen_BSK, axis)
         return Routing(chosen_TK, weights_TK.to(x_BSD.dtype), kept_TK)
-
-    def _scores(self, logits_BSE: Tensor) -> Tensor:
-        """Scores of all experts, normalized per token, for the balancing losses."""
-        if self.moe.moe_router_score_function == "softmax":
-            return logits_BSE.softmax(-1)
-        scores = logits_BSE.sigmoid()
-        return scores / (scores.sum(-1, keepdim=True) + _TINY)
 
     def _choose(self, logits_BSE: Tensor) -> tuple[Tensor, Tensor]:
         moe, scores = self.moe, logits_BSE

@@ -175,15 +175,13 @@ def import_named(module: str, name: str, what: str) -> Any:
 @contextmanager
 def current_folder_on_path() -> Iterator[None]:
     """Adds the current folder to `sys.path`, where users of an installed command expect it."""
-    folder = str(Path.cwd())
-    if folder in sys.path:
-        yield
-        return
-    sys.path.append(folder)
+    added = {str(Path.cwd())} - set(sys.path)
+    sys.path.extend(added)
     try:
         yield
     finally:
-        sys.path.remove(folder)
+        for folder in added:
+            sys.path.remove(folder)
 
 
 def _name(thing: Any) -> str:

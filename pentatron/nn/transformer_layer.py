@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from pentatron.layout.documents import DocumentStarts
 from pentatron.nn.attention import SelfAttention
 from pentatron.nn.compiled import Forward
-from pentatron.nn.dropout import DropoutKeys, dropout_added
+from pentatron.nn.dropout import DropoutKeys, hidden_dropout
 from pentatron.nn.moe import MoE
 from pentatron.nn.norm import norm_in
 from pentatron.nn.options import ONE_PROCESS, Axes
@@ -26,7 +26,7 @@ def dropout_add(
     """
     if keys is None:
         return residual_BSD + output_BSD
-    return dropout_added(output_BSD, residual_BSD, keys, site, probability)
+    return hidden_dropout(output_BSD, keys, site, probability, residual_BSD)
 
 
 class TransformerLayer(nn.Module):
