@@ -32,7 +32,7 @@ from pentatron.settings.run_config import RunConfig
 
 # Settings of a builder that are settings of the run, with the same names.
 _COPIED = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "mid_level_dataset_surplus")
-_SAMPLE_DTYPES = {"tokens": np.int64, "labels": np.int64, "loss_mask": np.float32, "position_ids": np.int64}
+_SAMPLE_DTYPES = {"tokens": "int64", "labels": "int64", "loss_mask": "float32", "position_ids": "int64"}
 # Path prefixes, and their weights if given.
 Blend = tuple[list[str], list[float] | None]
 DatasetProvider = Callable[[Sequence[int]], Any]
@@ -234,7 +234,7 @@ def _samples(dataset: Any) -> Any:
     return dataset.samples if isinstance(dataset, PlannedDataset) else UserSamples(dataset)
 
 
-def _array(values: Any, dtype: type[np.generic]) -> npt.NDArray[Any]:
+def _array(values: Any, dtype: str) -> npt.NDArray[Any]:
     return np.asarray(values.cpu().numpy() if isinstance(values, torch.Tensor) else values, dtype=dtype)
 
 

@@ -18,9 +18,8 @@ def register_modules() -> None:
     """Makes the modules of the table importable. A module takes its names when the first one is used."""
     for row, imports in MODULES.items():
         name = f"pentatron.megatron.{row}"
-        module = sys.modules[name] = ModuleType(
-            name, f"Names of megatron.{row}, from {', '.join(imports) or 'nothing'}."
-        )
+        doc = f"Names of megatron.{row}, from {', '.join(imports) or 'nothing'}."
+        module = sys.modules[name] = ModuleType(name, doc)
         # `repr(module)` shows the origin, so that it leads to the table.
         module.__spec__ = ModuleSpec(name, None, origin=module_table.__file__, is_package=True)
         used = partial(_use, module, row)

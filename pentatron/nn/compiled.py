@@ -69,11 +69,7 @@ class CompileOptions:
 
     def called_apart(self, owner: nn.Module, name: str) -> Forward:
         """Returns a function that calls the submodule `name` of `owner` eagerly, whatever its class."""
-
-        def call(*inputs: Any, **named: Any) -> Tensor:
-            return getattr(owner, name)(*inputs, **named)
-
-        return self.apart(call)
+        return self.apart(lambda *inputs, **named: getattr(owner, name)(*inputs, **named))
 
 
 def compiled_layers(compile: CompileOptions | None, layers: Iterable[nn.Module]) -> CompiledLayers | None:

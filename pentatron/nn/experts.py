@@ -164,9 +164,8 @@ class Experts(nn.Module):
             weights_TK = routing.weights_TK
             if routing.kept_TK is not None:
                 weights_TK = weights_TK.masked_fill(~routing.kept_TK, 0)
-            return _Mixed.apply(
-                rows_ND, weights_TK, self.linear_fc1.weight, self.linear_fc2.weight, sort, self
-            )
+            fc1, fc2 = self.linear_fc1.weight, self.linear_fc2.weight
+            return _Mixed.apply(rows_ND, weights_TK, fc1, fc2, sort, self)
         groups = linear.Groups(tuple(counts), self.grouped, counts_E)
         inner = self.linear_fc1(rows_ND, groups)
         activate = partial(mlp_activation, inner, self.gated)
