@@ -19,7 +19,7 @@ from pentatron.nn.kv_cache import ActiveCache
 from pentatron.nn.linear import OutputLayer, PositionEmbedding, VocabParallelEmbedding
 from pentatron.nn.norm import ConfiguredNorm, LayerNorm, RMSNorm, norm_in
 from pentatron.nn.options import DEFAULT_OPTIONS, AttentionKernels, Axes, LayerOptions, ModelOptions
-from pentatron.nn.recompute import EVERY_LAYER, NO_RECOMPUTE, RecomputeSwitch
+from pentatron.nn.recompute import EVERY_LAYER, LAYERS, NO_RECOMPUTE, RecomputeSwitch
 from pentatron.nn.rope import build_rope
 from pentatron.nn.spec import ModuleSpec, TransformerBlockSubmodules, build_module, document_kwargs
 from pentatron.parallel.axes import TensorAxis
@@ -163,8 +163,11 @@ class CausalLM(nn.Module):
         self.kernels.choose(self.attention_backend, x_BSD.device, self.attention_dropout)
         layers = list(self.layers.values())
         with self.kernels.around():
-            for part, chunk in self.recompute.chunks(layers):
-                x_BSD = self.recompute(part, self._run_layers, x_BSD, chunk, angles, keys, documents)
+            if LAYERS in self.recompute.wanted.parts:
+                for part, chunk in self.recompute.chunks(layers):
+                    x_BSD = self.recompute(part, self._run_layers, x_BSD, chunk, angles, keys, documents)
+            else:
+                x_BSD = self._run_layers(x_BSD, layers, angles, keys, documents)
         if self.final_norm is None:
             return x_BSD
         if wanted_B is not None:
