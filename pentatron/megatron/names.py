@@ -25,7 +25,7 @@ def register_modules() -> None:
         used = partial(_use, module, row)
         vars(module).update(__path__=[], __getattr__=used, __dir__=partial(used, "__all__"))
         parent, _, child = name.rpartition(".")
-        setattr(sys.modules[parent], child, module)
+        vars(sys.modules[parent])[child] = module
 
 
 def _use(module: ModuleType, row: str, wanted: str) -> Any:

@@ -17,7 +17,7 @@ from pentatron.nn.dropout import DropoutKeys, hidden_dropout
 from pentatron.nn.init import draw_weights
 from pentatron.nn.kv_cache import ActiveCache
 from pentatron.nn.linear import OutputLayer, PositionEmbedding, VocabParallelEmbedding
-from pentatron.nn.norm import ConfiguredNorm, LayerNorm, RMSNorm, norm_in
+from pentatron.nn.norm import ConfiguredNorm, norm_in
 from pentatron.nn.options import DEFAULT_OPTIONS, AttentionKernels, Axes, LayerOptions, ModelOptions
 from pentatron.nn.recompute import EVERY_LAYER, LAYERS, NO_RECOMPUTE, RecomputeSwitch
 from pentatron.nn.rope import build_rope
@@ -123,10 +123,7 @@ class CausalLM(nn.Module):
         self.head: OutputLayer | None = None
         if part.head:
             slot, partial_over = block.layer_norm or ConfiguredNorm, self.axis.partial_axes
-            self.final_norm = norm_in(slot, config, config.hidden_size, partial_over)
-            # A graph of its own; inside a compiled layer a norm is part of the layer's.
-            if options.compile is not None and isinstance(self.final_norm, RMSNorm | LayerNorm):
-                self.final_norm.compile_forward(options.compile)
+            self.final_norm = norm_in(slot, config, config.hidden_size, partial_over, options.compile)
         if has_separate_output_weight(config, part):
             rows, width = embedding_shape(config)
             table = ends.table if tied and ends is not None else None

@@ -21,7 +21,6 @@ _MOST_VERSIONS = 64
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 Forward = Callable[..., Tensor]
-CompiledLayers = Callable[..., tuple[Tensor, Sequence[nn.Module]]]
 
 
 @dataclass(frozen=True)
@@ -72,25 +71,36 @@ class CompileOptions:
         return self.apart(lambda *inputs, **named: getattr(owner, name)(*inputs, **named))
 
 
-def compiled_layers(compile: CompileOptions | None, layers: Iterable[nn.Module]) -> CompiledLayers | None:
-    """Returns a function that runs consecutive layers in compiled groups; it returns the hidden states and the
-    layers left over, which are too few for a group or have hooks.
+class CompiledLayers:
+    """Runs consecutive layers as one compiled function.
 
     Entering a compiled function (guards and autograd) costs as much host time as many kernel launches, which
-    dominates for small layers. None if this is not configured or some layers are not compiled as a whole.
+    dominates for small layers.
     """
-    if compile is None or compile.together == 1 or compile.documents or compilation_report(layers).left_out:
-        return None
-    count, compiled = compile.together, compile.whole(_in_turn)
 
-    def run(x_BSD: Tensor, layers: Sequence[nn.Module], *inputs: Any) -> tuple[Tensor, Sequence[nn.Module]]:
-        while len(group := tuple(layers[:count])) == count:
+    def __init__(self, compile: CompileOptions) -> None:
+        self.count = compile.together
+        self._compiled = compile.whole(_in_turn)
+
+    def __call__(
+        self, x_BSD: Tensor, layers: Sequence[nn.Module], *inputs: Any
+    ) -> tuple[Tensor, Sequence[nn.Module]]:
+        """Runs the layers in groups; returns the hidden states and the layers left over.
+
+        Layers are left over if they are too few for a group or have hooks.
+        """
+        while len(group := tuple(layers[: self.count])) == self.count:
             if any(getattr(layer, hooks) for layer in group for hooks in _HOOKS):
                 break
-            x_BSD, layers = compiled(group, x_BSD, *inputs), layers[count:]
+            x_BSD, layers = self._compiled(group, x_BSD, *inputs), layers[self.count :]
         return x_BSD, layers
 
-    return run
+
+def compiled_layers(compile: CompileOptions | None, layers: Iterable[nn.Module]) -> CompiledLayers | None:
+    """Returns a Together if it is configured and all layers are compiled as a whole."""
+    if compile is None or compile.together == 1 or compile.documents or compilation_report(layers).left_out:
+        return None
+    return CompiledLayers(compile)
 
 
 def _in_turn(layers: Sequence[nn.Module], x_BSD: Tensor, *inputs: Any) -> Tensor:

@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from pentatron.layout.ranks import Axis
 from pentatron.nn.compiled import CompileOptions
-from pentatron.nn.spec import Slot, build_module
+from pentatron.nn.spec import Slot, build_module, takes
 from pentatron.parallel.sharding import ONES, ZEROS, ShardedModule, whole
 from pentatron.settings.model import TransformerConfig
 from pentatron.settings.parameters import norm_parameters
@@ -23,15 +23,20 @@ class _Norm(ShardedModule):
     kind: str
     weight: nn.Parameter
 
-    def __init__(self, width: int, epsilon: float, partial_over: frozenset[Axis] = frozenset()) -> None:
+    def __init__(
+        self,
+        width: int,
+        epsilon: float,
+        partial_over: frozenset[Axis] = frozenset(),
+        compile: CompileOptions | None = None,
+    ) -> None:
         super().__init__()
+        if compile is not None:
+            self.runs_whole = True
+            self.forward = compile.whole(self.forward)
         for each in norm_parameters(self.kind, width):
             self.declare(each.name, each.shape, whole(each.shape, _INITIAL[each.name], partial_over))
         self.epsilon = epsilon
-
-    def compile_forward(self, compile: CompileOptions) -> None:
-        self.runs_whole = True
-        self.forward = compile.whole(self.forward)
 
 
 class RMSNorm(_Norm):
@@ -97,10 +102,19 @@ class ConfiguredNorm(nn.Module):
 NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {norm.kind: norm for norm in (RMSNorm, LayerNorm)}
 
 
-def norm_in(slot: Slot, config: TransformerConfig, width: int, partial_over: frozenset[Axis]) -> nn.Module:
+def norm_in(
+    slot: Slot,
+    config: TransformerConfig,
+    width: int,
+    partial_over: frozenset[Axis] = frozenset(),
+    compile: CompileOptions | None = None,
+) -> nn.Module:
     """Builds the norm that a spec chooses.
 
     `partial_over`: axes whose ranks each normalize a part of the tensor, so that gradients must be summed.
+    `compile`: compiles a built-in norm as its own graph; inside a compiled layer it is part of the layer's.
     """
     chosen = NORMS[config.normalization] if slot is ConfiguredNorm else slot
-    return build_module(chosen, width, config.layernorm_epsilon, partial_over)
+    compiles = compile is not None and takes(chosen, "compile", (RMSNorm, LayerNorm))
+    kwargs = {"compile": compile} if compiles else {}
+    return build_module(chosen, width, config.layernorm_epsilon, partial_over, **kwargs)

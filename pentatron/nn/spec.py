@@ -114,10 +114,11 @@ def build_module(slot: Slot, *args: Any, **kwargs: Any) -> Any:
     return factory(*args, **named)
 
 
-def takes(slot: Slot, parameter: str) -> bool:
-    """Whether a slot holds a class whose constructor has this parameter."""
+def takes(slot: Slot, parameter: str, base: type | tuple[type, ...] = object) -> bool:
+    """Whether a slot holds a subclass of `base` whose constructor has this parameter."""
     factory = _resolved(slot)[1]
-    return isinstance(factory, type) and parameter in inspect.signature(factory).parameters
+    is_subclass = isinstance(factory, type) and issubclass(factory, base)
+    return is_subclass and parameter in inspect.signature(factory).parameters
 
 
 def _resolved(slot: Slot) -> tuple[ModuleSpec, Any]:
