@@ -11,8 +11,8 @@ from pentatron.megatron.core.models.gpt.gpt_layer_specs import (
 from pentatron.megatron.core.transformer import ModuleSpec, TransformerConfig
 from pentatron.megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from pentatron.megatron.core.transformer.transformer_config import core_of
+from pentatron.megatron.state import ProcessGroups
 from pentatron.megatron.training.arguments import core_transformer_config_from_args
-from pentatron.models.gpt_model import ProcessGroups
 from pentatron.models.layer_specs import user_spec
 from pentatron.settings.core_config import arguments
 from pentatron.settings.run_config import RunConfig

@@ -1,7 +1,7 @@
 """Megatron-LM's public names over Pentatron.
 
 The modules `pentatron.megatron.core...` and `pentatron.megatron.training...` have no files: importing this
-package registers a finder that makes them from the table in `module_table.py`. `as_megatron()` (or `import
+package makes them from the table in `module_table.py`. `as_megatron()` (or `import
 pentatron.megatron.install`) makes `megatron.core...` and `megatron.training...` resolve to the same modules,
 so that programs written for Megatron-LM run unchanged.
 """

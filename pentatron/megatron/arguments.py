@@ -73,18 +73,9 @@ def arguments_of(resolved: Resolved, world: World, extra: Mapping[str, Any]) -> 
     if not config.checkpoint.save_checkpoints:
         # As in Megatron, where programs test `args.save` before they save.
         actual["save"] = None
-    return Arguments({**config.flat(), **actual}, {**_derived(config, world), **extra})
-
-
-def params_dtype(config: RunConfig) -> torch.dtype:
-    precision = config.precision
-    return torch.bfloat16 if precision.bf16 else torch.float16 if precision.fp16 else torch.float32
-
-
-def _derived(config: RunConfig, world: World) -> dict[str, Any]:
-    """Attributes that programs for Megatron read and that are not settings here."""
     wanted = required_samples(config)
-    return {
+    # What programs for Megatron read and is no setting here.
+    derived = {
         "rank": world.everyone.rank,
         "params_dtype": params_dtype(config),
         "swiglu": config.model.gated_linear_unit,
@@ -105,6 +96,12 @@ def _derived(config: RunConfig, world: World) -> dict[str, Any]:
         "retro_project_dir": None,
         "retro_cyclic_train_iters": None,
     }
+    return Arguments({**config.flat(), **actual}, {**derived, **extra})
+
+
+def params_dtype(config: RunConfig) -> torch.dtype:
+    precision = config.precision
+    return torch.bfloat16 if precision.bf16 else torch.float16 if precision.fp16 else torch.float32
 
 
 def script_entry_point(args_defaults: Mapping[str, Any]) -> tuple[EntryPoint, dict[str, Any]]:

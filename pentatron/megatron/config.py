@@ -151,10 +151,8 @@ def _check_layout(config: TransformerConfig) -> None:
         return
     run = current_run().args
     for item in dataclasses.fields(config):
-        if item.name not in _LAYOUT:
-            continue
-        value, of_run = getattr(config, item.name), getattr(run, item.name)
-        if value not in (of_run, item.default):
+        value, of_run = getattr(config, item.name), getattr(run, item.name, None)
+        if item.name in _LAYOUT and value not in (of_run, item.default):
             raise UserError(
                 f"the model's configuration has {item.name}={value}, the run has {of_run}; set the layout and the precision with "
                 "the flags"

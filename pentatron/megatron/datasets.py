@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,14 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pentatron.data.datasets import (
-    OpenedData,
-    OrderSizes,
-    SampleCounts,
-    SplitDatasets,
-    open_data,
-    required_samples,
-)
+from pentatron.data.datasets import OpenedData, OrderSizes, SplitDatasets, open_data, required_samples
 from pentatron.data.gpt_dataset import GPTDataset
 from pentatron.data.identity import DataIdentity
 from pentatron.data.loader import EpochShuffle, FiniteDataset
@@ -39,6 +33,7 @@ from pentatron.settings.run_config import RunConfig
 
 # Settings of a builder that are settings of the run, with the same names.
 _COPIED = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "mid_level_dataset_surplus")
+_SAMPLE_DTYPES = {"tokens": "int64", "labels": "int64", "loss_mask": "float32", "position_ids": "int64"}
 # Path prefixes, and their weights if given.
 Blend = tuple[list[str], list[float] | None]
 DatasetProvider = Callable[[Sequence[int]], Any]
@@ -127,18 +122,17 @@ class BlendedMegatronDatasetBuilder:
                     "provider is called with"
                 )
         opened = plan.open(_merged(plan.config, self.config, self.cls is MockGPTDataset))
-        plan.planned.append(Planned(opened, wanted))
-        return [
-            PlannedDataset(plan.planned[-1], split) if count else None for split, count in enumerate(wanted)
-        ]
+        planned = Planned(opened, OrderSizes([wanted.train], [wanted.valid]))
+        plan.planned.append(planned)
+        return [PlannedDataset(planned, split) if count else None for split, count in enumerate(wanted)]
 
 
+@dataclass(eq=False)
 class PlannedDataset:
     """One split that the builder returned."""
 
-    def __init__(self, plan: "Planned", split: int) -> None:
-        self.plan = plan
-        self.split = split
+    plan: "Planned"
+    split: int
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -148,25 +142,19 @@ class PlannedDataset:
 
     @property
     def samples(self) -> Any:
-        return self.plan.parts()[self.split]
+        return self.plan.parts[self.split]
 
 
+@dataclass
 class Planned:
-    """Opened data whose samples are ordered at the first access, or earlier by `lay_out`."""
+    """Opened data whose samples are ordered at the first access to `parts`, if the run has not set them."""
 
-    def __init__(self, opened: OpenedData, wanted: SampleCounts) -> None:
-        self.opened = opened
-        self.wanted = wanted
-        self._parts: SplitDatasets | None = None
+    opened: OpenedData
+    sizes: OrderSizes
 
-    def lay_out(self, numbers: OrderSizes, cache: IndexCache) -> None:
-        self._parts = self.opened.order(numbers, cache)
-
+    @cached_property
     def parts(self) -> SplitDatasets:
-        if self._parts is None:
-            self.lay_out(OrderSizes([self.wanted.train], [self.wanted.valid]), IndexCache())
-        assert self._parts is not None
-        return self._parts
+        return self.opened.order(self.sizes, IndexCache())
 
 
 @dataclass
@@ -178,11 +166,11 @@ class DataPlan:
     planned: list[Planned] = field(default_factory=list)
 
 
+@dataclass(eq=False)
 class UserSamples:
     """A user's dataset of dictionaries with tokens, labels, loss_mask and position_ids."""
 
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
+    dataset: Any
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -194,14 +182,10 @@ class UserSamples:
                 f"sample {index} of {type(self.dataset).__name__} has no tokens and labels; return a dictionary with tokens, labels "
                 "and, if they are not all ones and 0, 1, 2 …, loss_mask and position_ids"
             )
-        tokens = _array(sample["tokens"], np.int64)
-        mask, positions = sample.get("loss_mask"), sample.get("position_ids")
-        return {
-            "tokens": tokens,
-            "labels": _array(sample["labels"], np.int64),
-            "loss_mask": np.ones(len(tokens), np.float32) if mask is None else _array(mask, np.float32),
-            "position_ids": np.arange(len(tokens)) if positions is None else _array(positions, np.int64),
-        }
+        length = len(sample["tokens"])
+        filled = {"loss_mask": np.ones(length), "position_ids": np.arange(length)}
+        filled |= {name: values for name, values in sample.items() if values is not None}
+        return {name: _array(filled[name], dtype) for name, dtype in _SAMPLE_DTYPES.items()}
 
     def origins(self, samples: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
         return np.zeros(len(samples), dtype=np.int16)
@@ -214,9 +198,14 @@ def provided_data(
     run = state.current_run()
     plan = run.data = DataPlan(config, lambda merged: open_data(merged, world, folder, display))
     try:
-        datasets = _checked(provider(list(required_samples(config))))
+        returned = provider(list(required_samples(config)))
     finally:
         run.data = None
+    if not isinstance(returned, tuple | list) or len(returned) != 3 or returned[0] is None:
+        raise UserError(
+            "the dataset provider must return (train, valid, test): a dataset to train on, and None for the others if there is none"
+        )
+    datasets = SplitDatasets(*returned)
     built = datasets.train.plan.opened if isinstance(datasets.train, PlannedDataset) else None
     source = plan.planned[0].opened if plan.planned else None
     if built is not None:
@@ -229,7 +218,7 @@ def provided_data(
 
     def order(numbers: OrderSizes, cache: IndexCache) -> SplitDatasets:
         for planned in plan.planned:
-            planned.lay_out(numbers, cache)
+            planned.parts = planned.opened.order(numbers, cache)
         train, valid, test = map(_samples, datasets)
         if built is None and config.data.dataloader_type == "cyclic":
             train = EpochShuffle(train, config.run.seed)
@@ -241,49 +230,37 @@ def provided_data(
     return dataclasses.replace(source, order=order, names=names, identity=identity)
 
 
-def _checked(returned: Any) -> SplitDatasets:
-    if not isinstance(returned, tuple | list) or len(returned) != 3 or returned[0] is None:
-        raise UserError(
-            "the dataset provider must return (train, valid, test): a dataset to train on, and None for the others if there is none"
-        )
-    return SplitDatasets(*returned)
-
-
 def _samples(dataset: Any) -> Any:
     if dataset is None:
         return None
     return dataset.samples if isinstance(dataset, PlannedDataset) else UserSamples(dataset)
 
 
-def _array(values: Any, dtype: type[np.generic]) -> npt.NDArray[Any]:
+def _array(values: Any, dtype: str) -> npt.NDArray[Any]:
     return np.asarray(values.cpu().numpy() if isinstance(values, torch.Tensor) else values, dtype=dtype)
 
 
 def _merged(config: RunConfig, dataset_config: GPTDatasetConfig, mock: bool) -> RunConfig:
     """Returns the run's configuration with the values of the builder's."""
-    if dataset_config.sequence_length != config.model.seq_length:
-        raise UserError(
-            f"the dataset's configuration has sequence_length={dataset_config.sequence_length}, the run has --seq-length "
-            f"{config.model.seq_length}; pass the latter"
-        )
+    for name, flag, of_run, advice in (
+        ("sequence_length", "--seq-length", config.model.seq_length, "pass the latter"),
+        ("path_to_cache", "--data-cache-path", config.data.data_cache_path, "set the folder with the flag"),
+    ):
+        if (value := getattr(dataset_config, name)) != of_run:
+            raise UserError(
+                f"the dataset's configuration has {name}={value}, the run has {flag} {of_run}; {advice}"
+            )
     if dataset_config.create_attention_mask:
         raise UserError(
             "create_attention_mask=True: masks are not part of the data here (attention is causal, and --reset-attention-mask keeps "
             "documents apart); leave it False"
         )
-    if dataset_config.path_to_cache != config.data.data_cache_path:
-        raise UserError(
-            f"the dataset's configuration has path_to_cache={dataset_config.path_to_cache}, the run has --data-cache-path "
-            f"{config.data.data_cache_path}; set the folder with the flag"
-        )
     changes: dict[str, Any] = {name: getattr(dataset_config, name) for name in _COPIED}
     if mock:
         changes |= {"data_path": (), "train_data_path": (), "corpus": None}
     elif dataset_config.blend is not None:
-        changes |= {
-            "data_path": _words(dataset_config.blend),
-            "split": dataset_config.split or config.data.split,
-        }
+        split = dataset_config.split or config.data.split
+        changes |= {"data_path": _words(dataset_config.blend), "split": split}
     elif dataset_config.blend_per_split is not None:
         paths = [() if blend is None else _words(blend) for blend in dataset_config.blend_per_split]
         changes |= {f"{name}_data_path": path for name, path in zip(SPLIT_NAMES, paths, strict=True)}
@@ -295,6 +272,5 @@ def _merged(config: RunConfig, dataset_config: GPTDatasetConfig, mock: bool) -> 
 def _words(blend: Blend) -> tuple[str, ...]:
     """The inverse of `get_blend_from_list`."""
     prefixes, weights = blend
-    if weights is None:
-        return tuple(prefixes)
-    return tuple(itertools.chain.from_iterable(zip(map(str, weights), prefixes, strict=True)))
+    pairs = zip(prefixes) if weights is None else zip(map(str, weights), prefixes, strict=True)
+    return tuple(itertools.chain.from_iterable(pairs))

@@ -8,19 +8,34 @@ from torch import Tensor
 
 from pentatron.data.loader import Batch
 from pentatron.errors import UserError
+from pentatron.layout.documents import DocumentStarts
+from pentatron.layout.stages import StagePart
 from pentatron.megatron.config import TransformerConfig, core_of
-from pentatron.megatron.state import current_run, is_running
-from pentatron.models import gpt_model, layer_specs
-from pentatron.models.causal_lm import CausalLM
-from pentatron.models.gpt_model import ProcessGroups
+from pentatron.megatron.state import ProcessGroups, current_run, is_running
+from pentatron.models import layer_specs
+from pentatron.models.causal_lm import CausalLM, folded_ends
 from pentatron.nn import spec
+from pentatron.nn.init import draw_weights
+from pentatron.nn.options import DEFAULT_OPTIONS, ONE_PROCESS
 from pentatron.nn.spec import ModuleSpec, Slot, TransformerBlockSubmodules
+from pentatron.parallel.sharding import sharded_parameters
+from pentatron.settings.core_config import CoreTransformerConfig
 from pentatron.settings.model import TransformerConfig as PentatronConfig
+from pentatron.settings.parameters import is_tied
 from pentatron.train.model import StageInputs
 
+_OTHER_MASK = (
+    "attention_mask is neither the causal one (True above the diagonal) nor one that also hides all documents before a token's "
+    "own; other masks are not available, pass None"
+)
 
-class GPTModel(gpt_model.GPTModel):
-    """A model, or the stage of it that the run builds. None takes a value from the configuration."""
+
+class GPTModel(CausalLM):
+    """A stage of the model, in fp32 with initial weights: the one that the run builds, or that of `vp_stage`
+    in `pg_collection`; outside a run, without `pg_collection`, the whole model.
+
+    Arguments that are None come from the configuration. `vocab_size` includes padding.
+    """
 
     def __init__(
         self,
@@ -52,43 +67,47 @@ class GPTModel(gpt_model.GPTModel):
             scatter_embedding_sequence_parallel=(scatter_embedding_sequence_parallel, True),
             mtp_block_spec=(mtp_block_spec, None),
         )
-        if rope_scaling and core.rope_scaling_type != "llama3":
-            raise UserError("rope_scaling=True: set the scaling of rotary positions with --use-rope-scaling")
-        if rope_scaling and rope_scaling_factor not in (None, core.rope_scaling_factor):
-            raise UserError(
-                f"rope_scaling_factor={rope_scaling_factor}: set the factor with --rope-scaling-factor"
-            )
-        interpolation = core.rope_scaling_factor if core.rope_scaling_type == "linear" else None
-        if seq_len_interpolation_factor not in (None, interpolation):
-            raise UserError(
-                f"seq_len_interpolation_factor={seq_len_interpolation_factor}: set the factor with "
-                "--rotary-seq-len-interpolation-factor"
-            )
-        if pg_collection is None and is_running():
+        _check_rope_scaling(core, rope_scaling, rope_scaling_factor, seq_len_interpolation_factor)
+        groups = pg_collection
+        if is_running():
             run = current_run()
-            pg_collection = run.groups
-            vp_stage = run.virtual_rank if vp_stage is None else vp_stage
-        elif pg_collection is not None and pg_collection.options is None and is_running():
-            pg_collection = dataclasses.replace(pg_collection, options=current_run().groups.options)
-        super().__init__(
+            if groups is None:
+                groups, vp_stage = run.groups, run.virtual_rank if vp_stage is None else vp_stage
+            elif groups.options is None:
+                groups = dataclasses.replace(groups, options=run.groups.options)
+        words = core.vocab_size if core.vocab_size is not None else vocab_size
+        if words > vocab_size:
+            raise UserError(
+                f"vocab_size={vocab_size} has no room for the {words} words of the configuration; "
+                "pass padded_vocab_size"
+            )
+        shares = share_embeddings_and_output_weights
+        changes: dict[str, Any] = {
+            "position_embedding_type": position_embedding_type,
+            "rotary_percent": rotary_percent,
+            "rotary_base": rotary_base,
+            "untie_embeddings_and_output_weights": None if shares is None else not shares,
+        }
+        core = dataclasses.replace(
             core,
-            transformer_layer_spec,
-            vocab_size,
-            max_sequence_length,
-            pre_process,
-            post_process,
-            share_embeddings_and_output_weights,
-            position_embedding_type,
-            rotary_percent,
-            rotary_base,
-            vp_stage,
-            pg_collection,
+            vocab_size=words,
+            padded_vocab_size=vocab_size,
+            max_position_embeddings=max_sequence_length,
+            **{name: value for name, value in changes.items() if value is not None},
         )
+        part = _part(core, pre_process, post_process, vp_stage, groups)
+        groups = groups or ProcessGroups(ONE_PROCESS, (part,))
+        options = groups.options or DEFAULT_OPTIONS
+        options = dataclasses.replace(options, attention_backend=core.attention_backend)
+        super().__init__(core, core.moe, part, groups.axes, options, transformer_layer_spec, groups.ends)
+        self.config = core
+        self.split_sequences = groups.axes.context.size > 1
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
         # The call of the program that the next forward belongs to.
         self.pending_call: StageInputs | None = None
         self._input: Tensor | None = None
         self._checked_positions = False
+        draw_weights(sharded_parameters(self), core.seed, core.init_method_std)
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
         """Sets the hidden states of the previous stage, for programs that run a stage outside `pretrain`."""
@@ -107,26 +126,27 @@ class GPTModel(gpt_model.GPTModel):
         """Returns the loss of every token with labels and logits without; a stage without head returns hidden
         states.
 
-        Inside a run, arguments that are None come from the micro-batch.
+        Inside a run, arguments that are None come from the micro-batch. Attention is causal. A mask (True:
+        hidden) must be the causal one, optionally restricted to documents. Checking it takes time, so without
+        documents None is better.
         """
         _refuse_others(decoder_input=(decoder_input, None), **{name: (others[name], None) for name in others})
-        call = self.pending_call
-        if call is None:
-            if input_ids is None or position_ids is None:
-                raise UserError("GPTModel: outside a run input_ids and position_ids are needed; give both")
-            output = super().forward(input_ids, position_ids, attention_mask, labels, self._input)
-            return self._without_padding(output, labels)
-        batch = call.batch
-        tokens = batch.tokens if input_ids is None else input_ids
-        positions = batch.position_ids if position_ids is None else position_ids
-        self._check(batch, tokens, positions)
-        documents = batch.documents
+        received, keys, documents = self._input, None, None
+        if (call := self.pending_call) is not None:
+            input_ids = call.batch.tokens if input_ids is None else input_ids
+            position_ids = call.batch.position_ids if position_ids is None else position_ids
+            self._check(call.batch, input_ids, position_ids)
+            received, keys, documents = call.received, call.keys, call.batch.documents
+        if input_ids is None or position_ids is None:
+            raise UserError("GPTModel: outside a run input_ids and position_ids are needed; give both")
         if attention_mask is not None and documents is None:
-            documents = self.documents_of(attention_mask, tokens)
-        # Not `super()`, which takes documents as a mask.
-        output = CausalLM.forward(
-            self, tokens, positions, labels, call.received, call.keys, documents=documents
-        )
+            documents = _documents_of(attention_mask, *input_ids.shape)
+            if documents is not None and self.split_sequences:
+                raise UserError(
+                    "with context parallelism attention_mask covers only a part of each sequence; pass None, and the "
+                    "document starts as CausalLM.forward(..., documents=...)"
+                )
+        output = super().forward(input_ids, position_ids, labels, received, keys, documents=documents)
         return self._without_padding(output, labels)
 
     def _without_padding(self, output: Tensor, labels: Tensor | None) -> Tensor:
@@ -157,6 +177,69 @@ class GPTModel(gpt_model.GPTModel):
                 )
 
 
+def _part(
+    config: CoreTransformerConfig,
+    pre_process: bool,
+    post_process: bool,
+    vp_stage: int | None,
+    groups: ProcessGroups | None,
+) -> StagePart:
+    if groups is None:
+        if not (pre_process and post_process) or vp_stage is not None:
+            raise UserError(
+                "without pg_collection a model is whole; leave pre_process and post_process True and vp_stage out, or pass "
+                "pg_collection=process_groups(config, world)"
+            )
+        return StagePart(tuple(range(config.num_layers)), embedding=True, head=True)
+    if not 0 <= (vp_stage or 0) < len(groups.stages):
+        raise UserError(f"vp_stage={vp_stage}: this rank has {len(groups.stages)} stages, counted from 0")
+    if is_tied(config) and groups.ends is None and folded_ends(groups.stages):
+        raise UserError(
+            "in a folded pipeline a tied embedding is one parameter of two stages, which GPTModel cannot build one by "
+            "one; untie it (share_embeddings_and_output_weights=False), or use build_stages"
+        )
+    part = groups.stages[vp_stage or 0]
+    if (part.embedding, part.head) != (pre_process, post_process):
+        raise UserError(
+            f"pre_process={pre_process}, post_process={post_process} do not fit this stage: in the layout it has "
+            f"{'the' if part.embedding else 'no'} embedding and {'the' if part.head else 'no'} head"
+        )
+    return part
+
+
+def _documents_of(mask: Tensor, batch: int, length: int) -> DocumentStarts | None:
+    """Returns the document starts of a causal mask; None for one document per sequence."""
+    if mask.shape[-2:] != (length, length) or mask.numel() not in (length**2, batch * length**2):
+        raise UserError(_OTHER_MASK)
+    hidden = mask.bool().reshape(-1, length, length)
+    index = torch.arange(length, device=mask.device)
+    first = (~hidden).int().argmax(-1)
+    begins = first == index
+    # The last document start up to each position.
+    start = torch.where(begins, index, 0).cummax(-1).values
+    if not torch.equal(hidden, (index > index[:, None]) | (index < start[:, :, None])):
+        raise UserError(_OTHER_MASK)
+    starts = tuple(tuple(row.nonzero().flatten().tolist()) for row in begins.cpu())
+    if all(len(row) == 1 for row in starts):
+        return None
+    return starts if len(starts) == batch else starts * batch
+
+
+def _check_rope_scaling(
+    core: CoreTransformerConfig, scales: bool | None, factor: float | None, interpolation: float | None
+) -> None:
+    """Raises unless the flags of the run ask for the same scaling."""
+    kind, of_run = core.rope_scaling_type, core.rope_scaling_factor
+    if scales and kind != "llama3":
+        raise UserError("rope_scaling=True: set the scaling of rotary positions with --use-rope-scaling")
+    if scales and factor not in (None, of_run):
+        raise UserError(f"rope_scaling_factor={factor}: set the factor with --rope-scaling-factor")
+    if interpolation not in (None, of_run if kind == "linear" else None):
+        raise UserError(
+            f"seq_len_interpolation_factor={interpolation}: set the factor with --rotary-seq-len-interpolation-factor"
+        )
+
+
 def _refuse_others(**given: tuple[Any, Any]) -> None:
     """Raises unless each argument, given as (value, allowed value), has its allowed value."""
     for name, (value, allowed) in given.items():
@@ -169,7 +252,7 @@ def build_module(slot: Slot, *args: Any, **kwargs: Any) -> Any:
 
     Configurations among the arguments may be Megatron's.
     """
-    if is_running() and spec.takes(slot, object, "axes"):
+    if is_running() and spec.takes(slot, "axes"):
         kwargs.setdefault("axes", current_run().groups.axes)
     named = {name: _converted(value) for name, value in kwargs.items()}
     return spec.build_module(slot, *map(_converted, args), **named)

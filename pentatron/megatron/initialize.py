@@ -2,7 +2,7 @@
 
 import atexit
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
@@ -20,12 +20,7 @@ from pentatron.cli.worker import current_worker
 from pentatron.cli.worker_errors import failure_log_message, report_error
 from pentatron.data.loader import Batch
 from pentatron.errors import UserError
-from pentatron.megatron.arguments import (
-    ExtraArguments,
-    notes_without_effect,
-    script_entry_point,
-    take_extra_arguments,
-)
+from pentatron.megatron import arguments
 from pentatron.megatron.program import UserProgram, as_dictionary
 from pentatron.megatron.state import current_run, is_running, script_command
 from pentatron.monitor.terminal import ignore_output_errors
@@ -48,45 +43,30 @@ class Stepwise:
     has_model: bool = False
     has_data: bool = False
 
-    def require(self, model: bool = False, data: bool = False) -> None:
-        """Raises if a step is called before the model or the data is set up."""
-        if model and not self.has_model:
-            raise UserError("there is no model yet; call setup_model_and_optimizer() first")
-        if data and not self.has_data:
-            raise UserError("there is no data yet; call build_train_valid_test_data_iterators() first")
-
 
 class DataIterator(Iterator[dict[str, Tensor]]):
-    """Iterates over this rank's micro-batches of one of the sets."""
+    """Iterates over this rank's micro-batches of one of the sets; `batches` have whole sequences."""
 
     def __init__(self, stepwise: Stepwise, name: str) -> None:
-        self.stepwise = stepwise
-        self.name = name
-        self._batches: Iterator[Batch] | None = None
+        self.stepwise, self.name = stepwise, name
+        self.batches = self._batches()
 
-    def next_batch(self) -> Batch:
-        """Returns the next micro-batch, with whole sequences."""
+    def _batches(self) -> Iterator[Batch]:
+        # At the first call, because training continues behind the samples that were consumed up to then.
         session = self.stepwise.session
-        # Late, because training continues behind the samples that were consumed up to the first call.
-        if self._batches is None:
-            samples: Any = getattr(session.trainer.datasets, SETS[self.name])
-            consumed = session.state.consumed_samples if self.name == "train" else 0
-            self._batches = micro_batches(session.config, session.world, samples, consumed)
-        return next(self._batches)
+        samples: Any = getattr(session.trainer.datasets, SETS[self.name])
+        consumed = session.state.consumed_samples if self.name == "train" else 0
+        yield from micro_batches(session.config, session.world, samples, consumed)
 
     def __next__(self) -> dict[str, Tensor]:
-        return as_dictionary(self.next_batch())
+        return as_dictionary(next(self.batches))
 
 
 class RateSchedule:
     """`opt_param_scheduler`: the learning rate of the next step. The training loop advances it."""
 
-    def __init__(self, stepwise: Stepwise) -> None:
-        self.stepwise = stepwise
-
     def get_lr(self, param_group: Any = None) -> float:
-        self.stepwise.require(data=True)
-        trainer = self.stepwise.session.trainer
+        trainer = current_stepwise(data=True).session.trainer
         return trainer.schedule.learning_rate(trainer.state.scheduled_samples)
 
 
@@ -97,22 +77,15 @@ def current_stepwise(model: bool = False, data: bool = False) -> Stepwise:
         raise UserError(
             "pretrain() runs all steps itself; to call them one by one begin with initialize_megatron()"
         )
-    stepwise.require(model, data)
+    if model and not stepwise.has_model:
+        raise UserError("there is no model yet; call setup_model_and_optimizer() first")
+    if data and not stepwise.has_data:
+        raise UserError("there is no data yet; call build_train_valid_test_data_iterators() first")
     return stepwise
 
 
-def checked_iterator(iterator: Any, stepwise: Stepwise) -> DataIterator:
-    """Returns the iterator if it belongs to this run; of a list, one per virtual stage, the first."""
-    first = iterator[0] if isinstance(iterator, Sequence) and iterator else iterator
-    if not isinstance(first, DataIterator) or first.stepwise is not stepwise:
-        raise UserError(
-            "the data iterator is none of build_train_valid_test_data_iterators(); pass what that returned"
-        )
-    return first
-
-
 def initialize_megatron(
-    extra_args_provider: ExtraArguments | None = None,
+    extra_args_provider: arguments.ExtraArguments | None = None,
     args_defaults: Mapping[str, Any] | None = None,
     get_embedding_ranks: Any = None,
     get_position_embedding_ranks: Any = None,
@@ -126,7 +99,7 @@ def initialize_megatron(
     """
     if others:
         raise UserError(f"initialize_megatron: {next(iter(others))} is not available; leave it out")
-    notes = notes_without_effect(
+    notes = arguments.notes_without_effect(
         get_embedding_ranks=get_embedding_ranks, get_position_embedding_ranks=get_position_embedding_ranks
     )
     code = run_guarded(lambda: _begin(extra_args_provider, args_defaults or {}, notes), is_all=False)
@@ -134,22 +107,22 @@ def initialize_megatron(
         sys.exit(code)
 
 
-def _begin(provider: ExtraArguments | None, args_defaults: Mapping[str, Any], notes: list[str]) -> int:
-    entry, extra = script_entry_point(args_defaults)
+def _begin(
+    provider: arguments.ExtraArguments | None, args_defaults: Mapping[str, Any], notes: list[str]
+) -> int:
+    entry, extra = arguments.script_entry_point(args_defaults)
     typed = sys.argv[1:]
     if "--help" in typed or "-h" in typed:
         say(entry_help(entry, None))
         return 0
-    words, added = take_extra_arguments(typed, provider, entry)
+    words, added = arguments.take_extra_arguments(typed, provider, entry)
     # The program names its data later, so the data flags are not checked here.
     prepared = prepare(words, entry, own_data=True)
     check_spec(prepared.resolved)
     if prepared.worker is None and needs_launcher(prepared):
         return launch_workers(prepared, [*(script_command() or (sys.argv[0],)), *typed])
     worker = prepared.worker or Worker(0, 1, 0, 1, "none")
-    program = UserProgram(
-        None, _missing("model_provider"), _missing("forward_step"), {**extra, **added}, notes
-    )
+    program = UserProgram(None, _not_given, _not_given, {**extra, **added}, notes)
     program.reads_named_data = False
     config = prepared.resolved.config
     ignore_output_errors()
@@ -181,11 +154,9 @@ def _end(opened: ExitStack) -> None:
         launched.finished()
 
 
-def _missing(name: str) -> Callable[..., Any]:
-    def fail(*args: Any, **named: Any) -> Any:
-        raise UserError(f"no {name} was given yet")
-
-    return fail
+def _not_given(*args: Any, **named: Any) -> Any:
+    """Stands for the functions that the program gives with its first steps."""
+    raise UserError("no model_provider or forward_step was given yet")
 
 
 def _excepthook(previous: Callable[..., Any], config: RunConfig, worker: Worker) -> Callable[..., Any]:

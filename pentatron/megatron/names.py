@@ -1,117 +1,57 @@
-"""Import finders for the modules of the table, and for `megatron...` as another name of them."""
+"""Makes the modules of the table, and `megatron...` as another name of them."""
 
 import contextlib
 import importlib
-import importlib.abc
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 from pentatron.errors import UserError
 from pentatron.megatron import module_table
-from pentatron.megatron.module_table import MODULES, Module
-
-
-class TableFinder(importlib.abc.MetaPathFinder):
-    """Finds `pentatron.megatron.X` if the table has `megatron.X`."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        name = fullname.removeprefix("pentatron.")
-        if name == fullname or name not in MODULES:
-            return None
-        is_package = any(other.startswith(f"{name}.") for other in MODULES)
-        # `repr(module)` shows the origin, so that it leads to the table.
-        return ModuleSpec(
-            fullname, _TableLoader(name, MODULES[name]), origin=module_table.__file__, is_package=is_package
-        )
-
-
-class _TableLoader(importlib.abc.Loader):
-    """Fills a module with the names of its row."""
-
-    def __init__(self, name: str, row: Module) -> None:
-        self.name = name
-        self.row = row
-
-    def exec_module(self, module: ModuleType) -> None:
-        # First, because a package may take names from its own submodules.
-        module.__dict__["__getattr__"] = self._getattr_of(module)
-        names: dict[str, Any] = {}
-        for path, imported in self.row.imports.items():
-            source = importlib.import_module(f"pentatron.{path}")
-            if imported == "*":
-                names |= _defined_in(source)
-                continue
-            for item in imported.split(", "):
-                attribute, _, alias = item.partition(" as ")
-                names[alias or attribute] = getattr(source, attribute)
-        module.__dict__.update(names, __doc__=self.row.doc, __all__=sorted(names))
-
-    def _getattr_of(self, module: ModuleType) -> Callable[[str], Any]:
-        def module_getattr(name: str) -> Any:
-            if name in self.row.unavailable:
-                raise ImportError(f"{self.name}.{name} is not available: {self.row.unavailable[name]}")
-            # As Megatron's packages import their submodules, programs use these without an import of their
-            # own.
-            if f"{self.name}.{name}" in MODULES:
-                return importlib.import_module(f"{module.__name__}.{name}")
-            raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
-
-        return module_getattr
-
-
-def _defined_in(module: ModuleType) -> dict[str, Any]:
-    """Public functions and classes that the module defines itself."""
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
-    }
-
-
-class _AliasLoader(importlib.abc.Loader):
-    """Returns an imported module under a second name, without a second copy of its classes."""
-
-    def __init__(self, module: ModuleType) -> None:
-        self.module = module
-        self.spec = module.__spec__
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return self.module
-
-    def exec_module(self, module: ModuleType) -> None:
-        # The import system has replaced it by the spec of the alias.
-        module.__spec__ = self.spec
-
-
-class MegatronNames(importlib.abc.MetaPathFinder):
-    """Finds `megatron.X` as the module `pentatron.megatron.X`."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if not _is_megatrons(fullname):
-            return None
-        name = f"pentatron.{fullname}"
-        try:
-            module = importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name is None or not name.startswith(error.name):
-                raise
-            return None
-        return ModuleSpec(fullname, _AliasLoader(module), is_package=hasattr(module, "__path__"))
+from pentatron.megatron.module_table import MODULES, UNAVAILABLE
 
 
 def register_modules() -> None:
-    """Makes the modules of the table importable."""
-    if not any(isinstance(finder, TableFinder) for finder in sys.meta_path):
-        # Before the path finder, which would take a leftover folder `core` for a namespace package.
-        sys.meta_path.insert(0, TableFinder())
+    """Makes the modules of the table importable. A module takes its names when the first one is used."""
+    for row, imports in MODULES.items():
+        name = f"pentatron.megatron.{row}"
+        doc = f"Names of megatron.{row}, from {', '.join(imports) or 'nothing'}."
+        module = sys.modules[name] = ModuleType(name, doc)
+        # `repr(module)` shows the origin, so that it leads to the table.
+        module.__spec__ = ModuleSpec(name, None, origin=module_table.__file__, is_package=True)
+        used = partial(_use, module, row)
+        vars(module).update(__path__=[], __getattr__=used, __dir__=partial(used, "__all__"))
+        parent, _, child = name.rpartition(".")
+        vars(sys.modules[parent])[child] = module
+
+
+def _use(module: ModuleType, row: str, wanted: str) -> Any:
+    """Returns a name of the module, which takes all names of its row at the first call."""
+    if wanted in UNAVAILABLE.get(row, {}):
+        raise ImportError(f"megatron.{row}.{wanted} is not available: {UNAVAILABLE[row][wanted]}")
+    # Tools look for other special names in every module, which should import nothing.
+    if "__all__" not in vars(module) and (wanted == "__all__" or not wanted.startswith("__")):
+        names: dict[str, Any] = {}
+        for path, imported in MODULES[row].items():
+            source = importlib.import_module(f"pentatron.{path}")
+            for item in _defined_in(source) if imported == "*" else imported.split(", "):
+                attribute, _, alias = item.partition(" as ")
+                names[alias or attribute] = getattr(source, attribute)
+        vars(module).update(names, __all__=sorted(names))
+    if wanted not in vars(module):
+        raise AttributeError(f"module {module.__name__!r} has no attribute {wanted!r}")
+    return vars(module)[wanted]
+
+
+def _defined_in(module: ModuleType) -> list[str]:
+    """Names of the public functions and classes that the module defines itself."""
+    own = {
+        name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__
+    }
+    return [name for name in own if not name.startswith("_")]
 
 
 def as_megatron(replace: bool = True) -> bool:
@@ -120,16 +60,17 @@ def as_megatron(replace: bool = True) -> bool:
 
     An installed Megatron is hidden, unless `replace` is False: then it is kept and False is returned.
     """
-    if any(isinstance(finder, MegatronNames) for finder in sys.meta_path):
+    ours = sys.modules["pentatron.megatron"]
+    if sys.modules.get("megatron") is ours:
         return True
     if not replace and installed_megatron() is not None:
         return False
-    loaded = list(filter(_is_megatrons, sys.modules))
-    if loaded:
+    if loaded := [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
         raise UserError(
             f"{loaded[0]} of the installed Megatron is imported already; call as_megatron() before anything imports it"
         )
-    sys.meta_path.insert(0, MegatronNames())
+    for name in ("megatron", *(f"megatron.{row}" for row in MODULES)):
+        sys.modules[name] = sys.modules[f"pentatron.{name}"]
     return True
 
 
@@ -140,7 +81,3 @@ def installed_megatron() -> str | None:
         # The part of Megatron-LM that the distribution megatron-core installs.
         spec = importlib.util.find_spec("megatron.core")
     return None if spec is None else spec.origin
-
-
-def _is_megatrons(name: str) -> bool:
-    return name.partition(".")[0] == "megatron"

@@ -14,6 +14,7 @@ _NAMED_AXES: dict[str, Axis] = {
     "context_parallel": "context",
     "expert_model_parallel": "expert",
     "expert_tensor_parallel": "expert_tensor",
+    "expert_data_parallel": "expert_data",
 }
 
 
@@ -51,10 +52,6 @@ def initialize_model_parallel(*sizes: Any, **named: Any) -> None:
         "initialize_model_parallel: the layout comes from the flags (--tensor-model-parallel-size and the like) and is set up by "
         "pretrain() or initialize_megatron(); leave the call out"
     )
-
-
-def get_expert_data_parallel_group(check_initialized: bool = True) -> Any:
-    return current_run().process_group("expert_data")
 
 
 def get_embedding_group(check_initialized: bool = True) -> Any:

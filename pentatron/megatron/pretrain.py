@@ -1,7 +1,8 @@
 """`pretrain()`, its steps one by one, and checkpoints, over Pentatron's session."""
 
+import itertools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,14 +10,9 @@ from torch import Tensor
 
 from pentatron.cli.main import train_program
 from pentatron.errors import UserError
-from pentatron.megatron.arguments import (
-    ExtraArguments,
-    notes_without_effect,
-    script_entry_point,
-    take_extra_arguments,
-)
+from pentatron.megatron import arguments
 from pentatron.megatron.datasets import DatasetProvider
-from pentatron.megatron.initialize import SETS, DataIterator, RateSchedule, checked_iterator, current_stepwise
+from pentatron.megatron.initialize import SETS, DataIterator, RateSchedule, Stepwise, current_stepwise
 from pentatron.megatron.program import ForwardStep, UserProgram
 from pentatron.megatron.state import current_run, script_command
 from pentatron.megatron.utils import ModelType
@@ -29,7 +25,7 @@ def pretrain(
     model_type: ModelType,
     forward_step_func: ForwardStep,
     process_non_loss_data_func: Any = None,
-    extra_args_provider: ExtraArguments | None = None,
+    extra_args_provider: arguments.ExtraArguments | None = None,
     args_defaults: Mapping[str, Any] | None = None,
     get_embedding_ranks: Any = None,
     get_position_embedding_ranks: Any = None,
@@ -39,26 +35,25 @@ def pretrain(
 
     Exits the process after an error, after `--help`, and in the process that started the workers.
     """
-    notes = notes_without_effect(
+    notes = arguments.notes_without_effect(
         process_non_loss_data_func=process_non_loss_data_func,
         get_embedding_ranks=get_embedding_ranks,
         get_position_embedding_ranks=get_position_embedding_ranks,
         non_loss_data_func=non_loss_data_func,
     )
-    entry, extra = script_entry_point(args_defaults or {})
-    programs: list[UserProgram] = []
+    entry, extra = arguments.script_entry_point(args_defaults or {})
+    user_program = UserProgram(
+        train_valid_test_dataset_provider, model_provider, forward_step_func, extra, notes
+    )
 
     def program(words: list[str]) -> tuple[list[str], UserProgram]:
         _require_decoder(model_type)
-        rest, added = take_extra_arguments(words, extra_args_provider, entry)
-        user_program = UserProgram(
-            train_valid_test_dataset_provider, model_provider, forward_step_func, {**extra, **added}, notes
-        )
-        programs.append(user_program)
+        rest, added = arguments.take_extra_arguments(words, extra_args_provider, entry)
+        user_program.extra = {**extra, **added}
         return rest, user_program
 
     code = train_program(program, entry, list(script_command() or sys.argv[:1]))
-    if code or not any(user_program.has_run for user_program in programs):
+    if code or not user_program.has_run:
         sys.exit(code)
 
 
@@ -83,7 +78,7 @@ def setup_model_and_optimizer(
     stepwise.program.model_provider = model_provider_func
     stepwise.session.build()
     stepwise.has_model = True
-    return list(stepwise.session.model.stages.values()), stepwise.session.optimizer, RateSchedule(stepwise)
+    return list(stepwise.session.model.stages.values()), stepwise.session.optimizer, RateSchedule()
 
 
 def build_train_valid_test_data_iterators(
@@ -108,6 +103,21 @@ def build_train_valid_test_data_iterators(
     return train, valid, test
 
 
+def _begin_steps(forward_step: ForwardStep, data_iterator: Any) -> tuple[Stepwise, DataIterator]:
+    """Returns the run, which uses this forward step from now on, and its data iterator.
+
+    `data_iterator` may be a list with one for each virtual stage.
+    """
+    stepwise = current_stepwise(model=True, data=True)
+    first = data_iterator[0] if isinstance(data_iterator, Sequence) and data_iterator else data_iterator
+    if not isinstance(first, DataIterator) or first.stepwise is not stepwise:
+        raise UserError(
+            "the data iterator is none of build_train_valid_test_data_iterators(); pass what that returned"
+        )
+    stepwise.program.forward_step = forward_step
+    return stepwise, first
+
+
 def train(
     forward_step_func: ForwardStep,
     model: list[Any],
@@ -124,13 +134,11 @@ def train(
 
     Exits the process after a signal.
     """
-    stepwise = current_stepwise(model=True, data=True)
-    checked_iterator(train_data_iterator, stepwise)
-    for note in notes_without_effect(
+    stepwise, _ = _begin_steps(forward_step_func, train_data_iterator)
+    for note in arguments.notes_without_effect(
         process_non_loss_data_func=process_non_loss_data_func, non_loss_data_func=non_loss_data_func
     ):
         current_run().display.say(f"note: {note}")
-    stepwise.program.forward_step = forward_step_func
     ending = stepwise.session.trainer.train()
     stepwise.session.conclude(ending)
     if ending is not None:
@@ -147,13 +155,11 @@ def train_step(
     config: Any = None,
 ) -> tuple[dict[str, Tensor], int, float, None]:
     """Trains one step; returns losses by name, 1 if the update was skipped, the gradient norm, and None."""
-    stepwise = current_stepwise(model=True, data=True)
-    iterator = checked_iterator(data_iterator, stepwise)
-    stepwise.program.forward_step = forward_step_func
+    stepwise, iterator = _begin_steps(forward_step_func, data_iterator)
     trainer = stepwise.session.trainer
     trainer.settle_batch_size()
     count = trainer.config.accumulation_of(trainer.batch_size)
-    result, _ = trainer.advance([iterator.next_batch() for _ in range(count)])
+    result, _ = trainer.advance(list(itertools.islice(iterator.batches, count)))
     trainer.checkpoints.settle()
     return {"lm loss": torch.tensor(result.loss)}, int(not result.updated), result.gradient_norm, None
 
@@ -171,9 +177,7 @@ def evaluate_and_print_results(
     non_loss_data_func: Any = None,
 ) -> None:
     """Prints the loss of --eval-iters steps, and records it if `write_to_tensorboard`."""
-    stepwise = current_stepwise(model=True, data=True)
-    iterator = checked_iterator(data_iterator, stepwise)
-    stepwise.program.forward_step = forward_step_func
+    stepwise, iterator = _begin_steps(forward_step_func, data_iterator)
     evaluation = stepwise.session.trainer.evaluation
     loss = evaluation.test(prefix) if iterator.name == "test" else evaluation.validate(prefix)
     if loss is not None and write_to_tensorboard:

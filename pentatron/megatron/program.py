@@ -1,9 +1,9 @@
 """`UserProgram`: a user's dataset provider, model provider and forward step in a training session."""
 
-import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,11 @@ from pentatron.megatron.arguments import arguments_of
 from pentatron.megatron.datasets import DatasetProvider, provided_data
 from pentatron.megatron.gpt_model import GPTModel
 from pentatron.megatron.losses import call_loss_function, counting_terms_once, objective_share
+from pentatron.megatron.state import ProcessGroups
 from pentatron.models.causal_lm import CausalLM, folded_ends
-from pentatron.models.gpt_model import ProcessGroups
 from pentatron.monitor.display import Display
 from pentatron.nn.options import Axes, ModelOptions
+from pentatron.nn.spec import accepts
 from pentatron.parallel.timers import Timers
 from pentatron.parallel.world import World
 from pentatron.settings.resolve import Resolved
@@ -37,27 +38,23 @@ _COMPARED = 8
 ForwardStep = Callable[[Iterator[dict[str, Tensor]], Any], tuple[Tensor, Callable[[Tensor], Any]]]
 
 
+@dataclass(eq=False)
 class UserProgram(Program):
-    def __init__(
-        self,
-        dataset_provider: DatasetProvider | None,
-        model_provider: Callable[..., Any],
-        forward_step: ForwardStep,
-        extra: Mapping[str, Any],
-        notes: Sequence[str] = (),
-    ) -> None:
-        """`extra`: values of the program's own arguments. `notes`: notices about arguments without effect."""
-        self.dataset_provider = dataset_provider
+    """`extra`: values of the program's own arguments. `notes`: notices about arguments without effect."""
+
+    dataset_provider: DatasetProvider | None
+    model_provider: Callable[..., Any]
+    forward_step: ForwardStep
+    extra: Mapping[str, Any]
+    notes: Sequence[str] = ()
+    has_run = False
+    _first_count: float | None = None
+    _counts_left: int = _COMPARED
+
+    def __post_init__(self) -> None:
         # With a provider, --data-path may name something else than a .bin/.idx pair.
-        self.reads_named_data = dataset_provider is None
-        self.model_provider = model_provider
-        self.forward_step = forward_step
-        self.extra = extra
-        self.notes = notes
-        self.has_run = False
+        self.reads_named_data = self.dataset_provider is None
         self.reported_names = ReportedNames()
-        self._first_count: float | None = None
-        self._counts_left = _COMPARED
 
     @contextmanager
     def running(self, resolved: Resolved, world: World, display: Display) -> Iterator[None]:
@@ -74,7 +71,7 @@ class UserProgram(Program):
         state.current_run().args.follow(train_state)
 
     def set_timers(self, timers: Timers) -> None:
-        state.current_run().timers.join(timers)
+        state.current_run().timers.loop = timers
 
     def open_data(self, config: RunConfig, world: World, folder: Path, display: Display) -> OpenedData:
         if self.dataset_provider is None:
@@ -90,12 +87,11 @@ class UserProgram(Program):
         options: ModelOptions,
     ) -> dict[int, CausalLM]:
         groups = ProcessGroups(
-            axes.with_linear(options.linear), tuple(parts.values()), options, folded_ends(parts.values())
+            axes.with_linear(options.linear()), tuple(parts.values()), options, folded_ends(parts.values())
         )
         run = state.current_run()
-        parameters = inspect.signature(self.model_provider).parameters
         # Older providers have no `vp_stage`; GPTModel then takes it from the run.
-        takes_stage = "vp_stage" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        takes_stage = accepts(self.model_provider, "vp_stage")
         stages: dict[int, CausalLM] = {}
         with run.building(groups), device:
             for number, part in parts.items():
@@ -117,7 +113,7 @@ class UserProgram(Program):
         run.stage = call.stage
         module.pending_call = call
         try:
-            result = self.forward_step(MicroBatchIterator(call.batch), module)
+            result = self.forward_step(_data_iterator(call.batch), module)
             if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor)):
                 raise UserError(
                     "forward_step must return (output_tensor, loss function), the output being what the model returned; "
@@ -158,27 +154,15 @@ class UserProgram(Program):
                 )
 
 
-class MicroBatchIterator(Iterator[dict[str, Tensor]]):
-    """A data iterator over the single micro-batch of a forward step."""
-
-    def __init__(self, batch: Batch) -> None:
-        self._batch: Batch | None = batch
-
-    def __next__(self) -> dict[str, Tensor]:
-        if self._batch is None:
-            raise UserError(
-                "forward_step took a second micro-batch from data_iterator; take one in each call (--micro-batch-size sets "
-                "its number of samples)"
-            )
-        batch, self._batch = self._batch, None
-        return as_dictionary(batch)
+def _data_iterator(batch: Batch) -> Iterator[dict[str, Tensor]]:
+    """Yields the single micro-batch of a forward step."""
+    yield as_dictionary(batch)
+    raise UserError(
+        "forward_step took a second micro-batch from data_iterator; take one in each call (--micro-batch-size sets "
+        "its number of samples)"
+    )
 
 
 def as_dictionary(batch: Batch) -> dict[str, Tensor]:
     """Returns the micro-batch with Megatron's keys."""
-    return {
-        "tokens": batch.tokens,
-        "labels": batch.labels,
-        "loss_mask": batch.loss_mask,
-        "position_ids": batch.position_ids,
-    }
+    return {name: getattr(batch, name) for name in ("tokens", "labels", "loss_mask", "position_ids")}

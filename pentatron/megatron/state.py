@@ -16,10 +16,12 @@ from pentatron.data.datasets import configured_tokenizer
 from pentatron.data.tokenizer import Tokenizer
 from pentatron.errors import UserError
 from pentatron.layout.ranks import Axis
+from pentatron.layout.stages import StagePart
 from pentatron.megatron.arguments import Arguments
 from pentatron.megatron.timers import Timers
-from pentatron.models.gpt_model import ProcessGroups, process_groups
+from pentatron.models.causal_lm import FoldedEnds
 from pentatron.monitor.display import Display
+from pentatron.nn.options import Axes, ModelOptions, axes_of
 from pentatron.parallel.world import World
 from pentatron.settings.resolve import Resolved
 from pentatron.settings.run_config import RunConfig
@@ -27,6 +29,27 @@ from pentatron.settings.run_config import RunConfig
 if TYPE_CHECKING:
     from pentatron.megatron.datasets import DataPlan
     from pentatron.megatron.initialize import Stepwise
+
+
+@dataclass(frozen=True)
+class ProcessGroups:
+    """How the models of one rank are built: the parallel axes, the contents of each of its stages, and their
+    options.
+
+    `options` None takes those of the run, or the defaults outside of a run. `ends`: for a program that builds
+    all stages of the rank in order.
+    """
+
+    axes: Axes
+    stages: tuple[StagePart, ...]
+    options: ModelOptions | None = None
+    ends: FoldedEnds | None = None
+
+
+def process_groups(config: RunConfig, world: World) -> ProcessGroups:
+    """Returns the `pg_collection` of this rank in a configured layout."""
+    numbers = config.placement.stages_of(world.at.pipeline)
+    return ProcessGroups(axes_of(world, config.parallel), tuple(config.stages[number] for number in numbers))
 
 
 @dataclass
@@ -149,16 +172,13 @@ def get_tokenizer() -> Tokenizer | None:
     return current_run().tokenizer
 
 
-def get_tensorboard_writer() -> Any:
+def get_tensorboard_writer() -> None:
     """Returns None: the session writes to TensorBoard itself."""
-    return None
 
 
-def get_wandb_writer() -> Any:
+def get_wandb_writer() -> None:
     """Returns None: the session writes to Weights & Biases itself."""
-    return None
 
 
-def get_one_logger() -> Any:
+def get_one_logger() -> None:
     """Returns None: there is no one_logger, and programs test for that."""
-    return None

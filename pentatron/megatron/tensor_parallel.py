@@ -42,23 +42,19 @@ class ColumnParallelLinear(linear.ColumnParallelLinear):
             assert axis is not None, "layers pass the rows together with the axis"
             super().__init__(in_features, out_features, tp_size, bias, axis)
         else:
-            shard = _axis_of(tp_size, out_features)
+            if tp_size < 1 or out_features % tp_size:
+                raise UserError(
+                    f"ColumnParallelLinear: {out_features} outputs cannot be shared by {tp_size} tensor ranks; use a size that divides them"
+                )
+            shard: TensorAxis = _SingleShard(Group(0, tp_size))
+            if is_running() and current_run().groups.axes.tensor.size == tp_size:
+                shard = current_run().groups.axes.tensor
             super().__init__(in_features, out_features, even_rows(out_features, shard), bias, shard)
             torch.nn.init.normal_(self.weight, std=0.02)
             if self.bias is not None:
                 torch.nn.init.zeros_(self.bias)
         self.tp_size = self.axis.size
         self.out_per_partition = self.weight.shape[0]
-
-
-def _axis_of(tp_size: int, out_features: int) -> TensorAxis:
-    if tp_size < 1 or out_features % tp_size:
-        raise UserError(
-            f"ColumnParallelLinear: {out_features} outputs cannot be shared by {tp_size} tensor ranks; use a size that divides them"
-        )
-    if is_running() and current_run().groups.axes.tensor.size == tp_size:
-        return current_run().groups.axes.tensor
-    return _SingleShard(Group(0, tp_size))
 
 
 def vocab_parallel_cross_entropy(

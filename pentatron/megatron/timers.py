@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -18,14 +17,12 @@ from pentatron.parallel.timers import block_of
 class Timer:
     """Accumulates the time between `start` and `stop`.
 
-    An `idle` timer measures nothing and does not synchronize the device. `on_stop` is called with the seconds
-    of each interval.
+    An `idle` timer measures nothing and does not synchronize the device.
     """
 
     name: str
     idle: bool
-    _barrier: Callable[[], None]
-    _on_stop: Callable[[float], None]
+    _timers: "Timers"
     _elapsed: float = 0.0
     _active: float = 0.0
     _started: float | None = None
@@ -40,8 +37,9 @@ class Timer:
             raise UserError(f"timer {self.name} was stopped before it was started")
         passed = self._now(barrier) - self._started
         self._elapsed, self._active, self._started = self._elapsed + passed, self._active + passed, None
-        if not self.idle:
-            self._on_stop(passed)
+        # The only timer of the training loop that programs measure: it runs inside their forward step.
+        if not self.idle and self._timers.loop is not None and self.name == "batch-generator":
+            self._timers.loop.add(self.name, 2, passed)
 
     def reset(self) -> None:
         self._elapsed, self._started = 0.0, None
@@ -64,7 +62,7 @@ class Timer:
 
     def _now(self, barrier: bool) -> float:
         if barrier:
-            self._barrier()
+            gather_objects(None, self._timers.everyone)
         if self.idle:
             return 0.0
         if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -73,33 +71,23 @@ class Timer:
 
 
 class Timers:
-    """Timers by name. Those above the level of the run (`--timing-log-level`) are idle."""
+    """Timers by name. Those above the level of the run (`--timing-log-level`) are idle.
+
+    The program's `batch-generator` times are added to `loop`, the timers of the training loop.
+    """
 
     def __init__(self, level: int, everyone: Group, say: Callable[[str], None]) -> None:
         self.level = level
         self.everyone = everyone
         self.say = say
         self._timers: dict[str, Timer] = {}
-        self._loop: LoopTimers | None = None
-
-    def join(self, loop: LoopTimers) -> None:
-        """Adds the program's `batch-generator` times to the timers of the training loop."""
-        self._loop = loop
+        self.loop: LoopTimers | None = None
 
     def __call__(self, name: str, log_level: int | None = None) -> Timer:
         """Returns the timer of that name. The first call sets its level."""
         if name not in self._timers:
-            idle = (log_level or 0) > self.level
-            self._timers[name] = Timer(name, idle, self._synchronize, partial(self._add, name))
+            self._timers[name] = Timer(name, (log_level or 0) > self.level, self)
         return self._timers[name]
-
-    def _synchronize(self) -> None:
-        gather_objects(None, self.everyone)
-
-    def _add(self, name: str, seconds: float) -> None:
-        # The only timer of the training loop that programs measure: it runs inside their forward step.
-        if self._loop is not None and name == "batch-generator":
-            self._loop.add(name, 2, seconds)
 
     def log(
         self,
@@ -116,14 +104,13 @@ class Timers:
         if rank is not None and not 0 <= rank < self.everyone.size:
             raise UserError(f"timers.log: there is no rank {rank} of {self.everyone.size} to print on")
         if barrier:
-            self._synchronize()
+            gather_objects(None, self.everyone)
         local = {
             name: 1000 * timer.elapsed(reset) / normalizer
             for name, timer in self._timers.items()
             if not timer.idle and (names is None or name in names)
         }
         by_rank = gather_objects(local, self.everyone)
-        if any(by_rank) and rank in (None, 0):
-            self.say(block_of(by_rank, "minmax"))
-        elif any(by_rank) and rank == self.everyone.rank:
-            say(block_of(by_rank, "minmax"))
+        if any(by_rank) and rank in (None, 0, self.everyone.rank):
+            tell = say if rank else self.say
+            tell(block_of(by_rank, "minmax"))

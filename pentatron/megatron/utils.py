@@ -20,23 +20,12 @@ from pentatron.parallel.collectives import all_reduce_
 _KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 
-class ModelType(enum.Enum):
-    """Model types with Megatron's names. Only `encoder_or_decoder` is available."""
-
-    encoder_or_decoder = 1
-    encoder_and_decoder = 2
-    retro_encoder = 3
-    retro_decoder = 4
-
-
-class StateMachineActions(enum.Enum):
-    """Actions of NVIDIA's fault-tolerance package."""
-
-    NONE = 0
-    TRAIN_HEARTBEAT = 1
-    EVAL_HEARTBEAT = 2
-    SAVE_CHECKPOINT = 3
-    UPDATE_TIMEOUT = 4
+# Model types with Megatron's names. Only `encoder_or_decoder` is available.
+ModelType = enum.Enum("ModelType", "encoder_or_decoder encoder_and_decoder retro_encoder retro_decoder")
+# Actions of NVIDIA's fault-tolerance package.
+StateMachineActions = enum.Enum(
+    "StateMachineActions", "NONE TRAIN_HEARTBEAT EVAL_HEARTBEAT SAVE_CHECKPOINT UPDATE_TIMEOUT", start=0
+)
 
 
 # --- printing ---
@@ -164,9 +153,8 @@ def set_jit_fusion_options() -> None:
 # --- fault tolerance and one_logger, which are not used ---
 
 
-def get_rank_monitor_client(action: StateMachineActions = StateMachineActions.NONE) -> Any:
+def get_rank_monitor_client(action: StateMachineActions = StateMachineActions.NONE) -> None:
     """Returns None, as Megatron does without the fault-tolerance package."""
-    return None
 
 
 def get_timestamp_in_ms() -> int:

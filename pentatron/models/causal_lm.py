@@ -21,7 +21,7 @@ from pentatron.nn.norm import ConfiguredNorm, norm_in
 from pentatron.nn.options import DEFAULT_OPTIONS, AttentionKernels, Axes, LayerOptions, ModelOptions
 from pentatron.nn.recompute import EVERY_LAYER, LAYERS, NO_RECOMPUTE, RecomputeSwitch
 from pentatron.nn.rope import build_rope
-from pentatron.nn.spec import ModuleSpec, TransformerBlockSubmodules, build_module, documents_kwargs
+from pentatron.nn.spec import ModuleSpec, TransformerBlockSubmodules, build_module, document_kwargs
 from pentatron.parallel.axes import TensorAxis
 from pentatron.parallel.sharding import Shape, sharded_parameters
 from pentatron.settings.core_config import CoreTransformerConfig
@@ -41,7 +41,7 @@ class Embedding(nn.Module):
         rows, width = embedding_shape(config)
         self.word = VocabParallelEmbedding(rows, config.vocab_size, width, axis, tied=tied_elsewhere)
         positions = position_shape(config)
-        self.position = None if positions is None else PositionEmbedding(*positions, axis)
+        self.position = None if positions is None else PositionEmbedding(positions, axis)
 
     def forward(self, tokens_BS: Tensor, positions_BS: Tensor, keys: DropoutKeys | None) -> Tensor:
         x_BSD = self.word(tokens_BS)
@@ -93,7 +93,7 @@ class CausalLM(nn.Module):
         draws = config.attention_dropout > 0
         self.recompute = RecomputeSwitch(options.recompute, draws, self.kernels.around)
         self.cross_entropy = options.cross_entropy
-        axes = axes.with_linear(options.linear)
+        axes = axes.with_linear(options.linear())
         self.axis = axes.tensor
         head_axis = axes.with_linear(options.linear_of_head()).tensor
         tied = is_tied(config)
@@ -127,9 +127,7 @@ class CausalLM(nn.Module):
         if has_separate_output_weight(config, part):
             rows, width = embedding_shape(config)
             table = ends.table if tied and ends is not None else None
-            assert not tied or ends is None or table is not None, (
-                "the first stage is built before the last one"
-            )
+            assert not tied or ends is None or table is not None, "the first stage is built first"
             tied_to = _TIED_TENSOR if tied else None
             self.head = OutputLayer(rows, config.vocab_size, width, head_axis, tied_to=tied_to, shared=table)
         if tied and ends is not None and self.embedding is not None:
@@ -156,9 +154,7 @@ class CausalLM(nn.Module):
         if self.embedding is not None:
             x_BSD = self.embedding(tokens_BS, positions_BS, keys)
         else:
-            assert received_BSD is not None, (
-                "a stage without embedding needs the hidden states of the previous one"
-            )
+            assert received_BSD is not None, "a stage without embedding needs hidden states"
             x_BSD = received_BSD
         angles = self.rope(positions_BS) if self.rope is not None else None
         self.kernels.choose(self.attention_backend, x_BSD.device, self.attention_dropout)
@@ -186,7 +182,7 @@ class CausalLM(nn.Module):
         if self.together is not None and documents is None:
             x_BSD, layers = self.together(x_BSD, layers, self.rope, angles, keys)
         for layer in layers:
-            x_BSD = layer(x_BSD, self.rope, angles, keys, **documents_kwargs(layer, documents))
+            x_BSD = layer(x_BSD, self.rope, angles, keys, **document_kwargs(layer, documents))
         return x_BSD
 
     def gradient_checkpointing_enable(self) -> None:

@@ -12,21 +12,12 @@ from typing import Any
 import torch
 
 from pentatron.errors import UserError
+from pentatron.nn import spec as nn_spec
 from pentatron.nn.attention import PLAIN_ATTENTION, SelfAttention
 from pentatron.nn.mlp import MLP, PLAIN_MLP
 from pentatron.nn.moe import MoE
 from pentatron.nn.norm import NORMS, ConfiguredNorm
-from pentatron.nn.spec import (
-    AttnMaskType,
-    IdentityOp,
-    ModuleSpec,
-    Slot,
-    TransformerBlockSubmodules,
-    TransformerLayerSubmodules,
-    build_module,
-    current_folder_on_path,
-    import_named,
-)
+from pentatron.nn.spec import ModuleSpec, Slot, TransformerBlockSubmodules
 from pentatron.nn.transformer_layer import TransformerLayer, dropout_add
 from pentatron.parallel.sharding import sharded_parameters
 from pentatron.settings.core_config import CoreTransformerConfig
@@ -43,10 +34,10 @@ def user_spec(config: CoreTransformerConfig) -> ModuleSpec | TransformerBlockSub
         return None
     module, name = config.spec
     what = f"--spec {module} {name}"
-    spec = import_named(module, name, what)
+    spec = nn_spec.import_named(module, name, what)
     if callable(spec):
         takes_config = bool(inspect.signature(spec).parameters)
-        with current_folder_on_path():
+        with nn_spec.current_folder_on_path():
             spec = spec(config) if takes_config else spec()
     if not isinstance(spec, ModuleSpec | TransformerBlockSubmodules):
         raise UserError(
@@ -56,15 +47,18 @@ def user_spec(config: CoreTransformerConfig) -> ModuleSpec | TransformerBlockSub
     return spec
 
 
-def check_layers(config: CoreTransformerConfig, block: TransformerBlockSubmodules) -> None:
-    """Builds each kind of layer once on the meta device, to find errors in a spec before training starts."""
+def check_user_spec(config: TransformerConfig, moe: MoEConfig) -> None:
+    """Builds each kind of layer of --spec once on the meta device, to find errors before workers start."""
+    if not config.spec:
+        return
+    core = CoreTransformerConfig.of(config, moe)
     tried: list[ModuleSpec] = []
-    for number, spec in enumerate(block.layer_specs, 1):
+    for number, spec in enumerate(block_spec(core).layer_specs, 1):
         if any(spec is other for other in tried):
             continue
         tried.append(spec)
         with torch.device("meta"):
-            layer = build_module(spec, config=config, layer_number=number)
+            layer = nn_spec.build_module(spec, config=core, layer_number=number)
         try:
             sharded_parameters(layer)
         except TypeError as error:
@@ -170,34 +164,18 @@ def block_spec(
     return chosen
 
 
-def check_user_spec(config: TransformerConfig, moe: MoEConfig) -> None:
-    """Raises for an invalid --spec, before worker processes start."""
-    if config.spec:
-        core = CoreTransformerConfig.of(config, moe)
-        check_layers(core, block_spec(core))
-
-
 def _layer(norm: Slot, qk_layernorm: bool, num_experts: int | None, grouped: bool) -> ModuleSpec:
-    norm_of_heads = norm if qk_layernorm else IdentityOp
+    norm_of_heads = norm if qk_layernorm else nn_spec.IdentityOp
     attention = ModuleSpec(
         SelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
+        params={"attn_mask_type": nn_spec.AttnMaskType.causal},
         submodules=replace(PLAIN_ATTENTION, q_layernorm=norm_of_heads, k_layernorm=norm_of_heads),
     )
     mlp = ModuleSpec(MLP, submodules=PLAIN_MLP)
     if num_experts is not None:
         mlp = ModuleSpec(MoE, {"num_experts": num_experts, "grouped": grouped}, PLAIN_MLP)
-    return ModuleSpec(
-        TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=norm,
-            self_attention=attention,
-            self_attn_bda=dropout_add,
-            pre_mlp_layernorm=norm,
-            mlp=mlp,
-            mlp_bda=dropout_add,
-        ),
-    )
+    slots = nn_spec.TransformerLayerSubmodules(norm, attention, dropout_add, norm, mlp, dropout_add)
+    return ModuleSpec(TransformerLayer, submodules=slots)
 
 
 def _refuse(**wanted: bool) -> None:

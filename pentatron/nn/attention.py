@@ -13,13 +13,7 @@ from pentatron.nn.linear import ColumnParallelLinear, RowParallelLinear, Rows
 from pentatron.nn.norm import norm_in
 from pentatron.nn.options import ONE_PROCESS, Axes
 from pentatron.nn.rope import RotaryEmbedding
-from pentatron.nn.spec import (
-    AttnMaskType,
-    IdentityOp,
-    SelfAttentionSubmodules,
-    build_module,
-    documents_kwargs,
-)
+from pentatron.nn.spec import AttnMaskType, IdentityOp, SelfAttentionSubmodules, build_module, document_kwargs
 from pentatron.parallel.axes import TensorAxis
 from pentatron.settings.core_config import CoreTransformerConfig
 from pentatron.settings.layer_patterns import window_of_layer
@@ -65,11 +59,7 @@ class DotProductAttention(nn.Module):
             return attend(q_BNSH, k_BKSH, v_BKSH, self.context, dropout, self.window, documents)
 
 
-PLAIN_ATTENTION = SelfAttentionSubmodules(
-    linear_qkv=ColumnParallelLinear,
-    core_attention=DotProductAttention,
-    linear_proj=RowParallelLinear,
-)
+PLAIN_ATTENTION = SelfAttentionSubmodules(ColumnParallelLinear, DotProductAttention, RowParallelLinear)
 
 
 class SelfAttention(nn.Module):
@@ -103,12 +93,9 @@ class SelfAttention(nn.Module):
         split = frozenset[Axis]({"tensor"})
         self.q_norm = norm_in(submodules.q_layernorm, config, shard.head, split)
         self.k_norm = norm_in(submodules.k_layernorm, config, shard.head, split)
+        core = submodules.core_attention
         self.core_attention = build_module(
-            submodules.core_attention,
-            config=config,
-            layer_number=layer_number,
-            attn_mask_type=attn_mask_type,
-            axes=axes,
+            core, config=config, layer_number=layer_number, attn_mask_type=attn_mask_type, axes=axes
         )
         self.called_apart: dict[str, str] = {}
         self._core_apart: Forward | None = None
@@ -148,7 +135,7 @@ class SelfAttention(nn.Module):
         if rope is not None and angles is not None:
             q_BNSH, k_BKSH = (_rotated(t, rope, *angles) for t in (q_BNSH, k_BKSH))
         attend = self._core_apart or self.core_attention
-        out_BNSH: Tensor = attend(q_BNSH, k_BKSH, v_BKSH, **documents_kwargs(self.core_attention, documents))
+        out_BNSH: Tensor = attend(q_BNSH, k_BKSH, v_BKSH, **document_kwargs(self.core_attention, documents))
         return out_BNSH.transpose(1, 2).flatten(2)
 
     def _core_break_reason(self, compile: CompileOptions) -> str:
@@ -156,7 +143,7 @@ class SelfAttention(nn.Module):
         # A user's attention class reads documents, so it runs eagerly as a whole.
         documents = compile.documents and type(self) is SelfAttention
         if documents:
-            documents_kwargs(self.core_attention, ())
+            document_kwargs(self.core_attention, ())
         context = getattr(self.core_attention, "context", None)
         if getattr(context, "size", 1) > 1:
             return "attention that communicates with other context ranks"

@@ -6,6 +6,7 @@ partial results gives the attention to all keys. In backward each block computes
 from the merged output and lse, and the parts are summed.
 """
 
+import functools
 import itertools
 import math
 from bisect import bisect_right
@@ -46,15 +47,13 @@ def block_mask(block: Block, device: torch.device) -> Tensor | None:
     """Returns the mask of the block, True for hidden keys; None if every query attends to all keys."""
     rows, columns = (s.stop - s.start for s in (block.queries, block.keys))
     query, key = torch.arange(rows, device=device)[:, None], torch.arange(columns, device=device)
-    unseen = key > query if block.causal else None
+    hidden = [key > query] if block.causal else []
     if block.left is not None:
-        before = key < query - block.left
-        unseen = before if unseen is None else unseen | before
+        hidden.append(key < query - block.left)
     if block.cuts:
         document = torch.bucketize(key, torch.tensor(block.cuts, device=device), right=True)
-        other = document[:, None] != document
-        unseen = other if unseen is None else unseen | other
-    return unseen
+        hidden.append(document[:, None] != document)
+    return functools.reduce(torch.logical_or, hidden) if hidden else None
 
 
 def flash_is_chosen(q_BNSH: Tensor) -> bool:
@@ -66,22 +65,27 @@ def flash_is_chosen(q_BNSH: Tensor) -> bool:
         return False
     if not q_BNSH.is_cuda:
         return True
-    width = q_BNSH.shape[-1]
-    half = q_BNSH.dtype in (torch.bfloat16, torch.float16)
-    return half and width <= _WIDEST_HEAD and width % _HEAD_MULTIPLE == 0
+    supports_width = q_BNSH.shape[-1] in range(_HEAD_MULTIPLE, _WIDEST_HEAD + 1, _HEAD_MULTIPLE)
+    return supports_width and q_BNSH.dtype in (torch.bfloat16, torch.float16)
 
 
+@dataclass
 class MergedAttention:
-    """Accumulates the output and the lse of every query over blocks, in fp32."""
+    """The output and the lse of every query over blocks; in fp32 while they are accumulated."""
 
-    def __init__(self, q_BNSH: Tensor, flash: bool) -> None:
-        self.q_BNSH = q_BNSH
-        self.flash = flash
-        self.generator: tuple[Tensor, ...] = ()
-        self.out_BNSH = torch.zeros_like(q_BNSH, dtype=torch.float32, memory_format=torch.contiguous_format)
-        self.lse_BNS = torch.full_like(
-            self.out_BNSH[..., 0], -math.inf, memory_format=torch.contiguous_format
-        )
+    q_BNSH: Tensor
+    out_BNSH: Tensor
+    lse_BNS: Tensor
+    flash: bool
+    # State of the CUDA kernel's random generator; without dropout it is the same for every block.
+    generator: tuple[Tensor, ...] = ()
+
+    @classmethod
+    def empty(cls, q_BNSH: Tensor) -> "MergedAttention":
+        layout = torch.contiguous_format
+        out_BNSH = torch.zeros_like(q_BNSH, dtype=torch.float32, memory_format=layout)
+        lse_BNS = torch.full_like(out_BNSH[..., 0], -math.inf, memory_format=layout)
+        return cls(q_BNSH, out_BNSH, lse_BNS, flash_is_chosen(q_BNSH))
 
     def add(self, keys_values: Tensor, blocks: Iterable[Block]) -> None:
         """`keys_values` is [2, B, K, S, H]."""
@@ -93,34 +97,18 @@ class MergedAttention:
             self.generator = generator or self.generator
             merge_(self.out_BNSH[rows], self.lse_BNS[rows], out, lse)
 
-
-def merge_(out_BNSH: Tensor, lse_BNS: Tensor, more_BNSH: Tensor, more_lse_BNS: Tensor) -> None:
-    """Merges a partial result into another in place: both are rescaled to the common sum of exponentials."""
-    total = torch.logaddexp(lse_BNS, more_lse_BNS)
-    out_BNSH.mul_((lse_BNS - total).exp()[..., None])
-    out_BNSH.addcmul_(more_BNSH.float(), (more_lse_BNS - total).exp()[..., None])
-    lse_BNS.copy_(total)
-
-
-@dataclass(frozen=True)
-class AttentionResult:
-    """What backward needs: the merged result and the gradient of its output."""
-
-    q_BNSH: Tensor
-    out_BNSH: Tensor
-    lse_BNS: Tensor
-    gradient_BNSH: Tensor
-    flash: bool
-    # State of the CUDA kernel's random generator; without dropout it is the same for every block.
-    generator: tuple[Tensor, ...]
-
     def add_gradients_(
-        self, dq_BNSH: Tensor, d_keys_values: Tensor, keys_values: Tensor, blocks: Iterable[Block]
+        self,
+        gradient_BNSH: Tensor,
+        dq_BNSH: Tensor,
+        d_keys_values: Tensor,
+        keys_values: Tensor,
+        blocks: Iterable[Block],
     ) -> None:
-        """Adds the gradients of the blocks."""
+        """Adds the gradients of the blocks, from that of the merged output."""
         for block in blocks:
             rows, columns = ((block.samples, slice(None), each) for each in (block.queries, block.keys))
-            gradient, q, out = (t[rows] for t in (self.gradient_BNSH, self.q_BNSH, self.out_BNSH))
+            gradient, q, out = (t[rows] for t in (gradient_BNSH, self.q_BNSH, self.out_BNSH))
             k, v = (t[columns] for t in keys_values)
             saved = (q, k, v, out, self.lse_BNS[rows].contiguous())
             if self.flash and _fits_flash(q, block):
@@ -130,6 +118,14 @@ class AttentionResult:
             dq_BNSH[rows] += dq
             d_keys_values[0][columns] += dk
             d_keys_values[1][columns] += dv
+
+
+def merge_(out_BNSH: Tensor, lse_BNS: Tensor, more_BNSH: Tensor, more_lse_BNS: Tensor) -> None:
+    """Merges a partial result into another in place: both are rescaled to the common sum of exponentials."""
+    total = torch.logaddexp(lse_BNS, more_lse_BNS)
+    out_BNSH.mul_((lse_BNS - total).exp()[..., None])
+    out_BNSH.addcmul_(more_BNSH.float(), (more_lse_BNS - total).exp()[..., None])
+    lse_BNS.copy_(total)
 
 
 def _fits_flash(q: Tensor, block: Block) -> bool:
@@ -229,23 +225,21 @@ def _scores(q: Tensor, k: Tensor, block: Block) -> Tensor:
 # Chunks of `size` tokens are given by their index in the sequence, in memory order.
 
 
-def window_blocks(queries: Sequence[int], keys: Sequence[int], size: int, window: int) -> list[Block]:
-    """Blocks of chunks of queries and keys within a window."""
-    return list(_chunk_blocks((0,), slice(None), queries, keys, size, window))
-
-
-def document_blocks(
-    documents: DocumentStarts, queries: Sequence[int], keys: Sequence[int], size: int, window: int | None
+def chunk_blocks(
+    documents: DocumentStarts | None,
+    queries: Sequence[int],
+    keys: Sequence[int],
+    size: int,
+    window: int | None,
 ) -> list[Block]:
-    """Blocks of chunks of queries and keys if attention is restricted to documents.
+    """Blocks of chunks of queries and keys if attention is restricted to documents or a window.
 
     Blocks need no mask for documents, except for short documents inside a chunk: two different chunks share
     at most one document, whose part is a rectangle.
     """
-    blocks: list[Block] = []
-    for samples, starts in group_equal_starts(documents):
-        blocks += _chunk_blocks(starts, samples, queries, keys, size, window)
-    return blocks
+    groups = [(slice(None), (0,))] if documents is None else group_equal_starts(documents)
+    each = (_chunk_blocks(starts, samples, queries, keys, size, window) for samples, starts in groups)
+    return list(itertools.chain.from_iterable(each))
 
 
 def _chunk_blocks(

@@ -19,6 +19,7 @@ from pentatron.ops.dispatch import triton_works
 # function.
 _MOST_VERSIONS = 64
 
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 Forward = Callable[..., Tensor]
 
 
@@ -48,19 +49,26 @@ class CompileOptions:
 
     def layer(self, forward: Forward) -> Forward:
         """Compiles the forward of a layer, which passes documents through as an opaque object."""
-        return _sealed(self.whole(forward)) if self.documents else self.whole(forward)
+        compiled = self.whole(forward)
+
+        def call(*inputs: Any, documents: DocumentStarts | None = None) -> Tensor:
+            return compiled(*inputs, documents=None if documents is None else _Sealed(documents))
+
+        return call if self.documents else compiled
 
     def apart(self, forward: Forward) -> Forward:
         """Returns a part of a layer that breaks the graph and runs eagerly."""
-        return torch.compiler.disable(_unsealed(forward) if self.documents else forward)
+
+        def call(*inputs: Any, **named: Any) -> Tensor:
+            if isinstance(sealed := named.get("documents"), _Sealed):
+                named["documents"] = sealed.documents
+            return forward(*inputs, **named)
+
+        return torch.compiler.disable(call if self.documents else forward)
 
     def called_apart(self, owner: nn.Module, name: str) -> Forward:
         """Returns a function that calls the submodule `name` of `owner` eagerly, whatever its class."""
-
-        def call(*inputs: Any, **named: Any) -> Tensor:
-            return getattr(owner, name)(*inputs, **named)
-
-        return self.apart(call)
+        return self.apart(lambda *inputs, **named: getattr(owner, name)(*inputs, **named))
 
 
 class CompiledLayers:
@@ -81,7 +89,9 @@ class CompiledLayers:
 
         Layers are left over if they are too few for a group or have hooks.
         """
-        while len(group := tuple(layers[: self.count])) == self.count and not any(map(_has_hooks, group)):
+        while len(group := tuple(layers[: self.count])) == self.count:
+            if any(getattr(layer, hooks) for layer in group for hooks in _HOOKS):
+                break
             x_BSD, layers = self._compiled(group, x_BSD, *inputs), layers[self.count :]
         return x_BSD, layers
 
@@ -100,33 +110,11 @@ def _in_turn(layers: Sequence[nn.Module], x_BSD: Tensor, *inputs: Any) -> Tensor
     return x_BSD
 
 
-def _has_hooks(layer: nn.Module) -> bool:
-    return any(
-        (layer._forward_pre_hooks, layer._forward_hooks, layer._backward_pre_hooks, layer._backward_hooks)
-    )
-
-
 @dataclass(frozen=True)
 class _Sealed:
     """Wraps documents inside a compiled layer, so that no guard depends on their number or starts."""
 
     documents: DocumentStarts
-
-
-def _sealed(forward: Forward) -> Forward:
-    def call(*inputs: Any, documents: DocumentStarts | None = None) -> Tensor:
-        return forward(*inputs, documents=None if documents is None else _Sealed(documents))
-
-    return call
-
-
-def _unsealed(forward: Forward) -> Forward:
-    def call(*inputs: Any, **named: Any) -> Tensor:
-        if isinstance(sealed := named.get("documents"), _Sealed):
-            named["documents"] = sealed.documents
-        return forward(*inputs, **named)
-
-    return call
 
 
 @dataclass(frozen=True)

@@ -15,24 +15,10 @@ import torch
 from torch import Tensor
 
 from pentatron.layout.documents import DocumentStarts
-from pentatron.nn.attention_blocks import (
-    AttentionResult,
-    Block,
-    MergedAttention,
-    attend_whole,
-    document_blocks,
-    flash_is_chosen,
-    window_blocks,
-)
-from pentatron.parallel.axes import ContextAxis, chunk_order, gather_order
-from pentatron.parallel.collectives import (
-    Group,
-    Pending,
-    all_gather_into,
-    all_to_all_into,
-    reduce_scatter_into,
-    start_ring_exchange,
-)
+from pentatron.nn.attention_blocks import Block, MergedAttention, attend_whole, chunk_blocks
+from pentatron.parallel import collectives
+from pentatron.parallel.axes import ContextAxis, all_to_all, chunk_order, gather_order
+from pentatron.parallel.collectives import Group, Pending, start_ring_exchange
 
 # Message kinds that are in flight at the same time.
 _KEYS, _GRADIENTS = 1, 2
@@ -89,10 +75,8 @@ def gathered_blocks(
 ) -> list[Block]:
     """Blocks of this rank's queries over all keys in order: for each chunk the keys before it, and itself."""
     size = length // 2
-    if documents is not None:
-        return document_blocks(documents, context.chunks, range(2 * context.size), size, window)
-    if window is not None:
-        return window_blocks(context.chunks, range(2 * context.size), size, window)
+    if documents is not None or window is not None:
+        return chunk_blocks(documents, context.chunks, range(2 * context.size), size, window)
     blocks = []
     for place, number in enumerate(context.chunks):
         queries, first = slice(place * size, (place + 1) * size), number * size
@@ -107,11 +91,9 @@ def ring_blocks(
 ) -> list[Block]:
     """Blocks at a step of the ring, where this rank has the keys of the rank `step` places before it."""
     source = (context.rank - step) % context.size
-    if documents is not None:
-        return document_blocks(documents, context.chunks, context.chunks_of(source), length // 2, window)
-    if window is None:
+    if documents is None and window is None:
         return [ring_block(source, context.rank, length)]
-    return window_blocks(context.chunks, context.chunks_of(source), length // 2, window)
+    return chunk_blocks(documents, context.chunks, context.chunks_of(source), length // 2, window)
 
 
 class _SplitAttention(torch.autograd.Function):
@@ -126,7 +108,7 @@ class _SplitAttention(torch.autograd.Function):
         context: ContextAxis,
         blocks: Sequence[Sequence[Block]],
     ) -> Tensor:
-        merged = MergedAttention(q_BNSH, flash_is_chosen(q_BNSH))
+        merged = MergedAttention.empty(q_BNSH)
         for keys_values, visible in zip(_arriving(k_BKSH, v_BKSH, context), blocks):
             merged.add(keys_values, visible)
         out_BNSH = merged.out_BNSH.to(q_BNSH.dtype)
@@ -139,13 +121,13 @@ class _SplitAttention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q_BNSH, k_BKSH, v_BKSH, out_BNSH, lse_BNS = ctx.saved_tensors
         gradient, context = gradients[0].contiguous(), ctx.context
-        attended = AttentionResult(q_BNSH, out_BNSH, lse_BNS, gradient, ctx.flash, ctx.generator)
+        merged = MergedAttention(q_BNSH, out_BNSH, lse_BNS, ctx.flash, ctx.generator)
         dq_BNSH = torch.zeros_like(q_BNSH, dtype=torch.float32)
         collected: Pending | None = None
         for keys_values, visible in zip(_arriving(k_BKSH, v_BKSH, context), ctx.blocks):
             # In a buffer of its own, so that the gradients of the previous ranks can arrive meanwhile.
             d_keys_values = torch.zeros_like(keys_values, dtype=torch.float32)
-            attended.add_gradients_(dq_BNSH, d_keys_values, keys_values, visible)
+            merged.add_gradients_(gradient, dq_BNSH, d_keys_values, keys_values, visible)
             if context.exchange == "p2p":
                 if collected is not None:
                     d_keys_values += collected.wait()
@@ -155,7 +137,7 @@ class _SplitAttention(torch.autograd.Function):
         else:
             parts = chunk_order(d_keys_values, context.size)
             summed = torch.empty_like(parts[0])
-            reduce_scatter_into(summed, parts.flatten(0, 1), context.group)
+            collectives.reduce_scatter_into(summed, parts.flatten(0, 1), context.group)
         dk_BKSH, dv_BKSH = summed.to(k_BKSH.dtype)
         return dq_BNSH.to(k_BKSH.dtype), dk_BKSH, dv_BKSH, None, None
 
@@ -164,22 +146,17 @@ def _arriving(k_BKSH: Tensor, v_BKSH: Tensor, context: ContextAxis) -> Iterator[
     """Yields keys and values, [2, B, K, S, H]: those of one rank after the other, while the next ones are
     sent around the ring, or those of all ranks in sequence order.
     """
-    if context.exchange == "all_gather":
-        yield _gather(torch.stack((k_BKSH, v_BKSH)), context.group)
-        return
     keys_values = torch.stack((k_BKSH, v_BKSH))
+    if context.exchange == "all_gather":
+        parts = keys_values.new_empty(context.size, *keys_values.shape)
+        collectives.all_gather_into(parts.flatten(0, 1), keys_values, context.group)
+        yield gather_order(parts)
+        return
     for _ in range(context.size - 1):
         incoming = start_ring_exchange(keys_values, context.group, _KEYS)
         yield keys_values
         keys_values = incoming.wait()
     yield keys_values
-
-
-def _gather(local: Tensor, group: Group) -> Tensor:
-    """Gathers the keys and values of all ranks in sequence order."""
-    parts = local.new_empty(group.size, *local.shape)
-    all_gather_into(parts.flatten(0, 1), local, group)
-    return gather_order(parts)
 
 
 def _by_heads(
@@ -197,38 +174,14 @@ def _by_heads(
         copies = ranks // k_BKSH.shape[1]
         k_BKSH, v_BKSH = (t.repeat_interleave(copies, dim=1) for t in (k_BKSH, v_BKSH))
     for_each = [t.unflatten(1, (ranks, -1)) for t in (q_BNSH, k_BKSH, v_BKSH)]
-    packed = torch.cat(for_each, dim=2).flatten(1, 2)
-    exchanged: Tensor = _Exchange.apply(packed, group, True)
+    # From all heads of this rank's tokens to its share of the heads of all tokens, in sequence order.
+    exchanged = gather_order(_exchange(torch.cat(for_each, dim=2).movedim(1, 0), group))
     q_BNSH, k_BKSH, v_BKSH = exchanged.split([t.shape[2] for t in for_each], dim=1)
     attended = attend_whole(q_BNSH, k_BKSH, v_BKSH, window=window, documents=documents)
-    return _Exchange.apply(attended, group, False)
+    return _exchange(chunk_order(attended, ranks), group).movedim(0, 1).flatten(1, 2)
 
 
-class _Exchange(torch.autograd.Function):
-    """All-to-all between the tokens of all heads and the heads of all tokens; backward is the inverse."""
-
-    @staticmethod
-    def forward(ctx: Any, x_BNSH: Tensor, group: Group, to_heads: bool) -> Tensor:
-        ctx.group, ctx.to_heads = group, to_heads
-        return _to_heads(x_BNSH, group) if to_heads else _to_tokens(x_BNSH, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        inverse = _to_tokens if ctx.to_heads else _to_heads
-        return inverse(gradients[0], ctx.group), None, None
-
-
-def _to_heads(x_BNSH: Tensor, group: Group) -> Tensor:
-    """From all heads of this rank's tokens to its share of the heads of all tokens, in sequence order."""
-    return gather_order(_exchanged(x_BNSH.unflatten(1, (group.size, -1)).movedim(1, 0), group))
-
-
-def _to_tokens(x_BNSH: Tensor, group: Group) -> Tensor:
-    return _exchanged(chunk_order(x_BNSH, group.size), group).movedim(0, 1).flatten(1, 2)
-
-
-def _exchanged(parts: Tensor, group: Group) -> Tensor:
-    sent = parts.contiguous()
-    received = torch.empty_like(sent)
-    all_to_all_into(received, sent, group)
-    return received
+def _exchange(parts: Tensor, group: Group) -> Tensor:
+    """All-to-all of equal parts, one for each rank."""
+    each = (1,) * group.size
+    return all_to_all(parts, group, each, each)

@@ -9,7 +9,6 @@ Keys form a tree: the seed has a child key for every step, a step for every samp
 row's key to 64 bits, 32 for each channel.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,41 +57,27 @@ def dropout_keys(
     return DropoutKeys(_child(_child(of_step, samples)[:, None], positions.to(samples)))
 
 
-def hidden_dropout(x_BSD: Tensor, keys: DropoutKeys, site: int | Tensor, probability: float) -> Tensor:
-    """Applies dropout with inverse scaling. `site` is the index of the dropout site in the model.
+def hidden_dropout(
+    x_BSD: Tensor, keys: DropoutKeys, site: int | Tensor, probability: float, stream_BSD: Tensor | None = None
+) -> Tensor:
+    """Applies dropout with inverse scaling, and adds `stream_BSD`; on a GPU in one pass over memory.
 
-    The embedding is 0, the attention output of layer i is 2i + 1, its MLP output 2i + 2.
+    `site` is the index of the dropout site in the model: the embedding is 0, the attention output of layer i
+    is 2i + 1, its MLP output 2i + 2.
     """
     assert 0 <= probability < 1, f"a dropout probability of {probability}"
+    if stream_BSD is not None and (probability == 0 or x_BSD.dtype != stream_BSD.dtype):
+        return stream_BSD + hidden_dropout(x_BSD, keys, site, probability)
     if probability == 0:
         return x_BSD
-    dropped = _in_one_operation(x_BSD, None, keys, site, probability)
-    return _Dropout.apply(x_BSD, _child(keys.rows, site), probability) if dropped is None else dropped
-
-
-def dropout_added(
-    x_BSD: Tensor, stream_BSD: Tensor, keys: DropoutKeys, site: int | Tensor, probability: float
-) -> Tensor:
-    """Returns `stream_BSD + dropout(x_BSD)`; on a GPU in one pass over memory."""
-    added = None
-    if probability > 0 and x_BSD.dtype == stream_BSD.dtype:
-        added = _in_one_operation(x_BSD, stream_BSD, keys, site, probability)
-    return stream_BSD + hidden_dropout(x_BSD, keys, site, probability) if added is None else added
-
-
-def _in_one_operation(
-    x_BSD: Tensor, stream_BSD: Tensor | None, keys: DropoutKeys, site: int | Tensor, probability: float
-) -> Tensor | None:
-    """Returns dropout, added to a stream if given, as an operator of a compiled graph or a kernel on a GPU;
-    None elsewhere.
-    """
     assert keys.rows.shape == x_BSD.shape[:2], f"keys of {keys.rows.shape} for {x_BSD.shape}"
     if torch.compiler.is_compiling():
         number = torch.as_tensor(site, device=x_BSD.device)
-        return _DropoutInGraph.apply(x_BSD, stream_BSD, keys.rows, number, probability)
-    if not _in_one_pass(x_BSD):
-        return None
-    return _DropoutByKernel.apply(x_BSD, stream_BSD, keys.rows, site, probability)
+        return _DropoutBySite.apply(x_BSD, stream_BSD, keys.rows, number, probability)
+    if _in_one_pass(x_BSD):
+        return _DropoutBySite.apply(x_BSD, stream_BSD, keys.rows, site, probability)
+    kept: Tensor = _Dropout.apply(x_BSD, _child(keys.rows, site), probability)
+    return kept if stream_BSD is None else stream_BSD + kept
 
 
 def _in_one_pass(x_BSD: Tensor) -> bool:
@@ -134,31 +119,7 @@ def _by_kernel(
     return dropout(x_BSD, stream_BSD, rows_BS, site, _limit(probability), 1 / (1 - probability))
 
 
-class _DropoutByKernel(torch.autograd.Function):
-    """`_Dropout` in a Triton kernel that derives the site's keys, so all sites save the same row keys."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_BSD: Tensor, stream_BSD: Tensor | None, rows_BS: Tensor, site: int, probability: float
-    ) -> Tensor:
-        ctx.save_for_backward(rows_BS)
-        ctx.site, ctx.probability, ctx.has_stream = site, probability, stream_BSD is not None
-        return _by_kernel(x_BSD, stream_BSD, rows_BS, site, probability)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
-        (rows_BS,) = ctx.saved_tensors
-        gradient = _DropoutByKernel.apply(gradients[0], None, rows_BS, ctx.site, ctx.probability)
-        return gradient, gradients[0] if ctx.has_stream else None, None, None, None
-
-
-def _like_first(
-    x_BSD: Tensor, stream_BSD: Tensor | None, rows_BS: Tensor, site: Tensor, probability: float
-) -> Tensor:
-    return x_BSD.new_empty(x_BSD.shape)
-
-
-@operator("hidden_dropout", _like_first)
+@operator("hidden_dropout", lambda x_BSD, *others: x_BSD.new_empty(x_BSD.shape))
 def _dropped_by_site(
     x_BSD: Tensor, stream_BSD: Tensor | None, rows_BS: Tensor, site: Tensor, probability: float
 ) -> Tensor:
@@ -173,21 +134,33 @@ def _dropped_by_site(
     return kept if stream_BSD is None else stream_BSD + kept
 
 
-class _DropoutInGraph(torch.autograd.Function):
-    """`_Dropout` for compiled graphs."""
+class _DropoutBySite(torch.autograd.Function):
+    """`_Dropout` in one operation that derives the site's keys, so that all sites save the same row keys.
+
+    The site is a tensor in compiled graphs, and the operation an operator of the graph.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x_BSD: Tensor, stream_BSD: Tensor | None, rows_BS: Tensor, site: Tensor, probability: float
+        ctx: Any,
+        x_BSD: Tensor,
+        stream_BSD: Tensor | None,
+        rows_BS: Tensor,
+        site: int | Tensor,
+        probability: float,
     ) -> Tensor:
-        ctx.save_for_backward(rows_BS, site)
+        in_graph = isinstance(site, Tensor)
+        ctx.save_for_backward(rows_BS, site if in_graph else None)
+        ctx.site = None if in_graph else site
         ctx.probability, ctx.has_stream = probability, stream_BSD is not None
-        return _dropped_by_site(x_BSD, stream_BSD, rows_BS, site, probability)
+        operation = _dropped_by_site if in_graph else _by_kernel
+        return operation(x_BSD, stream_BSD, rows_BS, site, probability)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         rows_BS, site = ctx.saved_tensors
-        gradient = _dropped_by_site(gradients[0], None, rows_BS, site, ctx.probability)
+        site = ctx.site if site is None else site
+        gradient = _DropoutBySite.apply(gradients[0], None, rows_BS, site, ctx.probability)
         return gradient, gradients[0] if ctx.has_stream else None, None, None, None
 
 
@@ -210,17 +183,10 @@ def _kept(x_BSD: Tensor, rows_BS: Tensor, probability: float) -> Tensor:
     """Returns the elements that are kept, scaled; `rows_BS` are the keys of the site."""
     result = torch.empty(x_BSD.shape, dtype=x_BSD.dtype, device=x_BSD.device)
     torch.mul(x_BSD, 1 / (1 - probability), out=result)
-    for block, dropped in _dropped(result.flatten(0, 1), rows_BS.flatten(), probability):
-        block.masked_fill_(dropped, 0)
-    return result
-
-
-def _dropped(x_ND: Tensor, rows_N: Tensor, probability: float) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields blocks of rows of `x_ND` with the masks of the elements to drop."""
-    channels = x_ND.shape[1]
-    pairs = torch.arange(1, (channels + 1) // 2 + 1, dtype=torch.int64, device=x_ND.device) * _INCREMENT
-    limit = _limit(probability)
-    size = max(1, (_BLOCK_GPU if x_ND.is_cuda else _BLOCK_CPU) // max(1, channels))
-    for block, keys in zip(x_ND.split(size), rows_N.split(size), strict=True):
+    channels, limit = x_BSD.shape[-1], _limit(probability)
+    pairs = torch.arange(1, (channels + 1) // 2 + 1, dtype=torch.int64, device=x_BSD.device) * _INCREMENT
+    size = max(1, (_BLOCK_GPU if x_BSD.is_cuda else _BLOCK_CPU) // max(1, channels))
+    for block, keys in zip(result.flatten(0, 1).split(size), rows_BS.flatten().split(size), strict=True):
         numbers = _scramble_(keys[:, None] + pairs).view(torch.int32)
-        yield block, numbers[:, :channels] < limit
+        block.masked_fill_(numbers[:, :channels] < limit, 0)
+    return result

@@ -12,21 +12,8 @@ from pentatron.nn.init import residual_scale
 from pentatron.nn.linear import WeightedModule, mlp_activation
 from pentatron.nn.options import Axes
 from pentatron.nn.router import Routing
-from pentatron.ops.activation import (
-    combine_rows,
-    dispatch_rows,
-    weighted_activation,
-    weighted_activation_backward,
-)
+from pentatron.ops import activation, linear
 from pentatron.ops.fp8_linear import LinearOptions
-from pentatron.ops.linear import (
-    DeviceGroups,
-    GroupedRows,
-    Groups,
-    compute_or_defer,
-    grouped_linear,
-    grouped_mm_supports,
-)
 from pentatron.parallel.sharding import Initialization, Shape, Shard, ShardingSpec
 from pentatron.settings.decisions import wants_grouped_experts
 from pentatron.settings.model import MoEConfig, TransformerConfig
@@ -45,7 +32,7 @@ class SortedPairs:
 
     pairs_N: Tensor
     places_TK: Tensor
-    groups: DeviceGroups
+    groups: linear.DeviceGroups
 
 
 def sorted_by_expert(chosen_TK: Tensor, kept_TK: Tensor | None, count: int) -> SortedPairs:
@@ -62,7 +49,7 @@ def sorted_by_expert(chosen_TK: Tensor, kept_TK: Tensor | None, count: int) -> S
     ends[-1:].fill_(len(pairs))
     rows = torch.arange(len(pairs), device=pairs.device)
     positions = torch.empty_like(pairs).scatter_(0, pairs, rows)
-    return SortedPairs(pairs, positions.view_as(chosen_TK), DeviceGroups(ends))
+    return SortedPairs(pairs, positions.view_as(chosen_TK), linear.DeviceGroups(ends))
 
 
 class _Mixed(torch.autograd.Function):
@@ -86,34 +73,34 @@ class _Mixed(torch.autograd.Function):
         groups, ctx.experts, ctx.weights = sort.groups, experts, (fc1, fc2)
         # With `moe_act` the rows are recomputed too, gathered a second time; the activation is in any case.
         ctx.keeps_rows = "moe_act" not in experts.recompute.wanted.parts
-        rows_ND = dispatch_rows(x_TD, sort.places_TK)
+        rows_ND = activation.dispatch_rows(x_TD, sort.places_TK)
         weights_N = weights_TK.flatten().index_select(0, sort.pairs_N)
         inner_NI = groups.times(rows_ND, fc1.transpose(1, 2))
         saved = rows_ND if ctx.keeps_rows else x_TD
         ctx.save_for_backward(saved, inner_NI, weights_N, fc1, fc2, sort.places_TK, groups.ends)
         # Freed before the next tensors of this size are allocated.
         del rows_ND, saved
-        between_NI = weighted_activation(inner_NI, weights_N, experts.gated)
-        return combine_rows(groups.times(between_NI, fc2.transpose(1, 2)), sort.places_TK)
+        between_NI = activation.weighted_activation(inner_NI, weights_N, experts.gated)
+        return activation.combine_rows(groups.times(between_NI, fc2.transpose(1, 2)), sort.places_TK)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         saved, inner_NI, weights_N, fc1, fc2, places_TK, ends = ctx.saved_tensors
-        deferred, groups = ctx.experts.linear_fc1.deferred, DeviceGroups(ends)
-        d_output_ND = dispatch_rows(gradients[0], places_TK)
-        d_inner_NI, d_weights_N, between_NI = weighted_activation_backward(
+        deferred, groups = ctx.experts.linear_fc1.deferred, linear.DeviceGroups(ends)
+        d_output_ND = activation.dispatch_rows(gradients[0], places_TK)
+        d_inner_NI, d_weights_N, between_NI = activation.weighted_activation_backward(
             groups.times(d_output_ND, fc2), inner_NI, weights_N, ctx.experts.gated
         )
         del inner_NI
         d_fc1 = d_fc2 = d_x_TD = None
         if ctx.needs_input_grad[3]:
-            d_fc2 = compute_or_defer(deferred, ctx.weights[1], groups.outer, d_output_ND, between_NI)
+            d_fc2 = linear.compute_or_defer(deferred, ctx.weights[1], groups.outer, d_output_ND, between_NI)
         del between_NI, d_output_ND
         if ctx.needs_input_grad[0]:
-            d_x_TD = combine_rows(groups.times(d_inner_NI, fc1), places_TK)
+            d_x_TD = activation.combine_rows(groups.times(d_inner_NI, fc1), places_TK)
         if ctx.needs_input_grad[2]:
-            rows_ND = saved if ctx.keeps_rows else dispatch_rows(saved, places_TK)
-            d_fc1 = compute_or_defer(deferred, ctx.weights[0], groups.outer, d_inner_NI, rows_ND)
+            rows_ND = saved if ctx.keeps_rows else activation.dispatch_rows(saved, places_TK)
+            d_fc1 = linear.compute_or_defer(deferred, ctx.weights[0], groups.outer, d_inner_NI, rows_ND)
         d_weights_TK = d_weights_N.index_select(0, places_TK.flatten()).view_as(places_TK)
         return d_x_TD, d_weights_TK, d_fc1, d_fc2, None, None
 
@@ -128,8 +115,8 @@ class ExpertLinear(WeightedModule):
         declared = ShardingSpec(shape, pieces, Initialization(scale), copies="expert_data")
         self.weight = self.declare_weight(local, declared)
 
-    def forward(self, rows_ND: Tensor, groups: GroupedRows) -> Tensor:
-        return grouped_linear(rows_ND, self.weight, groups, self.deferred)
+    def forward(self, rows_ND: Tensor, groups: linear.GroupedRows) -> Tensor:
+        return linear.grouped_linear(rows_ND, self.weight, groups, self.deferred)
 
 
 class Experts(nn.Module):
@@ -173,24 +160,22 @@ class Experts(nn.Module):
         which are on this rank.
         """
         if routing is not None:
-            return self._mixed(rows_ND, routing)
-        groups = Groups(tuple(counts), self.grouped, counts_E)
+            sort = sorted_by_expert(routing.chosen_TK, routing.kept_TK, self.count)
+            weights_TK = routing.weights_TK
+            if routing.kept_TK is not None:
+                weights_TK = weights_TK.masked_fill(~routing.kept_TK, 0)
+            fc1, fc2 = self.linear_fc1.weight, self.linear_fc2.weight
+            return _Mixed.apply(rows_ND, weights_TK, fc1, fc2, sort, self)
+        groups = linear.Groups(tuple(counts), self.grouped, counts_E)
         inner = self.linear_fc1(rows_ND, groups)
         activate = partial(mlp_activation, inner, self.gated)
-        activation = self.recompute("moe_act", mlp_activation, inner, self.gated)
-        with self.recompute.recomputing_output("moe_act", activation, activate):
-            output: Tensor = self.linear_fc2(activation, groups)
+        activated = self.recompute("moe_act", mlp_activation, inner, self.gated)
+        with self.recompute.recomputing_output("moe_act", activated, activate):
+            output: Tensor = self.linear_fc2(activated, groups)
         return output
 
     def can_run_on_device(self, x_TD: Tensor) -> bool:
         """Whether the host need not know the groups: all experts are here and the kernel supports the sizes."""
         widths = (*self.linear_fc1.weight.shape[1:], *self.linear_fc2.weight.shape[1:])
         all_here = len(self.linear_fc1.weight) == self.count
-        return self.grouped and all_here and grouped_mm_supports(x_TD, *widths)
-
-    def _mixed(self, x_TD: Tensor, routing: Routing) -> Tensor:
-        sort = sorted_by_expert(routing.chosen_TK, routing.kept_TK, self.count)
-        weights_TK = routing.weights_TK
-        if routing.kept_TK is not None:
-            weights_TK = weights_TK.masked_fill(~routing.kept_TK, 0)
-        return _Mixed.apply(x_TD, weights_TK, self.linear_fc1.weight, self.linear_fc2.weight, sort, self)
+        return self.grouped and all_here and linear.grouped_mm_supports(x_TD, *widths)

@@ -9,26 +9,12 @@ from torch import Tensor, nn
 
 from pentatron.devices import FP8_MULTIPLE
 from pentatron.layout.ranks import Axis
+from pentatron.ops import fp8_linear
 from pentatron.ops.activation import gated, gated_linear
-from pentatron.ops.fp8_linear import (
-    DEFAULT_LINEAR,
-    Fp8Format,
-    LinearOptions,
-    WeightScale,
-    fp8_linear,
-    fp8_supports,
-)
 from pentatron.ops.linear import linear
+from pentatron.parallel import sharding
 from pentatron.parallel.axes import TensorAxis
-from pentatron.parallel.sharding import (
-    ZEROS,
-    Initialization,
-    Shape,
-    Shard,
-    ShardedModule,
-    ShardingSpec,
-    whole,
-)
+from pentatron.parallel.sharding import Initialization, Shape, Shard, ShardedModule, ShardingSpec
 
 
 def mlp_activation(inner: Tensor, has_gate: bool) -> Tensor:
@@ -59,14 +45,16 @@ class WeightedModule(ShardedModule):
     """
 
     weight: nn.Parameter
-    fp8: Fp8Format | None = None
+    fp8: fp8_linear.Fp8Format | None = None
     left_out = ""
 
-    def __init__(self, options: LinearOptions = DEFAULT_LINEAR, is_split: bool = False) -> None:
+    def __init__(
+        self, options: fp8_linear.LinearOptions = fp8_linear.DEFAULT_LINEAR, is_split: bool = False
+    ) -> None:
         super().__init__()
         self.options = options
         self.deferred = options.deferred
-        self.scale = WeightScale()
+        self.scale = fp8_linear.WeightScale()
         if options.in_graph and options.deferred is not None:
             self.left_out = "matrix products, whose weight gradients are computed later in the schedule"
         elif options.in_graph and is_split:
@@ -99,8 +87,10 @@ class WeightedModule(ShardedModule):
 
     def multiplied(self, x: Tensor, bias: Tensor | None = None, gates: bool = False) -> Tensor:
         """Returns `x Wᵀ + b`; with `gates`, `silu(gate) * up` of it, with the gate in the first half."""
-        if self.fp8 is not None and fp8_supports(x):
-            return fp8_linear(x, self.weight, bias, self.fp8, self.deferred, self.scale.known, gates)
+        if self.fp8 is not None and fp8_linear.fp8_supports(x):
+            return fp8_linear.fp8_linear(
+                x, self.weight, bias, self.fp8, self.deferred, self.scale.known, gates
+            )
         output = linear(x, self.weight, bias, self.deferred)
         return gated(output) if gates else output
 
@@ -114,7 +104,7 @@ class ColumnParallelLinear(WeightedModule):
         local = sum(r.count for r in rows)
         declared = ShardingSpec((outputs, inputs), _row_pieces(rows, (inputs,)), Initialization())
         self.weight = self.declare_weight((local, inputs), declared)
-        of_bias = ShardingSpec((outputs,), _row_pieces(rows, ()), ZEROS)
+        of_bias = ShardingSpec((outputs,), _row_pieces(rows, ()), sharding.ZEROS)
         self.bias = self.declare("bias", (local,), of_bias) if bias else None
 
     def forward(self, x: Tensor, gates: bool = False) -> Tensor:
@@ -145,7 +135,7 @@ class RowParallelLinear(WeightedModule):
         declared = ShardingSpec((outputs, inputs), (piece,), Initialization(scale))
         self.weight = self.declare_weight((outputs, share), declared)
         # Added after the reduction, so once; with sequence parallelism each rank adds it to its own tokens.
-        of_bias = whole((outputs,), ZEROS, axis.partial_axes)
+        of_bias = sharding.whole((outputs,), sharding.ZEROS, axis.partial_axes)
         self.bias = self.declare("bias", (outputs,), of_bias) if bias else None
 
     def forward(self, x: Tensor, gates: bool = False) -> Tensor:
@@ -217,13 +207,17 @@ class OutputLayer(VocabParallelEmbedding):
         return self.logits(x_BSD) if function is None else function(self, x_BSD)
 
 
-class PositionEmbedding(ShardedModule):
-    """Learned position embedding, replicated on every rank."""
+class ReplicatedWeight(ShardedModule):
+    """A module with a weight that every tensor rank holds in full."""
 
-    def __init__(self, rows: int, width: int, axis: TensorAxis) -> None:
+    def __init__(self, shape: Shape, axis: TensorAxis) -> None:
         super().__init__()
-        shape = (rows, width)
-        self.weight = self.declare("weight", shape, whole(shape, Initialization(), axis.partial_axes))
+        declared = sharding.whole(shape, Initialization(), axis.partial_axes)
+        self.weight = self.declare("weight", shape, declared)
+
+
+class PositionEmbedding(ReplicatedWeight):
+    """Learned position embedding."""
 
     def forward(self, positions_BS: Tensor) -> Tensor:
         return F.embedding(positions_BS, self.weight)

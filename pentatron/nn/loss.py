@@ -5,7 +5,6 @@ decision 0050) stores them once, in the model's precision, and backward overwrit
 The plain implementation is torch's, over fp32 logits.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -54,7 +53,9 @@ class CrossEntropy:
         """`token_losses` from logits, which are not modified."""
         if not self.fuses(logits_BSV):
             return token_losses(logits_BSV, labels_BS, vocabulary, first, group)
-        return self._fused(logits_BSV, labels_BS, vocabulary, first, group, overwrite=False)
+        return _FusedCrossEntropy.apply(
+            logits_BSV, labels_BS, vocabulary, first, group, self.implementation, False
+        )
 
     def from_hidden_states(
         self, head: VocabParallelEmbedding, x_BSD: Tensor, labels_BS: Tensor, vocabulary: int
@@ -65,22 +66,19 @@ class CrossEntropy:
             return token_losses(head.logits(x_BSD), labels_BS, vocabulary, head.first, group)
 
         def losses(x: Tensor, labels: Tensor) -> Tensor:
-            return self._fused(head.multiplied(x), labels, vocabulary, head.first, group, overwrite=True)
+            logits, how = head.multiplied(x), self.implementation
+            return _FusedCrossEntropy.apply(logits, labels, vocabulary, head.first, group, how, True)
 
         x_TD, labels_T = head.axis.enter(x_BSD).flatten(0, 1), labels_BS.flatten()
-        return _in_chunks(losses, x_TD, labels_T, self._chunk_size(head, len(labels_T))).view(labels_BS.shape)
-
-    def _chunk_size(self, head: VocabParallelEmbedding, tokens: int) -> int:
-        if not torch.is_grad_enabled():
-            return min(self.chunk, _EVALUATION_CHUNK)
-        # A deferred weight gradient needs the gradients of all logits, so chunks would save no memory.
-        return tokens if head.deferred is not None else self.chunk
-
-    def _fused(
-        self, logits: Tensor, labels: Tensor, vocabulary: int, first: int, group: Group, overwrite: bool
-    ) -> Tensor:
-        passes = _passes(self.implementation, logits)
-        return _FusedCrossEntropy.apply(logits, labels, vocabulary, first, group, passes, overwrite)
+        run, chunk = losses, min(self.chunk, _EVALUATION_CHUNK)
+        if torch.is_grad_enabled():
+            run = partial(checkpoint, losses, use_reentrant=False, preserve_rng_state=False)
+            # A deferred weight gradient needs the gradients of all logits, so chunks would save no memory.
+            chunk = len(labels_T) if head.deferred is not None else self.chunk
+        # Saves the logits of the last chunk, where backward begins, and recomputes the others.
+        *chunks, last = zip(x_TD.split(chunk), labels_T.split(chunk))
+        computed = [*(run(*inputs) for inputs in chunks), losses(*last)]
+        return (torch.cat(computed) if chunks else computed[0]).view(labels_BS.shape)
 
 
 def cross_entropy_of(decided: LossDecision) -> CrossEntropy:
@@ -100,22 +98,6 @@ def token_losses(
         losses = F.cross_entropy(logits.flatten(0, 1), labels_BS.flatten(), reduction="none")
         return losses.view(labels_BS.shape)
     return _SplitCrossEntropy.apply(logits_BSV, labels_BS, vocabulary, first, group)
-
-
-def _in_chunks(
-    losses: Callable[[Tensor, Tensor], Tensor], x_TD: Tensor, labels_T: Tensor, chunk: int
-) -> Tensor:
-    """Computes losses in chunks.
-
-    Saves the logits of the last chunk, where backward begins, and recomputes the others.
-    """
-    *chunks, last = zip(x_TD.split(chunk), labels_T.split(chunk))
-    if not chunks:
-        return losses(*last)
-    run = losses
-    if torch.is_grad_enabled():
-        run = partial(checkpoint, losses, use_reentrant=False, preserve_rng_state=False)
-    return torch.cat([*(run(x, labels) for x, labels in chunks), losses(*last)])
 
 
 def _passes(implementation: str, logits: Tensor) -> ModuleType:
@@ -145,9 +127,10 @@ class _FusedCrossEntropy(torch.autograd.Function):
         vocabulary: int,
         first: int,
         group: Group,
-        passes: ModuleType,
+        implementation: str,
         overwrite: bool,
     ) -> Tensor:
+        passes = _passes(implementation, logits)
         # Logits of users may have any strides; the kernels read row by row.
         rows = logits.flatten(0, -2) if overwrite else logits.flatten(0, -2).contiguous()
         words = min(max(0, vocabulary - first), rows.shape[-1])

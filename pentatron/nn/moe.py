@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from pentatron.errors import UserError
 from pentatron.nn.experts import Experts
+from pentatron.nn.linear import ReplicatedWeight
 from pentatron.nn.mlp import MLP, PLAIN_MLP
 from pentatron.nn.options import ONE_PROCESS, Axes
 from pentatron.nn.router import Router, Routing
 from pentatron.nn.spec import MLPSubmodules
-from pentatron.parallel.axes import ExpertAxis, TensorAxis
-from pentatron.parallel.sharding import Initialization, ShardedModule, whole
+from pentatron.parallel.axes import ExpertAxis
 from pentatron.settings.core_config import CoreTransformerConfig
 from pentatron.settings.model import MoEConfig, TransformerConfig, moe_layers
 from pentatron.settings.parameters import has_shared_expert, has_shared_gate, shared_gate_shape
@@ -38,11 +38,7 @@ def all_to_all(
     order, counts_E = _by_expert(routing.chosen_TK, routing.kept_TK, count)
     local_experts = count // axis.holders
     # Each rank with a shard of an expert needs all of its tokens.
-    sent_GE = (
-        counts_E.view(axis.holders, 1, local_experts)
-        .expand(-1, axis.cut, -1)
-        .reshape(axis.group.size, local_experts)
-    )
+    sent_GE = counts_E.view(axis.holders, local_experts).repeat_interleave(axis.cut, dim=0)
     received_GE = axis.all_to_all_counts(sent_GE)
     # The only synchronization of host and device: the host needs the sizes of the all-to-all.
     sizes = torch.stack((sent_GE, received_GE)).tolist()
@@ -159,20 +155,16 @@ class SharedExpert(nn.Module):
     ) -> None:
         super().__init__()
         self.mlp = MLP(config, axes=axes, submodules=submodules, inner=moe.shared_width)
-        self.gate = SharedGate(config.hidden_size, axes.tensor) if has_shared_gate(moe) else None
+        shape = shared_gate_shape(config.hidden_size)
+        self.gate = SharedGate(shape, axes.tensor) if has_shared_gate(moe) else None
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         output: Tensor = self.mlp(x_BSD)
         return output if self.gate is None else output * self.gate(x_BSD)
 
 
-class SharedGate(ShardedModule):
+class SharedGate(ReplicatedWeight):
     """One gate value for each token."""
-
-    def __init__(self, hidden: int, axis: TensorAxis) -> None:
-        super().__init__()
-        shape = shared_gate_shape(hidden)
-        self.weight = self.declare("weight", shape, whole(shape, Initialization(), axis.partial_axes))
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         return torch.sigmoid(nn.functional.linear(x_BSD, self.weight))

@@ -115,6 +115,6 @@ def norm_in(
     `compile`: compiles a built-in norm as its own graph; inside a compiled layer it is part of the layer's.
     """
     chosen = NORMS[config.normalization] if slot is ConfiguredNorm else slot
-    compiles = compile is not None and takes(chosen, (RMSNorm, LayerNorm), "compile")
+    compiles = compile is not None and takes(chosen, "compile", (RMSNorm, LayerNorm))
     kwargs = {"compile": compile} if compiles else {}
     return build_module(chosen, width, config.layernorm_epsilon, partial_over, **kwargs)

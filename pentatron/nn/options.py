@@ -4,10 +4,9 @@ They are known before the model is built. A layer takes them in its constructor,
 axes.
 """
 
-from collections.abc import Collection
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -18,17 +17,7 @@ from pentatron.nn.loss import CrossEntropy
 from pentatron.nn.recompute import NO_RECOMPUTE, Recompute, RecomputeSwitch
 from pentatron.ops.fp8_linear import Fp8Format, LinearOptions, WeightScales
 from pentatron.ops.linear import DeferredGradients
-from pentatron.parallel.axes import (
-    NO_CONTEXT_PARALLELISM,
-    NO_EXPERT_PARALLELISM,
-    NO_TENSOR_PARALLELISM,
-    ContextAxis,
-    ExpertAxis,
-    TensorAxis,
-    context_axis,
-    expert_axis,
-    tensor_axis,
-)
+from pentatron.parallel import axes
 from pentatron.parallel.world import World
 from pentatron.settings.parallel import ParallelConfig
 
@@ -38,19 +27,12 @@ _BACKENDS = {
     "cudnn": [SDPBackend.CUDNN_ATTENTION],
     "fused": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION],
     "efficient": [SDPBackend.EFFICIENT_ATTENTION],
-    "math": [SDPBackend.MATH],
-    "unfused": [SDPBackend.MATH],
-    "local": [SDPBackend.MATH],
+    **{name: [SDPBackend.MATH] for name in ("math", "unfused", "local")},
 }
 
 # From Hopper on, cuDNN's kernel is the fastest of those that support the same inputs.
 _HOPPER = 9
-_FASTEST_FIRST = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
+_FASTEST_FIRST = [*_BACKENDS["fused"], SDPBackend.MATH]
 
 
 def allowed_kernels(backend: str, device: torch.device, dropout: float = 0.0) -> list[SDPBackend] | None:
@@ -65,46 +47,38 @@ def allowed_kernels(backend: str, device: torch.device, dropout: float = 0.0) ->
 
 
 class AttentionKernels:
-    """Context manager that restricts attention to some kernels, in order of preference; does nothing if none
-    are chosen.
-
-    Entering `sdpa_kernel` takes longer than a kernel launch, so nested uses inside a model do not enter it a
-    second time.
-    """
+    """Restricts attention to some kernels, in order of preference, or not at all if none are chosen."""
 
     def __init__(self, chosen: list[SDPBackend] | None = None) -> None:
         self.chosen = chosen
         self._device: torch.device | None = None
-        self._entered: AbstractContextManager[None] | None = None
-        self._depth = 0
+        self._is_entered = False
 
     def choose(self, backend: str, device: torch.device, dropout: float) -> None:
         """Chooses the kernels for the device of the input, which may differ from that of construction."""
         if device != self._device:
             self._device, self.chosen = device, allowed_kernels(backend, device, dropout)
 
-    def __enter__(self) -> None:
-        if self.chosen is not None and not self._depth:
-            self._entered = sdpa_kernel(self.chosen, set_priority=True)
-            self._entered.__enter__()
-        self._depth += 1
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._depth -= 1
-        if self._entered is not None and not self._depth:
-            entered, self._entered = self._entered, None
-            entered.__exit__(kind, error, trace)
-
     def around(self) -> AbstractContextManager[None]:
-        """Returns itself.
+        """Returns a context manager.
 
-        While compiling, returns torch's context manager, because the compiler cannot trace the counter.
+        Entering `sdpa_kernel` takes longer than a kernel launch, so nested uses inside a model do not enter it
+        a second time. While compiling they do, because the compiler cannot trace the flag.
         """
-        if not torch.compiler.is_compiling():
-            return self
-        return nullcontext() if self.chosen is None else sdpa_kernel(self.chosen, set_priority=True)
+        if self.chosen is None:
+            return nullcontext()
+        if torch.compiler.is_compiling():
+            return sdpa_kernel(self.chosen, set_priority=True)
+        return nullcontext() if self._is_entered else self._entered(self.chosen)
+
+    @contextmanager
+    def _entered(self, chosen: list[SDPBackend]) -> Iterator[None]:
+        self._is_entered = True
+        try:
+            with sdpa_kernel(chosen, set_priority=True):
+                yield
+        finally:
+            self._is_entered = False
 
 
 @dataclass(frozen=True)
@@ -141,18 +115,14 @@ class ModelOptions:
     def linear_of_layer(self, layer: int) -> LinearOptions:
         """Options of the linear layers of a layer."""
         in_fp8 = self.fp8 is not None and layer in self.fp8.layers
-        return replace(self._linear(in_fp8), in_graph=self.compile is not None)
+        return replace(self.linear(in_fp8), in_graph=self.compile is not None)
 
     def linear_of_head(self) -> LinearOptions:
         """Options of the output layer."""
-        return self._linear(self.fp8 is not None and self.fp8.head)
+        return self.linear(self.fp8 is not None and self.fp8.head)
 
-    @property
-    def linear(self) -> LinearOptions:
+    def linear(self, in_fp8: bool = False) -> LinearOptions:
         """Options of all other matrices, which multiply in the model's dtype."""
-        return self._linear(in_fp8=False)
-
-    def _linear(self, in_fp8: bool) -> LinearOptions:
         if self.fp8 is None or not in_fp8:
             return LinearOptions(self.deferred)
         return LinearOptions(self.deferred, self.fp8.format, self.fp8.scales)
@@ -182,9 +152,9 @@ class Axes:
     `tensor` has the options of linear layers.
     """
 
-    tensor: TensorAxis = NO_TENSOR_PARALLELISM
-    context: ContextAxis = NO_CONTEXT_PARALLELISM
-    expert: ExpertAxis = NO_EXPERT_PARALLELISM
+    tensor: axes.TensorAxis = axes.NO_TENSOR_PARALLELISM
+    context: axes.ContextAxis = axes.NO_CONTEXT_PARALLELISM
+    expert: axes.ExpertAxis = axes.NO_EXPERT_PARALLELISM
     options: LayerOptions = field(default_factory=LayerOptions)
 
     def with_linear(self, linear: LinearOptions) -> "Axes":
@@ -202,7 +172,7 @@ ONE_PROCESS = Axes()
 
 def axes_of(world: World, parallel: ParallelConfig) -> Axes:
     return Axes(
-        tensor_axis(world, parallel.sequence_parallel),
-        context_axis(world, parallel.cp_comm_type),
-        expert_axis(world),
+        axes.tensor_axis(world, parallel.sequence_parallel),
+        axes.context_axis(world, parallel.cp_comm_type),
+        axes.expert_axis(world),
     )

@@ -21,18 +21,6 @@ def rope_frequencies(channels: int, base: float) -> Tensor:
     return 1.0 / _wave_lengths(channels, base)
 
 
-def scale_frequencies(inverse: Tensor, config: TransformerConfig) -> Tensor:
-    """Scales the frequencies as configured."""
-    match config.rope_scaling_type:
-        case None:
-            return inverse
-        case "linear":
-            return inverse / config.rope_scaling_factor
-        case "llama3":
-            return _llama3(inverse, config)
-    return _yarn(inverse, config)
-
-
 def _wave_lengths(channels: int, base: float) -> Tensor:
     """Wavelength of each pair in units of 2π tokens."""
     first = torch.arange(0, channels, 2, dtype=torch.float32, device=_CPU)
@@ -125,5 +113,12 @@ def build_rope(config: TransformerConfig) -> RotaryEmbedding | None:
     if config.position_embedding_type != "rope":
         return None
     inverse = rope_frequencies(int(config.kv_channels * config.rotary_percent), config.rotary_base)
-    factor = yarn_attention_factor(config) if config.rope_scaling_type == "yarn" else 1.0
-    return RotaryEmbedding(scale_frequencies(inverse, config), config.rotary_interleaved, factor)
+    factor = 1.0
+    match config.rope_scaling_type:
+        case "linear":
+            inverse = inverse / config.rope_scaling_factor
+        case "llama3":
+            inverse = _llama3(inverse, config)
+        case "yarn":
+            inverse, factor = _yarn(inverse, config), yarn_attention_factor(config)
+    return RotaryEmbedding(inverse, config.rotary_interleaved, factor)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pentatron.nn.linear import ReplicatedWeight
 from pentatron.nn.options import Axes
 from pentatron.parallel.axes import ExpertAxis
-from pentatron.parallel.sharding import Initialization, ShardedModule, whole
 from pentatron.settings.model import MoEConfig
 from pentatron.settings.parameters import router_shape
 
@@ -32,22 +32,6 @@ def loss_weights(moe: MoEConfig) -> dict[str, float]:
     if moe.moe_z_loss_coeff:
         wanted[Z_LOSS] = moe.moe_z_loss_coeff
     return wanted
-
-
-@dataclass(frozen=True)
-class RouterOutput:
-    """Output of a router for a rank's tokens. `scores_BSE` are normalized over the experts."""
-
-    logits_BSE: Tensor
-    scores_BSE: Tensor
-    chosen_BSK: Tensor
-
-    def counts(self) -> Tensor:
-        """Number of tokens of each sequence that chose each expert: [B, E]."""
-        batch, _, experts = self.scores_BSE.shape
-        counts = torch.zeros(batch, experts, device=self.chosen_BSK.device)
-        ones = torch.ones_like(self.chosen_BSK, dtype=counts.dtype).flatten(1)
-        return counts.scatter_add_(1, self.chosen_BSK.flatten(1), ones)
 
 
 class RouterLoad(nn.Module):
@@ -98,13 +82,18 @@ class RouterLoad(nn.Module):
         """
         return {"previous": self.previous, **({"bias": self.bias} if self.has_bias else {})}
 
-    def with_losses(self, weights_TK: Tensor, routed: RouterOutput, axis: ExpertAxis) -> Tensor:
-        """Returns the weights unchanged.
+    def with_losses(
+        self, weights_TK: Tensor, logits_BSE: Tensor, scores_BSE: Tensor, chosen_BSK: Tensor, axis: ExpertAxis
+    ) -> Tensor:
+        """Returns the weights unchanged. `scores_BSE` are normalized over the experts.
 
         Their backward adds the gradients of the losses and counts the tokens.
         """
-        counts_BE = routed.counts()
-        values = {name: _LOSSES[name](self, routed, counts_BE, axis) for name in self.weights}
+        # Number of tokens of each sequence that chose each expert.
+        counts_BE = torch.zeros(len(chosen_BSK), self.experts, device=chosen_BSK.device)
+        ones = torch.ones_like(chosen_BSK, dtype=counts_BE.dtype).flatten(1)
+        counts_BE.scatter_add_(1, chosen_BSK.flatten(1), ones)
+        values = {name: self._loss(name, logits_BSE, scores_BSE, counts_BE, axis) for name in self.weights}
         total = weights_TK.new_zeros((), dtype=torch.float32)
         for name, value in values.items():
             total = total + value * (self.weights[name] * self.share)
@@ -117,41 +106,28 @@ class RouterLoad(nn.Module):
 
         return _WithLoss.apply(weights_TK, total, count, self.scale)
 
-
-def _aux_loss(load: RouterLoad, routed: RouterOutput, counts_BE: Tensor, axis: ExpertAxis) -> Tensor:
-    """E · Σ f·P over the experts: fraction of the choices times mean score, both over the micro-batch."""
-    tokens = routed.scores_BSE[..., 0].numel() * axis.sequence.size
-    counts_E = axis.sum_over_micro_batch(counts_BE.sum(0))
-    sums_E = routed.scores_BSE.sum((0, 1))
-    return (sums_E * counts_E).sum() * (load.experts / (load.topk * tokens * tokens))
-
-
-def _seq_aux_loss(load: RouterLoad, routed: RouterOutput, counts_BE: Tensor, axis: ExpertAxis) -> Tensor:
-    """`_aux_loss` of each sequence, averaged."""
-    batch, length, _ = routed.scores_BSE.shape
-    tokens = length * axis.sequence.size
-    counts = axis.sum_over_micro_batch(counts_BE)
-    return (routed.scores_BSE.sum(1) * counts).sum() * (load.experts / (load.topk * tokens * tokens * batch))
-
-
-def _global_aux_loss(load: RouterLoad, routed: RouterOutput, counts_BE: Tensor, axis: ExpertAxis) -> Tensor:
-    """`_aux_loss` with the fractions of the whole previous step, which are known in advance."""
-    tokens = routed.scores_BSE[..., 0].numel() * axis.sequence.size
-    return (routed.scores_BSE.sum((0, 1)) * load.previous).sum() * (load.experts / tokens)
-
-
-def _z_loss(load: RouterLoad, routed: RouterOutput, counts_BE: Tensor, axis: ExpertAxis) -> Tensor:
-    """Mean square of log Σ exp."""
-    tokens = routed.logits_BSE[..., 0].numel() * axis.sequence.size
-    return torch.logsumexp(routed.logits_BSE, -1).square().sum() / tokens
-
-
-_LOSSES: dict[str, Callable[[RouterLoad, RouterOutput, Tensor, ExpertAxis], Tensor]] = {
-    "aux_loss": _aux_loss,
-    "seq_aux_loss": _seq_aux_loss,
-    "global_aux_loss": _global_aux_loss,
-    Z_LOSS: _z_loss,
-}
+    def _loss(
+        self, name: str, logits_BSE: Tensor, scores_BSE: Tensor, counts_BE: Tensor, axis: ExpertAxis
+    ) -> Tensor:
+        batch, length, _ = scores_BSE.shape
+        of_sequence = length * axis.sequence.size
+        tokens = batch * of_sequence
+        match name:
+            case "aux_loss":
+                # E · Σ f·P over the experts: fraction of the choices times mean score, both over the micro-batch.
+                counts_E = axis.sum_over_micro_batch(counts_BE.sum(0))
+                scale = self.experts / (self.topk * tokens * tokens)
+                return (scores_BSE.sum((0, 1)) * counts_E).sum() * scale
+            case "seq_aux_loss":
+                # The same of each sequence, averaged.
+                counts_BE = axis.sum_over_micro_batch(counts_BE)
+                scale = self.experts / (self.topk * of_sequence * of_sequence * batch)
+                return (scores_BSE.sum(1) * counts_BE).sum() * scale
+            case "global_aux_loss":
+                # With the fractions of the whole previous step, which are known in advance.
+                return (scores_BSE.sum((0, 1)) * self.previous).sum() * (self.experts / tokens)
+        # The z-loss: mean square of log Σ exp.
+        return torch.logsumexp(logits_BSE, -1).square().sum() / tokens
 
 
 class _WithLoss(torch.autograd.Function):
@@ -188,14 +164,12 @@ class Routing:
     kept_TK: Tensor | None = None
 
 
-class Router(ShardedModule):
+class Router(ReplicatedWeight):
     """Scores all experts with a linear layer and chooses the best for each token."""
 
     def __init__(self, hidden: int, moe: MoEConfig, axes: Axes) -> None:
-        super().__init__()
+        super().__init__(router_shape(hidden, moe), axes.tensor)
         self.moe, self.axes = moe, axes
-        shape = router_shape(hidden, moe)
-        self.weight = self.declare("weight", shape, whole(shape, Initialization(), axes.tensor.partial_axes))
         self.load = RouterLoad(moe)
 
     def forward(self, x_BSD: Tensor) -> Routing:
@@ -205,33 +179,26 @@ class Router(ShardedModule):
         chosen_TK, weights_TK = chosen_BSK.flatten(0, 1), weights_BSK.flatten(0, 1)
         kept_TK = self._within_capacity(chosen_BSK, weights_BSK.detach())
         if self.training and torch.is_grad_enabled():
-            routed = RouterOutput(logits_BSE, self._scores(logits_BSE), chosen_BSK)
-            weights_TK = self.load.with_losses(weights_TK, routed, self.axes.expert)
+            axis = self.axes.expert
+            if self.moe.moe_router_score_function == "softmax":
+                scores_BSE = logits_BSE.softmax(-1)
+            else:
+                scores_BSE = logits_BSE.sigmoid()
+                scores_BSE = scores_BSE / (scores_BSE.sum(-1, keepdim=True) + _TINY)
+            weights_TK = self.load.with_losses(weights_TK, logits_BSE, scores_BSE, chosen_BSK, axis)
         return Routing(chosen_TK, weights_TK.to(x_BSD.dtype), kept_TK)
 
-    def _scores(self, logits_BSE: Tensor) -> Tensor:
-        """Scores of all experts, normalized per token, for the balancing losses."""
-        if self.moe.moe_router_score_function == "softmax":
-            return logits_BSE.softmax(-1)
-        scores = logits_BSE.sigmoid()
-        return scores / (scores.sum(-1, keepdim=True) + _TINY)
-
     def _choose(self, logits_BSE: Tensor) -> tuple[Tensor, Tensor]:
-        moe = self.moe
-        if moe.moe_router_score_function == "sigmoid":
-            scores = logits_BSE.sigmoid()
-            biased = scores + self.load.bias if self.load.has_bias else scores
-            chosen = self._best(biased)
-            weights = scores.gather(-1, chosen)
-            if moe.moe_router_topk > 1:
-                weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
-        elif moe.moe_router_pre_softmax:
-            scores = logits_BSE.softmax(-1)
-            chosen = self._best(scores)
-            weights = scores.gather(-1, chosen)
-        else:
-            chosen = self._best(logits_BSE)
-            weights = logits_BSE.gather(-1, chosen).softmax(-1)
+        moe, scores = self.moe, logits_BSE
+        sigmoid = moe.moe_router_score_function == "sigmoid"
+        if sigmoid or moe.moe_router_pre_softmax:
+            scores = logits_BSE.sigmoid() if sigmoid else logits_BSE.softmax(-1)
+        chosen = self._best(scores + self.load.bias if sigmoid and self.load.has_bias else scores)
+        weights = scores.gather(-1, chosen)
+        if sigmoid and moe.moe_router_topk > 1:
+            weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
+        elif scores is logits_BSE:
+            weights = weights.softmax(-1)
         factor = moe.moe_router_topk_scaling_factor
         return (weights if factor is None else weights * factor), chosen
 
@@ -255,8 +222,14 @@ class Router(ShardedModule):
         moe = self.moe
         if moe.moe_expert_capacity_factor is None:
             return None
-        indices = self._token_indices(*chosen_BSK.shape[:2])
-        tokens = len(indices) * self.axes.expert.sequence.size
+        axes, (samples, length) = self.axes, chosen_BSK.shape[:2]
+        # Indices of this rank's tokens in the micro-batch, ordered by position.
+        in_context = length * (axes.tensor.size if axes.tensor.sequence_parallel else 1)
+        positions_S = axes.context.positions(in_context, chosen_BSK.device)
+        positions_S = axes.tensor.own_sequence(positions_S[None])[0]
+        of_samples = torch.arange(samples, device=chosen_BSK.device)[:, None]
+        indices = (positions_S * samples + of_samples).flatten()
+        tokens = len(indices) * axes.expert.sequence.size
         equal_share = tokens * moe.moe_router_topk / moe.experts
         capacity = min(tokens, math.ceil(equal_share * moe.moe_expert_capacity_factor))
         # Tokens with equal histories have equal weights except for rounding, which depends on the layout.
@@ -267,16 +240,9 @@ class Router(ShardedModule):
         )
         priority_TE = priority_BSK.new_zeros(len(indices), moe.experts)
         priority_TE.scatter_(1, chosen_BSK.flatten(0, 1), priority_BSK.flatten(0, 1))
-        of_all_TE = torch.zeros_like(priority_TE).repeat(self.axes.expert.sequence.size, 1)
-        gather = self.axes.expert.gather_micro_batch
+        of_all_TE = torch.zeros_like(priority_TE).repeat(axes.expert.sequence.size, 1)
+        gather = axes.expert.gather_micro_batch
         of_all_TE.index_copy_(0, gather(indices), gather(priority_TE))
         best_CE = of_all_TE.sort(dim=0, descending=True, stable=True).indices[:capacity]
         fits_TE = torch.zeros_like(of_all_TE, dtype=torch.bool).scatter(0, best_CE, True)
         return fits_TE[indices].gather(1, chosen_BSK.flatten(0, 1))
-
-    def _token_indices(self, samples: int, length: int) -> Tensor:
-        """Indices of this rank's tokens in the micro-batch, ordered by position."""
-        axes, device = self.axes, self.weight.device
-        in_context = length * (axes.tensor.size if axes.tensor.sequence_parallel else 1)
-        positions_S = axes.tensor.own_sequence(axes.context.positions(in_context, device)[None])[0]
-        return (positions_S[None] * samples + torch.arange(samples, device=device)[:, None]).flatten()

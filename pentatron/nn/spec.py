@@ -51,14 +51,8 @@ class IdentityOp(nn.Module):
         return x
 
 
-class AttnMaskType(enum.Enum):
-    """Attention masks with Megatron's names. Only `causal` is available."""
-
-    padding = 1
-    causal = 2
-    no_mask = 3
-    padding_causal = 4
-    arbitrary = 5
+# Attention masks with Megatron's names. Only `causal` is available.
+AttnMaskType = enum.Enum("AttnMaskType", "padding causal no_mask padding_causal arbitrary")
 
 
 @dataclass(frozen=True)
@@ -120,7 +114,7 @@ def build_module(slot: Slot, *args: Any, **kwargs: Any) -> Any:
     return factory(*args, **named)
 
 
-def takes(slot: Slot, base: type | tuple[type, ...], parameter: str) -> bool:
+def takes(slot: Slot, parameter: str, base: type | tuple[type, ...] = object) -> bool:
     """Whether a slot holds a subclass of `base` whose constructor has this parameter."""
     factory = _resolved(slot)[1]
     is_subclass = isinstance(factory, type) and issubclass(factory, base)
@@ -137,7 +131,7 @@ def _resolved(slot: Slot) -> tuple[ModuleSpec, Any]:
     return spec, import_named(spec.module[0], spec.module[1], str(spec))
 
 
-def documents_kwargs(module: nn.Module, documents: DocumentStarts | None) -> dict[str, DocumentStarts]:
+def document_kwargs(module: nn.Module, documents: DocumentStarts | None) -> dict[str, DocumentStarts]:
     """Returns documents as a keyword argument for the forward of `module`, or nothing if sequences are not
     divided.
 
@@ -146,7 +140,7 @@ def documents_kwargs(module: nn.Module, documents: DocumentStarts | None) -> dic
     """
     if documents is None:
         return {}
-    if not torch.compiler.is_compiling() and not _takes_documents(type(module).forward):
+    if not torch.compiler.is_compiling() and not accepts(type(module).forward, "documents"):
         raise UserError(
             f"--reset-attention-mask would be lost in {type(module).__name__}: its forward has no parameter documents; add "
             "documents=None there and pass it to the attention inside, or leave the flag out"
@@ -155,9 +149,10 @@ def documents_kwargs(module: nn.Module, documents: DocumentStarts | None) -> dic
 
 
 @functools.cache
-def _takes_documents(forward: Callable[..., Any]) -> bool:
-    parameters = inspect.signature(forward).parameters
-    return "documents" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+def accepts(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function accepts an argument of this name."""
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def import_named(module: str, name: str, what: str) -> Any:
@@ -181,15 +176,13 @@ def import_named(module: str, name: str, what: str) -> Any:
 @contextmanager
 def current_folder_on_path() -> Iterator[None]:
     """Adds the current folder to `sys.path`, where users of an installed command expect it."""
-    folder = str(Path.cwd())
-    if folder in sys.path:
-        yield
-        return
-    sys.path.append(folder)
+    added = {str(Path.cwd())} - set(sys.path)
+    sys.path.extend(added)
     try:
         yield
     finally:
-        sys.path.remove(folder)
+        for folder in added:
+            sys.path.remove(folder)
 
 
 def _name(thing: Any) -> str:

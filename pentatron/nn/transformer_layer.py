@@ -7,13 +7,13 @@ from torch import Tensor, nn
 
 from pentatron.layout.documents import DocumentStarts
 from pentatron.nn.attention import SelfAttention
-from pentatron.nn.compiled import CompileOptions, Forward
-from pentatron.nn.dropout import DropoutKeys, dropout_added
+from pentatron.nn.compiled import Forward
+from pentatron.nn.dropout import DropoutKeys, hidden_dropout
 from pentatron.nn.moe import MoE
 from pentatron.nn.norm import norm_in
 from pentatron.nn.options import ONE_PROCESS, Axes
 from pentatron.nn.rope import RotaryEmbedding
-from pentatron.nn.spec import Slot, TransformerLayerSubmodules, build_module, documents_kwargs
+from pentatron.nn.spec import TransformerLayerSubmodules, build_module, document_kwargs
 from pentatron.settings.model import TransformerConfig
 
 
@@ -26,7 +26,7 @@ def dropout_add(
     """
     if keys is None:
         return residual_BSD + output_BSD
-    return dropout_added(output_BSD, residual_BSD, keys, site, probability)
+    return hidden_dropout(output_BSD, keys, site, probability, residual_BSD)
 
 
 class TransformerLayer(nn.Module):
@@ -55,24 +55,21 @@ class TransformerLayer(nn.Module):
         self.attention = build(submodules.self_attention)
         self.mlp_norm = norm_in(submodules.pre_mlp_layernorm, config, config.hidden_size, partial_over)
         self.mlp = build(submodules.mlp)
-        self.add_attention = build(submodules.self_attn_bda or _ADD)
-        self.add_mlp = build(submodules.mlp_bda or _ADD)
+        self.add_attention = build(submodules.self_attn_bda or dropout_add)
+        self.add_mlp = build(submodules.mlp_bda or dropout_add)
         self.recompute = axes.options.recompute
         self.called_apart: dict[str, str] = {}
         self._attention_apart: Forward | None = None
         compile = axes.options.compile
         # A user's layer class may read documents, which are opaque inside a graph.
         if compile is not None and (not compile.documents or type(self) is TransformerLayer):
-            self._compile(compile)
-
-    def _compile(self, compile: CompileOptions) -> None:
-        """Compiles the forward, not the call, so that hooks such as FSDP's stay outside the graph."""
-        if compile.documents and type(self.attention) is not SelfAttention:
-            documents_kwargs(self.attention, ())
-            self.called_apart["attention"] = f"{type(self.attention).__name__}, which reads documents"
-            self._attention_apart = compile.called_apart(self, "attention")
-        self.runs_whole = True
-        self.forward = compile.layer(self.forward)  # type: ignore[method-assign]
+            if compile.documents and type(self.attention) is not SelfAttention:
+                document_kwargs(self.attention, ())
+                self.called_apart["attention"] = f"{type(self.attention).__name__}, which reads documents"
+                self._attention_apart = compile.called_apart(self, "attention")
+            self.runs_whole = True
+            # The forward, not the call, so that hooks such as FSDP's stay outside the graph.
+            self.forward = compile.layer(self.forward)  # type: ignore[method-assign]
 
     def forward(
         self,
@@ -84,7 +81,7 @@ class TransformerLayer(nn.Module):
     ) -> Tensor:
         normed = self.recompute("layernorm", self.input_norm, x_BSD)
         attend = self._attention_apart or self.attention
-        attended = attend(normed, rope, angles, **documents_kwargs(self.attention, documents))
+        attended = attend(normed, rope, angles, **document_kwargs(self.attention, documents))
         x_BSD = self.add_attention(attended, x_BSD, keys, self._site(0), self.dropout)
         part = "" if isinstance(self.mlp, MoE) else "mlp"
         output = self.recompute(part, self.mlp, self.recompute("layernorm", self.mlp_norm, x_BSD))
@@ -96,6 +93,3 @@ class TransformerLayer(nn.Module):
         As a tensor in compiled graphs, where an int would be a constant and need one graph per layer.
         """
         return self.sites[which] if torch.compiler.is_compiling() else self.first_site + which
-
-
-_ADD: Slot = dropout_add

@@ -251,10 +251,8 @@ class ExpertAxis:
         return TensorAxis(self.group, sequence_parallel=True)
 
     def all_to_all(self, x_ND: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Sends consecutive rows to the ranks and returns the received rows (all-to-all, differentiable)."""
-        there = partial(_exchanged, sent=tuple(sent), received=tuple(received))
-        back = partial(_exchanged, sent=tuple(received), received=tuple(sent))
-        return _communicated(x_ND, self.group, there, back)
+        """Sends consecutive rows to the ranks and returns the received rows. See `all_to_all`."""
+        return all_to_all(x_ND, self.group, sent, received)
 
     def all_to_all_counts(self, counts_GE: Tensor) -> Tensor:
         """Sends row i to rank i; row i of the result comes from rank i."""
@@ -286,6 +284,13 @@ def _all_gather_rows(x: Tensor, group: Group) -> Tensor:
     whole = x.new_empty(group.size * x.shape[0], *x.shape[1:])
     all_gather_into(whole, x.contiguous(), group)
     return whole
+
+
+def all_to_all(x_ND: Tensor, group: Group, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    """Sends consecutive rows to the ranks of a group and returns the received rows (differentiable)."""
+    there = partial(_exchanged, sent=tuple(sent), received=tuple(received))
+    back = partial(_exchanged, sent=tuple(received), received=tuple(sent))
+    return _communicated(x_ND, group, there, back)
 
 
 def _exchanged(x: Tensor, group: Group, sent: Sequence[int], received: Sequence[int]) -> Tensor:

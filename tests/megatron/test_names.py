@@ -18,7 +18,7 @@ from pentatron.errors import UserError
 from pentatron.megatron.core import parallel_state
 from pentatron.megatron.core.tensor_parallel import ColumnParallelLinear
 from pentatron.megatron.core.transformer.transformer_config import TransformerConfig, core_of
-from pentatron.megatron.module_table import MODULES
+from pentatron.megatron.module_table import MODULES, UNAVAILABLE
 from pentatron.megatron.names import as_megatron
 from pentatron.megatron.training import get_args
 from pentatron.settings.core_config import CoreTransformerConfig
@@ -92,15 +92,15 @@ def test_modules_of_the_table_are_ordinary_modules() -> None:
 
 
 def import_every_row() -> None:
-    for name, row in MODULES.items():
-        module = importlib.import_module(f"pentatron.{name}")
-        assert module.__doc__ == row.doc and module.__name__ == f"pentatron.{name}"
+    for row, imports in MODULES.items():
+        module = importlib.import_module(f"pentatron.megatron.{row}")
+        assert module.__doc__ and module.__name__ == f"pentatron.megatron.{row}"
         assert all(hasattr(module, attribute) for attribute in module.__all__)
-        assert bool(module.__all__) == bool(row.imports)
-        parent = name.rpartition(".")[0]
-        assert parent == "megatron" or parent in MODULES, f"{parent} needs a row"
-        for attribute in row.unavailable:
-            with pytest.raises(ImportError, match=f"{name}.{attribute} is not available: "):
+        assert bool(module.__all__) == bool(imports) and set(module.__all__) <= set(dir(module))
+        parent = row.rpartition(".")[0]
+        assert not parent or parent in MODULES, f"{parent} needs a row"
+        for attribute in UNAVAILABLE.get(row, {}):
+            with pytest.raises(ImportError, match=f"megatron.{row}.{attribute} is not available: "):
                 getattr(module, attribute)
 
 

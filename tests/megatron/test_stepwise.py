@@ -189,7 +189,7 @@ def test_batches_that_a_program_times_are_in_the_loops_lines() -> None:
     alone = Group(0, 1)
     loop = LoopTimers(2)
     timers = Timers(2, alone, lambda text: None)
-    timers.join(loop)
+    timers.loop = loop
     with loop("forward-compute", 2):
         timers("batch-generator", log_level=2).start()
         timers("batch-generator").stop()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gpt_builders import gpt_builder
 from model_provider import model_provider
-from pentatron.models.gpt_model import GPTModel
+from pentatron.megatron.gpt_model import GPTModel
 from pentatron.models.layer_specs import get_gpt_layer_local_spec
 from pentatron.settings.core_config import core_transformer_config_from_args
 from tests.support import LLAMA, resolved

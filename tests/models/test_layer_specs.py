@@ -13,8 +13,9 @@ import torch.distributed as dist
 from gpt_builders import gpt_builder
 from model_provider import model_provider
 from pentatron.errors import UserError
+from pentatron.megatron.gpt_model import GPTModel
+from pentatron.megatron.state import process_groups
 from pentatron.models.causal_lm import CausalLM, build_model
-from pentatron.models.gpt_model import GPTModel, process_groups
 from pentatron.models.layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
@@ -331,7 +332,8 @@ def stage_on_a_rank() -> torch.Tensor | None:
             dist.send(model(tokens, positions, None), neighbour)
             return None
         dist.recv(received, neighbour)
-        made: torch.Tensor = model(tokens, positions, None, received_BSD=received)
+        model.set_input_tensor(received)
+        made: torch.Tensor = model(tokens, positions, None)
         return made
 
 

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import pentatron.nn.attention_blocks as blocks_module
 import pentatron.nn.context_attention as attention_module
 from pentatron.layout.documents import DocumentRange, DocumentStarts, document_ranges, group_equal_starts
-from pentatron.nn.attention_blocks import Block, block_mask, document_blocks
+from pentatron.nn.attention_blocks import Block, block_mask, chunk_blocks
 from pentatron.nn.context_attention import attend
 from pentatron.parallel.axes import NO_CONTEXT_PARALLELISM, ContextAxis, chunk_order
 from pentatron.parallel.collectives import Group
@@ -123,9 +123,7 @@ def join_up_to(together: int) -> None:
 
 
 def documents_ignored() -> None:
-    attention_module.document_blocks = lambda documents, *given: document_blocks(
-        ((0,),) * len(documents), *given
-    )
+    attention_module.chunk_blocks = lambda documents, *given: chunk_blocks(((0,),) * len(documents), *given)
     blocks_module.document_ranges = lambda starts, begin, end, *_: [DocumentRange(begin, end)]
 
 
@@ -133,16 +131,16 @@ def cuts_ignored() -> None:
     """Planted bug: short documents that are computed together attend to those before."""
 
     def without(*given: object) -> list[Block]:
-        return [dataclasses.replace(block, cuts=()) for block in document_blocks(*given)]  # type: ignore[arg-type]
+        return [dataclasses.replace(block, cuts=()) for block in chunk_blocks(*given)]  # type: ignore[arg-type]
 
     def uncut(*given: object) -> list[DocumentRange]:
         return [DocumentRange(piece.begin, piece.end) for piece in document_ranges(*given)]  # type: ignore[arg-type]
 
-    attention_module.document_blocks, blocks_module.document_ranges = without, uncut
+    attention_module.chunk_blocks, blocks_module.document_ranges = without, uncut
 
 
 def documents_of_the_first_sample() -> None:
-    attention_module.document_blocks = lambda documents, *given: document_blocks(documents[1:2], *given)
+    attention_module.chunk_blocks = lambda documents, *given: chunk_blocks(documents[1:2], *given)
     blocks_module.group_equal_starts = lambda documents: group_equal_starts(documents[1:2] * len(documents))
 
 
@@ -150,9 +148,9 @@ def documents_end_with_chunks() -> None:
     """Planted bug: a document is not continued into the chunk of another rank."""
 
     def apart(*given: object) -> list[Block]:
-        return [block for block in document_blocks(*given) if block.causal]  # type: ignore[arg-type]
+        return [block for block in chunk_blocks(*given) if block.causal]  # type: ignore[arg-type]
 
-    attention_module.document_blocks = apart
+    attention_module.chunk_blocks = apart
 
 
 MISTAKES = {
@@ -185,7 +183,7 @@ def test_blocks_hold_every_visible_pair_once_and_no_row_or_column_in_vain(
     for rank in range(ranks):
         context = ContextAxis(Group(rank, ranks))
         places = torch.tensor([n * size + i for n in context.chunks for i in range(size)])
-        for block in document_blocks(DOCUMENTS, context.chunks, range(2 * ranks), size, window):
+        for block in chunk_blocks(DOCUMENTS, context.chunks, range(2 * ranks), size, window):
             rows, columns = places[block.queries], torch.arange(LENGTH)[block.keys]
             unseen = block_mask(block, torch.device("cpu"))
             seen = torch.ones(len(rows), len(columns), dtype=torch.bool) if unseen is None else ~unseen

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import pentatron.nn.dropout as module
-from pentatron.nn.dropout import DropoutKeys, dropout_added, dropout_keys, hidden_dropout
+from pentatron.nn.dropout import DropoutKeys, dropout_keys, hidden_dropout
 
 CPU = torch.device("cpu")
 B, S, D = 8, 96, 130
@@ -269,13 +269,13 @@ def test_keys_of_another_shape_are_a_mistake() -> None:
 def test_a_compiled_graph_chooses_alike_without_knowing_the_site() -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(dropout_added, backend=counter, fullgraph=True)
+    compiled = torch.compile(hidden_dropout, backend=counter, fullgraph=True)
     drawn = [torch.randn(B, S, D, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
     for number in (0, 5, 6):
         found = []
-        for function, place in ((dropout_added, number), (compiled, torch.tensor(number))):
+        for function, place in ((hidden_dropout, number), (compiled, torch.tensor(number))):
             x, stream = (t.clone().requires_grad_() for t in drawn[:2])
-            added = function(x, stream, keys(), place, 0.2)
+            added = function(x, keys(), place, 0.2, stream)
             added.backward(drawn[2])
             found.append((added, x.grad, stream.grad))
         assert all(torch.equal(plain, in_graph) for plain, in_graph in zip(*found, strict=True))

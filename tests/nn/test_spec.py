@@ -19,7 +19,7 @@ from pentatron.nn.spec import (
     ModuleSpec,
     SelfAttentionSubmodules,
     build_module,
-    documents_kwargs,
+    document_kwargs,
 )
 from pentatron.settings.model import TransformerConfig
 
@@ -136,7 +136,7 @@ def test_attention_that_does_not_know_documents_is_refused_where_there_are_any()
             UserError, match=r"--reset-attention-mask would be lost in Ignorant: .* documents=None"
         ):
             attention(x, None, None, ((0, 2), (0,)))
-    assert documents_kwargs(IdentityOp(), ((0,),)) == {"documents": ((0,),)}, "nothing to lose"
+    assert document_kwargs(IdentityOp(), ((0,),)) == {"documents": ((0,),)}, "nothing to lose"
 
 
 def test_other_masks_are_refused() -> None:

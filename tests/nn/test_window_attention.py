@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import pentatron.nn.context_attention as attention_module
 from pentatron.nn.attention_blocks import Block, block_mask
-from pentatron.nn.context_attention import attend, gathered_blocks, window_blocks
+from pentatron.nn.context_attention import attend, chunk_blocks, gathered_blocks
 from pentatron.parallel.axes import NO_CONTEXT_PARALLELISM, ContextAxis, chunk_order
 from pentatron.parallel.collectives import Group
 from tests.harness import distributed
@@ -109,17 +109,21 @@ def test_blocks_in_plain_operations() -> None:
             assert distance(shared("p2p"), window) < 1e-5, window
 
 
-def one_key_more(queries: list[int], keys: list[int], size: int, window: int) -> list[Block]:
-    return window_blocks(queries, keys, size, window + 1)
+def one_key_more(_: None, queries: list[int], keys: list[int], size: int, window: int) -> list[Block]:
+    return chunk_blocks(None, queries, keys, size, window + 1)
 
 
-def partial_blocks_left_out(queries: list[int], keys: list[int], size: int, window: int) -> list[Block]:
-    blocks = window_blocks(queries, keys, size, window)
+def partial_blocks_left_out(
+    _: None, queries: list[int], keys: list[int], size: int, window: int
+) -> list[Block]:
+    blocks = chunk_blocks(None, queries, keys, size, window)
     return [b for b in blocks if b.causal or b.left is None]
 
 
-def partial_blocks_seen_whole(queries: list[int], keys: list[int], size: int, window: int) -> list[Block]:
-    return [Block(b.queries, b.keys, b.causal) for b in window_blocks(queries, keys, size, window)]
+def partial_blocks_seen_whole(
+    _: None, queries: list[int], keys: list[int], size: int, window: int
+) -> list[Block]:
+    return [Block(b.queries, b.keys, b.causal) for b in chunk_blocks(None, queries, keys, size, window)]
 
 
 @distributed(world=2)
@@ -127,7 +131,7 @@ def partial_blocks_seen_whole(queries: list[int], keys: list[int], size: int, wi
     "mistake", [one_key_more, partial_blocks_left_out, partial_blocks_seen_whole], ids=lambda f: f.__name__
 )
 def test_mistakes_are_seen(mistake: Callable[..., list[Block]]) -> None:
-    attention_module.window_blocks = mistake  # type: ignore[assignment]
+    attention_module.chunk_blocks = mistake  # type: ignore[assignment]
     for exchange in ("p2p", "all_gather"):
         worst = torch.tensor(distance(shared(exchange), 5))
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pentatron.nn import dropout as module
-from pentatron.nn.dropout import dropout_added, dropout_keys, hidden_dropout
+from pentatron.nn.dropout import dropout_keys, hidden_dropout
 from pentatron.ops.dispatch import has_triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -29,7 +29,7 @@ def test_every_bit_is_that_of_plain_torch(
         monkeypatch.setattr(module, "uses_triton", lambda tensor, chosen=chosen: chosen)
         x, stream = (t.clone().requires_grad_() for t in drawn[:2])
         alone = hidden_dropout(x, keys, site, probability)
-        added = dropout_added(x, stream, keys, site, probability)
+        added = hidden_dropout(x, keys, site, probability, stream)
         (alone + added).backward(drawn[2])
         assert x.grad is not None and stream.grad is not None
         found.append((alone, added, x.grad, stream.grad))

@@ -320,14 +320,14 @@ def deferred_gradient_for_a_copy() -> None:
 
 def dropout_drawn_anew_in_recompute() -> None:
     """The mask depends on how often a place was visited, so the second run of a layer drops other elements."""
-    drop, visited = layer_module.dropout_added, list[tuple[DropoutKeys, int]]()
+    drop, visited = layer_module.hidden_dropout, list[tuple[DropoutKeys, int]]()
 
-    def counting(x: Tensor, stream: Tensor, keys: DropoutKeys, site: int, probability: float) -> Tensor:
+    def counting(x: Tensor, keys: DropoutKeys, site: int, probability: float, stream: Tensor) -> Tensor:
         again = any(seen is keys and place == site for seen, place in visited)
         visited.append((keys, site))
-        return drop(x, stream, keys, site + 1000 if again else site, probability)
+        return drop(x, keys, site + 1000 if again else site, probability, stream)
 
-    layer_module.dropout_added = counting
+    layer_module.hidden_dropout = counting
 
 
 def recomputed_without_a_sum() -> None:

@@ -64,8 +64,9 @@ def unmasked_later_stages() -> None:
 
 
 def unmasked_in_the_ring() -> None:
-    context_attention.document_blocks = lambda documents, queries, keys, size, window: (
-        context_attention.window_blocks(queries, keys, size, 1000 if window is None else window)
+    right = context_attention.chunk_blocks
+    context_attention.chunk_blocks = lambda documents, queries, keys, size, window: right(
+        None, queries, keys, size, 1000 if window is None else window
     )
 
 

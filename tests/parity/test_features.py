@@ -55,12 +55,12 @@ def counted_in_the_stage() -> None:
 
 def own_chunk_alone() -> None:
     """A window ends where a chunk of the sequence does."""
-    right = context_attention.window_blocks
+    right = context_attention.chunk_blocks
 
     def wrong(*given: Any) -> list[Block]:
         return [block for block in right(*given) if block.causal]
 
-    context_attention.window_blocks = wrong
+    context_attention.chunk_blocks = wrong
 
 
 MISTAKES = {mistake.__name__: mistake for mistake in (counted_in_the_stage, own_chunk_alone)}
