@@ -78,11 +78,7 @@ class MemorySampler:
     """
 
     def __init__(
-        self,
-        path: Path,
-        device: torch.device,
-        interval: float,
-        tell: Callable[[str], None] = lambda text: None,
+        self, path: Path, device: torch.device, interval: float, tell: Callable[[str], None]
     ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self.device, self.interval, self.tell = path, device, interval, tell
