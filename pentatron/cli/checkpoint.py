@@ -1,7 +1,6 @@
 """`pentatron checkpoint`: inspects, verifies, compares, reshards and prunes checkpoint steps."""
 
 import contextlib
-import dataclasses
 import os
 import threading
 from collections.abc import Sequence
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pentatron.cli.convert import run_interruptible
 from pentatron.cli.options import (
     Options,
-    flags_of,
     option,
     options_help,
     parse_options,
@@ -243,9 +241,9 @@ def foreign_kind(path: Path) -> str | None:
         return "a checkpoint of DeepSpeed, in pickled files"
     pickled = sorted(p.name for pattern in _PICKLED for p in path.glob(pattern))
     if (path / "config.json").is_file():
-        weights = list(path.glob("*.safetensors"))
         found = f"{pickled[0]} alone, which is pickle" if pickled else "no weights"
-        found = format_count(len(weights), "safetensors file") if weights else found
+        if weights := list(path.glob("*.safetensors")):
+            found = format_count(len(weights), "safetensors file")
         return f"a Hugging Face folder with {found}; load it with --load, or import it with: pentatron import {path} OUT"
     kind = "a folder with pickled files, which are not read here: reading them may run code"
     return kind if pickled else None
@@ -258,8 +256,7 @@ def reshard_step(words: Sequence[str]) -> int:
     from pentatron.monitor.display import open_display
 
     plain = list(takewhile(lambda word: not is_flag(word), words[:2]))
-    entry = dataclasses.replace(ENTRY, own=flags_of(ReshardOptions))
-    options, rest = parse_options_and_settings(ReshardOptions, words[len(plain) :], entry)
+    options, rest = parse_options_and_settings(ReshardOptions, words[len(plain) :], ENTRY)
     if len(plain) < 2:
         raise UserError("name the step and the output first: pentatron checkpoint reshard STEP OUT [...]")
     source, out = map(Path, plain)

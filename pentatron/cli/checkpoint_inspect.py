@@ -46,11 +46,12 @@ def inspect(words: Sequence[str]) -> int:
         raise no_checkpoint_error(Path(paths[0]))
     if len(steps) > 1 and pattern is not None:
         raise UserError(f"--tensors and --stats want one step: name it, such as {steps[-1].folder}")
+
+    def as_text(steps: Sequence[ListedStep]) -> Iterable[str]:
+        return _table(steps) if len(steps) > 1 else _step_lines(steps[0], pattern, options.stats)
+
     show_report(
-        steps,
-        options.json,
-        lambda steps: _table(steps) if len(steps) > 1 else _step_lines(steps[0], pattern, options.stats),
-        lambda steps: [_step_data(facts, pattern, options.stats) for facts in steps],
+        steps, options.json, as_text, lambda steps: [_step_data(s, pattern, options.stats) for s in steps]
     )
     return 0
 
@@ -62,9 +63,8 @@ def _table(steps: Sequence[ListedStep]) -> list[str]:
         if (manifest := facts.manifest) is not None:
             content = "resumable" if is_resumable(manifest) else "weights only"
             known = (str(len(manifest.files)), format_layout(manifest.config), content)
-        rows.append(
-            (facts.folder.name, _when(facts.saved_at), decimal_size(facts.bytes), *known, facts.state)
-        )
+        saved = (facts.folder.name, _when(facts.saved_at), decimal_size(facts.bytes))
+        rows.append((*saved, *known, facts.state))
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     total = sum(facts.bytes for facts in steps)
@@ -79,10 +79,10 @@ def _step_lines(facts: ListedStep, pattern: str | None, with_statistics: bool) -
         yield f"  {facts.problem}"
         return
     manifest = facts.manifest
-    environment: Any = manifest.run_state.get("environment") or ""
+    environment: Any = manifest.run_state.get("environment")
     # An edited manifest may have anything here, which is then shown as it is.
     with contextlib.suppress(TypeError, AttributeError):
-        environment = describe_environment(environment) if environment else ""
+        environment = environment and describe_environment(environment)
     rows = {
         "step": str(manifest.step),
         "saved": f"{_when(facts.saved_at)}, {decimal_size(facts.bytes)} in {format_count(len(manifest.files), 'file')}",
@@ -95,9 +95,7 @@ def _step_lines(facts: ListedStep, pattern: str | None, with_statistics: bool) -
         "loss scale": _pairs(manifest.run_state.get("loss_scaling")),
         "environment": environment,
     }
-    for name, text in rows.items():
-        if text:
-            yield f"  {name:<14} {text}"
+    yield from (f"  {name:<14} {text}" for name, text in rows.items() if text)
     yield "files"
     for name, record in islice(manifest.files.items(), _SHOWN_FILES):
         yield f"  {name:<28} {decimal_size(record.bytes):>12}  {format_count(len(manifest.tensors_in(name)), 'tensor')}  sha256 {record.sha256[:12]}…"
@@ -118,23 +116,19 @@ def _model(manifest: Manifest) -> str:
     parts = [f"{weights:,} parameters as {', '.join(types)}"]
     if {"num_layers", "hidden_size"} <= sections["model"].keys():
         parts.append(f"{settings.num_layers} layers of width {settings.hidden_size}")
-    if settings.num_attention_heads:
-        groups = f" in {settings.num_query_groups} groups" if settings.num_query_groups else ""
-        parts.append(f"{settings.num_attention_heads} heads{groups}")
-    if settings.num_experts:
-        parts.append(f"{settings.num_experts} experts")
-    if settings.vocab_size:
-        parts.append(f"vocabulary {settings.vocab_size}")
+    groups = f" in {settings.num_query_groups} groups" if settings.num_query_groups else ""
+    parts += [f"{settings.num_attention_heads} heads{groups}"] if settings.num_attention_heads else []
+    parts += [f"{settings.num_experts} experts"] if settings.num_experts else []
+    parts += [f"vocabulary {settings.vocab_size}"] if settings.vocab_size else []
     return ", ".join(parts)
 
 
 def _state(state: Mapping[str, Any]) -> str:
-    parts = []
-    for name, word in _COUNTS.items():
-        if value := state.get(name):
-            # A manifest may have any value in place of a count, which is then shown as it is.
-            parts.append(f"{value:,} {word}" if isinstance(value, int | float) else f"{value!r:.60} {word}")
-    return ", ".join(parts)
+    counts = [(state[name], word) for name, word in _COUNTS.items() if state.get(name)]
+    # A manifest may have any value in place of a count, which is then shown as it is.
+    return ", ".join(
+        f"{n:,} {word}" if isinstance(n, int | float) else f"{n!r:.60} {word}" for n, word in counts
+    )
 
 
 def _learning_rate(manifest: Manifest) -> str:
@@ -145,11 +139,10 @@ def _learning_rate(manifest: Manifest) -> str:
         return ""
     try:
         schedule = Schedule.from_json(saved)
-        rate = schedule.learning_rate(samples)
+        style, decay, rate = schedule.learning_rate, schedule.weight_decay, schedule.learning_rate(samples)
     except (TypeError, KeyError, ValueError, ArithmeticError):
         # Saved by a version with other schedules.
         return _pairs(saved)
-    style, decay = schedule.learning_rate, schedule.weight_decay
     return f"{rate:.3e} ({style.style} from {style.peak:g} to {style.floor:g}), weight decay {decay.end:g}"
 
 
@@ -171,13 +164,8 @@ def _tensor_data(facts: ListedStep, pattern: str, with_statistics: bool) -> Iter
     with StepReader(facts.folder, manifest) as reader:
         for name in names:
             record = manifest.tensors[name]
-            row: dict[str, Any] = {
-                "name": name,
-                "dtype": record.dtype,
-                "shape": list(record.shape),
-                "pieces": len(record.pieces),
-                "files": sorted({piece.file for piece in record.pieces}),
-            }
+            row: dict[str, Any] = {"name": name, "dtype": record.dtype, "shape": list(record.shape)}
+            row |= {"pieces": len(record.pieces), "files": sorted({piece.file for piece in record.pieces})}
             if with_statistics:
                 s = tensor_statistics(reader, name)
                 least, most, mean = (s.least, s.most, s.mean) if s.finite else (None, None, None)
@@ -190,22 +178,18 @@ def _tensor_line(row: Mapping[str, Any]) -> str:
     text = f"  {row['name']}  {row['dtype']} {row['shape']}  {format_count(row['pieces'], 'piece')}"
     if "norm" not in row:
         return text
-    numbers = ", ".join(f"{name} {_shortened(row[name])}" for name in ("min", "max", "mean", "norm"))
+    values = {name: row[name] for name in ("min", "max", "mean", "norm")}
+    known = {n: "none" if v is None or math.isnan(v) else f"{v:.4g}" for n, v in values.items()}
     bad = f", {row['nan']:,} NaN, {row['inf']:,} infinite" if row["nan"] or row["inf"] else ""
-    return f"{text}  {numbers}{bad}"
-
-
-def _shortened(value: float | None) -> str:
-    return "none" if value is None or math.isnan(value) else f"{value:.4g}"
+    return f"{text}  {', '.join(f'{name} {value}' for name, value in known.items())}{bad}"
 
 
 def _step_data(facts: ListedStep, pattern: str | None, with_statistics: bool) -> dict[str, Any]:
     manifest = facts.manifest
-    data: dict[str, Any] = {
-        "folder": str(facts.folder),
-        "saved": _when(facts.saved_at),
-        "bytes": facts.bytes,
-        "state": "set aside" if facts.is_set_aside else "damaged" if manifest is None else "whole",
+    state = facts.state.partition(",")[0]
+    data: dict[str, Any] = {"folder": str(facts.folder), "saved": _when(facts.saved_at), "bytes": facts.bytes}
+    data |= {
+        "state": state,
         "base": facts.is_base,
         "latest": facts.is_latest,
         "problem": facts.problem or None,

@@ -3,17 +3,16 @@
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pentatron.cli.checkpoint_settings import adopt_named_checkpoint
 from pentatron.cli.configure import count_epoch_samples, download_tokenizer, set_vocabulary_size
 from pentatron.cli.options import (
     Options,
-    flags_of,
     option,
     options_help,
     parse_options,
@@ -34,7 +33,6 @@ from pentatron.settings.settings import Facts, is_unset
 
 if TYPE_CHECKING:
     from pentatron.data.loader import SampleSource
-    from pentatron.data.sampling import Sample
     from pentatron.data.tokenizer import Tokenizer
 
 _PARTS = ("train", "valid", "test")
@@ -88,7 +86,6 @@ SHOW = EntryPoint(
     name="pentatron data show",
     summary="Show the samples of a run.",
     defaults={"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1},
-    own=flags_of(ShowOptions),
 )
 _FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 _MAX_VOCAB_SIZE = 2**31 - 1
@@ -135,16 +132,14 @@ def show_samples(words: Sequence[str]) -> int:
             given = str(indices.start) if len(indices) == 1 else f"{indices.start}:{indices.stop}"
             raise UserError(f"{sentence}, so --index can go from 0 to {number - 1}, not '{given}'")
         samples = {i: source[i] for i in indices if i < number}
+    # Masks are 0 or 1, so that the conversion to integers is exact.
+    rows = [{"index": i, **{n: v.astype(int).tolist() for n, v in s.items()}} for i, s in samples.items()]
     if options.json:
-        # Masks are 0 or 1, so that the conversion to integers is exact.
-        rows = {
-            i: {name: v.astype(int).tolist() for name, v in sample.items()} for i, sample in samples.items()
-        }
-        say_json([{"index": i, **row} for i, row in rows.items()], indent=None)
-    else:
-        if opened.depends_on_length:
-            say(f"samples of a run that reads {config.spans.total} of them (--train-samples)\n")
-        say("\n\n".join(_sample_text(i, sample, datasets.tokenizer) for i, sample in samples.items()))
+        say_json(rows, indent=None)
+        return 0
+    if opened.depends_on_length:
+        say(f"samples of a run that reads {config.spans.total} of them (--train-samples)\n")
+    say("\n\n".join(_sample_text(row, datasets.tokenizer) for row in rows))
     return 0
 
 
@@ -176,17 +171,16 @@ def _available(source: "SampleSource", read: int | None) -> tuple[int, str] | No
     return None if length is None else (length, f"there are {length} samples")
 
 
-def _sample_text(index: int, sample: "Sample", tokenizer: "Tokenizer | None") -> str:
+def _sample_text(row: Mapping[str, Any], tokenizer: "Tokenizer | None") -> str:
     """Formats a sample as text, token ids, labels, loss mask and positions."""
-    tokens, labels, mask, positions = (sample[name].astype(int).tolist() for name in _FIELDS)
-    lines = [f"sample {index}: {len(tokens)} tokens, {sum(mask)} labels in the loss"]
+    tokens, labels, mask, positions = (row[name] for name in _FIELDS)
+    lines = [f"sample {row['index']}: {len(tokens)} tokens, {sum(mask)} labels in the loss"]
     if tokenizer is not None:
         text = "".join(_pieces(tokens, labels, mask, tokenizer))
         # Control characters would be interpreted by the terminal.
         text = "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text)
         lines += [f"  | {line}" for line in text.split("\n")]
-    for title, values in (("tokens", tokens), ("labels", labels)):
-        lines += _wrapped(title, " ".join(map(str, values)))
+    lines += _wrapped("tokens", " ".join(map(str, tokens))) + _wrapped("labels", " ".join(map(str, labels)))
     lines += _wrapped("loss mask", ", ".join(f"{value} × {len(list(run))}" for value, run in groupby(mask)))
     lines += _wrapped("positions", ", ".join(_ranges(positions)))
     return "\n".join(lines)
@@ -198,10 +192,9 @@ def _pieces(
     """Yields the decoded text: the first token, then every label. Where the next input is another token, a
     new text begins."""
     entries: list[tuple[bool, int]] = []
-    for position, token in enumerate(tokens):
-        if position == 0 or labels[position - 1] != token:
-            entries.append((False, token))
-        entries.append((bool(mask[position]), labels[position]))
+    for before, token, label, learned in zip([None, *labels], tokens, labels, mask):
+        entries += [(False, token)] if before != token else []
+        entries.append((bool(learned), label))
     for learned, run in groupby(entries, lambda entry: entry[0]):
         ids = [token for _, token in run]
         yield tokenizer.decode(ids) if learned else f"⟦{_shortened(ids, tokenizer)}⟧"

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -143,7 +144,6 @@ where
 """
 # Options of random sampling, which greedy decoding ignores.
 _RANDOM_SAMPLING = ("top_k", "top_p", "seed")
-_DEFAULT_PROMPT = "\n"
 _WORKER = "--worker"
 _RESTART = ("-m", "pentatron", "generate")
 _TIMEOUT_MINUTES = 10.0
@@ -207,7 +207,7 @@ def _prompts(words: Sequence[str], options: GenerateOptions) -> list[Any]:
             raise UserError(f"{named} cannot be read: {reason}") from None
         if not prompts:
             raise UserError(f"{named} has no line to continue")
-    return prompts or [_DEFAULT_PROMPT]
+    return prompts or ["\n"]
 
 
 def _launch(request: Request, restart: Sequence[str]) -> int:
@@ -244,7 +244,7 @@ def _work(request: Request, worker: Worker | None) -> int:
     if worker is not None and worker.world_size != size:
         raise UserError(
             f"{worker.launcher} started {worker.world_size} processes, and the model is spread over {size} "
-            f"({_layout_text(request)}); start as many, or change --tp and --pp"
+            f"({_layout_text(config)}); start as many, or change --tp and --pp"
         )
     worker = worker or Worker(0, 1, 0, 1, "none")
     torch.set_num_threads(_threads(request, worker.local_size))
@@ -252,12 +252,9 @@ def _work(request: Request, worker: Worker | None) -> int:
         export_rank_variables(worker, None)
     device = choose_device(request.options.device, worker.local_rank)
     place = (config.grid, worker.rank, worker.local_rank, device)
-    shared = {**config.shared(), "folder": request.folder}
+    shared, address = {**config.shared(), "folder": request.folder}, rendezvous_address(worker)
     try:
-        with (
-            open_world(*place, _TIMEOUT_MINUTES, shared, rendezvous_address(worker)) as world,
-            torch.no_grad(),
-        ):
+        with open_world(*place, _TIMEOUT_MINUTES, shared, address) as world, torch.no_grad():
             _generate(request, source, config, world)
     except AgreedError:
         raise
@@ -274,17 +271,12 @@ def _threads(request: Request, processes: int) -> int:
 def _ranks(request: Request) -> Any:
     from pentatron.generate.continue_text import Ranks
 
-    options = request.options
-    return Ranks(
-        options.tensor_model_parallel_size,
-        options.pipeline_model_parallel_size,
-        options.expert_model_parallel_size,
-    )
+    axes = ("tensor", "pipeline", "expert")
+    return Ranks(*(getattr(request.options, f"{axis}_model_parallel_size") for axis in axes))
 
 
-def _layout_text(request: Request) -> str:
-    ranks = _ranks(request)
-    return f"{ranks.tensor} tensor × {ranks.pipeline} pipeline"
+def _layout_text(config: "RunConfig") -> str:
+    return f"{config.grid.tensor} tensor × {config.grid.pipeline} pipeline"
 
 
 def _open_model(request: Request) -> tuple["ModelSource", "RunConfig"]:
@@ -307,9 +299,8 @@ def _generate(request: Request, source: "ModelSource", config: "RunConfig", worl
     half = options.dtype in ("bfloat16", "bf16") or (options.dtype == "auto" and world.device.type == "cuda")
     dtype = torch.bfloat16 if half else torch.float32
 
-    as_tokens, named = options.tokens is not None, options.tokenizer_model
     words = run_on_some_ranks(
-        world.is_first, lambda: PromptTexts(request.prompts, as_tokens, source, named), world.everyone
+        world.is_first, lambda: PromptTexts(request.prompts, options, source), world.everyone
     )
     prompts, stop = broadcast_object((words.ids, words.stop) if words else None, world.everyone)
     stages = run_on_some_ranks(True, lambda: load_stages(source, config, world, dtype), world.everyone)
@@ -319,18 +310,15 @@ def _generate(request: Request, source: "ModelSource", config: "RunConfig", worl
     texts = generate_texts(model, prompts, options.max_new_tokens, sampling, stop, options.batch_size)
     if words is None:
         # Other ranks take part in the generation, which the generator drives.
-        for _ in texts:
-            pass
+        deque(texts, maxlen=0)
         return
-    changed = [
-        f"--{name.replace('_', '-')} {getattr(options, name)}"
-        for name in _RANDOM_SAMPLING
-        if getattr(options, name) != getattr(GenerateOptions, name)
-    ]
+    given = {name: getattr(options, name) for name in _RANDOM_SAMPLING}
+    given = {name: value for name, value in given.items() if value != getattr(GenerateOptions, name)}
+    changed = [f"--{name.replace('_', '-')} {value}" for name, value in given.items()]
     if changed and options.temperature == 0:
         print_note(f"{' '.join(changed)}: the likeliest token is always taken, so this changes nothing")
     if options.master_port and config.grid.world_size == 1:
         print_note(f"--master-port {options.master_port}: there is one process, so this changes nothing")
     type_name = str(dtype).removeprefix("torch.")
-    print_note(f"{request.folder}: {type_name} on {world.device.type}, {_layout_text(request)}")
+    print_note(f"{request.folder}: {type_name} on {world.device.type}, {_layout_text(config)}")
     words.show(texts, options.json)

@@ -11,7 +11,7 @@ from typing import Any
 
 from pentatron.cli.checkpoint_settings import adopt_named_checkpoint
 from pentatron.cli.configure import download_tokenizer, set_vocabulary_size
-from pentatron.cli.options import Options, flags_of, option, options_help, parse_options_and_settings, usage
+from pentatron.cli.options import Options, option, options_help, parse_options_and_settings, usage
 from pentatron.cli.output import say, show_report
 from pentatron.cli.plan_report import PlanReport, as_text, memory_parts, speed_of, training_command_lines
 from pentatron.devices import DEVICES, GIB, Device, find_device
@@ -85,7 +85,6 @@ PLAN = EntryPoint(
         "batch-size": "say --micro-batch-size (samples one rank computes at once) or --global-batch-size instead"
     },
     defaults={"dataset_size": 1000, "train_iters": 1},
-    own=flags_of(PlanOptions),
 )
 _MODEL = ("num_layers", "hidden_size", "load", "config", "preset")
 _BATCH = ("global_batch_size", "gradient_accumulation_steps", "num_microbatches", "rank_batch_size")
@@ -115,9 +114,7 @@ def plan_layouts(words: Sequence[str]) -> tuple[PlanReport, PlanOptions]:
             f"{max(d for d in divisors(world) if d <= size)}, or plan for {fewer} or {fewer + size} (--gpus)"
         )
     facts = Facts(max(1, world), max(1, min(world, size)))
-    assumed: list[str] = []
-    if options.gpus is None and draft.world_size is None:
-        assumed.append(f"{world} GPUs (--gpus)")
+    assumed = [f"{world} GPUs (--gpus)"] if options.gpus is None and draft.world_size is None else []
     _learn_model(draft, facts, folder)
     free_batch = all(getattr(draft, name) is None for name in _BATCH)
     assumed += _assign_defaults(draft, device, world)
@@ -162,9 +159,7 @@ def _visible_gpus() -> int:
 def _learn_model(draft: Draft, facts: Facts, folder: str | None) -> None:
     if folder is not None:
         _learn_folder(draft, facts, folder)
-    elif not is_unset(draft.load):
-        adopt_named_checkpoint(draft, facts)
-    elif not any(draft.given(name) for name in _MODEL):
+    elif not adopt_named_checkpoint(draft, facts) and not any(draft.given(name) for name in _MODEL):
         raise UserError(
             "which model? Give --preset NAME (pentatron presets lists them), a Hugging Face folder, --config FILE, or its "
             "shape: --num-layers, --hidden-size ..."
@@ -221,10 +216,10 @@ def _assign_defaults(draft: Draft, device: Device, world: int) -> list[str]:
         raise UserError(f"--cuda-graphs on needs a GPU, and {device.name} is none; leave it out")
     assumed = []
     if not draft.given("seq_length"):
-        longest = None
-        if draft.max_position_embeddings:
-            longest = derived_settings(draft, Facts(world)).max_position_embeddings
-        length = min(_DEFAULT_LENGTH, longest or _DEFAULT_LENGTH)
+        known = (
+            draft.max_position_embeddings and derived_settings(draft, Facts(world)).max_position_embeddings
+        )
+        length = min(_DEFAULT_LENGTH, known or _DEFAULT_LENGTH)
         draft.assign("flag --seq-length", seq_length=length)
         assumed.append(f"sequences of {length} tokens (--seq-length)")
     if all(getattr(draft, name) is None for name in _BATCH):
@@ -244,23 +239,15 @@ def _assign_defaults(draft: Draft, device: Device, world: int) -> list[str]:
 def as_data(report: PlanReport) -> dict[str, Any]:
     parameters, active = total_parameters(report.shown.shape)
     chosen, device = report.chosen, report.search.device
+    rates = {"half": device.peak(2), "single": device.peak(4), "link": device.link, "network": device.network}
+    features = {"has_bf16": device.chip.bf16, "is_gpu": device.is_gpu, "has_fp8": device.chip.fp8}
     return {
         "model": report.model,
         "parameters": parameters,
         "active_parameters": active,
         "flops_per_step": report.shown.estimate.flops,
         "gpus": report.search.world,
-        "gpu": {
-            "name": device.name,
-            "memory": device.memory,
-            "half": device.peak(2),
-            "single": device.peak(4),
-            "link": device.link,
-            "network": device.network,
-            "has_bf16": device.chip.bf16,
-            "is_gpu": device.is_gpu,
-            "has_fp8": device.chip.fp8,
-        },
+        "gpu": {"name": device.name, "memory": device.memory, **rates, **features},
         "usable_bytes": int(usable_memory(device)),
         "advice": dataclasses.asdict(report.advice),
         "given": None if report.given is None else _layout_data(report.given),
@@ -277,6 +264,7 @@ def as_data(report: PlanReport) -> dict[str, Any]:
 def _layout_data(layout: Layout) -> Mapping[str, Any]:
     estimate = layout.estimate
     speed, utilisation = speed_of(layout)
+    seconds = {"step": estimate.seconds, "computing": estimate.computing, "waiting": estimate.waiting}
     return {
         "sizes": dataclasses.asdict(layout.shape.grid),
         "settings": dict(layout.settings),
@@ -289,12 +277,7 @@ def _layout_data(layout: Layout) -> Mapping[str, Any]:
         "largest_bytes_if_recorded": None if layout.with_graphs is None else layout.with_graphs.total,
         "bubble": estimate.bubble,
         "sent_bytes": dataclasses.asdict(estimate.traffic),
-        "seconds": {
-            "step": estimate.seconds,
-            "computing": estimate.computing,
-            "waiting": estimate.waiting,
-            "sending": dataclasses.asdict(estimate.sending),
-        },
+        "seconds": {**seconds, "sending": dataclasses.asdict(estimate.sending)},
         "tokens_per_second_per_gpu": speed,
         "mfu": utilisation,
     }

@@ -80,16 +80,9 @@ class PlanReport:
 
 
 def as_text(report: PlanReport) -> str:
-    blocks = [
-        _model(report),
-        _tree(report),
-        _list(report),
-        _detail(report),
-        _experts(report),
-        "" if report.chosen is None else _command(*report.chosen),
-        _assumptions(report),
-        "\n".join(f"note: {notice}" for notice in report.notices),
-    ]
+    blocks = [part(report) for part in (_model, _tree, _list, _detail, _experts)]
+    blocks += ["" if report.chosen is None else _command(*report.chosen), _assumptions(report)]
+    blocks.append("\n".join(f"note: {notice}" for notice in report.notices))
     return "\n\n".join(block for block in blocks if block)
 
 
@@ -150,10 +143,6 @@ def _list(report: PlanReport) -> str:
     return "\n".join(lines)
 
 
-def _flag_words(settings: Mapping[str, Any]) -> list[str]:
-    return [word for name, value in settings.items() for word in _words_of(name, value)]
-
-
 def _flags(settings: Mapping[str, Any]) -> str:
     return " ".join(_flag_words(settings))
 
@@ -198,13 +187,9 @@ def _bar(share: float) -> str:
 
 def _detail(report: PlanReport) -> str:
     layout = report.shown
-    sizes = [
-        f"{name} {getattr(layout.shape.grid, axis)}"
-        for axis, name in _AXES.items()
-        if getattr(layout.shape.grid, axis) > 1
-    ]
-    if layout.config.parallel.zero_stage:
-        sizes.append(f"ZeRO {layout.config.parallel.zero_stage}")
+    grid, stage = layout.shape.grid, layout.config.parallel.zero_stage
+    sizes = [f"{name} {getattr(grid, axis)}" for axis, name in _AXES.items() if getattr(grid, axis) > 1]
+    sizes += [f"ZeRO {stage}"] if stage else []
     title = "The layout as given" if report.given is not None else "The first of the list"
     lines = [f"{title}: {', '.join(sizes) or 'one GPU'}; it {_verdict(layout)}", ""]
     return "\n".join([*lines, *_memory(layout), "", *_traffic(layout), "", *_pipeline(layout)])
@@ -225,13 +210,11 @@ def memory_parts(rank: RankMemory) -> dict[str, int]:
 
 def _memory(layout: Layout) -> Iterator[str]:
     device, ranks = layout.search.device, layout.memory.ranks
-    numbered = list(enumerate(ranks))
-    numbered = numbered if len(ranks) <= _MOST_RANKS else [*numbered[:2], *numbered[-2:]]
-    shown = [rank for _, rank in numbered]
-    if len(ranks) == 1:
-        yield "  memory of a GPU"
-    else:
-        yield f"  {'stages of rank':<16}" + "".join(f"{number:>10}" for number, _ in numbered)
+    numbers = list(range(len(ranks)))
+    numbers = numbers if len(ranks) <= _MOST_RANKS else [*numbers[:2], *numbers[-2:]]
+    shown = [ranks[number] for number in numbers]
+    title = f"  {'stages of rank':<16}" + "".join(f"{number:>10}" for number in numbers)
+    yield title if len(ranks) > 1 else "  memory of a GPU"
 
     def row(title: str, cells: Iterable[str], note: str) -> str:
         return f"  {title:<16}{''.join(f'{cell:>10}' for cell in cells)}  {note}"
@@ -258,8 +241,8 @@ def _memory(layout: Layout) -> Iterator[str]:
 
 
 def _in_host(layout: Layout) -> str:
-    static = layout.largest.held
-    parts = {"the optimizer": static.host, "the copy that is saved in the background": static.async_save_copy}
+    held = layout.largest.held
+    parts = {"the optimizer": held.host, "the copy that is saved in the background": held.async_save_copy}
     return " and ".join(name for name, count in parts.items() if count)
 
 
@@ -272,13 +255,12 @@ def _optimizer(layout: Layout) -> str:
 
 def _traffic(layout: Layout) -> Iterator[str]:
     traffic, sending = layout.estimate.traffic, layout.estimate.sending
-    sent = {axis: getattr(traffic, axis) for axis in _AXES if getattr(traffic, axis)}
-    if not sent:
+    stage, sent = layout.config.parallel.zero_stage, {axis: getattr(traffic, axis) for axis in _AXES}
+    if not any(sent.values()):
         yield "  no communication: there is one GPU"
         return
     yield f"  {'sent in a step':<16}{'bytes':>10}{'not hidden':>12}"
-    for axis, count in sent.items():
-        stage = layout.config.parallel.zero_stage
+    for axis, count in ((axis, count) for axis, count in sent.items() if count):
         meaning = TRADE_OFFS[f"ZeRO {stage}" if axis == "data" and stage else axis]
         yield f"  {_AXES[axis]:<16}{binary_size(count):>10}{seconds_text(getattr(sending, axis)):>12}  {meaning}"
 
@@ -300,13 +282,11 @@ def _pipeline(layout: Layout) -> Iterator[str]:
 
 
 def _experts(report: PlanReport) -> str:
-    rows = by_expert_size(report.shown)
-    lines = [
-        f"  EP {size:<4} {binary_size(total):>9} a GPU, of which experts' weights {binary_size(weights)}"
-        for size, total, weights in rows
-    ]
-    title = "Expert parallelism in this layout, all else equal"
-    return "\n".join([title, "", *lines]) if len(rows) > 1 else ""
+    lines = ["Expert parallelism in this layout, all else equal", ""]
+    for size, total, weights in by_expert_size(report.shown):
+        held = f"{binary_size(total):>9} a GPU, of which experts' weights {binary_size(weights)}"
+        lines.append(f"  EP {size:<4} {held}")
+    return "\n".join(lines) if len(lines) > 3 else ""
 
 
 def _assumptions(report: PlanReport) -> str:
@@ -356,13 +336,10 @@ def training_command_lines(layout: Layout) -> list[str]:
 
 def _wrapped(words: Sequence[str]) -> list[str]:
     """Wraps words to lines of the terminal's width, keeping flags together with their values."""
-    phrases: list[list[str]] = []
-    for word in words:
-        if is_flag(word) or not phrases:
-            phrases.append([])
-        phrases[-1].append(word)
     lines: list[str] = []
-    for phrase in map(shlex.join, phrases):
+    starts = [i for i, word in enumerate(words) if is_flag(word) or i == 0]
+    for start, end in zip(starts, [*starts[1:], len(words)]):
+        phrase = shlex.join(words[start:end])
         if lines and len(lines[-1]) + len(phrase) < _WIDTH:
             lines[-1] += f" {phrase}"
         else:
@@ -379,19 +356,16 @@ def command_words(layout: Layout) -> tuple[list[str], list[str]]:
     """Returns the flags of the layout, and all others, without the number of processes."""
     search, draft = layout.search, layout.search.draft
     layout_settings = {n: v for n, v in layout.settings.items() if v != table()[n].default}
-    layout_words = [*_flag_words(layout_settings), *_flag_words(_overrides_of_files(layout))]
+    layout_settings |= _overrides_of_files(layout)
     if "micro_batch_size" not in layout.settings and draft.given("micro_batch_size"):
-        layout_words += _words_of("micro_batch_size", draft.micro_batch_size)
-    from_flags = [
-        n for n in table() if draft.source(n).startswith("flag") and n not in (*LAYOUT_SETTINGS, *_NOT_COPIED)
-    ]
-    other_words = _flag_words({name: getattr(draft, name) for name in from_flags})
-    if not _has_data_flags(search):
-        other_words.append("--mock-data")
-    other_words += _words_of("train_iters", draft.train_iters if draft.given("train_iters") else _STEPS)
+        layout_settings["micro_batch_size"] = draft.micro_batch_size
+    from_flags = [n for n in table() if draft.source(n).startswith("flag")]
+    others = {n: getattr(draft, n) for n in from_flags if n not in (*LAYOUT_SETTINGS, *_NOT_COPIED)}
+    others |= {} if _has_data_flags(search) else {"mock_data": True}
+    others["train_iters"] = draft.train_iters if draft.given("train_iters") else _STEPS
     if search.device.name == "CPU process" and not draft.given("device"):
-        other_words += ["--device", "cpu"]
-    return layout_words, other_words
+        others["device"] = "cpu"
+    return _flag_words(layout_settings), _flag_words(others)
 
 
 def _overrides_of_files(layout: Layout) -> dict[str, Any]:
@@ -403,9 +377,9 @@ def _overrides_of_files(layout: Layout) -> dict[str, Any]:
     return {n: size for n, size in sizes.items() if isinstance(size, int) and size != getattr(draft, n)}
 
 
-def _words_of(name: str, value: Any) -> list[str]:
-    item = table()[name]
-    if isinstance(value, bool):
-        return [item.written(value)]
-    values: Sequence[Any] = value if isinstance(value, tuple) else (value,)
-    return [item.flag, *map(str, values)]
+def _flag_words(settings: Mapping[str, Any]) -> list[str]:
+    words: list[str] = []
+    for name, value in settings.items():
+        item, values = table()[name], value if isinstance(value, tuple) else (value,)
+        words += [item.written(value)] if isinstance(value, bool) else [item.flag, *map(str, values)]
+    return words
