@@ -57,8 +57,8 @@ def diff(words: Sequence[str]) -> int:
     differences: dict[str, list[Any]] = {"settings": [], "run state": []}
     if first_step is not None and second_step is not None and not weights_only:
         one, other = first_step.manifest, second_step.manifest
-        differences["settings"] = compare.differing_values(one.config, other.config)
-        differences["run state"] = compare.differing_values(one.run_state, other.run_state)
+        differences["settings"] += compare.differing_values(one.config, other.config)
+        differences["run state"] += compare.differing_values(one.run_state, other.run_state)
     differences |= {"only in A": sorted(a - b), "only in B": sorted(b - a)}
     differing = [result for result in results if not result.is_equal]
     beyond = [result for result in differing if not result.within(options.tolerance)]
@@ -100,7 +100,12 @@ def _open(path: Path, closing: contextlib.ExitStack) -> tuple[ComparedTensors, C
 
 
 def _as_data(report: _Comparison) -> dict[str, Any]:
-    data = {"a": report.paths[0], "b": report.paths[1], "same": report.same, "compared": report.compared}
+    data: dict[str, Any] = {
+        "a": report.paths[0],
+        "b": report.paths[1],
+        "same": report.same,
+        "compared": report.compared,
+    }
     for kind in ("settings", "run state"):
         values = [{"name": name, "a": a, "b": b} for name, a, b in report.differences[kind]]
         data[kind.replace(" ", "_")] = values

@@ -85,25 +85,17 @@ class SamplingOptions(Options):
             yield f"--greedy is --temperature 0, but --temperature {self.temperature} is given; leave one of them out"
 
 
+def _size(short: str, help: str) -> Any:
+    return option(1, help, also=short, unlisted=f"{short}_size", limit=ONE_OR_MORE)
+
+
 @dataclass(frozen=True)
 class DeviceOptions(Options):
-    tensor_model_parallel_size: int = option(
-        1,
-        "ranks that share one layer; they are started here, unless torchrun did",
-        also="--tp",
-        unlisted="--tp_size",
-        limit=ONE_OR_MORE,
+    tensor_model_parallel_size: int = _size(
+        "--tp", "ranks that share one layer; they are started here, unless torchrun did"
     )
-    pipeline_model_parallel_size: int = option(
-        1, "ranks the layers are divided over", also="--pp", unlisted="--pp_size", limit=ONE_OR_MORE
-    )
-    expert_model_parallel_size: int = option(
-        1,
-        "ranks that share the experts, of the tensor ranks",
-        also="--ep",
-        unlisted="--ep_size",
-        limit=ONE_OR_MORE,
-    )
+    pipeline_model_parallel_size: int = _size("--pp", "ranks the layers are divided over")
+    expert_model_parallel_size: int = _size("--ep", "ranks that share the experts, of the tensor ranks")
     device: str = option("auto", "device to compute on", choices=("auto", "cpu", "cuda"))
     dtype: str = option(
         "auto",

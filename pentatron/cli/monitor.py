@@ -67,11 +67,11 @@ def monitor_command(words: Sequence[str]) -> int:
         raise UserError(f"one run at a time: {plain[1]} is not needed")
     folder = Path(plain[0]) if plain else newest_run(Path())
     follower = MetricsFollower(folder / "metrics.jsonl")
+    if not folder.is_dir():
+        raise UserError(
+            f"there is no folder {folder}; name that of a run, or none for the newest under runs/"
+        )
     if not follower.path.exists():
-        if not folder.is_dir():
-            raise UserError(
-                f"there is no folder {folder}; name that of a run, or none for the newest under runs/"
-            )
         raise UserError(f"{folder} holds no metrics.jsonl; is it the folder of a run?")
     try:
         run, seen = next(_states(folder, follower, options.interval))
@@ -150,9 +150,8 @@ def look(folder: Path, seen: RunMetrics) -> RunStatus:
     saved = _saved_settings(folder)
     total = saved.train_iters
     if not isinstance(total, int):
-        raise UserError(
-            f"{folder / 'config.yaml'} has no length of the run (train_iters); is {folder} the folder of a run?"
-        )
+        file = folder / "config.yaml"
+        raise UserError(f"{file} has no length of the run (train_iters); is {folder} the folder of a run?")
     checkpoint, samples_left = _checkpoint(folder, saved), _samples_left(saved, seen, total)
     state = _state(folder, seen, total)
     return RunStatus(str(folder), *state, total, checkpoint, samples_left, _restarts(folder))
@@ -200,13 +199,12 @@ def _samples_left(saved: Settings, seen: RunMetrics, total: int) -> int | None:
 
 def _state(folder: Path, seen: RunMetrics, total: int) -> tuple[str, str]:
     """Returns the state of the run, and a line of details if there are any."""
-    is_done = seen.step >= total
+    is_done, alive = seen.step >= total, _is_alive(folder)
     if is_done and _has_closing_line(folder):
         return "finished", ""
-    silence = time.time() - (folder / "metrics.jsonl").stat().st_mtime
-    alive = _is_alive(folder)
     if alive is False:
         return _end_state(folder, seen)
+    silence = time.time() - (folder / "metrics.jsonl").stat().st_mtime
     timeout = max(_SILENT_SECONDS, _SILENT_STEPS * seconds_per_step(seen)) if seen.recent else math.inf
     if silence > timeout:
         unknown = "whether its process is alive cannot be determined from here"
@@ -266,10 +264,9 @@ def _checkpoint(folder: Path, saved: Settings) -> str:
     folders = [Path(str(saved.save))] if saved.save else []
     for parent in [*folders, folder / "checkpoints"]:
         pointer = parent / "latest"
-        if not pointer.is_file():
-            continue
         with contextlib.suppress(OSError):
-            if name := pointer.read_text(encoding="utf-8", errors="replace").strip().replace("\0", ""):
+            text = pointer.read_text(encoding="utf-8", errors="replace") if pointer.is_file() else ""
+            if name := text.strip().replace("\0", ""):
                 age = duration(max(0.0, time.time() - pointer.stat().st_mtime))
                 return f"{parent / name}, saved {age} ago"
     return "none yet"

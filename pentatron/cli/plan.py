@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +41,15 @@ def _gigabytes(written: str, flag: str) -> float:
     return float(match[1])
 
 
+_memory = partial(option, None, value="GB", parse=_gigabytes)
+
+
 @dataclass(frozen=True)
 class PlanOptions(Options):
     gpus: int | None = option(None, "number of GPUs (those of this machine, else 8)", limit=ONE_OR_MORE)
     gpu: str | None = option(None, f"h100 (the default), {', '.join(_OTHERS)}", value="NAME")
-    gpu_memory: float | None = option(
-        None, "memory of one GPU, if it differs: 24, 80, 141 ...", value="GB", parse=_gigabytes
-    )
-    host_memory: float | None = option(
-        None, "host memory of one machine, for optimizer offload", value="GB", parse=_gigabytes
-    )
+    gpu_memory: float | None = _memory("memory of one GPU, if it differs: 24, 80, 141 ...")
+    host_memory: float | None = _memory("host memory of one machine, for optimizer offload")
     gpus_per_machine: int = option(8, "GPUs of one machine", limit=ONE_OR_MORE)
     efficiency: float = option(
         EFFICIENCY,

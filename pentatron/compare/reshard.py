@@ -124,8 +124,8 @@ def layout_for(source: Checkpoint, words: Sequence[str]) -> RunConfig:
             draft.assign(f"{source.folder}", **{name: saved[name]})
     length = settings.seq_length if "seq_length" in saved else settings.max_position_embeddings
     draft.assign(f"{source.folder}", seq_length=length)
-    stages = max(1, draft.pipeline_model_parallel_size)
-    draft.assign(f"default of {ENTRY.name}", gradient_accumulation_steps=4 * stages)
+    steps = 4 * max(1, draft.pipeline_model_parallel_size)
+    draft.assign(f"default of {ENTRY.name}", gradient_accumulation_steps=steps)
     world = draft.world_size or draft.nproc_per_node
     if world is None:
         world = draft.tensor_model_parallel_size * draft.pipeline_model_parallel_size
@@ -144,8 +144,7 @@ def reshard(source: Checkpoint, out: Path, config: RunConfig, display: Display) 
     settings = {**manifest.config, "parallel": config.nested()["parallel"]}
     progress = Progress(display, "writing", total)
     with new_folder(out, total) as folder, StepReader(source.folder, manifest) as reader:
-        store = CheckpointStore(folder, keep=None)
-        contents = _contents(source, config)
+        store, contents = CheckpointStore(folder, keep=None), _contents(source, config)
         step = save_rectangles(store, manifest, progress.counting(reader.read), contents, settings)
         copy_files(small_files(source.folder.parent / FOLDER_NAME), folder / FOLDER_NAME)
         _require_equal(ComparedTensors(str(source.folder), outlines, reader.read), step, display)

@@ -68,12 +68,8 @@ class LiveBar(Display):
         from rich.progress import BarColumn, Progress, TextColumn
 
         self.console = console
-        self._progress = Progress(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=20),
-            TextColumn("{task.fields[facts]}"),
-            console=console,
-        )
+        title, facts = TextColumn("[bold]{task.description}"), TextColumn("{task.fields[facts]}")
+        self._progress = Progress(title, BarColumn(bar_width=20), facts, console=console)
         self._title = ""
         self._progress.start()
 

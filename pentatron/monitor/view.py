@@ -96,6 +96,8 @@ def _character(filled: set[tuple[int, int]], column: int, row: int, braille: boo
     return chr(_BLANK + bits) if bits else " "
 
 
+# Fields of a row with the seconds of every rank.
+_TIMES = ("busy_seconds", "collective_seconds", "message_seconds")
 # A rank is slow if its time exceeds the median by this factor.
 _SLOW = 1.2
 _MAX_RANKS = 16
@@ -134,16 +136,13 @@ def render_view(run: RunStatus, seen: RunMetrics, screen: Screen) -> list[str]:
     """Returns the lines of the screen."""
     style = {"running": "good", "finished": "good", "crashed": "bad"}.get(run.state, "warn")
     head = [f"{screen.paint(one_line(run.name), 'bold')}: {screen.paint(run.state, style)}"]
-    if run.about_state:
-        head.append(printable(run.about_state))
-    if seen.damaged:
-        head.append(damaged_lines(len(seen.damaged)))
+    head += [printable(run.about_state)] if run.about_state else []
+    head += [damaged_lines(len(seen.damaged))] if seen.damaged else []
     if not seen.recent:
         return [*head, "no step is finished yet"]
-    head += ["", *_progress(run, seen, screen), _losses(seen)]
+    head += ["", _progress(run, seen, screen), _losses(seen)]
     foot = ["", *_speed(seen, screen), *_ranks(seen, screen), f"checkpoint    {one_line(run.checkpoint)}"]
-    if run.restarts:
-        foot.append(f"restarts      {one_line(run.restarts)}")
+    foot += [f"restarts      {one_line(run.restarts)}"] if run.restarts else []
     room = screen.height - len(head) - len(foot) - 3
     points, marks = sorted(seen.losses.items()), sorted(seen.validations.items())
     curve = draw_curve(points, marks, screen.width, min(14, max(5, room)), screen.unicode)
@@ -161,13 +160,13 @@ def _seconds_left(run: RunStatus, seen: RunMetrics) -> float:
     return run.samples_left * sum(row["seconds"] for row in seen.recent) / samples
 
 
-def _progress(run: RunStatus, seen: RunMetrics, screen: Screen) -> list[str]:
+def _progress(run: RunStatus, seen: RunMetrics, screen: Screen) -> str:
     share = min(1.0, seen.step / run.total_steps) if run.total_steps else 1.0
     filled = round(_BAR_WIDTH * share)
     full, empty = ("█", "░") if screen.unicode else ("#", ".")
     time_left = f"  left {duration(_seconds_left(run, seen))}" if run.state in ("running", "silent") else ""
     bar = screen.paint(full * filled, "good") + screen.paint(empty * (_BAR_WIDTH - filled), "faint")
-    return [f"step {seen.step}/{run.total_steps}  {bar} {100 * share:.0f}%{time_left}"]
+    return f"step {seen.step}/{run.total_steps}  {bar} {100 * share:.0f}%{time_left}"
 
 
 def _losses(seen: RunMetrics) -> str:
@@ -204,26 +203,21 @@ def _speed(seen: RunMetrics, screen: Screen) -> list[str]:
 def _health(seen: RunMetrics, screen: Screen) -> list[str]:
     """Fractions of communication and GPU utilisation, with their recommended limits."""
     ranks = [row["ranks"] for row in seen.ranks]
-    waiting = _sum(ranks, "collective_seconds") + _sum(ranks, "message_seconds")
-    total = waiting + _sum(ranks, "busy_seconds")
+    busy, collectives, messages = (sum(sum(step.get(time, ())) for step in ranks) for time in _TIMES)
+    waiting = collectives + messages
     lines = []
-    if total:
-        share, pipeline = waiting / total, _sum(ranks, "message_seconds") / total
+    if total := waiting + busy:
+        share, pipeline = waiting / total, messages / total
         shown = screen.paint(f"{share:.0%}", "good" if share < MOST_COMMUNICATION else "warn")
         part = f" ({pipeline:.0%} in the pipeline)" if pipeline >= 0.01 else ""
-        lines.append(
-            f"communication {shown} of a step is waiting for other ranks{part}; aim: below {MOST_COMMUNICATION:.0%}"
-        )
+        aim = f"aim: below {MOST_COMMUNICATION:.0%}"
+        lines.append(f"communication {shown} of a step is waiting for other ranks{part}; {aim}")
     percentages = [p for of_step in ranks for p in of_step.get("gpu_utilisation", ())]
     if percentages:
         mean = statistics.mean(percentages) / 100
         shown = screen.paint(f"{mean:.0%}", "good" if mean > LEAST_UTILISATION else "warn")
         lines.append(f"utilisation   {shown} of the GPUs; aim: above {LEAST_UTILISATION:.0%}")
     return lines
-
-
-def _sum(ranks: Sequence[dict[str, Any]], name: str) -> float:
-    return sum(sum(of_step.get(name, ())) for of_step in ranks)
 
 
 def _ranks(seen: RunMetrics, screen: Screen) -> list[str]:
@@ -234,8 +228,7 @@ def _ranks(seen: RunMetrics, screen: Screen) -> list[str]:
     memory = [max(of_rank) for of_rank in zip(*(of_step["memory_bytes"] for of_step in ranks))]
     if len(memory) == 1:
         return [f"memory        {in_mib(memory[0])} MiB"]
-    kinds = ("busy_seconds", "collective_seconds", "message_seconds")
-    busy, collectives, messages = (_medians(ranks, kind) for kind in kinds)
+    busy, collectives, messages = (_medians(ranks, time) for time in _TIMES)
     waiting = [a + b for a, b in zip(collectives, messages)]
     if not busy:
         most, least = in_mib(max(memory)), in_mib(min(memory))
