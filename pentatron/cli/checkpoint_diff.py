@@ -100,20 +100,14 @@ def _open(path: Path, closing: contextlib.ExitStack) -> tuple[ComparedTensors, C
 
 
 def _as_data(report: _Comparison) -> dict[str, Any]:
-    data: dict[str, Any] = {
-        "a": report.paths[0],
-        "b": report.paths[1],
-        "same": report.same,
-        "compared": report.compared,
-    }
+    data: dict[str, Any] = dict(zip("ab", report.paths))
+    data |= {"same": report.same, "compared": report.compared}
     for kind in ("settings", "run state"):
         values = [{"name": name, "a": a, "b": b} for name, a, b in report.differences[kind]]
         data[kind.replace(" ", "_")] = values
     data |= {f"only_in_{side.lower()}": report.differences[f"only in {side}"] for side in "AB"}
-    return {
-        **data,
-        "tensors": [_tensor_data(tensor, tensor not in report.beyond) for tensor in report.differing],
-    }
+    tensors = [_tensor_data(tensor, tensor not in report.beyond) for tensor in report.differing]
+    return {**data, "tensors": tensors}
 
 
 def _tensor_data(tensor: Difference, within_tolerance: bool) -> dict[str, Any]:

@@ -188,22 +188,14 @@ def _step_data(facts: ListedStep, pattern: str | None, with_statistics: bool) ->
     manifest = facts.manifest
     state = facts.state.partition(",")[0]
     data: dict[str, Any] = {"folder": str(facts.folder), "saved": _when(facts.saved_at), "bytes": facts.bytes}
-    data |= {
-        "state": state,
-        "base": facts.is_base,
-        "latest": facts.is_latest,
-        "problem": facts.problem or None,
-    }
+    data |= {"state": state, "base": facts.is_base, "latest": facts.is_latest}
+    data["problem"] = facts.problem or None
     if manifest is None:
         return data
-    data |= {
-        "step": manifest.step,
-        "resumable": is_resumable(manifest),
-        "layout": format_layout(manifest.config),
-        "run_state": manifest.run_state,
-        "config": manifest.config,
-        "files": {name: record.bytes for name, record in manifest.files.items()},
-    }
+    layout = format_layout(manifest.config)
+    data |= {"step": manifest.step, "resumable": is_resumable(manifest), "layout": layout}
+    data |= {"run_state": manifest.run_state, "config": manifest.config}
+    data["files"] = {name: record.bytes for name, record in manifest.files.items()}
     rows = None if pattern is None else list(_tensor_data(facts, pattern, with_statistics))
     return {**data, "tensors": len(manifest.tensors) if rows is None else rows}
 

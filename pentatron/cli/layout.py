@@ -38,23 +38,19 @@ _IDLE = "·"
 # Sizes of the picture in pixels.
 _STEP, _ROW, _LEFT, _TOP = 22, 26, 70, 50
 _NARROWEST = 40
-_PICTURE = ".svg"
 
 
 @dataclass(frozen=True)
 class LayoutOptions(Options):
     draw: str | None = option(
-        None,
-        "draw the schedule in the terminal, or as a picture to a file",
-        value=f"FILE{_PICTURE}",
-        alone="",
+        None, "draw the schedule in the terminal, or as a picture to a file", value="FILE.svg", alone=""
     )
     all: bool = option(False, "print every rank and every group")
     json: bool = option(False, "print JSON")
 
     def problems(self) -> Iterable[str]:
-        if self.draw and not self.draw.endswith(_PICTURE):
-            yield f"--draw wants the name of a picture that ends in {_PICTURE}, not '{self.draw}'"
+        if self.draw and not self.draw.endswith(".svg"):
+            yield f"--draw wants the name of a picture that ends in .svg, not '{self.draw}'"
 
 
 USAGE = f"""{usage("pentatron layout [--world-size N]", LayoutOptions, "[--setting value ...]")}
@@ -78,8 +74,7 @@ def layout_command(words: Sequence[str]) -> int:
         say("\n".join([USAGE, *section_help(LAYOUT, "parallel")]))
         return 0
     options, settings = parse_options_and_settings(LayoutOptions, words, LAYOUT)
-    file = Path(options.draw) if options.draw else None
-    report = resolve_layout(settings)
+    file, report = Path(options.draw) if options.draw else None, resolve_layout(settings)
     if file is not None:
         picture = draw_svg(report.checked, report.config.placement, report.schedule_in_words)
         try:
@@ -128,14 +123,12 @@ def _stand_in(draft: Draft) -> bool:
     """Assigns default model sizes that fit the parallel sizes; returns whether the number of layers is one of
     them."""
     tensor = max(1, draft.tensor_model_parallel_size)
-    heads = draft.num_attention_heads or 8 * tensor
-    defaults = {
-        "num_layers": _layers(draft),
-        "hidden_size": 64 * heads,
-        "seq_length": 256 * tensor * max(1, draft.context_parallel_size),
-    }
-    if not draft.given("hidden_size"):
-        defaults |= {"num_attention_heads": heads}
+    heads, length = (
+        draft.num_attention_heads or 8 * tensor,
+        256 * tensor * max(1, draft.context_parallel_size),
+    )
+    defaults = {"num_layers": _layers(draft), "hidden_size": 64 * heads, "seq_length": length}
+    defaults |= {} if draft.given("hidden_size") else {"num_attention_heads": heads}
     missing = {name: value for name, value in defaults.items() if not draft.given(name)}
     draft.assign(f"default of {LAYOUT.name}", **missing)
     return "num_layers" in missing
@@ -240,7 +233,11 @@ def _legend(checked: ScheduleProperties, placement: Placement) -> list[str]:
 
 def draw_svg(checked: ScheduleProperties, placement: Placement, title: str) -> str:
     """Draws the schedule as an SVG."""
-    legend = _picture_legend(checked, placement)
+    kinds = "green: backward (takes two steps)"
+    if any(checked.deferred):
+        kinds = "green: input gradient (two steps: whole backward), brown: weight gradient"
+    colours = f"blue: forward, {kinds}, grey: waiting; the numbers are micro-batches"
+    legend = [colours, *_legend(checked, placement)[1:]]
     # The width of the text depends on the viewer's font; this fits wide ones.
     text_width = max(10 * len(title), *(7 * len(line) for line in legend)) + 24
     width, height = max(_LEFT + checked.time * _STEP + 20, text_width), _TOP + placement.ranks * _ROW + 60
@@ -250,27 +247,16 @@ def draw_svg(checked: ScheduleProperties, placement: Placement, title: str) -> s
         f'<rect width="{width}" height="{height}" fill="white"/>',
         f'<text x="12" y="24" font-size="15" font-weight="bold">{escape(title)}</text>',
     ]
+    y, idle = _TOP, f'width="{checked.time * _STEP}" height="{_ROW - 4}" fill="#eeeeee"'
     for rank, slots in enumerate(checked.timeline):
-        y = _TOP + rank * _ROW
         parts.append(f'<text x="12" y="{y + 16}">rank {rank}</text>')
-        parts.append(
-            f'<rect x="{_LEFT}" y="{y}" width="{checked.time * _STEP}" height="{_ROW - 4}" fill="#eeeeee"/>'
-        )
+        parts.append(f'<rect x="{_LEFT}" y="{y}" {idle}/>')
         parts += [_svg_slot(slot, placement, y) for slot in slots]
-    y = _TOP + placement.ranks * _ROW
-    parts += [
-        f'<text x="{_LEFT + time * _STEP}" y="{y + 12}" fill="#777777">{time}</text>'
-        for time in range(0, checked.time + 1, 5)
-    ]
+        y += _ROW
+    for time in range(0, checked.time + 1, 5):
+        parts.append(f'<text x="{_LEFT + time * _STEP}" y="{y + 12}" fill="#777777">{time}</text>')
     parts += [f'<text x="12" y="{y + 34 + 15 * i}">{escape(line)}</text>' for i, line in enumerate(legend)]
     return "\n".join([*parts, "</svg>"]) + "\n"
-
-
-def _picture_legend(checked: ScheduleProperties, placement: Placement) -> list[str]:
-    kinds = "blue: forward, green: backward (takes two steps), grey: waiting;"
-    if any(checked.deferred):
-        kinds = "blue: forward, green: input gradient (two steps: whole backward), brown: weight gradient, grey: waiting;"
-    return [f"{kinds} the numbers are micro-batches", *_legend(checked, placement)[1:]]
 
 
 def _svg_slot(slot: Slot, placement: Placement, y: int) -> str:

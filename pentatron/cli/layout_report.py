@@ -227,13 +227,10 @@ def _recompute(report: LayoutReport) -> list[str]:
         lines = ["", f"  recompute: {kept}"]
         for stage, part in enumerate(report.config.stages):
             runs = report.config.recomputed(part)
-            recomputed, whole = (
-                "  ".join(map(_layers, runs)) or "none",
-                len(part.layers) - sum(map(len, runs)),
-            )
+            whole = len(part.layers) - sum(map(len, runs))
             inputs = f"keeps {len(runs)} {plural(len(runs), 'input')}"
             layers = f" and all of {whole} {plural(whole, 'layer')}" if whole else ""
-            lines.append(f"    stage {stage:>2}  {recomputed}: {inputs}{layers}")
+            lines.append(f"    stage {stage:>2}  {'  '.join(map(_layers, runs)) or 'none'}: {inputs}{layers}")
     if any(report.checked.deferred):
         lines.append(
             "  this holds until the first half of its backward; the inputs of weight gradients are kept until the second"

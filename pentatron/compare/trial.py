@@ -105,11 +105,9 @@ def gaps(ranks: Sequence[Trajectory], reference: Trajectory) -> list[Gap]:
     weights, expected = gather_tensors(ranks, "weights"), gather_tensors([reference], "weights")
     if weights.keys() != expected.keys():
         result.append(Gap("the set of tensors", math.inf))
-    result += [
-        Gap(name, float((weights[name] - values).abs().max()) / WEIGHTS, _bare(name), "weights")
-        for name, values in expected.items()
-        if name in weights
-    ]
+    for name in filter(weights.__contains__, expected):
+        ratio = float((weights[name] - expected[name]).abs().max()) / WEIGHTS
+        result.append(Gap(name, ratio, _bare(name), "weights"))
     return result
 
 

@@ -152,17 +152,10 @@ class PerformanceSummary(Recorder):
     def _summary(self, first: StepReport, last: StepReport) -> dict[str, Any]:
         # JSON cannot represent NaN and inf.
         first_loss, last_loss = (loss if math.isfinite(loss) else None for loss in (first.loss, last.loss))
-        summary = {
-            **self.about,
-            "steps": self._seen,
-            "first_step": first.step,
-            "last_step": last.step,
-            "first_loss": first_loss,
-            "last_loss": last_loss,
-            "first_step_seconds": round(first.seconds, 6),
-            "peak_memory_bytes": last.memory_bytes,
-            "measured_steps": len(self._measured),
-        }
+        summary = {**self.about, "steps": self._seen, "first_step": first.step, "last_step": last.step}
+        summary |= {"first_loss": first_loss, "last_loss": last_loss}
+        summary |= {"first_step_seconds": round(first.seconds, 6), "peak_memory_bytes": last.memory_bytes}
+        summary["measured_steps"] = len(self._measured)
         if not self._measured:
             return {**summary, "remark": f"the first {_WARMUP_STEPS} steps are not measured"}
         all_seconds, all_tokens, all_samples, all_flops = zip(*self._measured)

@@ -36,8 +36,7 @@ def draw_curve(
     marks = [m for m in marks if math.isfinite(m[1])]
     if not points:
         return []
-    values = [y for _, y in (*points, *marks)]
-    low, high = min(values), max(values)
+    low, high = (pick(y for _, y in (*points, *marks)) for pick in (min, max))
     high += 1e-9 if high == low else 0.0
     label = max(len(format_significant(v)) for v in (low, high))
     cell_width, cell_height = (2, 4) if braille else (1, 1)
@@ -52,8 +51,7 @@ def draw_curve(
 
     filled = _connected_means(points, place)
     grid = [[_character(filled, column, row, braille) for column in range(cells)] for row in range(height)]
-    for mark in marks:
-        x, y = place(mark)
+    for x, y in map(place, marks):
         grid[y // cell_height][x // cell_width] = _DOT
     labels = {0: format_significant(high), height - 1: format_significant(low)}
     lines = [f"{labels.get(i, ''):>{label}} {'┤' if i in labels else '│'}" for i in range(height)]
@@ -63,8 +61,7 @@ def draw_curve(
     legend = f"{_DOT} validation" if marks and middle > 14 else ""
     steps = f"{'':>{label}}  {left}{legend:^{middle}}{right}"
     drawn = [line + "".join(row).rstrip() for line, row in zip(lines, grid)] + [axis, steps]
-    ascii_axes = str.maketrans("┤│└─", "||+-")
-    return drawn if braille else [line.translate(ascii_axes) for line in drawn]
+    return drawn if braille else [line.translate(str.maketrans("┤│└─", "||+-")) for line in drawn]
 
 
 def _connected_means(
@@ -74,18 +71,18 @@ def _connected_means(
     by_column: dict[int, list[Point]] = {}
     for point in points:
         by_column.setdefault(place(point)[0], []).append(point)
+    means = [
+        (x, place((inside[0][0], sum(value for _, value in inside) / len(inside)))[1])
+        for x, inside in sorted(by_column.items())
+    ]
     filled: set[tuple[int, int]] = set()
-    previous: tuple[int, int] | None = None
-    for x, inside in sorted(by_column.items()):
-        y = place((inside[0][0], sum(value for _, value in inside) / len(inside)))[1]
-        x0, y0 = previous or (x, y)
+    for (x0, y0), (x, y) in zip([means[0], *means], means):
         if x - x0 > 1:
             # A straight line over columns without points.
             filled |= {(i, round(y0 + (y - y0) * (i - x0) / (x - x0))) for i in range(x0, x + 1)}
         else:
             # Connects neighbouring columns vertically.
             filled |= {(x, row) for row in range(min(y0, y), max(y0, y) + 1)}
-        previous = x, y
     return filled
 
 
