@@ -7,20 +7,19 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from pentatron.cli.convert import run_interruptible
 from pentatron.cli.options import (
     Options,
     option,
     options_help,
-    parse_options,
     parse_options_and_settings,
     section_help,
     synopsis,
 )
 from pentatron.cli.output import print_note, say, say_json
-from pentatron.cli.subcommands import run_subcommand
+from pentatron.cli.subcommands import parse_options_and_paths, run_subcommand
 from pentatron.errors import UserError
 from pentatron.settings.command_line import is_flag
 from pentatron.settings.declaration import NON_NEGATIVE, ONE_OR_MORE, Limit
@@ -125,7 +124,6 @@ COMMANDS = {
     "reshard": "checkpoint.reshard_step",
     "prune": "checkpoint_prune.prune",
 }
-T = TypeVar("T", bound=Options)
 
 
 def checkpoint_command(words: Sequence[str]) -> int:
@@ -140,18 +138,8 @@ def checkpoint_command(words: Sequence[str]) -> int:
     return run_subcommand("checkpoint", COMMANDS, words)
 
 
-def read_checkpoint_options(
-    cls: type[T], words: Sequence[str], least: int, most: int | None, example: str
-) -> tuple[T, list[str]]:
-    """Reads options and between `least` and `most` paths."""
-    options, plain = parse_options(cls, words, "pentatron checkpoint")
-    if len(plain) < least or (most is not None and len(plain) > most):
-        raise UserError(f"name a checkpoint: pentatron checkpoint {example}")
-    return options, plain
-
-
 def verify(words: Sequence[str]) -> int:
-    options, paths = read_checkpoint_options(VerifyOptions, words, 1, None, "verify PATH")
+    options, paths = parse_options_and_paths(VerifyOptions, words, "checkpoint verify PATH", least=1)
     from pentatron.checkpoint.streaming import Progress
     from pentatron.checkpoint.verify import find_non_finite, open_manifest, verify_digests
     from pentatron.monitor.display import SilentDisplay, open_display

@@ -16,8 +16,9 @@ from pentatron.checkpoint.load import WEIGHTS, StepReader
 from pentatron.checkpoint.store import Checkpoint
 from pentatron.checkpoint.streaming import Progress
 from pentatron.checkpoint.verify import verify_digests
-from pentatron.cli.checkpoint import DiffOptions, no_checkpoint_error, read_checkpoint_options
+from pentatron.cli.checkpoint import DiffOptions, no_checkpoint_error
 from pentatron.cli.output import print_note, show_report
+from pentatron.cli.subcommands import parse_options_and_paths
 from pentatron.compare.reshard import outlines_of
 from pentatron.monitor.display import SilentDisplay, open_display
 
@@ -42,7 +43,7 @@ class _Comparison:
 
 
 def diff(words: Sequence[str]) -> int:
-    options, paths = read_checkpoint_options(DiffOptions, words, 2, 2, "diff A B")
+    options, paths = parse_options_and_paths(DiffOptions, words, "checkpoint diff A B", 2, 2)
     with contextlib.ExitStack() as closing:
         (first, first_step), (second, second_step) = (_open(Path(path), closing) for path in paths)
         weights_only = options.weights_only or first_step is None or second_step is None

@@ -14,8 +14,9 @@ from pentatron.checkpoint.find import ListedStep, count_elements, format_layout,
 from pentatron.checkpoint.format import Manifest
 from pentatron.checkpoint.load import WEIGHTS, StepReader
 from pentatron.checkpoint.verify import tensor_statistics
-from pentatron.cli.checkpoint import InspectOptions, no_checkpoint_error, read_checkpoint_options
+from pentatron.cli.checkpoint import InspectOptions, no_checkpoint_error
 from pentatron.cli.output import show_report
+from pentatron.cli.subcommands import parse_options_and_paths
 from pentatron.errors import UserError
 from pentatron.settings.settings import Settings
 from pentatron.text import decimal_size, format_count
@@ -34,7 +35,7 @@ _COUNTS = {
 
 
 def inspect(words: Sequence[str]) -> int:
-    options, paths = read_checkpoint_options(InspectOptions, words, 0, 1, "inspect PATH")
+    options, paths = parse_options_and_paths(InspectOptions, words, "checkpoint inspect PATH", 0, 1)
     pattern = options.tensors or ("*" if options.stats else None)
     if not paths and options.tensors not in (None, "*"):
         # A lone word after --tensors is the path.

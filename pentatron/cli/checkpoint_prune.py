@@ -11,8 +11,9 @@ from pentatron.checkpoint.retention import Retention, read_base_steps, remove_st
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.checkpoint.verify import Problem, open_manifest, verify_digests
 from pentatron.checksums import ProgressCallback
-from pentatron.cli.checkpoint import PruneOptions, no_checkpoint_error, read_checkpoint_options
+from pentatron.cli.checkpoint import PruneOptions, no_checkpoint_error
 from pentatron.cli.output import show_report
+from pentatron.cli.subcommands import parse_options_and_paths
 from pentatron.errors import UserError
 from pentatron.monitor.terminal import ignore_output_errors
 from pentatron.text import decimal_size, format_count
@@ -52,7 +53,7 @@ def plan_pruning(steps: Path, rule: Retention, threads: int, tell: ProgressCallb
 
 
 def prune(words: Sequence[str]) -> int:
-    options, paths = read_checkpoint_options(PruneOptions, words, 1, 1, "prune PATH --keep N")
+    options, paths = parse_options_and_paths(PruneOptions, words, "checkpoint prune PATH --keep N", 1, 1)
     if not options.dry_run:
         ignore_output_errors()
     from pentatron.checkpoint.find import find_steps_folder, is_step

@@ -7,21 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from pentatron.cli.checkpoint_settings import adopt_named_checkpoint
 from pentatron.cli.configure import count_epoch_samples, download_tokenizer, set_vocabulary_size
-from pentatron.cli.options import (
-    Options,
-    option,
-    options_help,
-    parse_options,
-    parse_options_and_settings,
-    synopsis,
-    usage,
-)
+from pentatron.cli.options import Options, option, options_help, parse_options_and_settings, synopsis, usage
 from pentatron.cli.output import say, say_json, show_report
-from pentatron.cli.subcommands import run_subcommand
+from pentatron.cli.subcommands import T, parse_options_and_paths, run_subcommand
 from pentatron.errors import UserError
 from pentatron.monitor.terminal import ignore_output_errors
 from pentatron.settings.data_paths import training_files_flag
@@ -36,7 +28,6 @@ if TYPE_CHECKING:
     from pentatron.data.tokenizer import Tokenizer
 
 _PARTS = ("train", "valid", "test")
-_FIRST_SAMPLES = range(8)
 
 
 def _samples(written: str, flag: str) -> range:
@@ -107,7 +98,7 @@ def show_samples(words: Sequence[str]) -> int:
     if words and (run_config := Path(words[0]) / "config.yaml").is_file():
         raise UserError(f"'{words[0]}' is no flag; the samples of that run: --config {run_config}")
     options, settings = parse_options_and_settings(ShowOptions, words, SHOW)
-    indices = options.index or _FIRST_SAMPLES
+    indices = options.index or range(8)
     resolved, world = _resolve(settings, options.part, indices.stop), single_process(torch.device("cpu"))
     # Notices go to stderr, because stdout may be JSON.
     display = PlainLines(sys.stderr)
@@ -126,8 +117,15 @@ def show_samples(words: Sequence[str]) -> int:
             by_share = f"--split {config.data.split} a {share} share"
             way_out = f"--{options.part}-data-path" if config.data.train_data_path else by_share
             raise UserError(f"there is nothing to {purpose} with; give {way_out}")
-        count = config.spans.total if options.part == "train" else None
-        number, sentence = _available(source, count) or (indices.stop, "")
+        # Data without a length are endless.
+        number, sentence = indices.stop, ""
+        if isinstance(source, Sized):
+            number, sentence = len(source), f"there are {len(source)} samples"
+        if options.part == "train" and not (isinstance(source, Sized) and config.spans.total >= number):
+            number = config.spans.total
+            sentence = (
+                f"a run of this length (--train-iters, --train-samples, --epochs) reads {number} samples"
+            )
         if options.index is not None and options.index.stop > number:
             given = str(indices.start) if len(indices) == 1 else f"{indices.start}:{indices.stop}"
             raise UserError(f"{sentence}, so --index can go from 0 to {number - 1}, not '{given}'")
@@ -160,15 +158,6 @@ def _resolve(words: Sequence[str], part: str, stop: int) -> Resolved:
     if part == "train":
         draft.assign("default", eval_iters=0)
     return resolve(draft, facts)
-
-
-def _available(source: "SampleSource", read: int | None) -> tuple[int, str] | None:
-    """Returns how many samples can be shown, with a sentence; None for endless data. `parse_options` is the number the
-    whole run reads."""
-    length = len(source) if isinstance(source, Sized) else None
-    if read is not None and (length is None or read < length):
-        return read, f"a run of this length (--train-iters, --train-samples, --epochs) reads {read} samples"
-    return None if length is None else (length, f"there are {length} samples")
 
 
 def _sample_text(row: Mapping[str, Any], tokenizer: "Tokenizer | None") -> str:
@@ -256,7 +245,6 @@ COMMANDS = {
     "merge": "data.merge_pairs",
     "seal": "data.seal_pairs",
 }
-T = TypeVar("T", bound=Options)
 
 
 def data_command(words: Sequence[str]) -> int:
@@ -270,18 +258,16 @@ def data_command(words: Sequence[str]) -> int:
     return 0
 
 
-def _read(cls: type[T], words: Sequence[str], least: int, example: str) -> tuple[T, list[str]]:
+def _read(cls: type[T], words: Sequence[str], call: str, least: int = 1) -> tuple[T, list[str]]:
     """Reads options and at least `least` prefixes, without the ending of a file, as completed by a shell."""
-    options, prefixes = parse_options(cls, words, "pentatron data")
-    if len(prefixes) < least:
-        raise UserError(f"name the data to use: pentatron data {example}")
+    options, prefixes = parse_options_and_paths(cls, words, f"data {call}", least)
     return options, [p.removesuffix(".bin").removesuffix(".idx").removesuffix(".meta") for p in prefixes]
 
 
 def describe_pairs(words: Sequence[str]) -> int:
     from pentatron.data.inspect import describe, format_description
 
-    options, prefixes = _read(DescribeOptions, words, 1, "describe PREFIX")
+    options, prefixes = _read(DescribeOptions, words, "describe PREFIX")
     pairs = list(map(describe, prefixes))
     show_report(pairs, options.json, lambda pairs: "\n\n".join(map(format_description, pairs)), list)
     return 0
@@ -290,7 +276,7 @@ def describe_pairs(words: Sequence[str]) -> int:
 def verify_pairs(words: Sequence[str]) -> int:
     from pentatron.data.inspect import verify
 
-    options, prefixes = _read(VerifyOptions, words, 1, "verify PREFIX")
+    options, prefixes = _read(VerifyOptions, words, "verify PREFIX")
     code = 0
     for prefix in prefixes:
         try:
@@ -304,7 +290,7 @@ def verify_pairs(words: Sequence[str]) -> int:
 def merge_pairs(words: Sequence[str]) -> int:
     from pentatron.data.indexed_writer import merge
 
-    options, (output, *sources) = _read(MergeOptions, words, 2, "merge OUT PREFIX")
+    options, (output, *sources) = _read(MergeOptions, words, "merge OUT PREFIX", least=2)
     ignore_output_errors()
     if output in sources:
         raise UserError(f"{output} cannot be merged into itself; choose another name for the result")
@@ -323,7 +309,7 @@ def merge_pairs(words: Sequence[str]) -> int:
 def seal_pairs(words: Sequence[str]) -> int:
     from pentatron.data.inspect import seal
 
-    _, prefixes = _read(Options, words, 1, "seal PREFIX")
+    _, prefixes = _read(Options, words, "seal PREFIX")
     ignore_output_errors()
     for prefix in prefixes:
         facts = seal(prefix)

@@ -9,13 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pentatron.cli.environment import (
-    Worker,
-    export_rank_variables,
-    find_worker,
-    rendezvous_address,
-    set_worker_environment,
-)
+from pentatron.cli import environment
 from pentatron.cli.options import Options, option, options_help, parse_options
 from pentatron.cli.output import print_error, print_note, say
 from pentatron.errors import AgreedError, UserError
@@ -158,7 +152,7 @@ def generate_command(words: Sequence[str], restart: Sequence[str] = _RESTART) ->
     if "--help" in words or "-h" in words:
         say(USAGE)
         return 0
-    worker = find_worker(os.environ)
+    worker = environment.find_worker(os.environ)
     if words[:1] == [_WORKER]:
         written = json.loads(Path(words[1]).read_text(encoding="utf-8"))
         given: dict[str, Any] = written.pop("options")
@@ -211,7 +205,7 @@ def _launch(request: Request, restart: Sequence[str]) -> int:
         require_gpu()
     _open_model(request)
     world = _ranks(request).world_size
-    set_worker_environment(_threads(request, world))
+    environment.set_worker_environment(_threads(request, world))
     port = request.options.master_port or None
     with scratch_folder("generate") as folder:
         file = folder / "request.json"
@@ -226,7 +220,7 @@ def _launch(request: Request, restart: Sequence[str]) -> int:
     return 1
 
 
-def _work(request: Request, worker: Worker | None) -> int:
+def _work(request: Request, worker: environment.Worker | None) -> int:
     import torch
 
     from pentatron.parallel.world import choose_device, open_world
@@ -238,13 +232,13 @@ def _work(request: Request, worker: Worker | None) -> int:
             f"{worker.launcher} started {worker.world_size} processes, and the model is spread over {size} "
             f"({_layout_text(config)}); start as many, or change --tp and --pp"
         )
-    worker = worker or Worker(0, 1, 0, 1, "none")
+    worker = worker or environment.Worker(0, 1, 0, 1, "none")
     torch.set_num_threads(_threads(request, worker.local_size))
     if worker.world_size > 1:
-        export_rank_variables(worker, None)
+        environment.export_rank_variables(worker, None)
     device = choose_device(request.options.device, worker.local_rank)
     place = (config.grid, worker.rank, worker.local_rank, device)
-    shared, address = {**config.shared(), "folder": request.folder}, rendezvous_address(worker)
+    shared, address = {**config.shared(), "folder": request.folder}, environment.rendezvous_address(worker)
     try:
         with open_world(*place, _TIMEOUT_MINUTES, shared, address) as world, torch.no_grad():
             _generate(request, source, config, world)

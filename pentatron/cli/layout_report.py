@@ -159,17 +159,15 @@ def _ranks(report: LayoutReport, everything: bool) -> str:
     if report.per_machine is not None:
         columns.insert(0, "machine")
     ends = _MOST_ROWS // 2 if grid.world_size > _MOST_ROWS and not everything else grid.world_size
-    rows = [_rank(report, rank, columns) for rank in range(grid.world_size)]
+    rows = []
+    for rank in range(grid.world_size):
+        place = report.place(rank)
+        cells = ((place[column.replace(" ", "_")], max(8, len(column))) for column in columns)
+        rows.append(f"{rank:>6}" + "".join(f"  {value:>{width}}" for value, width in cells))
     if ends < grid.world_size:
         rows[ends:-ends] = [f"   ...  {grid.world_size - 2 * ends} more ranks (--all shows them)"]
     title = "Ranks: tensor neighbours are numbered first, then context, data and pipeline"
     return "\n".join([title, "", "  rank" + "".join(f"  {column:>8}" for column in columns), *rows])
-
-
-def _rank(report: LayoutReport, rank: int, columns: Sequence[str]) -> str:
-    place = report.place(rank)
-    cells = ((place[column.replace(" ", "_")], max(8, len(column))) for column in columns)
-    return f"{rank:>6}" + "".join(f"  {value:>{width}}" for value, width in cells)
 
 
 def _groups(report: LayoutReport, everything: bool) -> str:

@@ -105,7 +105,7 @@ def gaps(ranks: Sequence[Trajectory], reference: Trajectory) -> list[Gap]:
     weights, expected = gather_tensors(ranks, "weights"), gather_tensors([reference], "weights")
     if weights.keys() != expected.keys():
         result.append(Gap("the set of tensors", math.inf))
-    for name in filter(weights.__contains__, expected):
+    for name in [name for name in expected if name in weights]:
         ratio = float((weights[name] - expected[name]).abs().max()) / WEIGHTS
         result.append(Gap(name, ratio, _bare(name), "weights"))
     return result

@@ -36,7 +36,8 @@ def draw_curve(
     marks = [m for m in marks if math.isfinite(m[1])]
     if not points:
         return []
-    low, high = (pick(y for _, y in (*points, *marks)) for pick in (min, max))
+    values = [y for _, y in (*points, *marks)]
+    low, high = min(values), max(values)
     high += 1e-9 if high == low else 0.0
     label = max(len(format_significant(v)) for v in (low, high))
     cell_width, cell_height = (2, 4) if braille else (1, 1)
@@ -225,7 +226,9 @@ def _ranks(seen: RunMetrics, screen: Screen) -> list[str]:
     memory = [max(of_rank) for of_rank in zip(*(of_step["memory_bytes"] for of_step in ranks))]
     if len(memory) == 1:
         return [f"memory        {in_mib(memory[0])} MiB"]
-    busy, collectives, messages = (_medians(ranks, time) for time in _TIMES)
+    measured = ([of_step[time] for of_step in ranks if time in of_step] for time in _TIMES)
+    # Medians over the last measured steps, as one step may be an outlier.
+    busy, collectives, messages = ([statistics.median(rank) for rank in zip(*steps)] for steps in measured)
     waiting = [a + b for a, b in zip(collectives, messages)]
     if not busy:
         most, least = in_mib(max(memory)), in_mib(min(memory))
@@ -250,12 +253,6 @@ def _ranks(seen: RunMetrics, screen: Screen) -> list[str]:
     if len(shown) < len(memory):
         lines.append(f"  {len(memory) - len(shown)} more ranks are less busy and hold less")
     return lines
-
-
-def _medians(ranks: Sequence[dict[str, Any]], name: str) -> list[float]:
-    """Median of each rank over the last measured steps, as one step may be an outlier."""
-    steps = [of_step[name] for of_step in ranks if name in of_step]
-    return [statistics.median(of_rank) for of_rank in zip(*steps)]
 
 
 def status_line(run: RunStatus, seen: RunMetrics) -> str:
