@@ -257,9 +257,8 @@ def reshard_step(words: Sequence[str]) -> int:
         with contextlib.closing(open_display(options.progress_bar)) as display:
             written, amount = reshard(step, out, config, display)
         before, after = format_layout(step.manifest.config), format_layout(config.nested())
-        say(
-            f"{written}: {before} as {after}, {amount}, bit by bit what {step.folder} holds (any layout loads either)"
-        )
+        same = f"bit by bit what {step.folder} holds (any layout loads either)"
+        say(f"{written}: {before} as {after}, {amount}, {same}")
         return 0
 
     return run_interruptible(out, write)

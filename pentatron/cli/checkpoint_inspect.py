@@ -159,9 +159,8 @@ def _tensor_data(facts: ListedStep, pattern: str, with_statistics: bool) -> Iter
     glob = pattern if any(mark in pattern for mark in "*?[") else f"*{pattern}*"
     names = [name for name in manifest.tensors if fnmatch.fnmatchcase(name, glob)]
     if not names:
-        raise UserError(
-            f"--tensors {pattern}: {facts.folder} has no such tensor; the first one is {next(iter(manifest.tensors))}"
-        )
+        first = f"the first one is {next(iter(manifest.tensors))}"
+        raise UserError(f"--tensors {pattern}: {facts.folder} has no such tensor; {first}")
     with StepReader(facts.folder, manifest) as reader:
         for name in names:
             record = manifest.tensors[name]

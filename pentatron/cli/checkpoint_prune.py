@@ -77,10 +77,8 @@ def prune(words: Sequence[str]) -> int:
     notes = [f"note: {problem.sentence}; it is not counted, and stays" for problem in pruning.damaged]
     lines = [f"{word} {name}: {decimal_size(size)}" for name, size in sizes.items()]
     total, stay = sum(sizes.values()), len(pruning.bases) + len(pruning.kept)
-    lines.append(
-        f"{steps}: {word} {format_count(len(sizes), 'step')}, {decimal_size(total)}; "
-        f"{stay} stay{'s' * (stay == 1)}, and {pruning.verified.name} is verified"
-    )
+    left = f"{stay} stay{'s' * (stay == 1)}, and {pruning.verified.name} is verified"
+    lines.append(f"{steps}: {word} {format_count(len(sizes), 'step')}, {decimal_size(total)}; {left}")
     kept, bases = ([step.name for step in steps] for steps in (pruning.kept, pruning.bases))
     data = {"removed": sizes, "bytes": total, "dry_run": options.dry_run, "kept": kept, "bases": bases}
     data |= {"verified": pruning.verified.name, "damaged": [problem.sentence for problem in pruning.damaged]}

@@ -148,10 +148,11 @@ def keep_global_batch(draft: Draft, facts: Facts, saved: Mapping[str, Any], orig
         draft.derive(f"{KEPT_PREFIX} {origin}", micro_batch_size=micro)
     draft.derive(f"{KEPT_PREFIX} {origin}", global_batch_size=total)
     had = f"{ranks} {plural(ranks or 0, 'data-parallel rank')}"
-    draft.notices.append(
-        f"the run keeps its {total} samples a step, which it had on {had}; on {data}, the batch settings of a rank would make "
-        f"{now.global_batch_size} (--global-batch-size changes it)"
+    others = (
+        f"the batch settings of a rank would make {now.global_batch_size} (--global-batch-size changes it)"
     )
+    kept = f"the run keeps its {total} samples a step, which it had on {had}"
+    draft.notices.append(f"{kept}; on {data}, {others}")
 
 
 def use_named_step(draft: Draft, own_checkpoints: Path) -> None:
@@ -178,10 +179,9 @@ def use_named_step(draft: Draft, own_checkpoints: Path) -> None:
     if folder.resolve() != own_checkpoints.resolve():
         draft.assign(origin, load=str(chosen[-1]))
     elif chosen[-1] != steps[-1]:
-        raise UserError(
-            f"--ckpt-step {number}: this run has continued to {steps[-1].name}, and a run does not go back in its own folder; give "
-            f"another --run-dir and --save to resume from step {number}"
-        )
+        ways = f"give another --run-dir and --save to resume from step {number}"
+        problem = f"this run has continued to {steps[-1].name}, and a run does not go back in its own folder"
+        raise UserError(f"--ckpt-step {number}: {problem}; {ways}")
 
 
 def _require_checkpoint(draft: Draft, save: Path) -> None:
@@ -191,10 +191,9 @@ def _require_checkpoint(draft: Draft, save: Path) -> None:
 
     refuse_other_formats(save)
     if draft.exit_on_missing_checkpoint:
-        raise UserError(
-            f"--load {draft.load} holds no checkpoint yet, and --exit-on-missing-checkpoint is given; check the path, or leave that "
-            f"flag out for the first start"
-        )
+        ways = "check the path, or leave that flag out for the first start"
+        problem = f"--load {draft.load} holds no checkpoint yet, and --exit-on-missing-checkpoint is given"
+        raise UserError(f"{problem}; {ways}")
 
 
 def adopt_layout(draft: Draft, saved: Mapping[str, Any], origin: str) -> None:

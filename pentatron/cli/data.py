@@ -296,13 +296,11 @@ def merge_pairs(words: Sequence[str]) -> int:
         raise UserError(f"{output} cannot be merged into itself; choose another name for the result")
     for source, count in Counter(str(Path(source).resolve()) for source in sources).items():
         if count > 1:
-            say(
-                f"note: {source} is named {count} times, so each of its documents is in {output} {count} times"
-            )
+            times = f"{count} times"
+            say(f"note: {source} is named {times}, so each of its documents is in {output} {times}")
     facts = merge(sources, output, options.overwrite)
-    say(
-        f"{output}: {facts.documents:,} documents, {facts.sequences:,} sequences, {facts.tokens:,} tokens from {len(sources)} pairs"
-    )
+    held = f"{facts.documents:,} documents, {facts.sequences:,} sequences, {facts.tokens:,} tokens"
+    say(f"{output}: {held} from {len(sources)} pairs")
     return 0
 
 
@@ -313,7 +311,6 @@ def seal_pairs(words: Sequence[str]) -> int:
     ignore_output_errors()
     for prefix in prefixes:
         facts = seal(prefix)
-        say(
-            f"{prefix}.meta: checksums of {facts.tokens:,} tokens in {facts.documents:,} documents, as they are now"
-        )
+        held = f"{facts.tokens:,} tokens in {facts.documents:,} documents"
+        say(f"{prefix}.meta: checksums of {held}, as they are now")
     return 0

@@ -162,9 +162,8 @@ def generate_command(words: Sequence[str], restart: Sequence[str] = _RESTART) ->
     if options.greedy:
         options = replace(options, temperature=0.0)
     if not plain:
-        raise UserError(
-            'say which model to use and, in quotes, what to continue: pentatron generate runs/demo "import "'
-        )
+        example = 'pentatron generate runs/demo "import "'
+        raise UserError(f"say which model to use and, in quotes, what to continue: {example}")
     from pentatron.generate.source import find_weights
 
     # Only one process verifies the checkpoint and reads the prompts, which may come from stdin.
@@ -206,11 +205,16 @@ def _launch(request: Request, restart: Sequence[str]) -> int:
     _open_model(request)
     world = _ranks(request).world_size
     environment.set_worker_environment(_threads(request, world))
-    port = request.options.master_port or None
     with scratch_folder("generate") as folder:
         file = folder / "request.json"
         file.write_text(json.dumps(asdict(request)), encoding="utf-8")
-        ended = run_workers([*restart, _WORKER, str(file)], world, port, os.environ, os.getpid())
+        ended = run_workers(
+            [*restart, _WORKER, str(file)],
+            world,
+            request.options.master_port or None,
+            os.environ,
+            os.getpid(),
+        )
     if ended.stopped_by is not None:
         raise KeyboardInterrupt
     # For these exit codes a rank has printed the error, or there is none.
@@ -228,10 +232,9 @@ def _work(request: Request, worker: environment.Worker | None) -> int:
     source, config = _open_model(request)
     size = config.grid.world_size
     if worker is not None and worker.world_size != size:
-        raise UserError(
-            f"{worker.launcher} started {worker.world_size} processes, and the model is spread over {size} "
-            f"({_layout_text(config)}); start as many, or change --tp and --pp"
-        )
+        started = f"{worker.launcher} started {worker.world_size} processes"
+        spread = f"the model is spread over {size} ({_layout_text(config)})"
+        raise UserError(f"{started}, and {spread}; start as many, or change --tp and --pp")
     worker = worker or environment.Worker(0, 1, 0, 1, "none")
     torch.set_num_threads(_threads(request, worker.local_size))
     if worker.world_size > 1:

@@ -24,9 +24,8 @@ class PromptTexts:
         self.tokenizer = self._find_tokenizer(source, options.tokenizer_model)
         self.positions = source.model.max_position_embeddings
         if self.tokenizer is None and not self.as_tokens:
-            raise UserError(
-                f"{source.folder} has no tokenizer; give one with --tokenizer-model DIR, or token ids with --tokens 1,2,3"
-            )
+            ways = "give one with --tokenizer-model DIR, or token ids with --tokens 1,2,3"
+            raise UserError(f"{source.folder} has no tokenizer; {ways}")
         # An empty prompt is continued from the end-of-document token.
         end: list[int] = []
         try:

@@ -137,15 +137,15 @@ def as_text(report: LayoutReport, everything: bool) -> str:
 
 def _equation(report: LayoutReport) -> str:
     grid = report.grid
+    world, copies = grid.world_size, f"{grid.context} context × {grid.data} data"
     lines = [
-        f"{grid.world_size} {plural(grid.world_size, 'process')} = {grid.tensor} tensor × "
-        f"{grid.pipeline} pipeline × {grid.context} context × {grid.data} data"
+        f"{world} {plural(world, 'process')} = {grid.tensor} tensor × {grid.pipeline} pipeline × {copies}"
     ]
     if report.has_experts:
-        lines.append(
-            f"{grid.stage_size} ranks of a stage = {grid.tensor} tensor × {grid.context} context × {grid.data} data = "
+        experts = (
             f"{grid.expert_tensor} expert tensor × {grid.expert} expert × {grid.expert_data} expert data"
         )
+        lines.append(f"{grid.stage_size} ranks of a stage = {grid.tensor} tensor × {copies} = {experts}")
     stage, replicas = report.config.parallel.zero_stage, grid.data * grid.context
     if stage and replicas > 1:
         groups = f" in {grid.instances} groups of {replicas // grid.instances}" if grid.instances > 1 else ""
@@ -230,9 +230,8 @@ def _recompute(report: LayoutReport) -> list[str]:
             layers = f" and all of {whole} {plural(whole, 'layer')}" if whole else ""
             lines.append(f"    stage {stage:>2}  {'  '.join(map(_layers, runs)) or 'none'}: {inputs}{layers}")
     if any(report.checked.deferred):
-        lines.append(
-            "  this holds until the first half of its backward; the inputs of weight gradients are kept until the second"
-        )
+        second = "the inputs of weight gradients are kept until the second"
+        lines.append(f"  this holds until the first half of its backward; {second}")
     return lines
 
 
@@ -251,13 +250,11 @@ def _schedule(report: LayoutReport) -> str:
         lines.append(f"  of them between the halves of a split backward, at most, by rank: {deferred}")
     lines.append("")
     backward = "each half of a backward as 1" if any(checked.deferred) else "a backward as 2"
-    lines.append(
-        f"  waiting: {checked.bubble:.1%} of the ranks' time ({checked.time} steps, a forward taken as 1, {backward})"
-    )
+    steps = f"{checked.time} steps, a forward taken as 1, {backward}"
+    lines.append(f"  waiting: {checked.bubble:.1%} of the ranks' time ({steps})")
     if checked.bubble > 0.2:
-        lines.append(
-            "  more micro-batches (a smaller --micro-batch-size or a larger --global-batch-size) or virtual stages help"
-        )
+        ways = "a smaller --micro-batch-size or a larger --global-batch-size"
+        lines.append(f"  more micro-batches ({ways}) or virtual stages help")
     stages_of, shares = report.config.placement.stages_of, report.shares
     rank_shares = [sum(shares[stage] for stage in stages_of(rank)) for rank in range(ranks)]
     # The rank with the largest share sets the pace; the others wait for it.

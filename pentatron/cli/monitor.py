@@ -68,9 +68,8 @@ def monitor_command(words: Sequence[str]) -> int:
     folder = Path(plain[0]) if plain else newest_run(Path())
     follower = MetricsFollower(folder / "metrics.jsonl")
     if not folder.is_dir():
-        raise UserError(
-            f"there is no folder {folder}; name that of a run, or none for the newest under runs/"
-        )
+        ways = "name that of a run, or none for the newest under runs/"
+        raise UserError(f"there is no folder {folder}; {ways}")
     if not follower.path.exists():
         raise UserError(f"{folder} holds no metrics.jsonl; is it the folder of a run?")
     try:
@@ -139,9 +138,8 @@ def newest_run(root: Path) -> Path:
     """Returns the run whose metrics were written last."""
     metrics = [*root.glob("runs/*/metrics.jsonl"), *root.glob("output_*/metrics.jsonl")]
     if not metrics:
-        raise UserError(
-            "there is no run under runs/ or output_*/ here; name its folder: pentatron monitor RUN_DIR"
-        )
+        ways = "name its folder: pentatron monitor RUN_DIR"
+        raise UserError(f"there is no run under runs/ or output_*/ here; {ways}")
     return max(metrics, key=lambda path: path.stat().st_mtime).parent
 
 

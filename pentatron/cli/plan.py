@@ -108,11 +108,9 @@ def plan_layouts(words: Sequence[str]) -> tuple[PlanReport, PlanOptions]:
     world = options.gpus or draft.world_size or _visible_gpus() or 8
     size = options.gpus_per_machine
     if world > size and world % size:
-        fewer = world - world % size
-        raise UserError(
-            f"{world} GPUs are not a whole number of machines with {size}; add --gpus-per-machine "
-            f"{max(d for d in divisors(world) if d <= size)}, or plan for {fewer} or {fewer + size} (--gpus)"
-        )
+        fewer, each = world - world % size, max(d for d in divisors(world) if d <= size)
+        ways = f"add --gpus-per-machine {each}, or plan for {fewer} or {fewer + size} (--gpus)"
+        raise UserError(f"{world} GPUs are not a whole number of machines with {size}; {ways}")
     facts = Facts(max(1, world), max(1, min(world, size)))
     assumed = [f"{world} GPUs (--gpus)"] if options.gpus is None and draft.world_size is None else []
     _learn_model(draft, facts, folder)
@@ -124,18 +122,16 @@ def plan_layouts(words: Sequence[str]) -> tuple[PlanReport, PlanOptions]:
     layouts = search.layouts()
     notices = list(draft.notices)
     if draft.bf16 and not device.chip.bf16:
-        notices.append(
-            f"{device.name} multiplies no matrices in bf16, so that --bf16 is slow there: use --fp16"
-        )
+        slow = "so that --bf16 is slow there: use --fp16"
+        notices.append(f"{device.name} multiplies no matrices in bf16, {slow}")
     model = folder or draft.preset or draft.load or "the model"
     given = search.as_given() if is_given else None
     report = PlanReport(search, given, layouts, model, assumed, options.top, notices)
     if not layouts and report.given is None:
         # Raises the rules' reasons why no layout is possible.
         search.as_given()
-        raise UserError(
-            f"no division of {world} GPUs suits this model and batch; try another number of GPUs or --global-batch-size"
-        )
+        ways = "try another number of GPUs or --global-batch-size"
+        raise UserError(f"no division of {world} GPUs suits this model and batch; {ways}")
     return report, options
 
 
@@ -160,10 +156,8 @@ def _learn_model(draft: Draft, facts: Facts, folder: str | None) -> None:
     if folder is not None:
         _learn_folder(draft, facts, folder)
     elif not adopt_named_checkpoint(draft, facts) and not any(draft.given(name) for name in _MODEL):
-        raise UserError(
-            "which model? Give --preset NAME (pentatron presets lists them), a Hugging Face folder, --config FILE, or its "
-            "shape: --num-layers, --hidden-size ..."
-        )
+        ways = "a Hugging Face folder, --config FILE, or its shape: --num-layers, --hidden-size ..."
+        raise UserError(f"which model? Give --preset NAME (pentatron presets lists them), {ways}")
     download_tokenizer(draft)
     set_vocabulary_size(draft)
 
@@ -200,18 +194,15 @@ def _require_model(folder: str) -> None:
         raise UserError(f"there is no folder {folder}; the preset of that name is --preset {folder}")
     refuse_other_formats(Path(folder))
     problem = "holds no checkpoint and no Hugging Face model" if Path(folder).exists() else "does not exist"
-    raise UserError(
-        f"{folder} {problem}; name a Hugging Face folder or a run, or a model with --preset NAME (pentatron presets lists them)"
-    )
+    ways = "name a Hugging Face folder or a run, or a model with --preset NAME (pentatron presets lists them)"
+    raise UserError(f"{folder} {problem}; {ways}")
 
 
 def _assign_defaults(draft: Draft, device: Device, world: int) -> list[str]:
     """Assigns required settings that are not given; returns descriptions of them."""
     if draft.fp8_format is not None and not device.chip.fp8:
-        raise UserError(
-            f"--fp8 {draft.fp8_format} needs a GPU with fp8 matmuls (NVIDIA's Ada, Hopper, Blackwell), and {device.name} has none; "
-            "leave it out"
-        )
+        needed = "a GPU with fp8 matmuls (NVIDIA's Ada, Hopper, Blackwell)"
+        raise UserError(f"--fp8 {draft.fp8_format} needs {needed}, and {device.name} has none; leave it out")
     if requires_graphs(draft.cuda_graphs) and not device.is_gpu:
         raise UserError(f"--cuda-graphs on needs a GPU, and {device.name} is none; leave it out")
     assumed = []

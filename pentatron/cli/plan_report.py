@@ -270,14 +270,12 @@ def _pipeline(layout: Layout) -> Iterator[str]:
     if layout.shape.grid.pipeline > 1:
         alive = ", ".join(str(rank.micro_batches) for rank in layout.memory.ranks[:_MOST_RANKS])
         more = " ..." if len(layout.memory.ranks) > _MOST_RANKS else ""
-        yield (
-            f"  pipeline         {config.accumulation} micro-batches, bubble {estimate.bubble:.1%}; kept at once by rank: {alive}{more}"
-        )
-    speed, utilisation = speed_of(layout)
-    yield (
-        f"  time of a step   {seconds_text(estimate.seconds)}: computing {seconds_text(estimate.computing)}, waiting "
-        f"{seconds_text(estimate.waiting)}, sending {seconds_text(estimate.sending.total)}; {speed:,.0f} tokens/s/GPU, MFU {utilisation:.0%}"
-    )
+        count = f"{config.accumulation} micro-batches, bubble {estimate.bubble:.1%}"
+        yield f"  pipeline         {count}; kept at once by rank: {alive}{more}"
+    parts = {"computing": estimate.computing, "waiting": estimate.waiting, "sending": estimate.sending.total}
+    times = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in parts.items())
+    speed = "{:,.0f} tokens/s/GPU, MFU {:.0%}".format(*speed_of(layout))
+    yield f"  time of a step   {seconds_text(estimate.seconds)}: {times}; {speed}"
     yield f"  Megatron-LM's    {megatron_estimate_line(config)}"
 
 
@@ -313,10 +311,10 @@ def _command(layout: Layout, which: str) -> str:
     if not _has_data_flags(search):
         lines.append("  (with your own data: --data-path PREFIX instead of --mock-data)")
     if search.world > search.per_machine:
-        machines = search.world // search.per_machine
-        lines.append(
-            f"  on each of {machines} machines, with MASTER the host name of the first; `pentatron launch slurm` writes a job"
+        where = (
+            f"each of {search.world // search.per_machine} machines, with MASTER the host name of the first"
         )
+        lines.append(f"  on {where}; `pentatron launch slurm` writes a job")
     return "\n".join(lines)
 
 
@@ -325,10 +323,9 @@ def training_command_lines(layout: Layout) -> list[str]:
     search = layout.search
     launcher = f"pentatron train --nproc-per-node {search.world}"
     if search.world > search.per_machine:
-        launcher = (
-            f"torchrun --nnodes {-(-search.world // search.per_machine)} --nproc_per_node {search.per_machine} "
-            "--rdzv_backend c10d --rdzv_endpoint $MASTER:29500 -m pentatron train"
-        )
+        nodes = f"--nnodes {-(-search.world // search.per_machine)} --nproc_per_node {search.per_machine}"
+        meeting = "--rdzv_backend c10d --rdzv_endpoint $MASTER:29500"
+        launcher = f"torchrun {nodes} {meeting} -m pentatron train"
     lines = [launcher, *(line for part in command_words(layout) for line in _wrapped(part))]
     continued = [f"{line} {chr(92)}" for line in lines[:-1]] + lines[-1:]
     return [f"{'    ' if i else ''}{line}" for i, line in enumerate(continued)]

@@ -121,6 +121,5 @@ class MemorySampler:
         self._sample()
         self._try_write(self._file.close)
         if self._problem is not None:
-            self.tell(
-                f"warning: {self.path} lacks rows that could not be written ({self._problem.strerror or self._problem})"
-            )
+            reason = self._problem.strerror or self._problem
+            self.tell(f"warning: {self.path} lacks rows that could not be written ({reason})")

@@ -64,9 +64,8 @@ class AppendedFile:
         self._file.write(text)
         self._file.flush()
         if is_recreated:
-            self._tell(
-                f"note: {self.path} was deleted or replaced during the run; it was created again and contains only lines from here on"
-            )
+            lost = "it was created again and contains only lines from here on"
+            self._tell(f"note: {self.path} was deleted or replaced during the run; {lost}")
         return offset
 
     def close(self) -> None:

@@ -130,11 +130,9 @@ class StepReport:
 
 def progress_line(report: StepReport, eta_seconds: float) -> str:
     """Formats one step for output without a progress bar."""
-    return (
-        f"step {report.step:>5}/{report.total_steps}  loss {report.loss:7.4f}  lr {report.learning_rate:.2e}  "
-        f"{report.tokens_per_second:7.0f} tokens/s  {in_mib(report.memory_bytes, '5.0f')} MiB  "
-        f"left {duration(eta_seconds)}"
-    )
+    losses = f"loss {report.loss:7.4f}  lr {report.learning_rate:.2e}"
+    speed = f"{report.tokens_per_second:7.0f} tokens/s  {in_mib(report.memory_bytes, '5.0f')} MiB"
+    return f"step {report.step:>5}/{report.total_steps}  {losses}  {speed}  left {duration(eta_seconds)}"
 
 
 def perplexity(loss: float) -> float:

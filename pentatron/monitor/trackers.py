@@ -143,18 +143,12 @@ class WeightsAndBiases(Recorder):
         words = sys.argv
         sys.argv = list(map(redact, words))
         try:
-            self._run = wandb.init(
-                dir=os.fspath(place.folder),
-                name=redact(place.name),
-                project=place.project,
-                entity=place.entity,
-                config=dict(settings),
-            )
+            names = {"name": redact(place.name), "project": place.project, "entity": place.entity}
+            self._run = wandb.init(dir=os.fspath(place.folder), **names, config=dict(settings))
         except wandb.errors.Error as error:
             reason = str(error).strip().rstrip(".").splitlines()[0]
-            raise RecorderUnavailable(
-                f"it did not start: {reason}; log in with `wandb login`, or keep the run on this machine with WANDB_MODE=offline"
-            ) from None
+            ways = "log in with `wandb login`, or keep the run on this machine with WANDB_MODE=offline"
+            raise RecorderUnavailable(f"it did not start: {reason}; {ways}") from None
         finally:
             sys.argv = words
         self.choices, self.interval = choices, interval

@@ -257,11 +257,9 @@ def _ranks(seen: RunMetrics, screen: Screen) -> list[str]:
 
 def status_line(run: RunStatus, seen: RunMetrics) -> str:
     """Formats the view in one line, for a log."""
-    last = seen.recent[-1]
-    return (
-        f"step {seen.step}/{run.total_steps}  {_losses(seen)}  {last.get('tokens_per_second', 0):,.0f} tokens/s  "
-        f"{in_mib(_memory(last))} MiB  left {duration(_seconds_left(run, seen))}"
-    )
+    last, left = seen.recent[-1], duration(_seconds_left(run, seen))
+    speed = f"{last.get('tokens_per_second', 0):,.0f} tokens/s  {in_mib(_memory(last))} MiB"
+    return f"step {seen.step}/{run.total_steps}  {_losses(seen)}  {speed}  left {left}"
 
 
 def _memory(row: dict[str, Any]) -> int:

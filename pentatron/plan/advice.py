@@ -1,6 +1,7 @@
 """Answers to the guides' decision tree and rows of their tables, for a model and the devices at hand."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from pentatron.plan.activations import layer_activations
 from pentatron.plan.memory import RankMemory, peak_rank_memory
@@ -137,7 +138,7 @@ def advise(search: Search, base: Layout, layouts: list[Layout]) -> Advice:
 def _alone(search: Search, shape: Shape) -> Shape:
     """Returns the model on one GPU, with only those memory savings that the user requested."""
     single, requested = on_one_process(shape), Settings.defaults(**search.kept)
-    values = {} if "recompute_granularity" in search.kept else {"recompute_granularity": None}
+    values: dict[str, Any] = {} if "recompute_granularity" in search.kept else {"recompute_granularity": None}
     values |= {"optimizer_cpu_offload": requested.optimizer_cpu_offload}
     values |= {"micro_batch_size": requested.micro_batch_size or 1}
     return Shape(with_values(single.config, **values), single.on_gpu)

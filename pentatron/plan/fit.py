@@ -115,10 +115,9 @@ def out_of_memory(config: RunConfig, rank: int, reason: str, kind: str, has_grap
     """
     config = with_values(config, cuda_graphs="on") if has_graphs else config
     planned = memory_of(config, kind == "GPU").ranks[config.grid.coordinates(rank).pipeline]
-    return (
-        f"out of {kind} memory ({reason}); the plan for this rank was about {binary_size(planned.total)}: {format_parts(planned)}. "
-        f"{remedies(config, planned, has_graphs).capitalize()}; `pentatron plan` shows what fits"
-    )
+    plan = f"the plan for this rank was about {binary_size(planned.total)}: {format_parts(planned)}"
+    ways = f"{remedies(config, planned, has_graphs).capitalize()}; `pentatron plan` shows what fits"
+    return f"out of {kind} memory ({reason}); {plan}. {ways}"
 
 
 def remedies(config: RunConfig, planned: RankMemory, has_graphs: bool = False) -> str:
@@ -153,9 +152,8 @@ def _static_remedies(config: RunConfig) -> list[str]:
         ways.append("--use-distributed-optimizer")
     elif replicas > 1 and parallel.zero_stage < 3:
         ways.append(f"--zero-stage {parallel.zero_stage + 1}")
-    ways.append(
-        f"a larger --tensor-model-parallel-size or --pipeline-model-parallel-size ({grid.tensor} and {grid.pipeline} now)"
-    )
+    sizes = f"{grid.tensor} and {grid.pipeline} now"
+    ways.append(f"a larger --tensor-model-parallel-size or --pipeline-model-parallel-size ({sizes})")
     if config.moe.num_experts and grid.expert < config.moe.num_experts:
         ways.append(f"a larger --expert-model-parallel-size ({grid.expert} now)")
     return ways
@@ -196,10 +194,9 @@ def megatron_estimate(config: RunConfig, micro_batches: int | None = None) -> Me
 def megatron_estimate_line(config: RunConfig, micro_batches: int | None = None) -> str:
     """Formats the line that Megatron-LM prints after its first iterations."""
     held, activation = megatron_estimate(config, micro_batches)
-    return (
-        f"Theoretical memory footprints: weight and optimizer={in_mib(held, '.2f')} MB, "
-        f"activation={in_mib(activation, '.2f')} MB, total={in_mib(held + activation, '.2f')} MB"
-    )
+    parts = {"weight and optimizer": held, "activation": activation, "total": held + activation}
+    shown = ", ".join(f"{name}={in_mib(count, '.2f')} MB" for name, count in parts.items())
+    return f"Theoretical memory footprints: {shown}"
 
 
 def _weight_and_optimizer(config: RunConfig) -> float:
