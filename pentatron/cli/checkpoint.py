@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 # File name patterns of pickled weights.
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _PROGRESS_BAR = ("auto", "on", "off")
+_SHARE = Limit(lambda share: share >= 0, "a part of a number, 0 or more")
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,7 @@ class VerifyOptions(Options):
 @dataclass(frozen=True)
 class DiffOptions(Options):
     weights_only: bool = option(False, "compare no optimizer state and no run state")
-    tolerance: float = option(
-        0.0,
-        "largest relative difference that counts as equal",
-        limit=Limit(lambda share: share >= 0, "a part of a number, 0 or more"),
-    )
+    tolerance: float = option(0.0, "largest relative difference that counts as equal", limit=_SHARE)
     json: bool = option(False, "print JSON")
     progress_bar: str = option("auto", "", choices=_PROGRESS_BAR)
 

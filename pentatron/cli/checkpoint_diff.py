@@ -64,9 +64,7 @@ def diff(words: Sequence[str]) -> int:
     differing = [result for result in results if not result.is_equal]
     beyond = [result for result in differing if not result.within(options.tolerance)]
     # Settings do not decide: another layout or machine may save the same numbers.
-    states = [
-        name for name, _, _ in differences["run state"] if name.partition(".")[0] not in compare.NO_STATE
-    ]
+    states = {name.partition(".")[0] for name, _, _ in differences["run state"]} - set(compare.NO_STATE)
     same = not (beyond or a ^ b or states)
     # Two steps may differ because of damage after saving.
     threads = min(8, os.cpu_count() or 1)

@@ -127,9 +127,7 @@ def _model(manifest: Manifest) -> str:
 def _state(state: Mapping[str, Any]) -> str:
     counts = [(state[name], word) for name, word in _COUNTS.items() if state.get(name)]
     # A manifest may have any value in place of a count, which is then shown as it is.
-    return ", ".join(
-        f"{n:,} {word}" if isinstance(n, int | float) else f"{n!r:.60} {word}" for n, word in counts
-    )
+    return ", ".join(f"{n:,} {w}" if isinstance(n, int | float) else f"{n!r:.60} {w}" for n, w in counts)
 
 
 def _learning_rate(manifest: Manifest) -> str:

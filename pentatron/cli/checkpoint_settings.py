@@ -148,11 +148,9 @@ def keep_global_batch(draft: Draft, facts: Facts, saved: Mapping[str, Any], orig
         draft.derive(f"{KEPT_PREFIX} {origin}", micro_batch_size=micro)
     draft.derive(f"{KEPT_PREFIX} {origin}", global_batch_size=total)
     had = f"{ranks} {plural(ranks or 0, 'data-parallel rank')}"
-    others = (
-        f"the batch settings of a rank would make {now.global_batch_size} (--global-batch-size changes it)"
-    )
+    others = f"the batch settings of a rank would make {now.global_batch_size}"
     kept = f"the run keeps its {total} samples a step, which it had on {had}"
-    draft.notices.append(f"{kept}; on {data}, {others}")
+    draft.notices.append(f"{kept}; on {data}, {others} (--global-batch-size changes it)")
 
 
 def use_named_step(draft: Draft, own_checkpoints: Path) -> None:

@@ -122,10 +122,8 @@ def show_samples(words: Sequence[str]) -> int:
         if isinstance(source, Sized):
             number, sentence = len(source), f"there are {len(source)} samples"
         if options.part == "train" and not (isinstance(source, Sized) and config.spans.total >= number):
-            number = config.spans.total
-            sentence = (
-                f"a run of this length (--train-iters, --train-samples, --epochs) reads {number} samples"
-            )
+            number, length = config.spans.total, "--train-iters, --train-samples, --epochs"
+            sentence = f"a run of this length ({length}) reads {number} samples"
         if options.index is not None and options.index.stop > number:
             given = str(indices.start) if len(indices) == 1 else f"{indices.start}:{indices.stop}"
             raise UserError(f"{sentence}, so --index can go from 0 to {number - 1}, not '{given}'")

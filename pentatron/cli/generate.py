@@ -79,6 +79,9 @@ class SamplingOptions(Options):
             yield f"--greedy is --temperature 0, but --temperature {self.temperature} is given; leave one of them out"
 
 
+_DTYPES = ("auto", "float32", "fp32", "bfloat16", "bf16")
+
+
 def _size(short: str, help: str) -> Any:
     return option(1, help, also=short, unlisted=f"{short}_size", limit=ONE_OR_MORE)
 
@@ -92,10 +95,7 @@ class DeviceOptions(Options):
     expert_model_parallel_size: int = _size("--ep", "ranks that share the experts, of the tensor ranks")
     device: str = option("auto", "device to compute on", choices=("auto", "cpu", "cuda"))
     dtype: str = option(
-        "auto",
-        "type of the weights; bfloat16 on a GPU",
-        choices=("auto", "float32", "fp32", "bfloat16", "bf16"),
-        value="auto|float32|bfloat16",
+        "auto", "type of the weights; bfloat16 on a GPU", choices=_DTYPES, value="auto|float32|bfloat16"
     )
     threads: int | None = option(None, "CPU threads of one process (cores / processes)", limit=NON_NEGATIVE)
     batch_size: int = option(16, "prompts continued together", limit=ONE_OR_MORE)

@@ -123,10 +123,8 @@ def _stand_in(draft: Draft) -> bool:
     """Assigns default model sizes that fit the parallel sizes; returns whether the number of layers is one of
     them."""
     tensor = max(1, draft.tensor_model_parallel_size)
-    heads, length = (
-        draft.num_attention_heads or 8 * tensor,
-        256 * tensor * max(1, draft.context_parallel_size),
-    )
+    heads = draft.num_attention_heads or 8 * tensor
+    length = 256 * tensor * max(1, draft.context_parallel_size)
     defaults = {"num_layers": _layers(draft), "hidden_size": 64 * heads, "seq_length": length}
     defaults |= {} if draft.given("hidden_size") else {"num_attention_heads": heads}
     missing = {name: value for name, value in defaults.items() if not draft.given(name)}

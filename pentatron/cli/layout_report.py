@@ -116,9 +116,8 @@ class LayoutReport:
     @property
     def schedule_in_words(self) -> str:
         count, ranks = self.config.accumulation, self.grid.pipeline
-        each = (
-            f" with {self.config.virtual_stages} stages each" if self.config.placement.stages > ranks else ""
-        )
+        virtual = self.config.placement.stages > ranks
+        each = f" with {self.config.virtual_stages} stages each" if virtual else ""
         batches = f"{count} {plural(count, 'micro-batch')}"
         return f"{self.kind}: {batches} on {ranks} {plural(ranks, 'pipeline rank')}{each}"
 
@@ -138,13 +137,11 @@ def as_text(report: LayoutReport, everything: bool) -> str:
 def _equation(report: LayoutReport) -> str:
     grid = report.grid
     world, copies = grid.world_size, f"{grid.context} context × {grid.data} data"
-    lines = [
-        f"{world} {plural(world, 'process')} = {grid.tensor} tensor × {grid.pipeline} pipeline × {copies}"
-    ]
+    all_ranks = f"{world} {plural(world, 'process')}"
+    lines = [f"{all_ranks} = {grid.tensor} tensor × {grid.pipeline} pipeline × {copies}"]
     if report.has_experts:
-        experts = (
-            f"{grid.expert_tensor} expert tensor × {grid.expert} expert × {grid.expert_data} expert data"
-        )
+        experts = f"{grid.expert_tensor} expert tensor × {grid.expert} expert"
+        experts += f" × {grid.expert_data} expert data"
         lines.append(f"{grid.stage_size} ranks of a stage = {grid.tensor} tensor × {copies} = {experts}")
     stage, replicas = report.config.parallel.zero_stage, grid.data * grid.context
     if stage and replicas > 1:
@@ -202,10 +199,8 @@ def _stages(report: LayoutReport) -> str:
         layers = _layers(part.layers)
         holds = " ".join(["embedding"] * part.embedding + ["head"] * part.head)
         bar = "█" * max(1, round(_BAR * shares[stage] / max(shares)))
-        lines.append(
-            f"  {stage:>5}  {report.config.placement.rank_of[stage]:>13}  {layers or 'none':<9}  {holds:<14}  "
-            f"{shares[stage]:>6.1%}  {bar}".rstrip()
-        )
+        held = f"{report.config.placement.rank_of[stage]:>13}  {layers or 'none':<9}  {holds:<14}"
+        lines.append(f"  {stage:>5}  {held}  {shares[stage]:>6.1%}  {bar}".rstrip())
     return "\n".join(lines + _recompute(report))
 
 

@@ -25,15 +25,12 @@ from pentatron.settings.schedule import batch_plan_of
 from pentatron.settings.settings import Settings
 from pentatron.text import duration, format_count, parse_json
 
+_SECONDS = Limit(lambda seconds: seconds > 0, "a number of seconds above 0")
+
 
 @dataclass(frozen=True)
 class MonitorOptions(Options):
-    interval: float = option(
-        5.0,
-        "seconds between updates",
-        value="SECONDS",
-        limit=Limit(lambda seconds: seconds > 0, "a number of seconds above 0"),
-    )
+    interval: float = option(5.0, "seconds between updates", value="SECONDS", limit=_SECONDS)
     once: bool = option(False, "print the state once")
 
 
@@ -49,6 +46,7 @@ output_*/.
 A rank is busy when it does not wait for others. Waiting in collectives and for pipeline messages is excluded, because all ranks
 would seem as slow as the slowest otherwise. Both are measured in the steps that are logged (--log-interval).
 """
+State = tuple[RunStatus, RunMetrics]
 _ENDED = ("finished", "stopped", "crashed")
 # A run without a new step for the time of this many steps, and at least this many seconds, is called silent.
 _SILENT_STEPS, _SILENT_SECONDS = 20, 120.0
@@ -87,9 +85,7 @@ def monitor_command(words: Sequence[str]) -> int:
     return 0
 
 
-def _states(
-    folder: Path, follower: MetricsFollower, interval: float
-) -> Iterator[tuple[RunStatus, RunMetrics]]:
+def _states(folder: Path, follower: MetricsFollower, interval: float) -> Iterator[State]:
     """Yields the state of the run at every update, the last time when it has ended."""
     while True:
         seen = follower.poll()
@@ -100,7 +96,7 @@ def _states(
         time.sleep(interval)
 
 
-def _redraw_until_end(states: Iterable[tuple[RunStatus, RunMetrics]]) -> None:
+def _redraw_until_end(states: Iterable[State]) -> None:
     out = sys.stdout
     out.write(_CLEAR + _HIDE_CURSOR)
     try:
@@ -116,7 +112,7 @@ def _redraw_until_end(states: Iterable[tuple[RunStatus, RunMetrics]]) -> None:
         out.flush()
 
 
-def _print_until_end(states: Iterable[tuple[RunStatus, RunMetrics]]) -> None:
+def _print_until_end(states: Iterable[State]) -> None:
     shown = -1
     for run, seen in states:
         if seen.recent and seen.step != shown:

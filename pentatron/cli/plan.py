@@ -41,6 +41,7 @@ def _gigabytes(written: str, flag: str) -> float:
     return float(match[1])
 
 
+_SHARE = Limit(FRACTION.holds, "a share of the peak; use a number such as 0.5")
 _memory = partial(option, None, value="GB", parse=_gigabytes)
 
 
@@ -51,11 +52,7 @@ class PlanOptions(Options):
     gpu_memory: float | None = _memory("memory of one GPU, if it differs: 24, 80, 141 ...")
     host_memory: float | None = _memory("host memory of one machine, for optimizer offload")
     gpus_per_machine: int = option(8, "GPUs of one machine", limit=ONE_OR_MORE)
-    efficiency: float = option(
-        EFFICIENCY,
-        "share of the peak that matmuls reach",
-        limit=Limit(FRACTION.holds, "a share of the peak; use a number such as 0.5"),
-    )
+    efficiency: float = option(EFFICIENCY, "share of the peak that matmuls reach", limit=_SHARE)
     top: int = option(8, "how many layouts to list", limit=ONE_OR_MORE)
     json: bool = option(False, "print JSON")
 
@@ -207,10 +204,8 @@ def _assign_defaults(draft: Draft, device: Device, world: int) -> list[str]:
         raise UserError(f"--cuda-graphs on needs a GPU, and {device.name} is none; leave it out")
     assumed = []
     if not draft.given("seq_length"):
-        known = (
-            draft.max_position_embeddings and derived_settings(draft, Facts(world)).max_position_embeddings
-        )
-        length = min(_DEFAULT_LENGTH, known or _DEFAULT_LENGTH)
+        derived = derived_settings(draft, Facts(world)) if draft.max_position_embeddings else draft
+        length = min(_DEFAULT_LENGTH, derived.max_position_embeddings or _DEFAULT_LENGTH)
         draft.assign("flag --seq-length", seq_length=length)
         assumed.append(f"sequences of {length} tokens (--seq-length)")
     if all(getattr(draft, name) is None for name in _BATCH):

@@ -17,10 +17,9 @@ from pentatron.text import binary_size, parameter_count, seconds_text
 
 # Settings of the planner itself, which the training command does not have.
 _NOT_COPIED = ("world_size", "nproc_per_node", "dataset_size", "train_iters")
-_DATA = (
-    *("data_path", "train_data_path", "data_path_config", "data_args_path", "per_split_data_args_path"),
-    *("mock_data", "corpus", "dataset_size"),
-)
+_DATA = """
+    data_path train_data_path data_path_config data_args_path per_split_data_args_path mock_data corpus dataset_size
+    """.split()
 _STEPS = 100
 _WIDTH = 105
 _BAR = 20
@@ -152,10 +151,8 @@ def _rows(report: PlanReport, layouts: Sequence[Layout]) -> Iterator[str]:
     split = any(layout.shape.grid.context > 1 for layout in layouts)
     heads = ["TP", "PP", *(["CP"] if split else []), *(["EP"] if sparse else []), "DP"]
     width = 8 if any(layout.shape.decisions.offload.on for layout in layouts) else 5
-    yield (
-        f"      {''.join(f'{head:>5}' for head in heads)}{'ZeRO':>{width}}  {'recompute':<9} {'micro-batch':>11}  {'memory a GPU':>12}  "
-        f"{'':<{_BAR}}  bubble     step  tokens/s/GPU  MFU"
-    )
+    title = f"      {''.join(f'{head:>5}' for head in heads)}{'ZeRO':>{width}}  recompute micro-batch"
+    yield f"{title}  memory a GPU  {'':<{_BAR}}  bubble     step  tokens/s/GPU  MFU"
     for number, layout in enumerate(layouts, 1):
         grid, config = layout.shape.grid, layout.config
         virtual, train = config.virtual_stages, config.train
@@ -163,12 +160,11 @@ def _rows(report: PlanReport, layouts: Sequence[Layout]) -> Iterator[str]:
         sizes = [grid.tensor, stages, *([grid.context] if split else []), *([grid.expert] if sparse else [])]
         zero = f"{config.parallel.zero_stage}{'+host' if layout.shape.decisions.offload.on else ''}"
         total, (speed, utilisation) = layout.largest.total, speed_of(layout)
-        yield (
-            f"  {number:>3} {''.join(f'{size:>5}' for size in [*sizes, grid.data])}{zero:>{width}}  "
-            f"{config.memory.recompute_granularity or 'none':<9} {train.micro_batch_size:>11}  {binary_size(total):>12}  "
-            f"{_bar(total / report.search.device.memory)}  {layout.estimate.bubble:>6.1%}  "
-            f"{seconds_text(layout.estimate.seconds):>7}  {speed:>12,.0f}  {utilisation:>3.0%}"
-        )
+        division = f"{''.join(f'{size:>5}' for size in [*sizes, grid.data])}{zero:>{width}}"
+        execution = f"{config.memory.recompute_granularity or 'none':<9} {train.micro_batch_size:>11}"
+        memory = f"{binary_size(total):>12}  {_bar(total / report.search.device.memory)}"
+        time = f"{layout.estimate.bubble:>6.1%}  {seconds_text(layout.estimate.seconds):>7}  {speed:>12,.0f}"
+        yield f"  {number:>3} {division}  {execution}  {memory}  {time}  {utilisation:>3.0%}"
 
 
 def speed_of(layout: Layout) -> tuple[float, float]:
@@ -311,10 +307,9 @@ def _command(layout: Layout, which: str) -> str:
     if not _has_data_flags(search):
         lines.append("  (with your own data: --data-path PREFIX instead of --mock-data)")
     if search.world > search.per_machine:
-        where = (
-            f"each of {search.world // search.per_machine} machines, with MASTER the host name of the first"
-        )
-        lines.append(f"  on {where}; `pentatron launch slurm` writes a job")
+        machines = f"each of {search.world // search.per_machine} machines"
+        where = f"on {machines}, with MASTER the host name of the first"
+        lines.append(f"  {where}; `pentatron launch slurm` writes a job")
     return "\n".join(lines)
 
 

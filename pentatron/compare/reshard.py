@@ -172,11 +172,8 @@ def _contents(source: Checkpoint, config: RunConfig) -> Iterator[tuple[str, list
                     raise UserError(f"{source.folder} holds {held}, and {said}; {_OWN_MODEL}")
                 rectangles.append((name, start, size))
                 placed.add(name)
-        rectangles += [
-            (name, (0,) * len(record.shape), record.shape)
-            for name, record in manifest.tensors.items()
-            if _writer(name, world) == rank
-        ]
+        own = {name: r.shape for name, r in manifest.tensors.items() if _writer(name, world) == rank}
+        rectangles += [(name, (0,) * len(shape), shape) for name, shape in own.items()]
         if rectangles:
             yield f"rank-{rank:05d}.safetensors", rectangles
     missing = [n for n in manifest.tensors if n not in placed and _writer(n, world) is None]

@@ -36,6 +36,7 @@ SMALL = 1e-3
 
 # A fragment for the process that compares: name, logical shape, start, values.
 SentFragment = tuple[str, tuple[int, ...], tuple[int, ...], Tensor]
+Tensors = dict[str, Tensor]
 
 
 @dataclass
@@ -72,8 +73,8 @@ class Gap:
 
 def assemble(fragments: Iterable[SentFragment]) -> dict[str, Tensor]:
     """Assembles the logical tensors from the fragments of all ranks; each element must occur exactly once."""
-    whole: dict[str, Tensor] = {}
-    covered: dict[str, Tensor] = {}
+    whole: Tensors = {}
+    covered: Tensors = {}
     for name, shape, start, values in fragments:
         if name not in whole:
             whole[name], covered[name] = torch.zeros(shape), torch.zeros(shape, dtype=torch.int32)
@@ -116,9 +117,7 @@ def _numbers(what: str, values: Sequence[float], expected: Sequence[float]) -> I
         yield Gap(f"{what}, step {step}", abs(f - e) / (NUMBERS * abs(e)))
 
 
-def _tensors(
-    kind: str, tensors: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float
-) -> Iterator[Gap]:
+def _tensors(kind: str, tensors: Tensors, expected: Tensors, tolerance: float) -> Iterator[Gap]:
     total_norm = math.sqrt(sum(float(g.square().sum()) for g in expected.values()))
     for name, g in expected.items():
         what, ratio = f"{kind}: {_bare(name)} is missing", math.inf

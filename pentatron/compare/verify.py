@@ -54,9 +54,7 @@ _STAGE_DIVISION = (
 )
 _BATCH_SIZE_ALIASES = ("gradient_accumulation_steps", "num_microbatches", "rank_batch_size")
 # Every step of a comparison has the full batch size, and schedules count steps.
-_IN_SAMPLES = (
-    "train_samples lr_decay_samples lr_wsd_decay_samples lr_warmup_samples lr_warmup_fraction".split()
-)
+_IN_SAMPLES = "train_samples lr_decay_samples lr_wsd_decay_samples lr_warmup_samples lr_warmup_fraction"
 _DEFAULT_IF_ALONE = (
     "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size data_parallel_size "
     "sequence_parallel pipeline_schedule virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage "
@@ -70,7 +68,9 @@ _DEFAULT_IF_ALONE = (
 
 def small_twin(config: RunConfig, replicas: int | None = None) -> RunConfig:
     """Returns the layout and structure of a run in small sizes; `replicas` are its data-parallel ranks."""
-    values = config.flat() | _REVEALING | _LEFT_OUT | dict.fromkeys((*_BATCH_SIZE_ALIASES, *_IN_SAMPLES))
+    values = (
+        config.flat() | _REVEALING | _LEFT_OUT | dict.fromkeys((*_BATCH_SIZE_ALIASES, *_IN_SAMPLES.split()))
+    )
     values |= {"rampup_batch_size": (), "step_batch_size_schedule": ()}
     tensor, context = config.grid.tensor, config.grid.context
     copies, micro = replicas or config.grid.data, min(config.train.micro_batch_size, 2)
@@ -169,13 +169,11 @@ def describe_config(config: RunConfig) -> str:
     experts = ranks = ""
     if moe.num_experts is not None:
         shared = moe.moe_shared_expert_intermediate_size
-        experts = (
-            f"; {moe.num_experts} experts of {moe.moe_ffn_hidden_size} in {len(config.layers_with_experts)} of the layers, "
-            f"{moe.moe_router_topk} for a token{f', and a shared one of {shared}' if shared else ''}"
-        )
-        ranks = (
-            f" ({grid.expert_tensor} expert tensor × {grid.expert} expert × {grid.expert_data} expert data)"
-        )
+        used = f"{moe.moe_router_topk} for a token{f', and a shared one of {shared}' if shared else ''}"
+        count, layers = f"{moe.num_experts} experts of {moe.moe_ffn_hidden_size}", config.layers_with_experts
+        experts = f"; {count} in {len(layers)} of the layers, {used}"
+        sizes = f"{grid.expert_tensor} expert tensor × {grid.expert} expert × {grid.expert_data} expert data"
+        ranks = f" ({sizes})"
     return (
         f"{m.num_layers} layers × {m.hidden_size}, {m.num_attention_heads} heads of {m.kv_channels} in "
         f"{m.num_query_groups} groups, MLP {m.ffn_hidden_size}, vocabulary {m.vocab_size} padded to "

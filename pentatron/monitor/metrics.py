@@ -128,9 +128,8 @@ def _is_number(value: object) -> bool:
 
 def _is_per_rank(value: object) -> bool:
     """Whether this is a dictionary of non-empty lists of numbers, one per rank."""
-    return isinstance(value, dict) and all(
-        isinstance(values, list) and values and all(map(_is_number, values)) for values in value.values()
-    )
+    lists = value.values() if isinstance(value, dict) else [None]
+    return all(isinstance(numbers, list) and numbers and all(map(_is_number, numbers)) for numbers in lists)
 
 
 # --- following a growing metrics file ---

@@ -72,10 +72,8 @@ def _connected_means(
     by_column: dict[int, list[Point]] = {}
     for point in points:
         by_column.setdefault(place(point)[0], []).append(point)
-    means = [
-        (x, place((inside[0][0], sum(value for _, value in inside) / len(inside)))[1])
-        for x, inside in sorted(by_column.items())
-    ]
+    columns = [(x, inside[0][0], [y for _, y in inside]) for x, inside in sorted(by_column.items())]
+    means = [(x, place((step, sum(values) / len(values)))[1]) for x, step, values in columns]
     filled: set[tuple[int, int]] = set()
     for (x0, y0), (x, y) in zip([means[0], *means], means):
         if x - x0 > 1:

@@ -29,10 +29,8 @@ def by_expert_size(layout: Layout) -> list[tuple[int, int, int]]:
 def _experts_weights(shape: Shape) -> int:
     """Returns the bytes of experts' weights on the pipeline rank that has most."""
     expert = sum(p.elements for p in shape.parameters.experts.parameters)
-    layers = max(
-        sum(len(shape.sparse_layers.intersection(part.layers)) for part in shape.parts(rank).values())
-        for rank in range(shape.grid.pipeline)
-    )
+    parts = [shape.parts(rank).values() for rank in range(shape.grid.pipeline)]
+    layers = max(sum(len(shape.sparse_layers.intersection(part.layers)) for part in held) for held in parts)
     return shape.width * expert * layers
 
 
@@ -148,10 +146,8 @@ def _fits_one(unaided: RankMemory, room: float, fitting: list[Layout], world: in
     """Answers the first question; `fitting` are the layouts without tensor and pipeline parallelism that
     fit."""
     static = unaided.held.on_device
-    needed = (
-        f"weights, gradients and optimizer take {binary_size(static)}, "
-        f"activations and buffers of a micro-batch {binary_size(unaided.total - static)}"
-    )
+    passing = f"activations and buffers of a micro-batch {binary_size(unaided.total - static)}"
+    needed = f"weights, gradients and optimizer take {binary_size(static)}, {passing}"
     if unaided.total <= room:
         return f"yes, {needed}: data parallelism is enough"
     if fitting:

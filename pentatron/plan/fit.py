@@ -51,12 +51,15 @@ def check_device_memory(config: RunConfig, pipeline_rank: int, room: AvailableMe
     # Custom layers of the user (--spec) may need less memory than the configured ones.
     impossible = impossible and not config.model.spec
     alone = f"weights, gradients and optimizer alone take {binary_size(static)}"
-    return Verdict(
-        f"this run {'cannot' if impossible else 'may not'} fit: it needs about {binary_size(needed)} for each process, "
-        f"and a process has {binary_size(room.total)} of {room.kind} memory, {binary_size(room.free)} of it free "
-        f"({alone if impossible else format_parts(planned)}); {remedies(config, planned)}; `pentatron plan` lists layouts that fit",
-        impossible,
-    )
+    why = f"it needs about {binary_size(needed)} for each process"
+    has = f"{binary_size(room.total)} of {room.kind} memory, {binary_size(room.free)} of it free"
+    parts = alone if impossible else format_parts(planned)
+    return _verdict(impossible, f"{why}, and a process has {has} ({parts}); {remedies(config, planned)}")
+
+
+def _verdict(impossible: bool, why: str) -> Verdict:
+    fits = "cannot" if impossible else "may not"
+    return Verdict(f"this run {fits} fit: {why}; `pentatron plan` lists layouts that fit", impossible)
 
 
 def check_host_memory(config: RunConfig, room: AvailableMemory) -> Verdict | None:
@@ -68,12 +71,10 @@ def check_host_memory(config: RunConfig, room: AvailableMemory) -> Verdict | Non
     impossible = needed > room.total and not config.model.spec
     ways = [way for way in _static_remedies(config) if "zero-stage" in way or "distributed" in way]
     ways += ["saving without --async-save"] if static.async_save_copy else []
-    return Verdict(
-        f"this run {'cannot' if impossible else 'may not'} fit: {' and '.join(_in_host(static))} in host memory for each process, and a "
-        f"process has {binary_size(room.total)} of it, {binary_size(room.free)} free; "
-        f"try {', '.join([*ways, 'fewer processes on a machine', 'a smaller model'])}; `pentatron plan` lists layouts that fit",
-        impossible,
-    )
+    ways += ["fewer processes on a machine", "a smaller model"]
+    why = f"{' and '.join(_in_host(static))} in host memory for each process"
+    has = f"{binary_size(room.total)} of it, {binary_size(room.free)} free"
+    return _verdict(impossible, f"{why}, and a process has {has}; try {', '.join(ways)}")
 
 
 def _in_host(held: StaticMemory) -> Iterator[str]:

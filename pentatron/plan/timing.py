@@ -114,11 +114,8 @@ def _pipeline(shape: Shape, rank: int, parts: Mapping[int, StagePart]) -> float:
     rank_of, steps = shape.placement.rank_of, shape.accumulation
     if shape.grid.pipeline == 1:
         return 0.0
-    boundaries = sum(
-        (number + 1 < len(rank_of) and rank_of[number + 1] != rank)
-        + (number > 0 and rank_of[number - 1] != rank)
-        for number in parts
-    )
+    neighbours = [stage for number in parts for stage in (number - 1, number + 1)]
+    boundaries = sum(0 <= stage < len(rank_of) and rank_of[stage] != rank for stage in neighbours)
     ends = [part.embedding or part.head for part in parts.values()]
     is_split = shape.tied and rank_of[0] != rank_of[-1] and any(ends)
     table = FP32 * shape.words * shape.hidden if is_split else 0
