@@ -205,16 +205,11 @@ def _launch(request: Request, restart: Sequence[str]) -> int:
     _open_model(request)
     world = _ranks(request).world_size
     environment.set_worker_environment(_threads(request, world))
+    port = request.options.master_port or None
     with scratch_folder("generate") as folder:
         file = folder / "request.json"
         file.write_text(json.dumps(asdict(request)), encoding="utf-8")
-        ended = run_workers(
-            [*restart, _WORKER, str(file)],
-            world,
-            request.options.master_port or None,
-            os.environ,
-            os.getpid(),
-        )
+        ended = run_workers([*restart, _WORKER, str(file)], world, port, os.environ, os.getpid())
     if ended.stopped_by is not None:
         raise KeyboardInterrupt
     # For these exit codes a rank has printed the error, or there is none.

@@ -259,9 +259,8 @@ def draw_svg(checked: ScheduleProperties, placement: Placement, title: str) -> s
 
 def _svg_slot(slot: Slot, placement: Placement, y: int) -> str:
     x, width, action = _LEFT + slot.start * _STEP, (slot.end - slot.start) * _STEP, slot.action
-    return (
-        f"<g><title>{NAMES.get(action.kind, action.kind.name.lower())} of micro-batch {action.micro_batch}, stage "
-        f'{action.stage}</title><rect x="{x}" y="{y}" width="{width - 1}" height="{_ROW - 4}" rx="2" '
-        f'fill="{_colours(placement, slot)[1]}"/><text x="{x + width / 2:g}" y="{y + 15}" fill="white" '
-        f'text-anchor="middle">{_label(placement, slot)}</text></g>'
-    )
+    kind, colour = NAMES.get(action.kind, action.kind.name.lower()), _colours(placement, slot)[1]
+    title = f"<title>{kind} of micro-batch {action.micro_batch}, stage {action.stage}</title>"
+    rect = f'<rect x="{x}" y="{y}" width="{width - 1}" height="{_ROW - 4}" rx="2" fill="{colour}"/>'
+    text = f'<text x="{x + width / 2:g}" y="{y + 15}" fill="white" text-anchor="middle">'
+    return f"<g>{title}{rect}{text}{_label(placement, slot)}</text></g>"

@@ -260,7 +260,7 @@ def _schedule(report: LayoutReport) -> str:
 
 
 def as_data(report: LayoutReport) -> dict[str, Any]:
-    grid, checked, memory = report.grid, report.checked, report.config.memory
+    grid, memory = report.grid, report.config.memory
     return {
         "world_size": grid.world_size,
         "sizes": {**dataclasses.asdict(grid), "expert_data": grid.expert_data},
@@ -268,16 +268,7 @@ def as_data(report: LayoutReport) -> dict[str, Any]:
         "groups": {axis: [list(members) for members in grid.groups(axis)] for axis in report.axes},
         "stages": [_stage_data(report, stage) for stage in range(len(report.shares))],
         "recompute": {"granularity": memory.recompute_granularity, "modules": list(memory.recompute_modules)},
-        "schedule": {
-            "kind": report.kind,
-            "micro_batches": report.config.accumulation,
-            "batch_sizes": batch_sizes(report.config),
-            "alive": list(checked.alive),
-            "deferred": list(checked.deferred),
-            "bubble": checked.bubble,
-            "time": checked.time,
-            "timeline": [list(map(_slot_data, slots)) for slots in checked.timeline],
-        },
+        "schedule": _schedule_data(report),
         "notes": list(report.notices),
         "model_is_made_up": report.is_assumed_model,
     }
@@ -289,6 +280,15 @@ def _stage_data(report: LayoutReport, stage: int) -> dict[str, Any]:
     recomputed = [list(run) for run in report.config.recomputed(part)]
     place = {"stage": stage, "pipeline_rank": rank}
     return {**place, **held, "share": report.shares[stage], "recomputed": recomputed}
+
+
+def _schedule_data(report: LayoutReport) -> dict[str, Any]:
+    checked, config = report.checked, report.config
+    batches = {"micro_batches": config.accumulation, "batch_sizes": batch_sizes(config)}
+    kept = {"alive": list(checked.alive), "deferred": list(checked.deferred)}
+    timeline = [list(map(_slot_data, slots)) for slots in checked.timeline]
+    waiting = {"bubble": checked.bubble, "time": checked.time, "timeline": timeline}
+    return {"kind": report.kind, **batches, **kept, **waiting}
 
 
 def _slot_data(slot: Slot) -> dict[str, Any]:

@@ -89,21 +89,21 @@ def _model(report: PlanReport) -> str:
     config, search = report.shown.config, report.search
     model, train = config.model, config.train
     parameters, active = total_parameters(report.shown.shape)
-    tokens = train.global_batch_size * model.seq_length
-    flops = report.shown.estimate.flops
+    tokens, flops = train.global_batch_size * model.seq_length, report.shown.estimate.flops
     grouped = model.num_query_groups != model.num_attention_heads
     groups = f" in {model.num_query_groups} groups" if grouped else ""
-    count = f"{parameter_count(parameters)} parameters"
-    if active < parameters:
-        count += f", {parameter_count(active)} of them for each token"
+    of_token = f", {parameter_count(active)} of them for each token" if active < parameters else ""
+    count = f"{parameter_count(parameters)} parameters{of_token}"
     experts = f", {config.moe.num_experts} experts" if config.moe.num_experts else ""
-    return (
-        f"{report.model} on {search.world} × {search.device.name}, {binary_size(search.device.memory)} each\n\n"
-        f"  model  {count}: {model.num_layers} layers, {model.hidden_size} wide, "
-        f"{model.num_attention_heads} heads{groups}{experts}, {model.vocab_size} words\n"
-        f"  step   {train.global_batch_size} sequences × {model.seq_length} tokens = {tokens:,} tokens; "
-        f"{flops:.4g} FLOPs, {flops / tokens:.3g} a token"
-    )
+    sizes = f"{model.num_layers} layers, {model.hidden_size} wide, {model.num_attention_heads} heads{groups}"
+    step = f"{train.global_batch_size} sequences × {model.seq_length} tokens = {tokens:,} tokens"
+    devices = f"{search.world} × {search.device.name}, {binary_size(search.device.memory)} each"
+    lines = [
+        f"{report.model} on {devices}",
+        "",
+        f"  model  {count}: {sizes}{experts}, {model.vocab_size} words",
+    ]
+    return "\n".join([*lines, f"  step   {step}; {flops:.4g} FLOPs, {flops / tokens:.3g} a token"])
 
 
 def _tree(report: PlanReport) -> str:
@@ -111,8 +111,7 @@ def _tree(report: PlanReport) -> str:
     width = max(len(answer.question) for answer in advice.tree)
     lines = ["How to divide it", ""]
     lines += [f"  {answer.question:<{width}}  {answer.answer}" for answer in advice.tree]
-    if advice.combination:
-        lines.append(f"  {'→':>{width}}  {advice.combination}")
+    lines += [f"  {'→':>{width}}  {advice.combination}"] if advice.combination else []
     lines += [f"  the guides' {line}" for line in advice.tables]
     return "\n".join(lines)
 

@@ -138,7 +138,7 @@ def _layers(config: RunConfig) -> int:
     All layers if a division, or a list of layers with experts or windows, is written for their number.
     """
     layers, stages = config.model.num_layers, config.placement.stages
-    lists = [config.moe.moe_layer_freq] if config.moe.num_experts is not None else []
+    lists: list[str | None] = [config.moe.moe_layer_freq] if config.moe.num_experts is not None else []
     lists += [config.model.window_attn_skip_freq] if config.model.window_size else []
     listed = any(written is not None and not written.strip().isdigit() for written in lists)
     if listed or any(getattr(config.settings, name) is not None for name in _STAGE_DIVISION):
