@@ -143,8 +143,12 @@ class WeightsAndBiases(Recorder):
         words = sys.argv
         sys.argv = list(map(redact, words))
         try:
-            names = {"name": redact(place.name), "project": place.project, "entity": place.entity}
-            self._run = wandb.init(dir=os.fspath(place.folder), **names, config=dict(settings))
+            owner: dict[str, Any] = {
+                "project": place.project,
+                "entity": place.entity,
+                "config": dict(settings),
+            }
+            self._run = wandb.init(dir=os.fspath(place.folder), name=redact(place.name), **owner)
         except wandb.errors.Error as error:
             reason = str(error).strip().rstrip(".").splitlines()[0]
             ways = "log in with `wandb login`, or keep the run on this machine with WANDB_MODE=offline"
