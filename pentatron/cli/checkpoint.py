@@ -1,28 +1,25 @@
 """`pentatron checkpoint`: inspects, verifies, compares, reshards and prunes checkpoint steps."""
 
 import contextlib
-import dataclasses
 import os
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from pentatron.cli.convert import run_interruptible
 from pentatron.cli.options import (
     Options,
-    flags_of,
     option,
     options_help,
-    parse_options,
     parse_options_and_settings,
     section_help,
     synopsis,
 )
 from pentatron.cli.output import print_note, say, say_json
-from pentatron.cli.subcommands import run_subcommand
+from pentatron.cli.subcommands import parse_options_and_paths, run_subcommand
 from pentatron.errors import UserError
 from pentatron.settings.command_line import is_flag
 from pentatron.settings.declaration import NON_NEGATIVE, ONE_OR_MORE, Limit
@@ -34,6 +31,7 @@ if TYPE_CHECKING:
 # File name patterns of pickled weights.
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _PROGRESS_BAR = ("auto", "on", "off")
+_SHARE = Limit(lambda share: share >= 0, "a part of a number, 0 or more")
 
 
 @dataclass(frozen=True)
@@ -56,11 +54,7 @@ class VerifyOptions(Options):
 @dataclass(frozen=True)
 class DiffOptions(Options):
     weights_only: bool = option(False, "compare no optimizer state and no run state")
-    tolerance: float = option(
-        0.0,
-        "largest relative difference that counts as equal",
-        limit=Limit(lambda share: share >= 0, "a part of a number, 0 or more"),
-    )
+    tolerance: float = option(0.0, "largest relative difference that counts as equal", limit=_SHARE)
     json: bool = option(False, "print JSON")
     progress_bar: str = option("auto", "", choices=_PROGRESS_BAR)
 
@@ -127,7 +121,6 @@ COMMANDS = {
     "reshard": "checkpoint.reshard_step",
     "prune": "checkpoint_prune.prune",
 }
-T = TypeVar("T", bound=Options)
 
 
 def checkpoint_command(words: Sequence[str]) -> int:
@@ -142,18 +135,8 @@ def checkpoint_command(words: Sequence[str]) -> int:
     return run_subcommand("checkpoint", COMMANDS, words)
 
 
-def read_checkpoint_options(
-    cls: type[T], words: Sequence[str], least: int, most: int | None, example: str
-) -> tuple[T, list[str]]:
-    """Reads options and between `least` and `most` paths."""
-    options, plain = parse_options(cls, words, "pentatron checkpoint")
-    if len(plain) < least or (most is not None and len(plain) > most):
-        raise UserError(f"name a checkpoint: pentatron checkpoint {example}")
-    return options, plain
-
-
 def verify(words: Sequence[str]) -> int:
-    options, paths = read_checkpoint_options(VerifyOptions, words, 1, None, "verify PATH")
+    options, paths = parse_options_and_paths(VerifyOptions, words, "checkpoint verify PATH", least=1)
     from pentatron.checkpoint.streaming import Progress
     from pentatron.checkpoint.verify import find_non_finite, open_manifest, verify_digests
     from pentatron.monitor.display import SilentDisplay, open_display
@@ -243,9 +226,9 @@ def foreign_kind(path: Path) -> str | None:
         return "a checkpoint of DeepSpeed, in pickled files"
     pickled = sorted(p.name for pattern in _PICKLED for p in path.glob(pattern))
     if (path / "config.json").is_file():
-        weights = list(path.glob("*.safetensors"))
         found = f"{pickled[0]} alone, which is pickle" if pickled else "no weights"
-        found = format_count(len(weights), "safetensors file") if weights else found
+        if weights := list(path.glob("*.safetensors")):
+            found = format_count(len(weights), "safetensors file")
         return f"a Hugging Face folder with {found}; load it with --load, or import it with: pentatron import {path} OUT"
     kind = "a folder with pickled files, which are not read here: reading them may run code"
     return kind if pickled else None
@@ -258,8 +241,7 @@ def reshard_step(words: Sequence[str]) -> int:
     from pentatron.monitor.display import open_display
 
     plain = list(takewhile(lambda word: not is_flag(word), words[:2]))
-    entry = dataclasses.replace(ENTRY, own=flags_of(ReshardOptions))
-    options, rest = parse_options_and_settings(ReshardOptions, words[len(plain) :], entry)
+    options, rest = parse_options_and_settings(ReshardOptions, words[len(plain) :], ENTRY)
     if len(plain) < 2:
         raise UserError("name the step and the output first: pentatron checkpoint reshard STEP OUT [...]")
     source, out = map(Path, plain)
@@ -272,9 +254,8 @@ def reshard_step(words: Sequence[str]) -> int:
         with contextlib.closing(open_display(options.progress_bar)) as display:
             written, amount = reshard(step, out, config, display)
         before, after = format_layout(step.manifest.config), format_layout(config.nested())
-        say(
-            f"{written}: {before} as {after}, {amount}, bit by bit what {step.folder} holds (any layout loads either)"
-        )
+        same = f"bit by bit what {step.folder} holds (any layout loads either)"
+        say(f"{written}: {before} as {after}, {amount}, {same}")
         return 0
 
     return run_interruptible(out, write)

@@ -9,30 +9,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pentatron.checkpoint.compare import (
-    NO_STATE,
-    ComparedTensors,
-    Difference,
-    compare_tensor,
-    differing_values,
-)
+from pentatron.checkpoint import compare
+from pentatron.checkpoint.compare import ComparedTensors, Difference
 from pentatron.checkpoint.find import find_step, find_steps_folder, is_step
 from pentatron.checkpoint.load import WEIGHTS, StepReader
 from pentatron.checkpoint.store import Checkpoint
 from pentatron.checkpoint.streaming import Progress
 from pentatron.checkpoint.verify import verify_digests
-from pentatron.cli.checkpoint import DiffOptions, no_checkpoint_error, read_checkpoint_options
+from pentatron.cli.checkpoint import DiffOptions, no_checkpoint_error
 from pentatron.cli.output import print_note, show_report
+from pentatron.cli.subcommands import parse_options_and_paths
 from pentatron.compare.reshard import outlines_of
 from pentatron.monitor.display import SilentDisplay, open_display
 
 # Entries of each kind in the text report.
 _MOST_ENTRIES = 20
 # Fields of a `Difference` in the JSON report.
-_FIELDS = (
-    *("name", "elements", "differing", "largest", "largest_relative", "relative_norm"),
-    *("ulps", "first", "types", "shapes"),
-)
+_FIELDS = "name elements differing largest largest_relative relative_norm ulps first types shapes".split()
 
 
 @dataclass(frozen=True)
@@ -50,7 +43,7 @@ class _Comparison:
 
 
 def diff(words: Sequence[str]) -> int:
-    options, paths = read_checkpoint_options(DiffOptions, words, 2, 2, "diff A B")
+    options, paths = parse_options_and_paths(DiffOptions, words, "checkpoint diff A B", 2, 2)
     with contextlib.ExitStack() as closing:
         (first, first_step), (second, second_step) = (_open(Path(path), closing) for path in paths)
         weights_only = options.weights_only or first_step is None or second_step is None
@@ -61,23 +54,22 @@ def diff(words: Sequence[str]) -> int:
         display = SilentDisplay() if options.json else open_display(options.progress_bar)
         closing.callback(display.close)
         progress = Progress(display, "comparing", total)
-        results = [compare_tensor(name, first, second, progress.add) for name in common]
+        results = [compare.compare_tensor(name, first, second, progress.add) for name in common]
     differences: dict[str, list[Any]] = {"settings": [], "run state": []}
     if first_step is not None and second_step is not None and not weights_only:
-        saved = first_step.manifest, second_step.manifest
-        differences["settings"] += differing_values(saved[0].config, saved[1].config)
-        differences["run state"] += differing_values(saved[0].run_state, saved[1].run_state)
+        one, other = first_step.manifest, second_step.manifest
+        differences["settings"] += compare.differing_values(one.config, other.config)
+        differences["run state"] += compare.differing_values(one.run_state, other.run_state)
     differences |= {"only in A": sorted(a - b), "only in B": sorted(b - a)}
     differing = [result for result in results if not result.is_equal]
     beyond = [result for result in differing if not result.within(options.tolerance)]
     # Settings do not decide: another layout or machine may save the same numbers.
-    states = [name for name, _, _ in differences["run state"] if name.partition(".")[0] not in NO_STATE]
+    states = {name.partition(".")[0] for name, _, _ in differences["run state"]} - set(compare.NO_STATE)
     same = not (beyond or a ^ b or states)
     # Two steps may differ because of damage after saving.
+    threads = min(8, os.cpu_count() or 1)
     for step in [step for step in (first_step, second_step) if step is not None and not same]:
-        for problem in verify_digests(
-            step.folder, step.manifest, min(8, os.cpu_count() or 1), lambda _: None
-        ):
+        for problem in verify_digests(step.folder, step.manifest, threads, lambda _: None):
             print_note(f"{problem.sentence}; the difference may be this damage")
     comparison = _Comparison(paths, same, differences, differing, beyond, len(common), options.tolerance)
     show_report(comparison, options.json, _as_text, _as_data)
@@ -107,40 +99,31 @@ def _open(path: Path, closing: contextlib.ExitStack) -> tuple[ComparedTensors, C
 
 
 def _as_data(report: _Comparison) -> dict[str, Any]:
-    settings, state = (
-        [{"name": name, "a": a, "b": b} for name, a, b in report.differences[kind]]
-        for kind in ("settings", "run state")
-    )
-    return {
-        "a": report.paths[0],
-        "b": report.paths[1],
-        "same": report.same,
-        "compared": report.compared,
-        "settings": settings,
-        "run_state": state,
-        "only_in_a": report.differences["only in A"],
-        "only_in_b": report.differences["only in B"],
-        "tensors": [
-            {name: _json_value(getattr(tensor, name)) for name in _FIELDS}
-            | {"within_tolerance": tensor not in report.beyond}
-            for tensor in report.differing
-        ],
-    }
+    data: dict[str, Any] = dict(zip("ab", report.paths))
+    data |= {"same": report.same, "compared": report.compared}
+    for kind in ("settings", "run state"):
+        values = [{"name": name, "a": a, "b": b} for name, a, b in report.differences[kind]]
+        data[kind.replace(" ", "_")] = values
+    data |= {f"only_in_{side.lower()}": report.differences[f"only in {side}"] for side in "AB"}
+    tensors = [_tensor_data(tensor, tensor not in report.beyond) for tensor in report.differing]
+    return {**data, "tensors": tensors}
 
 
-def _json_value(value: Any) -> Any:
-    """Converts infinity and NaN to strings, since JSON has no such numbers."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+def _tensor_data(tensor: Difference, within_tolerance: bool) -> dict[str, Any]:
+    """Returns a difference with infinity and NaN as strings, since JSON has no such numbers."""
+    values = {name: getattr(tensor, name) for name in _FIELDS}
+    bad = {name: str(v) for name, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
+    return {**values, **bad, "within_tolerance": within_tolerance}
 
 
 def _as_text(report: _Comparison) -> list[str]:
-    paths, differences, differing = report.paths, report.differences, report.differing
+    differences, differing = report.differences, report.differing
     lines: list[str] = []
     for kind in ("settings", "run state"):
         values = [f"{name}: {_shortened(a)} and {_shortened(b)}" for name, a, b in differences[kind]]
         lines += _block(f"differing {kind}", values)
-    lines += _block(f"tensors only in {paths[0]}", differences["only in A"])
-    lines += _block(f"tensors only in {paths[1]}", differences["only in B"])
+    for path, side in zip(report.paths, "AB"):
+        lines += _block(f"tensors only in {path}", differences[f"only in {side}"])
     lines += _block("tensors that differ", [f.sentence() for f in differing])
     equal = report.compared - len(differing)
     verdict = f"{equal} of {report.compared} tensors are equal bit by bit"

@@ -4,7 +4,7 @@ import contextlib
 import fnmatch
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
@@ -14,8 +14,9 @@ from pentatron.checkpoint.find import ListedStep, count_elements, format_layout,
 from pentatron.checkpoint.format import Manifest
 from pentatron.checkpoint.load import WEIGHTS, StepReader
 from pentatron.checkpoint.verify import tensor_statistics
-from pentatron.cli.checkpoint import InspectOptions, no_checkpoint_error, read_checkpoint_options
+from pentatron.cli.checkpoint import InspectOptions, no_checkpoint_error
 from pentatron.cli.output import show_report
+from pentatron.cli.subcommands import parse_options_and_paths
 from pentatron.errors import UserError
 from pentatron.settings.settings import Settings
 from pentatron.text import decimal_size, format_count
@@ -34,7 +35,7 @@ _COUNTS = {
 
 
 def inspect(words: Sequence[str]) -> int:
-    options, paths = read_checkpoint_options(InspectOptions, words, 0, 1, "inspect PATH")
+    options, paths = parse_options_and_paths(InspectOptions, words, "checkpoint inspect PATH", 0, 1)
     pattern = options.tensors or ("*" if options.stats else None)
     if not paths and options.tensors not in (None, "*"):
         # A lone word after --tensors is the path.
@@ -46,11 +47,12 @@ def inspect(words: Sequence[str]) -> int:
         raise no_checkpoint_error(Path(paths[0]))
     if len(steps) > 1 and pattern is not None:
         raise UserError(f"--tensors and --stats want one step: name it, such as {steps[-1].folder}")
+
+    def as_text(steps: Sequence[ListedStep]) -> Iterable[str]:
+        return _table(steps) if len(steps) > 1 else _step_lines(steps[0], pattern, options.stats)
+
     show_report(
-        steps,
-        options.json,
-        lambda steps: _table(steps) if len(steps) > 1 else _step_lines(steps[0], pattern, options.stats),
-        lambda steps: [_step_data(facts, pattern, options.stats) for facts in steps],
+        steps, options.json, as_text, lambda steps: [_step_data(s, pattern, options.stats) for s in steps]
     )
     return 0
 
@@ -62,9 +64,8 @@ def _table(steps: Sequence[ListedStep]) -> list[str]:
         if (manifest := facts.manifest) is not None:
             content = "resumable" if is_resumable(manifest) else "weights only"
             known = (str(len(manifest.files)), format_layout(manifest.config), content)
-        rows.append(
-            (facts.folder.name, _when(facts.saved_at), decimal_size(facts.bytes), *known, facts.state)
-        )
+        saved = (facts.folder.name, _when(facts.saved_at), decimal_size(facts.bytes))
+        rows.append((*saved, *known, facts.state))
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     total = sum(facts.bytes for facts in steps)
@@ -79,10 +80,10 @@ def _step_lines(facts: ListedStep, pattern: str | None, with_statistics: bool) -
         yield f"  {facts.problem}"
         return
     manifest = facts.manifest
-    environment: Any = manifest.run_state.get("environment") or ""
+    environment: Any = manifest.run_state.get("environment")
     # An edited manifest may have anything here, which is then shown as it is.
     with contextlib.suppress(TypeError, AttributeError):
-        environment = describe_environment(environment) if environment else ""
+        environment = environment and describe_environment(environment)
     rows = {
         "step": str(manifest.step),
         "saved": f"{_when(facts.saved_at)}, {decimal_size(facts.bytes)} in {format_count(len(manifest.files), 'file')}",
@@ -95,9 +96,7 @@ def _step_lines(facts: ListedStep, pattern: str | None, with_statistics: bool) -
         "loss scale": _pairs(manifest.run_state.get("loss_scaling")),
         "environment": environment,
     }
-    for name, text in rows.items():
-        if text:
-            yield f"  {name:<14} {text}"
+    yield from (f"  {name:<14} {text}" for name, text in rows.items() if text)
     yield "files"
     for name, record in islice(manifest.files.items(), _SHOWN_FILES):
         yield f"  {name:<28} {decimal_size(record.bytes):>12}  {format_count(len(manifest.tensors_in(name)), 'tensor')}  sha256 {record.sha256[:12]}…"
@@ -118,23 +117,17 @@ def _model(manifest: Manifest) -> str:
     parts = [f"{weights:,} parameters as {', '.join(types)}"]
     if {"num_layers", "hidden_size"} <= sections["model"].keys():
         parts.append(f"{settings.num_layers} layers of width {settings.hidden_size}")
-    if settings.num_attention_heads:
-        groups = f" in {settings.num_query_groups} groups" if settings.num_query_groups else ""
-        parts.append(f"{settings.num_attention_heads} heads{groups}")
-    if settings.num_experts:
-        parts.append(f"{settings.num_experts} experts")
-    if settings.vocab_size:
-        parts.append(f"vocabulary {settings.vocab_size}")
+    groups = f" in {settings.num_query_groups} groups" if settings.num_query_groups else ""
+    parts += [f"{settings.num_attention_heads} heads{groups}"] if settings.num_attention_heads else []
+    parts += [f"{settings.num_experts} experts"] if settings.num_experts else []
+    parts += [f"vocabulary {settings.vocab_size}"] if settings.vocab_size else []
     return ", ".join(parts)
 
 
 def _state(state: Mapping[str, Any]) -> str:
-    parts = []
-    for name, word in _COUNTS.items():
-        if value := state.get(name):
-            # A manifest may have any value in place of a count, which is then shown as it is.
-            parts.append(f"{value:,} {word}" if isinstance(value, int | float) else f"{value!r:.60} {word}")
-    return ", ".join(parts)
+    counts = [(state[name], word) for name, word in _COUNTS.items() if state.get(name)]
+    # A manifest may have any value in place of a count, which is then shown as it is.
+    return ", ".join(f"{n:,} {w}" if isinstance(n, int | float) else f"{n!r:.60} {w}" for n, w in counts)
 
 
 def _learning_rate(manifest: Manifest) -> str:
@@ -145,11 +138,10 @@ def _learning_rate(manifest: Manifest) -> str:
         return ""
     try:
         schedule = Schedule.from_json(saved)
-        rate = schedule.learning_rate(samples)
+        style, decay, rate = schedule.learning_rate, schedule.weight_decay, schedule.learning_rate(samples)
     except (TypeError, KeyError, ValueError, ArithmeticError):
         # Saved by a version with other schedules.
         return _pairs(saved)
-    style, decay = schedule.learning_rate, schedule.weight_decay
     return f"{rate:.3e} ({style.style} from {style.peak:g} to {style.floor:g}), weight decay {decay.end:g}"
 
 
@@ -165,19 +157,13 @@ def _tensor_data(facts: ListedStep, pattern: str, with_statistics: bool) -> Iter
     glob = pattern if any(mark in pattern for mark in "*?[") else f"*{pattern}*"
     names = [name for name in manifest.tensors if fnmatch.fnmatchcase(name, glob)]
     if not names:
-        raise UserError(
-            f"--tensors {pattern}: {facts.folder} has no such tensor; the first one is {next(iter(manifest.tensors))}"
-        )
+        first = f"the first one is {next(iter(manifest.tensors))}"
+        raise UserError(f"--tensors {pattern}: {facts.folder} has no such tensor; {first}")
     with StepReader(facts.folder, manifest) as reader:
         for name in names:
             record = manifest.tensors[name]
-            row: dict[str, Any] = {
-                "name": name,
-                "dtype": record.dtype,
-                "shape": list(record.shape),
-                "pieces": len(record.pieces),
-                "files": sorted({piece.file for piece in record.pieces}),
-            }
+            row: dict[str, Any] = {"name": name, "dtype": record.dtype, "shape": list(record.shape)}
+            row |= {"pieces": len(record.pieces), "files": sorted({piece.file for piece in record.pieces})}
             if with_statistics:
                 s = tensor_statistics(reader, name)
                 least, most, mean = (s.least, s.most, s.mean) if s.finite else (None, None, None)
@@ -190,36 +176,24 @@ def _tensor_line(row: Mapping[str, Any]) -> str:
     text = f"  {row['name']}  {row['dtype']} {row['shape']}  {format_count(row['pieces'], 'piece')}"
     if "norm" not in row:
         return text
-    numbers = ", ".join(f"{name} {_shortened(row[name])}" for name in ("min", "max", "mean", "norm"))
+    values = {name: row[name] for name in ("min", "max", "mean", "norm")}
+    known = {n: "none" if v is None or math.isnan(v) else f"{v:.4g}" for n, v in values.items()}
     bad = f", {row['nan']:,} NaN, {row['inf']:,} infinite" if row["nan"] or row["inf"] else ""
-    return f"{text}  {numbers}{bad}"
-
-
-def _shortened(value: float | None) -> str:
-    return "none" if value is None or math.isnan(value) else f"{value:.4g}"
+    return f"{text}  {', '.join(f'{name} {value}' for name, value in known.items())}{bad}"
 
 
 def _step_data(facts: ListedStep, pattern: str | None, with_statistics: bool) -> dict[str, Any]:
     manifest = facts.manifest
-    data: dict[str, Any] = {
-        "folder": str(facts.folder),
-        "saved": _when(facts.saved_at),
-        "bytes": facts.bytes,
-        "state": "set aside" if facts.is_set_aside else "damaged" if manifest is None else "whole",
-        "base": facts.is_base,
-        "latest": facts.is_latest,
-        "problem": facts.problem or None,
-    }
+    state = facts.state.partition(",")[0]
+    data: dict[str, Any] = {"folder": str(facts.folder), "saved": _when(facts.saved_at), "bytes": facts.bytes}
+    data |= {"state": state, "base": facts.is_base, "latest": facts.is_latest}
+    data["problem"] = facts.problem or None
     if manifest is None:
         return data
-    data |= {
-        "step": manifest.step,
-        "resumable": is_resumable(manifest),
-        "layout": format_layout(manifest.config),
-        "run_state": manifest.run_state,
-        "config": manifest.config,
-        "files": {name: record.bytes for name, record in manifest.files.items()},
-    }
+    layout = format_layout(manifest.config)
+    data |= {"step": manifest.step, "resumable": is_resumable(manifest), "layout": layout}
+    data |= {"run_state": manifest.run_state, "config": manifest.config}
+    data["files"] = {name: record.bytes for name, record in manifest.files.items()}
     rows = None if pattern is None else list(_tensor_data(facts, pattern, with_statistics))
     return {**data, "tensors": len(manifest.tensors) if rows is None else rows}
 

@@ -3,17 +3,17 @@ one."""
 
 import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from pentatron.checkpoint.lock import FolderLock, lock_folder
+from pentatron.checkpoint.lock import lock_folder
 from pentatron.checkpoint.retention import Retention, read_base_steps, remove_steps
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.checkpoint.verify import Problem, open_manifest, verify_digests
 from pentatron.checksums import ProgressCallback
-from pentatron.cli.checkpoint import PruneOptions, no_checkpoint_error, read_checkpoint_options
+from pentatron.cli.checkpoint import PruneOptions, no_checkpoint_error
 from pentatron.cli.output import show_report
+from pentatron.cli.subcommands import parse_options_and_paths
 from pentatron.errors import UserError
 from pentatron.monitor.terminal import ignore_output_errors
 from pentatron.text import decimal_size, format_count
@@ -29,11 +29,6 @@ class Pruning:
     verified: Path
     bases: list[Path]
     damaged: list[Problem]
-
-
-def exclusive_access(steps: Path) -> AbstractContextManager[FolderLock]:
-    """Locks the folder of steps, as a job does that saves there."""
-    return lock_folder(steps, way_out="or let it remove old steps itself (--keep-checkpoints N)")
 
 
 def plan_pruning(steps: Path, rule: Retention, threads: int, tell: ProgressCallback) -> Pruning:
@@ -58,7 +53,7 @@ def plan_pruning(steps: Path, rule: Retention, threads: int, tell: ProgressCallb
 
 
 def prune(words: Sequence[str]) -> int:
-    options, paths = read_checkpoint_options(PruneOptions, words, 1, 1, "prune PATH --keep N")
+    options, paths = parse_options_and_paths(PruneOptions, words, "checkpoint prune PATH --keep N", 1, 1)
     if not options.dry_run:
         ignore_output_errors()
     from pentatron.checkpoint.find import find_steps_folder, is_step
@@ -71,7 +66,8 @@ def prune(words: Sequence[str]) -> int:
         raise no_checkpoint_error(path)
     steps = steps.resolve()
     rule = Retention(options.keep, options.keep_every or None)
-    with exclusive_access(steps):
+    # As a job does that saves there.
+    with lock_folder(steps, way_out="or let it remove old steps itself (--keep-checkpoints N)"):
         pruning = plan_pruning(steps, rule, min(8, os.cpu_count() or 1), lambda _: None)
         files = {step: filter(Path.is_file, step.rglob("*")) for step in pruning.removed}
         sizes = {step.name: sum(file.lstat().st_size for file in held) for step, held in files.items()}
@@ -81,18 +77,10 @@ def prune(words: Sequence[str]) -> int:
     notes = [f"note: {problem.sentence}; it is not counted, and stays" for problem in pruning.damaged]
     lines = [f"{word} {name}: {decimal_size(size)}" for name, size in sizes.items()]
     total, stay = sum(sizes.values()), len(pruning.bases) + len(pruning.kept)
-    lines.append(
-        f"{steps}: {word} {format_count(len(sizes), 'step')}, {decimal_size(total)}; "
-        f"{stay} stay{'s' * (stay == 1)}, and {pruning.verified.name} is verified"
-    )
-    data = {
-        "removed": sizes,
-        "bytes": total,
-        "dry_run": options.dry_run,
-        "kept": [step.name for step in pruning.kept],
-        "bases": [step.name for step in pruning.bases],
-        "verified": pruning.verified.name,
-        "damaged": [problem.sentence for problem in pruning.damaged],
-    }
+    left = f"{stay} stay{'s' * (stay == 1)}, and {pruning.verified.name} is verified"
+    lines.append(f"{steps}: {word} {format_count(len(sizes), 'step')}, {decimal_size(total)}; {left}")
+    kept, bases = ([step.name for step in steps] for steps in (pruning.kept, pruning.bases))
+    data = {"removed": sizes, "bytes": total, "dry_run": options.dry_run, "kept": kept, "bases": bases}
+    data |= {"verified": pruning.verified.name, "damaged": [problem.sentence for problem in pruning.damaged]}
     show_report(pruning, options.json, lambda _: [*notes, *lines], lambda _: data)
     return 0

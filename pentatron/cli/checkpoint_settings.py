@@ -18,12 +18,8 @@ if TYPE_CHECKING:
 TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
 _TOKENIZER_FILE = "tokenizer.json"
 LAYOUT_OF_STEP = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
+    *("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"),
     "sequence_parallel",
 )
 # Batch settings per rank, from which the global batch size follows.
@@ -50,10 +46,7 @@ def adopt_checkpoint_settings(draft: Draft, facts: Facts, start: Start) -> None:
         source = find_source(save, megatron=draft.ckpt_format is not None)
         if source is None or (start is Start.RESUME and not source.is_foreign):
             if draft.given("load"):
-                from pentatron.checkpoint.find import refuse_other_formats
-
-                refuse_other_formats(save)
-            require_checkpoint(draft)
+                _require_checkpoint(draft, save)
             return
     adopt_named_checkpoint(draft, facts)
 
@@ -145,9 +138,9 @@ def keep_global_batch(draft: Draft, facts: Facts, saved: Mapping[str, Any], orig
         return
     now = derived_settings(draft, facts)
     compared = [name for name in _BY_RANK if draft.given(name) or name == "rank_batch_size"]
-    is_unchanged = all(getattr(draft, name) == getattr(before, name) for name in compared)
+    is_changed = any(getattr(draft, name) != getattr(before, name) for name in compared)
     data = now.data_parallel_size
-    if not is_unchanged or now.global_batch_size in (None, total):
+    if is_changed or now.global_batch_size in (None, total):
         return
     if not draft.given("micro_batch_size"):
         # The largest size that divides the samples of a rank and needs no more memory than before.
@@ -155,10 +148,9 @@ def keep_global_batch(draft: Draft, facts: Facts, saved: Mapping[str, Any], orig
         draft.derive(f"{KEPT_PREFIX} {origin}", micro_batch_size=micro)
     draft.derive(f"{KEPT_PREFIX} {origin}", global_batch_size=total)
     had = f"{ranks} {plural(ranks or 0, 'data-parallel rank')}"
-    draft.notices.append(
-        f"the run keeps its {total} samples a step, which it had on {had}; on {data}, the batch settings of a rank would make "
-        f"{now.global_batch_size} (--global-batch-size changes it)"
-    )
+    others = f"the batch settings of a rank would make {now.global_batch_size}"
+    kept = f"the run keeps its {total} samples a step, which it had on {had}"
+    draft.notices.append(f"{kept}; on {data}, {others} (--global-batch-size changes it)")
 
 
 def use_named_step(draft: Draft, own_checkpoints: Path) -> None:
@@ -179,26 +171,27 @@ def use_named_step(draft: Draft, own_checkpoints: Path) -> None:
     if not chosen and draft.ckpt_format is not None and find_megatron_checkpoint(megatron_folder):
         draft.assign(origin, load=str(megatron_folder))
         return
-    if not chosen:
+    if folder is None or not chosen:
         known = ", ".join(step.name for step in steps) or "none"
         raise UserError(f"--ckpt-step {number}: {load} has no such step, but {known}; name one of them")
-    assert folder is not None
     if folder.resolve() != own_checkpoints.resolve():
         draft.assign(origin, load=str(chosen[-1]))
     elif chosen[-1] != steps[-1]:
-        raise UserError(
-            f"--ckpt-step {number}: this run has continued to {steps[-1].name}, and a run does not go back in its own folder; give "
-            f"another --run-dir and --save to resume from step {number}"
-        )
+        ways = f"give another --run-dir and --save to resume from step {number}"
+        problem = f"this run has continued to {steps[-1].name}, and a run does not go back in its own folder"
+        raise UserError(f"--ckpt-step {number}: {problem}; {ways}")
 
 
-def require_checkpoint(draft: Draft) -> None:
-    """Raises if `--load` holds no checkpoint yet and `--exit-on-missing-checkpoint` is given."""
-    if draft.exit_on_missing_checkpoint and draft.given("load"):
-        raise UserError(
-            f"--load {draft.load} holds no checkpoint yet, and --exit-on-missing-checkpoint is given; check the path, or leave that "
-            f"flag out for the first start"
-        )
+def _require_checkpoint(draft: Draft, save: Path) -> None:
+    """Raises if the given `--load` holds the checkpoint of another program, or none yet with
+    `--exit-on-missing-checkpoint`."""
+    from pentatron.checkpoint.find import refuse_other_formats
+
+    refuse_other_formats(save)
+    if draft.exit_on_missing_checkpoint:
+        ways = "check the path, or leave that flag out for the first start"
+        problem = f"--load {draft.load} holds no checkpoint yet, and --exit-on-missing-checkpoint is given"
+        raise UserError(f"{problem}; {ways}")
 
 
 def adopt_layout(draft: Draft, saved: Mapping[str, Any], origin: str) -> None:
@@ -206,9 +199,8 @@ def adopt_layout(draft: Draft, saved: Mapping[str, Any], origin: str) -> None:
     if not draft.use_mp_args_from_checkpoint_args:
         return
     known = [name for name in LAYOUT_OF_STEP if name in saved and not draft.given(name)]
-    adopted = [name for name in known if getattr(draft, name) != saved[name]]
-    for name in adopted:
-        draft.assign(f"{LOADED_PREFIX}{origin}", **{name: saved[name]})
+    adopted = {name: saved[name] for name in known if getattr(draft, name) != saved[name]}
+    draft.assign(f"{LOADED_PREFIX}{origin}", **adopted)
     if adopted:
-        shown = " ".join(table()[name].written(saved[name]) for name in adopted)
+        shown = " ".join(table()[name].written(value) for name, value in adopted.items())
         draft.notices.append(f"layout from {origin}: {shown}")

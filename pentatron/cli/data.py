@@ -3,26 +3,17 @@
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from pentatron.cli.checkpoint_settings import adopt_named_checkpoint
 from pentatron.cli.configure import count_epoch_samples, download_tokenizer, set_vocabulary_size
-from pentatron.cli.options import (
-    Options,
-    flags_of,
-    option,
-    options_help,
-    parse_options,
-    parse_options_and_settings,
-    synopsis,
-    usage,
-)
+from pentatron.cli.options import Options, option, options_help, parse_options_and_settings, synopsis, usage
 from pentatron.cli.output import say, say_json, show_report
-from pentatron.cli.subcommands import run_subcommand
+from pentatron.cli.subcommands import T, parse_options_and_paths, run_subcommand
 from pentatron.errors import UserError
 from pentatron.monitor.terminal import ignore_output_errors
 from pentatron.settings.data_paths import training_files_flag
@@ -34,11 +25,9 @@ from pentatron.settings.settings import Facts, is_unset
 
 if TYPE_CHECKING:
     from pentatron.data.loader import SampleSource
-    from pentatron.data.sampling import Sample
     from pentatron.data.tokenizer import Tokenizer
 
 _PARTS = ("train", "valid", "test")
-_FIRST_SAMPLES = range(8)
 
 
 def _samples(written: str, flag: str) -> range:
@@ -88,7 +77,6 @@ SHOW = EntryPoint(
     name="pentatron data show",
     summary="Show the samples of a run.",
     defaults={"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1},
-    own=flags_of(ShowOptions),
 )
 _FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 _MAX_VOCAB_SIZE = 2**31 - 1
@@ -110,7 +98,7 @@ def show_samples(words: Sequence[str]) -> int:
     if words and (run_config := Path(words[0]) / "config.yaml").is_file():
         raise UserError(f"'{words[0]}' is no flag; the samples of that run: --config {run_config}")
     options, settings = parse_options_and_settings(ShowOptions, words, SHOW)
-    indices = options.index or _FIRST_SAMPLES
+    indices = options.index or range(8)
     resolved, world = _resolve(settings, options.part, indices.stop), single_process(torch.device("cpu"))
     # Notices go to stderr, because stdout may be JSON.
     display = PlainLines(sys.stderr)
@@ -129,22 +117,25 @@ def show_samples(words: Sequence[str]) -> int:
             by_share = f"--split {config.data.split} a {share} share"
             way_out = f"--{options.part}-data-path" if config.data.train_data_path else by_share
             raise UserError(f"there is nothing to {purpose} with; give {way_out}")
-        count = config.spans.total if options.part == "train" else None
-        number, sentence = _available(source, count) or (indices.stop, "")
+        # Data without a length are endless.
+        number, sentence = indices.stop, ""
+        if isinstance(source, Sized):
+            number, sentence = len(source), f"there are {len(source)} samples"
+        if options.part == "train" and not (isinstance(source, Sized) and config.spans.total >= number):
+            number, length = config.spans.total, "--train-iters, --train-samples, --epochs"
+            sentence = f"a run of this length ({length}) reads {number} samples"
         if options.index is not None and options.index.stop > number:
             given = str(indices.start) if len(indices) == 1 else f"{indices.start}:{indices.stop}"
             raise UserError(f"{sentence}, so --index can go from 0 to {number - 1}, not '{given}'")
         samples = {i: source[i] for i in indices if i < number}
+    # Masks are 0 or 1, so that the conversion to integers is exact.
+    rows = [{"index": i, **{n: v.astype(int).tolist() for n, v in s.items()}} for i, s in samples.items()]
     if options.json:
-        # Masks are 0 or 1, so that the conversion to integers is exact.
-        rows = {
-            i: {name: v.astype(int).tolist() for name, v in sample.items()} for i, sample in samples.items()
-        }
-        say_json([{"index": i, **row} for i, row in rows.items()], indent=None)
-    else:
-        if opened.depends_on_length:
-            say(f"samples of a run that reads {config.spans.total} of them (--train-samples)\n")
-        say("\n\n".join(_sample_text(i, sample, datasets.tokenizer) for i, sample in samples.items()))
+        say_json(rows, indent=None)
+        return 0
+    if opened.depends_on_length:
+        say(f"samples of a run that reads {config.spans.total} of them (--train-samples)\n")
+    say("\n\n".join(_sample_text(row, datasets.tokenizer) for row in rows))
     return 0
 
 
@@ -167,26 +158,16 @@ def _resolve(words: Sequence[str], part: str, stop: int) -> Resolved:
     return resolve(draft, facts)
 
 
-def _available(source: "SampleSource", read: int | None) -> tuple[int, str] | None:
-    """Returns how many samples can be shown, with a sentence; None for endless data. `parse_options` is the number the
-    whole run reads."""
-    length = len(source) if isinstance(source, Sized) else None
-    if read is not None and (length is None or read < length):
-        return read, f"a run of this length (--train-iters, --train-samples, --epochs) reads {read} samples"
-    return None if length is None else (length, f"there are {length} samples")
-
-
-def _sample_text(index: int, sample: "Sample", tokenizer: "Tokenizer | None") -> str:
+def _sample_text(row: Mapping[str, Any], tokenizer: "Tokenizer | None") -> str:
     """Formats a sample as text, token ids, labels, loss mask and positions."""
-    tokens, labels, mask, positions = (sample[name].astype(int).tolist() for name in _FIELDS)
-    lines = [f"sample {index}: {len(tokens)} tokens, {sum(mask)} labels in the loss"]
+    tokens, labels, mask, positions = (row[name] for name in _FIELDS)
+    lines = [f"sample {row['index']}: {len(tokens)} tokens, {sum(mask)} labels in the loss"]
     if tokenizer is not None:
         text = "".join(_pieces(tokens, labels, mask, tokenizer))
         # Control characters would be interpreted by the terminal.
         text = "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text)
         lines += [f"  | {line}" for line in text.split("\n")]
-    for title, values in (("tokens", tokens), ("labels", labels)):
-        lines += _wrapped(title, " ".join(map(str, values)))
+    lines += _wrapped("tokens", " ".join(map(str, tokens))) + _wrapped("labels", " ".join(map(str, labels)))
     lines += _wrapped("loss mask", ", ".join(f"{value} × {len(list(run))}" for value, run in groupby(mask)))
     lines += _wrapped("positions", ", ".join(_ranges(positions)))
     return "\n".join(lines)
@@ -198,10 +179,9 @@ def _pieces(
     """Yields the decoded text: the first token, then every label. Where the next input is another token, a
     new text begins."""
     entries: list[tuple[bool, int]] = []
-    for position, token in enumerate(tokens):
-        if position == 0 or labels[position - 1] != token:
-            entries.append((False, token))
-        entries.append((bool(mask[position]), labels[position]))
+    for before, token, label, learned in zip([None, *labels], tokens, labels, mask):
+        entries += [(False, token)] if before != token else []
+        entries.append((bool(learned), label))
     for learned, run in groupby(entries, lambda entry: entry[0]):
         ids = [token for _, token in run]
         yield tokenizer.decode(ids) if learned else f"⟦{_shortened(ids, tokenizer)}⟧"
@@ -263,7 +243,6 @@ COMMANDS = {
     "merge": "data.merge_pairs",
     "seal": "data.seal_pairs",
 }
-T = TypeVar("T", bound=Options)
 
 
 def data_command(words: Sequence[str]) -> int:
@@ -277,18 +256,16 @@ def data_command(words: Sequence[str]) -> int:
     return 0
 
 
-def _read(cls: type[T], words: Sequence[str], least: int, example: str) -> tuple[T, list[str]]:
+def _read(cls: type[T], words: Sequence[str], call: str, least: int = 1) -> tuple[T, list[str]]:
     """Reads options and at least `least` prefixes, without the ending of a file, as completed by a shell."""
-    options, prefixes = parse_options(cls, words, "pentatron data")
-    if len(prefixes) < least:
-        raise UserError(f"name the data to use: pentatron data {example}")
+    options, prefixes = parse_options_and_paths(cls, words, f"data {call}", least)
     return options, [p.removesuffix(".bin").removesuffix(".idx").removesuffix(".meta") for p in prefixes]
 
 
 def describe_pairs(words: Sequence[str]) -> int:
     from pentatron.data.inspect import describe, format_description
 
-    options, prefixes = _read(DescribeOptions, words, 1, "describe PREFIX")
+    options, prefixes = _read(DescribeOptions, words, "describe PREFIX")
     pairs = list(map(describe, prefixes))
     show_report(pairs, options.json, lambda pairs: "\n\n".join(map(format_description, pairs)), list)
     return 0
@@ -297,7 +274,7 @@ def describe_pairs(words: Sequence[str]) -> int:
 def verify_pairs(words: Sequence[str]) -> int:
     from pentatron.data.inspect import verify
 
-    options, prefixes = _read(VerifyOptions, words, 1, "verify PREFIX")
+    options, prefixes = _read(VerifyOptions, words, "verify PREFIX")
     code = 0
     for prefix in prefixes:
         try:
@@ -311,30 +288,27 @@ def verify_pairs(words: Sequence[str]) -> int:
 def merge_pairs(words: Sequence[str]) -> int:
     from pentatron.data.indexed_writer import merge
 
-    options, (output, *sources) = _read(MergeOptions, words, 2, "merge OUT PREFIX")
+    options, (output, *sources) = _read(MergeOptions, words, "merge OUT PREFIX", least=2)
     ignore_output_errors()
     if output in sources:
         raise UserError(f"{output} cannot be merged into itself; choose another name for the result")
     for source, count in Counter(str(Path(source).resolve()) for source in sources).items():
         if count > 1:
-            say(
-                f"note: {source} is named {count} times, so each of its documents is in {output} {count} times"
-            )
+            times = f"{count} times"
+            say(f"note: {source} is named {times}, so each of its documents is in {output} {times}")
     facts = merge(sources, output, options.overwrite)
-    say(
-        f"{output}: {facts.documents:,} documents, {facts.sequences:,} sequences, {facts.tokens:,} tokens from {len(sources)} pairs"
-    )
+    held = f"{facts.documents:,} documents, {facts.sequences:,} sequences, {facts.tokens:,} tokens"
+    say(f"{output}: {held} from {len(sources)} pairs")
     return 0
 
 
 def seal_pairs(words: Sequence[str]) -> int:
     from pentatron.data.inspect import seal
 
-    _, prefixes = _read(Options, words, 1, "seal PREFIX")
+    _, prefixes = _read(Options, words, "seal PREFIX")
     ignore_output_errors()
     for prefix in prefixes:
         facts = seal(prefix)
-        say(
-            f"{prefix}.meta: checksums of {facts.tokens:,} tokens in {facts.documents:,} documents, as they are now"
-        )
+        held = f"{facts.tokens:,} tokens in {facts.documents:,} documents"
+        say(f"{prefix}.meta: checksums of {held}, as they are now")
     return 0

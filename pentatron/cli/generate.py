@@ -3,18 +3,13 @@
 import json
 import os
 import sys
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pentatron.cli.environment import (
-    Worker,
-    export_rank_variables,
-    find_worker,
-    rendezvous_address,
-    set_worker_environment,
-)
+from pentatron.cli import environment
 from pentatron.cli.options import Options, option, options_help, parse_options
 from pentatron.cli.output import print_error, print_note, say
 from pentatron.errors import AgreedError, UserError
@@ -84,31 +79,23 @@ class SamplingOptions(Options):
             yield f"--greedy is --temperature 0, but --temperature {self.temperature} is given; leave one of them out"
 
 
+_DTYPES = ("auto", "float32", "fp32", "bfloat16", "bf16")
+
+
+def _size(short: str, help: str) -> Any:
+    return option(1, help, also=short, unlisted=f"{short}_size", limit=ONE_OR_MORE)
+
+
 @dataclass(frozen=True)
 class DeviceOptions(Options):
-    tensor_model_parallel_size: int = option(
-        1,
-        "ranks that share one layer; they are started here, unless torchrun did",
-        also="--tp",
-        unlisted="--tp_size",
-        limit=ONE_OR_MORE,
+    tensor_model_parallel_size: int = _size(
+        "--tp", "ranks that share one layer; they are started here, unless torchrun did"
     )
-    pipeline_model_parallel_size: int = option(
-        1, "ranks the layers are divided over", also="--pp", unlisted="--pp_size", limit=ONE_OR_MORE
-    )
-    expert_model_parallel_size: int = option(
-        1,
-        "ranks that share the experts, of the tensor ranks",
-        also="--ep",
-        unlisted="--ep_size",
-        limit=ONE_OR_MORE,
-    )
+    pipeline_model_parallel_size: int = _size("--pp", "ranks the layers are divided over")
+    expert_model_parallel_size: int = _size("--ep", "ranks that share the experts, of the tensor ranks")
     device: str = option("auto", "device to compute on", choices=("auto", "cpu", "cuda"))
     dtype: str = option(
-        "auto",
-        "type of the weights; bfloat16 on a GPU",
-        choices=("auto", "float32", "fp32", "bfloat16", "bf16"),
-        value="auto|float32|bfloat16",
+        "auto", "type of the weights; bfloat16 on a GPU", choices=_DTYPES, value="auto|float32|bfloat16"
     )
     threads: int | None = option(None, "CPU threads of one process (cores / processes)", limit=NON_NEGATIVE)
     batch_size: int = option(16, "prompts continued together", limit=ONE_OR_MORE)
@@ -143,7 +130,6 @@ where
 """
 # Options of random sampling, which greedy decoding ignores.
 _RANDOM_SAMPLING = ("top_k", "top_p", "seed")
-_DEFAULT_PROMPT = "\n"
 _WORKER = "--worker"
 _RESTART = ("-m", "pentatron", "generate")
 _TIMEOUT_MINUTES = 10.0
@@ -166,7 +152,7 @@ def generate_command(words: Sequence[str], restart: Sequence[str] = _RESTART) ->
     if "--help" in words or "-h" in words:
         say(USAGE)
         return 0
-    worker = find_worker(os.environ)
+    worker = environment.find_worker(os.environ)
     if words[:1] == [_WORKER]:
         written = json.loads(Path(words[1]).read_text(encoding="utf-8"))
         given: dict[str, Any] = written.pop("options")
@@ -176,9 +162,8 @@ def generate_command(words: Sequence[str], restart: Sequence[str] = _RESTART) ->
     if options.greedy:
         options = replace(options, temperature=0.0)
     if not plain:
-        raise UserError(
-            'say which model to use and, in quotes, what to continue: pentatron generate runs/demo "import "'
-        )
+        example = 'pentatron generate runs/demo "import "'
+        raise UserError(f"say which model to use and, in quotes, what to continue: {example}")
     from pentatron.generate.source import find_weights
 
     # Only one process verifies the checkpoint and reads the prompts, which may come from stdin.
@@ -207,7 +192,7 @@ def _prompts(words: Sequence[str], options: GenerateOptions) -> list[Any]:
             raise UserError(f"{named} cannot be read: {reason}") from None
         if not prompts:
             raise UserError(f"{named} has no line to continue")
-    return prompts or [_DEFAULT_PROMPT]
+    return prompts or ["\n"]
 
 
 def _launch(request: Request, restart: Sequence[str]) -> int:
@@ -219,7 +204,7 @@ def _launch(request: Request, restart: Sequence[str]) -> int:
         require_gpu()
     _open_model(request)
     world = _ranks(request).world_size
-    set_worker_environment(_threads(request, world))
+    environment.set_worker_environment(_threads(request, world))
     port = request.options.master_port or None
     with scratch_folder("generate") as folder:
         file = folder / "request.json"
@@ -234,7 +219,7 @@ def _launch(request: Request, restart: Sequence[str]) -> int:
     return 1
 
 
-def _work(request: Request, worker: Worker | None) -> int:
+def _work(request: Request, worker: environment.Worker | None) -> int:
     import torch
 
     from pentatron.parallel.world import choose_device, open_world
@@ -242,22 +227,18 @@ def _work(request: Request, worker: Worker | None) -> int:
     source, config = _open_model(request)
     size = config.grid.world_size
     if worker is not None and worker.world_size != size:
-        raise UserError(
-            f"{worker.launcher} started {worker.world_size} processes, and the model is spread over {size} "
-            f"({_layout_text(request)}); start as many, or change --tp and --pp"
-        )
-    worker = worker or Worker(0, 1, 0, 1, "none")
+        started = f"{worker.launcher} started {worker.world_size} processes"
+        spread = f"the model is spread over {size} ({_layout_text(config)})"
+        raise UserError(f"{started}, and {spread}; start as many, or change --tp and --pp")
+    worker = worker or environment.Worker(0, 1, 0, 1, "none")
     torch.set_num_threads(_threads(request, worker.local_size))
     if worker.world_size > 1:
-        export_rank_variables(worker, None)
+        environment.export_rank_variables(worker, None)
     device = choose_device(request.options.device, worker.local_rank)
     place = (config.grid, worker.rank, worker.local_rank, device)
-    shared = {**config.shared(), "folder": request.folder}
+    shared, address = {**config.shared(), "folder": request.folder}, environment.rendezvous_address(worker)
     try:
-        with (
-            open_world(*place, _TIMEOUT_MINUTES, shared, rendezvous_address(worker)) as world,
-            torch.no_grad(),
-        ):
+        with open_world(*place, _TIMEOUT_MINUTES, shared, address) as world, torch.no_grad():
             _generate(request, source, config, world)
     except AgreedError:
         raise
@@ -274,17 +255,12 @@ def _threads(request: Request, processes: int) -> int:
 def _ranks(request: Request) -> Any:
     from pentatron.generate.continue_text import Ranks
 
-    options = request.options
-    return Ranks(
-        options.tensor_model_parallel_size,
-        options.pipeline_model_parallel_size,
-        options.expert_model_parallel_size,
-    )
+    axes = ("tensor", "pipeline", "expert")
+    return Ranks(*(getattr(request.options, f"{axis}_model_parallel_size") for axis in axes))
 
 
-def _layout_text(request: Request) -> str:
-    ranks = _ranks(request)
-    return f"{ranks.tensor} tensor × {ranks.pipeline} pipeline"
+def _layout_text(config: "RunConfig") -> str:
+    return f"{config.grid.tensor} tensor × {config.grid.pipeline} pipeline"
 
 
 def _open_model(request: Request) -> tuple["ModelSource", "RunConfig"]:
@@ -307,9 +283,8 @@ def _generate(request: Request, source: "ModelSource", config: "RunConfig", worl
     half = options.dtype in ("bfloat16", "bf16") or (options.dtype == "auto" and world.device.type == "cuda")
     dtype = torch.bfloat16 if half else torch.float32
 
-    as_tokens, named = options.tokens is not None, options.tokenizer_model
     words = run_on_some_ranks(
-        world.is_first, lambda: PromptTexts(request.prompts, as_tokens, source, named), world.everyone
+        world.is_first, lambda: PromptTexts(request.prompts, options, source), world.everyone
     )
     prompts, stop = broadcast_object((words.ids, words.stop) if words else None, world.everyone)
     stages = run_on_some_ranks(True, lambda: load_stages(source, config, world, dtype), world.everyone)
@@ -319,18 +294,15 @@ def _generate(request: Request, source: "ModelSource", config: "RunConfig", worl
     texts = generate_texts(model, prompts, options.max_new_tokens, sampling, stop, options.batch_size)
     if words is None:
         # Other ranks take part in the generation, which the generator drives.
-        for _ in texts:
-            pass
+        deque(texts, maxlen=0)
         return
-    changed = [
-        f"--{name.replace('_', '-')} {getattr(options, name)}"
-        for name in _RANDOM_SAMPLING
-        if getattr(options, name) != getattr(GenerateOptions, name)
-    ]
+    given = {name: getattr(options, name) for name in _RANDOM_SAMPLING}
+    given = {name: value for name, value in given.items() if value != getattr(GenerateOptions, name)}
+    changed = [f"--{name.replace('_', '-')} {value}" for name, value in given.items()]
     if changed and options.temperature == 0:
         print_note(f"{' '.join(changed)}: the likeliest token is always taken, so this changes nothing")
     if options.master_port and config.grid.world_size == 1:
         print_note(f"--master-port {options.master_port}: there is one process, so this changes nothing")
     type_name = str(dtype).removeprefix("torch.")
-    print_note(f"{request.folder}: {type_name} on {world.device.type}, {_layout_text(request)}")
+    print_note(f"{request.folder}: {type_name} on {world.device.type}, {_layout_text(config)}")
     words.show(texts, options.json)

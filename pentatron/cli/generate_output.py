@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from pentatron.cli.generate import PromptOptions
 from pentatron.cli.output import print_note, say_json_rows, show_generated
 from pentatron.data.tokenizer import FileTokenizer, Tokenizer
 from pentatron.errors import UserError
@@ -15,29 +16,25 @@ from pentatron.generate.source import ModelSource
 class PromptTexts:
     """Prompts with their token ids (`ids`) and the stop tokens (`stop`); prints the generated texts.
 
-    `prompts` are texts or, with `as_tokens`, token ids.
+    `prompts` are texts or, with `--tokens`, token ids.
     """
 
-    def __init__(
-        self, prompts: Sequence[Any], as_tokens: bool, source: ModelSource, tokenizer_model: str | None
-    ) -> None:
-        self.prompts, self.as_tokens = prompts, as_tokens
-        self.tokenizer = self._find_tokenizer(source, tokenizer_model)
-        model = source.model
-        self.positions = model.max_position_embeddings
-        if self.tokenizer is None and not as_tokens:
-            raise UserError(
-                f"{source.folder} has no tokenizer; give one with --tokenizer-model DIR, or token ids with --tokens 1,2,3"
-            )
+    def __init__(self, prompts: Sequence[Any], options: PromptOptions, source: ModelSource) -> None:
+        self.prompts, self.as_tokens = prompts, options.tokens is not None
+        self.tokenizer = self._find_tokenizer(source, options.tokenizer_model)
+        self.positions = source.model.max_position_embeddings
+        if self.tokenizer is None and not self.as_tokens:
+            ways = "give one with --tokenizer-model DIR, or token ids with --tokens 1,2,3"
+            raise UserError(f"{source.folder} has no tokenizer; {ways}")
         # An empty prompt is continued from the end-of-document token.
         end: list[int] = []
         try:
-            end = [] if self.tokenizer is None else [self.tokenizer.eod]
+            end += [] if self.tokenizer is None else [self.tokenizer.eod]
         except UserError as error:
             print_note(f"texts end at --max-new-tokens alone: {error}")
         self.stop = source.stop or frozenset(end)
-        self.ids = [prompt if as_tokens else self._encoded(prompt, source) or end for prompt in prompts]
-        check_prompts(self.ids, model.vocab_size, self.positions)
+        self.ids = [prompt if self.as_tokens else self._encoded(prompt, source) or end for prompt in prompts]
+        check_prompts(self.ids, source.model.vocab_size, self.positions)
 
     def _find_tokenizer(self, source: ModelSource, named: str | None) -> Tokenizer | None:
         try:

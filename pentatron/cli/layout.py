@@ -1,7 +1,6 @@
 """`pentatron layout`: shows the role of every rank and draws the pipeline schedule, without starting a
 run."""
 
-import dataclasses
 import math
 import os
 import shutil
@@ -10,13 +9,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import TypeVar
 
 from pentatron.cli.checkpoint_settings import adopt_named_checkpoint
 from pentatron.cli.layout_report import LayoutReport, as_data, as_text
 from pentatron.cli.options import (
     Options,
-    flags_of,
     option,
     options_help,
     parse_options_and_settings,
@@ -32,34 +29,28 @@ from pentatron.settings.entry_points import LAYOUT, EntryPoint
 from pentatron.settings.resolve import gather, resolve
 from pentatron.settings.settings import Draft, Facts
 
-# 256-colour terminal backgrounds of forward, backward and weight gradients, cycled over the stages of a rank.
-_FORWARD, _BACKWARD, _WEIGHT = (25, 31, 62, 67), (28, 64, 100, 65), (94, 130, 136, 137)
-_PICTURE_FORWARD = ("#4c78a8", "#7fa3c9", "#35577a", "#9dbbd9")
-_PICTURE_BACKWARD = ("#59a14f", "#8bc07f", "#3f7a37", "#aad3a1")
-_PICTURE_WEIGHT = ("#b07a2b", "#cfa05c", "#8a5d1c", "#dcb985")
+# Colours of forward, backward and weight gradients, cycled over the stages of a rank: the background in a
+# terminal of 256 colours, and the colour in a picture.
+_FORWARD = ((25, "#4c78a8"), (31, "#7fa3c9"), (62, "#35577a"), (67, "#9dbbd9"))
+_BACKWARD = ((28, "#59a14f"), (64, "#8bc07f"), (100, "#3f7a37"), (65, "#aad3a1"))
+_WEIGHT = ((94, "#b07a2b"), (130, "#cfa05c"), (136, "#8a5d1c"), (137, "#dcb985"))
 _IDLE = "·"
 # Sizes of the picture in pixels.
 _STEP, _ROW, _LEFT, _TOP = 22, 26, 70, 50
 _NARROWEST = 40
 
-T = TypeVar("T")
-_PICTURE = ".svg"
-
 
 @dataclass(frozen=True)
 class LayoutOptions(Options):
     draw: str | None = option(
-        None,
-        "draw the schedule in the terminal, or as a picture to a file",
-        value=f"FILE{_PICTURE}",
-        alone="",
+        None, "draw the schedule in the terminal, or as a picture to a file", value="FILE.svg", alone=""
     )
     all: bool = option(False, "print every rank and every group")
     json: bool = option(False, "print JSON")
 
     def problems(self) -> Iterable[str]:
-        if self.draw and not self.draw.endswith(_PICTURE):
-            yield f"--draw wants the name of a picture that ends in {_PICTURE}, not '{self.draw}'"
+        if self.draw and not self.draw.endswith(".svg"):
+            yield f"--draw wants the name of a picture that ends in .svg, not '{self.draw}'"
 
 
 USAGE = f"""{usage("pentatron layout [--world-size N]", LayoutOptions, "[--setting value ...]")}
@@ -82,11 +73,8 @@ def layout_command(words: Sequence[str]) -> int:
     if "--help" in words or "-h" in words:
         say("\n".join([USAGE, *section_help(LAYOUT, "parallel")]))
         return 0
-    options, settings = parse_options_and_settings(
-        LayoutOptions, words, dataclasses.replace(LAYOUT, own=flags_of(LayoutOptions))
-    )
-    file = Path(options.draw) if options.draw else None
-    report = resolve_layout(settings)
+    options, settings = parse_options_and_settings(LayoutOptions, words, LAYOUT)
+    file, report = Path(options.draw) if options.draw else None, resolve_layout(settings)
     if file is not None:
         picture = draw_svg(report.checked, report.config.placement, report.schedule_in_words)
         try:
@@ -136,13 +124,9 @@ def _stand_in(draft: Draft) -> bool:
     them."""
     tensor = max(1, draft.tensor_model_parallel_size)
     heads = draft.num_attention_heads or 8 * tensor
-    defaults = {
-        "num_layers": _layers(draft),
-        "hidden_size": 64 * heads,
-        "seq_length": 256 * tensor * max(1, draft.context_parallel_size),
-    }
-    if not draft.given("hidden_size"):
-        defaults |= {"num_attention_heads": heads}
+    length = 256 * tensor * max(1, draft.context_parallel_size)
+    defaults = {"num_layers": _layers(draft), "hidden_size": 64 * heads, "seq_length": length}
+    defaults |= {} if draft.given("hidden_size") else {"num_attention_heads": heads}
     missing = {name: value for name, value in defaults.items() if not draft.given(name)}
     draft.assign(f"default of {LAYOUT.name}", **missing)
     return "num_layers" in missing
@@ -174,29 +158,35 @@ def _layers(draft: Draft) -> int:
     return int(sum(given) + 4 * virtual * max(0, ranks - len(given)))
 
 
-def stage_letter(placement: Placement, stage: int) -> str:
-    """Returns the letter of a stage among those of its rank: a, b, ...; empty if each rank has one stage."""
-    stages = placement.stages_of(placement.rank_of[stage])
-    return "" if len(stages) == 1 else _letter(stages.index(stage))
-
-
 def _letter(index: int) -> str:
     return chr(ord("a") + index) if index < 26 else f"({index})"
 
 
 def _label(placement: Placement, slot: Slot) -> str:
-    return f"{slot.action.kind.value}{slot.action.micro_batch}{stage_letter(placement, slot.action.stage)}"
+    """Returns the micro-batch, with the letter of the stage (a, b, ...) if its rank has several."""
+    stages = placement.stages_of(placement.rank_of[slot.action.stage])
+    letter = "" if len(stages) == 1 else _letter(stages.index(slot.action.stage))
+    return f"{slot.action.micro_batch}{letter}"
+
+
+def _colours(placement: Placement, slot: Slot) -> tuple[int, str]:
+    """Returns the colours of a slot in the terminal and in a picture."""
+    stages = placement.stages_of(placement.rank_of[slot.action.stage])
+    palette = {Kind.FORWARD: _FORWARD, Kind.WEIGHT: _WEIGHT}.get(slot.action.kind, _BACKWARD)
+    return palette[stages.index(slot.action.stage) % len(palette)]
 
 
 def draw_text(checked: ScheduleProperties, placement: Placement, width: int, colours: bool) -> list[str]:
     """Draws the schedule as lines of at most `width` characters; a long one is split into several blocks."""
-    cell = 1 + max(len(_label(placement, slot)) for slots in checked.timeline for slot in slots)
+    cell = 2 + max(len(_label(placement, slot)) for slots in checked.timeline for slot in slots)
     margin = len(f"rank {placement.ranks - 1} ")
     per_line = max(1, (width - margin - 2) // cell)
     lines = []
     for first in range(0, checked.time, per_line):
         last = min(checked.time, first + per_line)
-        lines.append(" " * margin + " " + _scale(first, last, cell))
+        # The time axis with every fifth step.
+        marks = (f"{time if time % 5 == 0 else '':<{cell}}"[:cell] for time in range(first, last))
+        lines.append(" " * (margin + 1) + "".join(marks).rstrip())
         for rank, slots in enumerate(checked.timeline):
             drawn = "".join(_cells(slots, placement, first, last, cell, colours))
             lines.append(f"rank {rank}".ljust(margin) + f"▕{drawn}▏")
@@ -204,71 +194,48 @@ def draw_text(checked: ScheduleProperties, placement: Placement, width: int, col
     return [*lines, *_legend(checked, placement)]
 
 
-def _scale(first: int, last: int, cell: int) -> str:
-    """Returns the time axis with every fifth step."""
-    marks = (f"{time:<{cell}}" if time % 5 == 0 else " " * cell for time in range(first, last))
-    return "".join(mark[:cell] for mark in marks).rstrip()
-
-
 def _cells(
     slots: Sequence[Slot], placement: Placement, first: int, last: int, cell: int, colours: bool
 ) -> Iterator[str]:
     """Yields the cells of one rank from `first` to `last`; a slot of several steps fills several cells."""
-    at = first
+    at, idle = first, _IDLE.center(cell - 1) + " "
     for slot in slots:
         start, end = max(slot.start, first), min(slot.end, last)
         if start >= end:
             continue
-        yield _idle(start - at, cell)
-        length = (end - start) * cell
+        length = (end - start) * cell - 1
         # A slot that continues from the previous block begins with a dash.
-        text = _label(placement, slot) if start == slot.start else "─"
-        yield _painted(text[: length - 1].ljust(length - 1, "─") + " ", placement, slot, colours)
+        text = f"{slot.action.kind.value}{_label(placement, slot)}" if start == slot.start else "─"
+        text = text[:length].ljust(length, "─")
+        painted = f"\x1b[97;48;5;{_colours(placement, slot)[0]}m{text}\x1b[0m" if colours else text
+        yield f"{idle * (start - at)}{painted} "
         at = end
-    yield _idle(last - at, cell)
-
-
-def _idle(steps: int, cell: int) -> str:
-    return (_IDLE.center(cell - 1) + " ") * steps
-
-
-def _painted(text: str, placement: Placement, slot: Slot, colours: bool) -> str:
-    if not colours:
-        return text
-    palette = {Kind.FORWARD: _FORWARD, Kind.WEIGHT: _WEIGHT}.get(slot.action.kind, _BACKWARD)
-    return f"\x1b[97;48;5;{_stage_colour(palette, placement, slot)}m{text[:-1]}\x1b[0m "
-
-
-def _stage_colour(palette: Sequence[T], placement: Placement, slot: Slot) -> T:
-    stages = placement.stages_of(placement.rank_of[slot.action.stage])
-    return palette[stages.index(slot.action.stage) % len(palette)]
+    yield idle * (last - at)
 
 
 def _legend(checked: ScheduleProperties, placement: Placement) -> list[str]:
     kinds = {slot.action.kind for slots in checked.timeline for slot in slots}
-    names = "F0 forward, "
-    if Kind.INPUT in kinds:
-        names += "I0 input gradient, W0 weight gradient" + (", " if Kind.BACKWARD in kinds else "")
-    if Kind.BACKWARD in kinds or Kind.INPUT not in kinds:
-        names += "B0 backward"
-    names += " of micro-batch 0"
+    halves = "I0 input gradient, W0 weight gradient"
+    names, note = f"{halves}, B0 backward", " (B is I and W in one)"
     if Kind.INPUT not in kinds:
-        names += " (a backward takes two steps)"
-    elif Kind.BACKWARD in kinds:
-        names += " (B is I and W in one)"
-    lines = [f"{names}, {_IDLE} waiting"]
+        names, note = "B0 backward", " (a backward takes two steps)"
+    elif Kind.BACKWARD not in kinds:
+        names, note = halves, ""
+    lines = [f"F0 forward, {names} of micro-batch 0{note}, {_IDLE} waiting"]
     if placement.stages > placement.ranks:
-        letters = (
-            f"{_letter(i)} stages {first}-{first + placement.ranks - 1}"
-            for i, first in enumerate(range(0, placement.stages, placement.ranks))
-        )
+        firsts = enumerate(range(0, placement.stages, placement.ranks))
+        letters = (f"{_letter(i)} stages {first}-{first + placement.ranks - 1}" for i, first in firsts)
         lines.append(f"letters denote the stages of a rank: {', '.join(letters)}")
     return lines
 
 
 def draw_svg(checked: ScheduleProperties, placement: Placement, title: str) -> str:
     """Draws the schedule as an SVG."""
-    legend = _picture_legend(checked, placement)
+    kinds = "green: backward (takes two steps)"
+    if any(checked.deferred):
+        kinds = "green: input gradient (two steps: whole backward), brown: weight gradient"
+    colours = f"blue: forward, {kinds}, grey: waiting; the numbers are micro-batches"
+    legend = [colours, *_legend(checked, placement)[1:]]
     # The width of the text depends on the viewer's font; this fits wide ones.
     text_width = max(10 * len(title), *(7 * len(line) for line in legend)) + 24
     width, height = max(_LEFT + checked.time * _STEP + 20, text_width), _TOP + placement.ranks * _ROW + 60
@@ -278,37 +245,22 @@ def draw_svg(checked: ScheduleProperties, placement: Placement, title: str) -> s
         f'<rect width="{width}" height="{height}" fill="white"/>',
         f'<text x="12" y="24" font-size="15" font-weight="bold">{escape(title)}</text>',
     ]
+    y, idle = _TOP, f'width="{checked.time * _STEP}" height="{_ROW - 4}" fill="#eeeeee"'
     for rank, slots in enumerate(checked.timeline):
-        y = _TOP + rank * _ROW
         parts.append(f'<text x="12" y="{y + 16}">rank {rank}</text>')
-        parts.append(
-            f'<rect x="{_LEFT}" y="{y}" width="{checked.time * _STEP}" height="{_ROW - 4}" fill="#eeeeee"/>'
-        )
+        parts.append(f'<rect x="{_LEFT}" y="{y}" {idle}/>')
         parts += [_svg_slot(slot, placement, y) for slot in slots]
-    y = _TOP + placement.ranks * _ROW
-    parts += [
-        f'<text x="{_LEFT + time * _STEP}" y="{y + 12}" fill="#777777">{time}</text>'
-        for time in range(0, checked.time + 1, 5)
-    ]
+        y += _ROW
+    for time in range(0, checked.time + 1, 5):
+        parts.append(f'<text x="{_LEFT + time * _STEP}" y="{y + 12}" fill="#777777">{time}</text>')
     parts += [f'<text x="12" y="{y + 34 + 15 * i}">{escape(line)}</text>' for i, line in enumerate(legend)]
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _picture_legend(checked: ScheduleProperties, placement: Placement) -> list[str]:
-    kinds = "blue: forward, green: backward (takes two steps), grey: waiting;"
-    if any(checked.deferred):
-        kinds = "blue: forward, green: input gradient (two steps: whole backward), brown: weight gradient, grey: waiting;"
-    return [f"{kinds} the numbers are micro-batches", *_legend(checked, placement)[1:]]
-
-
 def _svg_slot(slot: Slot, placement: Placement, y: int) -> str:
-    palettes = {Kind.FORWARD: _PICTURE_FORWARD, Kind.WEIGHT: _PICTURE_WEIGHT}
-    palette = palettes.get(slot.action.kind, _PICTURE_BACKWARD)
-    x, width = _LEFT + slot.start * _STEP, (slot.end - slot.start) * _STEP
-    text = f"{slot.action.micro_batch}{stage_letter(placement, slot.action.stage)}"
-    return (
-        f"<g><title>{NAMES.get(slot.action.kind, slot.action.kind.name.lower())} of micro-batch {slot.action.micro_batch}, stage "
-        f'{slot.action.stage}</title><rect x="{x}" y="{y}" width="{width - 1}" height="{_ROW - 4}" rx="2" '
-        f'fill="{_stage_colour(palette, placement, slot)}"/><text x="{x + width / 2:g}" y="{y + 15}" fill="white" '
-        f'text-anchor="middle">{text}</text></g>'
-    )
+    x, width, action = _LEFT + slot.start * _STEP, (slot.end - slot.start) * _STEP, slot.action
+    kind, colour = NAMES.get(action.kind, action.kind.name.lower()), _colours(placement, slot)[1]
+    title = f"<title>{kind} of micro-batch {action.micro_batch}, stage {action.stage}</title>"
+    rect = f'<rect x="{x}" y="{y}" width="{width - 1}" height="{_ROW - 4}" rx="2" fill="{colour}"/>'
+    text = f'<text x="{x + width / 2:g}" y="{y + 15}" fill="white" text-anchor="middle">'
+    return f"<g>{title}{rect}{text}{_label(placement, slot)}</text></g>"

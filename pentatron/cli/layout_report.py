@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from pentatron.layout.check import ScheduleProperties, check
+from pentatron.layout.check import ScheduleProperties, Slot, check
 from pentatron.layout.ranks import Axis, Grid
 from pentatron.settings.parameters import costs_of, is_tied
 from pentatron.settings.run_config import RunConfig, size_problem
@@ -33,14 +33,11 @@ def batch_table(config: RunConfig, steps: int | None = None) -> str:
     rows = batch_sizes(config, steps)
     if config.batch_plan.is_constant:
         return ""
-    shortened = len(rows) > _FIRST + _LAST + 1
-    lines = ["Batch sizes, and after which iteration they begin", ""]
-    lines.append("  iteration       samples  batch size  micro-batches")
-    lines += [_line(row) for row in (rows[:_FIRST] if shortened else rows)]
-    if shortened:
-        lines.append(f"        ...  {len(rows) - _FIRST - _LAST} more sizes")
-        lines += [_line(row) for row in rows[-_LAST:]]
-    return "\n".join(lines)
+    lines = list(map(_line, rows))
+    if len(rows) > _FIRST + _LAST + 1:
+        lines[_FIRST:-_LAST] = [f"        ...  {len(rows) - _FIRST - _LAST} more sizes"]
+    title = "Batch sizes, and after which iteration they begin"
+    return "\n".join([title, "", "  iteration       samples  batch size  micro-batches", *lines])
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -96,14 +93,10 @@ class LayoutReport:
     def axes(self) -> list[Axis]:
         """The axes that have groups of more than one rank."""
         grid = self.grid
-        axes: list[Axis] = [axis for axis in _DENSE if getattr(grid, axis) > 1]
-        if self.has_experts:
-            axes += [axis for axis in _SPARSE if getattr(grid, axis) > 1]
-        if grid.kv_copies > 1:
-            axes.append("kv")
-        split_ends = self.config.placement.rank_of[0] != self.config.placement.rank_of[-1]
-        if split_ends and is_tied(self.config.model):
-            axes.append("embedding")
+        ends = self.config.placement.rank_of[0], self.config.placement.rank_of[-1]
+        axes: list[Axis] = [*_DENSE, *(_SPARSE if self.has_experts else ())]
+        axes += ["kv"] if grid.kv_copies > 1 else []
+        axes += ["embedding"] if ends[0] != ends[1] and is_tied(self.config.model) else []
         if grid.instances > 1:
             axes += ["shards", "instances"]
             axes += ["expert_shards", "expert_instances"] if self.has_experts else []
@@ -122,12 +115,11 @@ class LayoutReport:
 
     @property
     def schedule_in_words(self) -> str:
-        stages = self.config.placement.stages
-        ranks = f"{self.grid.pipeline} {plural(self.grid.pipeline, 'pipeline rank')}"
-        if stages > self.grid.pipeline:
-            ranks += f" with {self.config.virtual_stages} stages each"
-        count = self.config.accumulation
-        return f"{self.kind}: {count} {plural(count, 'micro-batch')} on {ranks}"
+        count, ranks = self.config.accumulation, self.grid.pipeline
+        virtual = self.config.placement.stages > ranks
+        each = f" with {self.config.virtual_stages} stages each" if virtual else ""
+        batches = f"{count} {plural(count, 'micro-batch')}"
+        return f"{self.kind}: {batches} on {ranks} {plural(ranks, 'pipeline rank')}{each}"
 
     def place(self, rank: int) -> dict[str, Any]:
         """Returns the machine of a rank, if known, and its coordinates."""
@@ -139,20 +131,18 @@ def as_text(report: LayoutReport, everything: bool) -> str:
     blocks = [_equation(report), _ranks(report, everything), _groups(report, everything)]
     blocks += [_stages(report), _schedule(report), batch_table(report.config)]
     blocks.append("\n".join(f"note: {notice}" for notice in report.notices))
-    return "\n\n".join(block for block in blocks if block)
+    return "\n\n".join(filter(None, blocks))
 
 
 def _equation(report: LayoutReport) -> str:
     grid = report.grid
-    lines = [
-        f"{grid.world_size} {plural(grid.world_size, 'process')} = {grid.tensor} tensor × "
-        f"{grid.pipeline} pipeline × {grid.context} context × {grid.data} data"
-    ]
+    world, copies = grid.world_size, f"{grid.context} context × {grid.data} data"
+    all_ranks = f"{world} {plural(world, 'process')}"
+    lines = [f"{all_ranks} = {grid.tensor} tensor × {grid.pipeline} pipeline × {copies}"]
     if report.has_experts:
-        lines.append(
-            f"{grid.stage_size} ranks of a stage = {grid.tensor} tensor × {grid.context} context × {grid.data} data = "
-            f"{grid.expert_tensor} expert tensor × {grid.expert} expert × {grid.expert_data} expert data"
-        )
+        experts = f"{grid.expert_tensor} expert tensor × {grid.expert} expert"
+        experts += f" × {grid.expert_data} expert data"
+        lines.append(f"{grid.stage_size} ranks of a stage = {grid.tensor} tensor × {copies} = {experts}")
     stage, replicas = report.config.parallel.zero_stage, grid.data * grid.context
     if stage and replicas > 1:
         groups = f" in {grid.instances} groups of {replicas // grid.instances}" if grid.instances > 1 else ""
@@ -166,19 +156,15 @@ def _ranks(report: LayoutReport, everything: bool) -> str:
     if report.per_machine is not None:
         columns.insert(0, "machine")
     ends = _MOST_ROWS // 2 if grid.world_size > _MOST_ROWS and not everything else grid.world_size
-    lines = ["Ranks: tensor neighbours are numbered first, then context, data and pipeline", ""]
-    lines.append("  rank" + "".join(f"  {column:>8}" for column in columns))
-    lines += [_rank(report, rank, columns) for rank in range(ends)]
+    rows = []
+    for rank in range(grid.world_size):
+        place = report.place(rank)
+        cells = ((place[column.replace(" ", "_")], max(8, len(column))) for column in columns)
+        rows.append(f"{rank:>6}" + "".join(f"  {value:>{width}}" for value, width in cells))
     if ends < grid.world_size:
-        lines.append(f"   ...  {grid.world_size - 2 * ends} more ranks (--all shows them)")
-        lines += [_rank(report, rank, columns) for rank in range(grid.world_size - ends, grid.world_size)]
-    return "\n".join(lines)
-
-
-def _rank(report: LayoutReport, rank: int, columns: Sequence[str]) -> str:
-    place = report.place(rank)
-    cells = ((place[column.replace(" ", "_")], max(8, len(column))) for column in columns)
-    return f"{rank:>6}" + "".join(f"  {value:>{width}}" for value, width in cells)
+        rows[ends:-ends] = [f"   ...  {grid.world_size - 2 * ends} more ranks (--all shows them)"]
+    title = "Ranks: tensor neighbours are numbered first, then context, data and pipeline"
+    return "\n".join([title, "", "  rank" + "".join(f"  {column:>8}" for column in columns), *rows])
 
 
 def _groups(report: LayoutReport, everything: bool) -> str:
@@ -213,10 +199,8 @@ def _stages(report: LayoutReport) -> str:
         layers = _layers(part.layers)
         holds = " ".join(["embedding"] * part.embedding + ["head"] * part.head)
         bar = "█" * max(1, round(_BAR * shares[stage] / max(shares)))
-        lines.append(
-            f"  {stage:>5}  {report.config.placement.rank_of[stage]:>13}  {layers or 'none':<9}  {holds:<14}  "
-            f"{shares[stage]:>6.1%}  {bar}".rstrip()
-        )
+        held = f"{report.config.placement.rank_of[stage]:>13}  {layers or 'none':<9}  {holds:<14}"
+        lines.append(f"  {stage:>5}  {held}  {shares[stage]:>6.1%}  {bar}".rstrip())
     return "\n".join(lines + _recompute(report))
 
 
@@ -229,25 +213,20 @@ def _recompute(report: LayoutReport) -> list[str]:
     memory = report.config.memory
     if memory.recompute_granularity is None:
         return []
-    lines = [
-        "",
-        f"  recompute: {', '.join(memory.recompute_modules)} of every layer that has it keeps only its input and is recomputed",
-    ]
+    kept = f"{', '.join(memory.recompute_modules)} of every layer that has it keeps only its input and is recomputed"
+    lines = ["", f"  recompute: {kept}"]
     if memory.recompute_granularity == "full":
-        lines[1] = (
-            "  recompute: these layers are recomputed; a micro-batch keeps one input for each run of them"
-        )
+        kept = "these layers are recomputed; a micro-batch keeps one input for each run of them"
+        lines = ["", f"  recompute: {kept}"]
         for stage, part in enumerate(report.config.stages):
             runs = report.config.recomputed(part)
-            recomputed = "  ".join(_layers(run) for run in runs) or "none"
-            kept = len(part.layers) - sum(map(len, runs))
+            whole = len(part.layers) - sum(map(len, runs))
             inputs = f"keeps {len(runs)} {plural(len(runs), 'input')}"
-            kept_text = f" and all of {kept} {plural(kept, 'layer')}" if kept else ""
-            lines.append(f"    stage {stage:>2}  {recomputed}: {inputs}{kept_text}")
+            layers = f" and all of {whole} {plural(whole, 'layer')}" if whole else ""
+            lines.append(f"    stage {stage:>2}  {'  '.join(map(_layers, runs)) or 'none'}: {inputs}{layers}")
     if any(report.checked.deferred):
-        lines.append(
-            "  this holds until the first half of its backward; the inputs of weight gradients are kept until the second"
-        )
+        second = "the inputs of weight gradients are kept until the second"
+        lines.append(f"  this holds until the first half of its backward; {second}")
     return lines
 
 
@@ -266,16 +245,13 @@ def _schedule(report: LayoutReport) -> str:
         lines.append(f"  of them between the halves of a split backward, at most, by rank: {deferred}")
     lines.append("")
     backward = "each half of a backward as 1" if any(checked.deferred) else "a backward as 2"
-    lines.append(
-        f"  waiting: {checked.bubble:.1%} of the ranks' time ({checked.time} steps, a forward taken as 1, {backward})"
-    )
+    steps = f"{checked.time} steps, a forward taken as 1, {backward}"
+    lines.append(f"  waiting: {checked.bubble:.1%} of the ranks' time ({steps})")
     if checked.bubble > 0.2:
-        lines.append(
-            "  more micro-batches (a smaller --micro-batch-size or a larger --global-batch-size) or virtual stages help"
-        )
-    rank_shares = [
-        sum(report.shares[s] for s in report.config.placement.stages_of(rank)) for rank in range(ranks)
-    ]
+        ways = "a smaller --micro-batch-size or a larger --global-batch-size"
+        lines.append(f"  more micro-batches ({ways}) or virtual stages help")
+    stages_of, shares = report.config.placement.stages_of, report.shares
+    rank_shares = [sum(shares[stage] for stage in stages_of(rank)) for rank in range(ranks)]
     # The rank with the largest share sets the pace; the others wait for it.
     idle = 1 - (1 - checked.bubble) / (ranks * max(rank_shares))
     if idle > checked.bubble + 0.01:
@@ -284,50 +260,38 @@ def _schedule(report: LayoutReport) -> str:
 
 
 def as_data(report: LayoutReport) -> dict[str, Any]:
-    grid, checked = report.grid, report.checked
+    grid, memory = report.grid, report.config.memory
     return {
         "world_size": grid.world_size,
         "sizes": {**dataclasses.asdict(grid), "expert_data": grid.expert_data},
         "ranks": [{"rank": rank, **report.place(rank)} for rank in range(grid.world_size)],
         "groups": {axis: [list(members) for members in grid.groups(axis)] for axis in report.axes},
-        "stages": [
-            {
-                "stage": stage,
-                "pipeline_rank": report.config.placement.rank_of[stage],
-                "layers": list(part.layers),
-                "embedding": part.embedding,
-                "head": part.head,
-                "share": share,
-                "recomputed": [list(run) for run in report.config.recomputed(part)],
-            }
-            for stage, (part, share) in enumerate(zip(report.config.stages, report.shares))
-        ],
-        "recompute": {
-            "granularity": report.config.memory.recompute_granularity,
-            "modules": list(report.config.memory.recompute_modules),
-        },
-        "schedule": {
-            "kind": report.kind,
-            "micro_batches": report.config.accumulation,
-            "batch_sizes": batch_sizes(report.config),
-            "alive": list(checked.alive),
-            "deferred": list(checked.deferred),
-            "bubble": checked.bubble,
-            "time": checked.time,
-            "timeline": [
-                [
-                    {
-                        "start": slot.start,
-                        "end": slot.end,
-                        "kind": slot.action.kind.value,
-                        "stage": slot.action.stage,
-                        "micro_batch": slot.action.micro_batch,
-                    }
-                    for slot in slots
-                ]
-                for slots in checked.timeline
-            ],
-        },
+        "stages": [_stage_data(report, stage) for stage in range(len(report.shares))],
+        "recompute": {"granularity": memory.recompute_granularity, "modules": list(memory.recompute_modules)},
+        "schedule": _schedule_data(report),
         "notes": list(report.notices),
         "model_is_made_up": report.is_assumed_model,
     }
+
+
+def _stage_data(report: LayoutReport, stage: int) -> dict[str, Any]:
+    part, rank = report.config.stages[stage], report.config.placement.rank_of[stage]
+    held = {"layers": list(part.layers), "embedding": part.embedding, "head": part.head}
+    recomputed = [list(run) for run in report.config.recomputed(part)]
+    place = {"stage": stage, "pipeline_rank": rank}
+    return {**place, **held, "share": report.shares[stage], "recomputed": recomputed}
+
+
+def _schedule_data(report: LayoutReport) -> dict[str, Any]:
+    checked, config = report.checked, report.config
+    batches = {"micro_batches": config.accumulation, "batch_sizes": batch_sizes(config)}
+    kept = {"alive": list(checked.alive), "deferred": list(checked.deferred)}
+    timeline = [list(map(_slot_data, slots)) for slots in checked.timeline]
+    waiting = {"bubble": checked.bubble, "time": checked.time, "timeline": timeline}
+    return {"kind": report.kind, **batches, **kept, **waiting}
+
+
+def _slot_data(slot: Slot) -> dict[str, Any]:
+    action = slot.action
+    times = {"start": slot.start, "end": slot.end, "kind": action.kind.value}
+    return {**times, "stage": action.stage, "micro_batch": action.micro_batch}

@@ -25,15 +25,12 @@ from pentatron.settings.schedule import batch_plan_of
 from pentatron.settings.settings import Settings
 from pentatron.text import duration, format_count, parse_json
 
+_SECONDS = Limit(lambda seconds: seconds > 0, "a number of seconds above 0")
+
 
 @dataclass(frozen=True)
 class MonitorOptions(Options):
-    interval: float = option(
-        5.0,
-        "seconds between updates",
-        value="SECONDS",
-        limit=Limit(lambda seconds: seconds > 0, "a number of seconds above 0"),
-    )
+    interval: float = option(5.0, "seconds between updates", value="SECONDS", limit=_SECONDS)
     once: bool = option(False, "print the state once")
 
 
@@ -49,6 +46,7 @@ output_*/.
 A rank is busy when it does not wait for others. Waiting in collectives and for pipeline messages is excluded, because all ranks
 would seem as slow as the slowest otherwise. Both are measured in the steps that are logged (--log-interval).
 """
+State = tuple[RunStatus, RunMetrics]
 _ENDED = ("finished", "stopped", "crashed")
 # A run without a new step for the time of this many steps, and at least this many seconds, is called silent.
 _SILENT_STEPS, _SILENT_SECONDS = 20, 120.0
@@ -67,11 +65,10 @@ def monitor_command(words: Sequence[str]) -> int:
         raise UserError(f"one run at a time: {plain[1]} is not needed")
     folder = Path(plain[0]) if plain else newest_run(Path())
     follower = MetricsFollower(folder / "metrics.jsonl")
+    if not folder.is_dir():
+        ways = "name that of a run, or none for the newest under runs/"
+        raise UserError(f"there is no folder {folder}; {ways}")
     if not follower.path.exists():
-        if not folder.is_dir():
-            raise UserError(
-                f"there is no folder {folder}; name that of a run, or none for the newest under runs/"
-            )
         raise UserError(f"{folder} holds no metrics.jsonl; is it the folder of a run?")
     try:
         run, seen = next(_states(folder, follower, options.interval))
@@ -88,9 +85,7 @@ def monitor_command(words: Sequence[str]) -> int:
     return 0
 
 
-def _states(
-    folder: Path, follower: MetricsFollower, interval: float
-) -> Iterator[tuple[RunStatus, RunMetrics]]:
+def _states(folder: Path, follower: MetricsFollower, interval: float) -> Iterator[State]:
     """Yields the state of the run at every update, the last time when it has ended."""
     while True:
         seen = follower.poll()
@@ -101,7 +96,7 @@ def _states(
         time.sleep(interval)
 
 
-def _redraw_until_end(states: Iterable[tuple[RunStatus, RunMetrics]]) -> None:
+def _redraw_until_end(states: Iterable[State]) -> None:
     out = sys.stdout
     out.write(_CLEAR + _HIDE_CURSOR)
     try:
@@ -117,7 +112,7 @@ def _redraw_until_end(states: Iterable[tuple[RunStatus, RunMetrics]]) -> None:
         out.flush()
 
 
-def _print_until_end(states: Iterable[tuple[RunStatus, RunMetrics]]) -> None:
+def _print_until_end(states: Iterable[State]) -> None:
     shown = -1
     for run, seen in states:
         if seen.recent and seen.step != shown:
@@ -139,9 +134,8 @@ def newest_run(root: Path) -> Path:
     """Returns the run whose metrics were written last."""
     metrics = [*root.glob("runs/*/metrics.jsonl"), *root.glob("output_*/metrics.jsonl")]
     if not metrics:
-        raise UserError(
-            "there is no run under runs/ or output_*/ here; name its folder: pentatron monitor RUN_DIR"
-        )
+        ways = "name its folder: pentatron monitor RUN_DIR"
+        raise UserError(f"there is no run under runs/ or output_*/ here; {ways}")
     return max(metrics, key=lambda path: path.stat().st_mtime).parent
 
 
@@ -150,9 +144,8 @@ def look(folder: Path, seen: RunMetrics) -> RunStatus:
     saved = _saved_settings(folder)
     total = saved.train_iters
     if not isinstance(total, int):
-        raise UserError(
-            f"{folder / 'config.yaml'} has no length of the run (train_iters); is {folder} the folder of a run?"
-        )
+        file = folder / "config.yaml"
+        raise UserError(f"{file} has no length of the run (train_iters); is {folder} the folder of a run?")
     checkpoint, samples_left = _checkpoint(folder, saved), _samples_left(saved, seen, total)
     state = _state(folder, seen, total)
     return RunStatus(str(folder), *state, total, checkpoint, samples_left, _restarts(folder))
@@ -200,13 +193,12 @@ def _samples_left(saved: Settings, seen: RunMetrics, total: int) -> int | None:
 
 def _state(folder: Path, seen: RunMetrics, total: int) -> tuple[str, str]:
     """Returns the state of the run, and a line of details if there are any."""
-    is_done = seen.step >= total
+    is_done, alive = seen.step >= total, _is_alive(folder)
     if is_done and _has_closing_line(folder):
         return "finished", ""
-    silence = time.time() - (folder / "metrics.jsonl").stat().st_mtime
-    alive = _is_alive(folder)
     if alive is False:
         return _end_state(folder, seen)
+    silence = time.time() - (folder / "metrics.jsonl").stat().st_mtime
     timeout = max(_SILENT_SECONDS, _SILENT_STEPS * seconds_per_step(seen)) if seen.recent else math.inf
     if silence > timeout:
         unknown = "whether its process is alive cannot be determined from here"
@@ -266,10 +258,9 @@ def _checkpoint(folder: Path, saved: Settings) -> str:
     folders = [Path(str(saved.save))] if saved.save else []
     for parent in [*folders, folder / "checkpoints"]:
         pointer = parent / "latest"
-        if not pointer.is_file():
-            continue
         with contextlib.suppress(OSError):
-            if name := pointer.read_text(encoding="utf-8", errors="replace").strip().replace("\0", ""):
+            text = pointer.read_text(encoding="utf-8", errors="replace") if pointer.is_file() else ""
+            if name := text.strip().replace("\0", ""):
                 age = duration(max(0.0, time.time() - pointer.stat().st_mtime))
                 return f"{parent / name}, saved {age} ago"
     return "none yet"

@@ -226,7 +226,8 @@ def parse_options_and_settings(
             rest.append(word)
     problems: list[str] = []
     try:
-        parse_flags(rest, entry if isinstance(entry, EntryPoint) else entry(parser.options(cls)))
+        settings_entry = entry if isinstance(entry, EntryPoint) else entry(parser.options(cls))
+        parse_flags(rest, replace(settings_entry, own=flags_of(cls)))
     except ConfigError as error:
         # Listed first: a misspelt flag may be the reason that another one seems to have no value.
         problems = error.problems

@@ -6,12 +6,13 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pentatron.cli.checkpoint_settings import adopt_named_checkpoint
 from pentatron.cli.configure import download_tokenizer, set_vocabulary_size
-from pentatron.cli.options import Options, flags_of, option, options_help, parse_options_and_settings, usage
+from pentatron.cli.options import Options, option, options_help, parse_options_and_settings, usage
 from pentatron.cli.output import say, show_report
 from pentatron.cli.plan_report import PlanReport, as_text, memory_parts, speed_of, training_command_lines
 from pentatron.devices import DEVICES, GIB, Device, find_device
@@ -40,22 +41,18 @@ def _gigabytes(written: str, flag: str) -> float:
     return float(match[1])
 
 
+_SHARE = Limit(FRACTION.holds, "a share of the peak; use a number such as 0.5")
+_memory = partial(option, None, value="GB", parse=_gigabytes)
+
+
 @dataclass(frozen=True)
 class PlanOptions(Options):
     gpus: int | None = option(None, "number of GPUs (those of this machine, else 8)", limit=ONE_OR_MORE)
     gpu: str | None = option(None, f"h100 (the default), {', '.join(_OTHERS)}", value="NAME")
-    gpu_memory: float | None = option(
-        None, "memory of one GPU, if it differs: 24, 80, 141 ...", value="GB", parse=_gigabytes
-    )
-    host_memory: float | None = option(
-        None, "host memory of one machine, for optimizer offload", value="GB", parse=_gigabytes
-    )
+    gpu_memory: float | None = _memory("memory of one GPU, if it differs: 24, 80, 141 ...")
+    host_memory: float | None = _memory("host memory of one machine, for optimizer offload")
     gpus_per_machine: int = option(8, "GPUs of one machine", limit=ONE_OR_MORE)
-    efficiency: float = option(
-        EFFICIENCY,
-        "share of the peak that matmuls reach",
-        limit=Limit(FRACTION.holds, "a share of the peak; use a number such as 0.5"),
-    )
+    efficiency: float = option(EFFICIENCY, "share of the peak that matmuls reach", limit=_SHARE)
     top: int = option(8, "how many layouts to list", limit=ONE_OR_MORE)
     json: bool = option(False, "print JSON")
 
@@ -85,7 +82,6 @@ PLAN = EntryPoint(
         "batch-size": "say --micro-batch-size (samples one rank computes at once) or --global-batch-size instead"
     },
     defaults={"dataset_size": 1000, "train_iters": 1},
-    own=flags_of(PlanOptions),
 )
 _MODEL = ("num_layers", "hidden_size", "load", "config", "preset")
 _BATCH = ("global_batch_size", "gradient_accumulation_steps", "num_microbatches", "rank_batch_size")
@@ -109,15 +105,11 @@ def plan_layouts(words: Sequence[str]) -> tuple[PlanReport, PlanOptions]:
     world = options.gpus or draft.world_size or _visible_gpus() or 8
     size = options.gpus_per_machine
     if world > size and world % size:
-        fewer = world - world % size
-        raise UserError(
-            f"{world} GPUs are not a whole number of machines with {size}; add --gpus-per-machine "
-            f"{max(d for d in divisors(world) if d <= size)}, or plan for {fewer} or {fewer + size} (--gpus)"
-        )
+        fewer, each = world - world % size, max(d for d in divisors(world) if d <= size)
+        ways = f"add --gpus-per-machine {each}, or plan for {fewer} or {fewer + size} (--gpus)"
+        raise UserError(f"{world} GPUs are not a whole number of machines with {size}; {ways}")
     facts = Facts(max(1, world), max(1, min(world, size)))
-    assumed: list[str] = []
-    if options.gpus is None and draft.world_size is None:
-        assumed.append(f"{world} GPUs (--gpus)")
+    assumed = [f"{world} GPUs (--gpus)"] if options.gpus is None and draft.world_size is None else []
     _learn_model(draft, facts, folder)
     free_batch = all(getattr(draft, name) is None for name in _BATCH)
     assumed += _assign_defaults(draft, device, world)
@@ -127,18 +119,16 @@ def plan_layouts(words: Sequence[str]) -> tuple[PlanReport, PlanOptions]:
     layouts = search.layouts()
     notices = list(draft.notices)
     if draft.bf16 and not device.chip.bf16:
-        notices.append(
-            f"{device.name} multiplies no matrices in bf16, so that --bf16 is slow there: use --fp16"
-        )
+        slow = "so that --bf16 is slow there: use --fp16"
+        notices.append(f"{device.name} multiplies no matrices in bf16, {slow}")
     model = folder or draft.preset or draft.load or "the model"
     given = search.as_given() if is_given else None
     report = PlanReport(search, given, layouts, model, assumed, options.top, notices)
     if not layouts and report.given is None:
         # Raises the rules' reasons why no layout is possible.
         search.as_given()
-        raise UserError(
-            f"no division of {world} GPUs suits this model and batch; try another number of GPUs or --global-batch-size"
-        )
+        ways = "try another number of GPUs or --global-batch-size"
+        raise UserError(f"no division of {world} GPUs suits this model and batch; {ways}")
     return report, options
 
 
@@ -162,13 +152,9 @@ def _visible_gpus() -> int:
 def _learn_model(draft: Draft, facts: Facts, folder: str | None) -> None:
     if folder is not None:
         _learn_folder(draft, facts, folder)
-    elif not is_unset(draft.load):
-        adopt_named_checkpoint(draft, facts)
-    elif not any(draft.given(name) for name in _MODEL):
-        raise UserError(
-            "which model? Give --preset NAME (pentatron presets lists them), a Hugging Face folder, --config FILE, or its "
-            "shape: --num-layers, --hidden-size ..."
-        )
+    elif not adopt_named_checkpoint(draft, facts) and not any(draft.given(name) for name in _MODEL):
+        ways = "a Hugging Face folder, --config FILE, or its shape: --num-layers, --hidden-size ..."
+        raise UserError(f"which model? Give --preset NAME (pentatron presets lists them), {ways}")
     download_tokenizer(draft)
     set_vocabulary_size(draft)
 
@@ -205,26 +191,21 @@ def _require_model(folder: str) -> None:
         raise UserError(f"there is no folder {folder}; the preset of that name is --preset {folder}")
     refuse_other_formats(Path(folder))
     problem = "holds no checkpoint and no Hugging Face model" if Path(folder).exists() else "does not exist"
-    raise UserError(
-        f"{folder} {problem}; name a Hugging Face folder or a run, or a model with --preset NAME (pentatron presets lists them)"
-    )
+    ways = "name a Hugging Face folder or a run, or a model with --preset NAME (pentatron presets lists them)"
+    raise UserError(f"{folder} {problem}; {ways}")
 
 
 def _assign_defaults(draft: Draft, device: Device, world: int) -> list[str]:
     """Assigns required settings that are not given; returns descriptions of them."""
     if draft.fp8_format is not None and not device.chip.fp8:
-        raise UserError(
-            f"--fp8 {draft.fp8_format} needs a GPU with fp8 matmuls (NVIDIA's Ada, Hopper, Blackwell), and {device.name} has none; "
-            "leave it out"
-        )
+        needed = "a GPU with fp8 matmuls (NVIDIA's Ada, Hopper, Blackwell)"
+        raise UserError(f"--fp8 {draft.fp8_format} needs {needed}, and {device.name} has none; leave it out")
     if requires_graphs(draft.cuda_graphs) and not device.is_gpu:
         raise UserError(f"--cuda-graphs on needs a GPU, and {device.name} is none; leave it out")
     assumed = []
     if not draft.given("seq_length"):
-        longest = None
-        if draft.max_position_embeddings:
-            longest = derived_settings(draft, Facts(world)).max_position_embeddings
-        length = min(_DEFAULT_LENGTH, longest or _DEFAULT_LENGTH)
+        derived = derived_settings(draft, Facts(world)) if draft.max_position_embeddings else draft
+        length = min(_DEFAULT_LENGTH, derived.max_position_embeddings or _DEFAULT_LENGTH)
         draft.assign("flag --seq-length", seq_length=length)
         assumed.append(f"sequences of {length} tokens (--seq-length)")
     if all(getattr(draft, name) is None for name in _BATCH):
@@ -244,23 +225,15 @@ def _assign_defaults(draft: Draft, device: Device, world: int) -> list[str]:
 def as_data(report: PlanReport) -> dict[str, Any]:
     parameters, active = total_parameters(report.shown.shape)
     chosen, device = report.chosen, report.search.device
+    rates = {"half": device.peak(2), "single": device.peak(4), "link": device.link, "network": device.network}
+    features = {"has_bf16": device.chip.bf16, "is_gpu": device.is_gpu, "has_fp8": device.chip.fp8}
     return {
         "model": report.model,
         "parameters": parameters,
         "active_parameters": active,
         "flops_per_step": report.shown.estimate.flops,
         "gpus": report.search.world,
-        "gpu": {
-            "name": device.name,
-            "memory": device.memory,
-            "half": device.peak(2),
-            "single": device.peak(4),
-            "link": device.link,
-            "network": device.network,
-            "has_bf16": device.chip.bf16,
-            "is_gpu": device.is_gpu,
-            "has_fp8": device.chip.fp8,
-        },
+        "gpu": {"name": device.name, "memory": device.memory, **rates, **features},
         "usable_bytes": int(usable_memory(device)),
         "advice": dataclasses.asdict(report.advice),
         "given": None if report.given is None else _layout_data(report.given),
@@ -277,6 +250,7 @@ def as_data(report: PlanReport) -> dict[str, Any]:
 def _layout_data(layout: Layout) -> Mapping[str, Any]:
     estimate = layout.estimate
     speed, utilisation = speed_of(layout)
+    seconds = {"step": estimate.seconds, "computing": estimate.computing, "waiting": estimate.waiting}
     return {
         "sizes": dataclasses.asdict(layout.shape.grid),
         "settings": dict(layout.settings),
@@ -289,12 +263,7 @@ def _layout_data(layout: Layout) -> Mapping[str, Any]:
         "largest_bytes_if_recorded": None if layout.with_graphs is None else layout.with_graphs.total,
         "bubble": estimate.bubble,
         "sent_bytes": dataclasses.asdict(estimate.traffic),
-        "seconds": {
-            "step": estimate.seconds,
-            "computing": estimate.computing,
-            "waiting": estimate.waiting,
-            "sending": dataclasses.asdict(estimate.sending),
-        },
+        "seconds": {**seconds, "sending": dataclasses.asdict(estimate.sending)},
         "tokens_per_second_per_gpu": speed,
         "mfu": utilisation,
     }

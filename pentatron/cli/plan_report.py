@@ -17,10 +17,9 @@ from pentatron.text import binary_size, parameter_count, seconds_text
 
 # Settings of the planner itself, which the training command does not have.
 _NOT_COPIED = ("world_size", "nproc_per_node", "dataset_size", "train_iters")
-_DATA = (
-    *("data_path", "train_data_path", "data_path_config", "data_args_path", "per_split_data_args_path"),
-    *("mock_data", "corpus", "dataset_size"),
-)
+_DATA = """
+    data_path train_data_path data_path_config data_args_path per_split_data_args_path mock_data corpus dataset_size
+    """.split()
 _STEPS = 100
 _WIDTH = 105
 _BAR = 20
@@ -80,16 +79,9 @@ class PlanReport:
 
 
 def as_text(report: PlanReport) -> str:
-    blocks = [
-        _model(report),
-        _tree(report),
-        _list(report),
-        _detail(report),
-        _experts(report),
-        "" if report.chosen is None else _command(*report.chosen),
-        _assumptions(report),
-        "\n".join(f"note: {notice}" for notice in report.notices),
-    ]
+    blocks = [part(report) for part in (_model, _tree, _list, _detail, _experts)]
+    blocks += ["" if report.chosen is None else _command(*report.chosen), _assumptions(report)]
+    blocks.append("\n".join(f"note: {notice}" for notice in report.notices))
     return "\n\n".join(block for block in blocks if block)
 
 
@@ -97,21 +89,21 @@ def _model(report: PlanReport) -> str:
     config, search = report.shown.config, report.search
     model, train = config.model, config.train
     parameters, active = total_parameters(report.shown.shape)
-    tokens = train.global_batch_size * model.seq_length
-    flops = report.shown.estimate.flops
+    tokens, flops = train.global_batch_size * model.seq_length, report.shown.estimate.flops
     grouped = model.num_query_groups != model.num_attention_heads
     groups = f" in {model.num_query_groups} groups" if grouped else ""
-    count = f"{parameter_count(parameters)} parameters"
-    if active < parameters:
-        count += f", {parameter_count(active)} of them for each token"
+    of_token = f", {parameter_count(active)} of them for each token" if active < parameters else ""
+    count = f"{parameter_count(parameters)} parameters{of_token}"
     experts = f", {config.moe.num_experts} experts" if config.moe.num_experts else ""
-    return (
-        f"{report.model} on {search.world} × {search.device.name}, {binary_size(search.device.memory)} each\n\n"
-        f"  model  {count}: {model.num_layers} layers, {model.hidden_size} wide, "
-        f"{model.num_attention_heads} heads{groups}{experts}, {model.vocab_size} words\n"
-        f"  step   {train.global_batch_size} sequences × {model.seq_length} tokens = {tokens:,} tokens; "
-        f"{flops:.4g} FLOPs, {flops / tokens:.3g} a token"
-    )
+    sizes = f"{model.num_layers} layers, {model.hidden_size} wide, {model.num_attention_heads} heads{groups}"
+    step = f"{train.global_batch_size} sequences × {model.seq_length} tokens = {tokens:,} tokens"
+    devices = f"{search.world} × {search.device.name}, {binary_size(search.device.memory)} each"
+    lines = [
+        f"{report.model} on {devices}",
+        "",
+        f"  model  {count}: {sizes}{experts}, {model.vocab_size} words",
+    ]
+    return "\n".join([*lines, f"  step   {step}; {flops:.4g} FLOPs, {flops / tokens:.3g} a token"])
 
 
 def _tree(report: PlanReport) -> str:
@@ -119,8 +111,7 @@ def _tree(report: PlanReport) -> str:
     width = max(len(answer.question) for answer in advice.tree)
     lines = ["How to divide it", ""]
     lines += [f"  {answer.question:<{width}}  {answer.answer}" for answer in advice.tree]
-    if advice.combination:
-        lines.append(f"  {'→':>{width}}  {advice.combination}")
+    lines += [f"  {'→':>{width}}  {advice.combination}"] if advice.combination else []
     lines += [f"  the guides' {line}" for line in advice.tables]
     return "\n".join(lines)
 
@@ -150,10 +141,6 @@ def _list(report: PlanReport) -> str:
     return "\n".join(lines)
 
 
-def _flag_words(settings: Mapping[str, Any]) -> list[str]:
-    return [word for name, value in settings.items() for word in _words_of(name, value)]
-
-
 def _flags(settings: Mapping[str, Any]) -> str:
     return " ".join(_flag_words(settings))
 
@@ -163,10 +150,8 @@ def _rows(report: PlanReport, layouts: Sequence[Layout]) -> Iterator[str]:
     split = any(layout.shape.grid.context > 1 for layout in layouts)
     heads = ["TP", "PP", *(["CP"] if split else []), *(["EP"] if sparse else []), "DP"]
     width = 8 if any(layout.shape.decisions.optimizer.in_host_memory for layout in layouts) else 5
-    yield (
-        f"      {''.join(f'{head:>5}' for head in heads)}{'ZeRO':>{width}}  {'recompute':<9} {'micro-batch':>11}  {'memory a GPU':>12}  "
-        f"{'':<{_BAR}}  bubble     step  tokens/s/GPU  MFU"
-    )
+    title = f"      {''.join(f'{head:>5}' for head in heads)}{'ZeRO':>{width}}  recompute micro-batch"
+    yield f"{title}  memory a GPU  {'':<{_BAR}}  bubble     step  tokens/s/GPU  MFU"
     for number, layout in enumerate(layouts, 1):
         grid, config = layout.shape.grid, layout.config
         virtual, train = config.virtual_stages, config.train
@@ -174,12 +159,11 @@ def _rows(report: PlanReport, layouts: Sequence[Layout]) -> Iterator[str]:
         sizes = [grid.tensor, stages, *([grid.context] if split else []), *([grid.expert] if sparse else [])]
         zero = f"{config.parallel.zero_stage}{'+host' if layout.shape.decisions.optimizer.in_host_memory else ''}"
         total, (speed, utilisation) = layout.largest.total, speed_of(layout)
-        yield (
-            f"  {number:>3} {''.join(f'{size:>5}' for size in [*sizes, grid.data])}{zero:>{width}}  "
-            f"{config.memory.recompute_granularity or 'none':<9} {train.micro_batch_size:>11}  {binary_size(total):>12}  "
-            f"{_bar(total / report.search.device.memory)}  {layout.estimate.bubble:>6.1%}  "
-            f"{seconds_text(layout.estimate.seconds):>7}  {speed:>12,.0f}  {utilisation:>3.0%}"
-        )
+        division = f"{''.join(f'{size:>5}' for size in [*sizes, grid.data])}{zero:>{width}}"
+        execution = f"{config.memory.recompute_granularity or 'none':<9} {train.micro_batch_size:>11}"
+        memory = f"{binary_size(total):>12}  {_bar(total / report.search.device.memory)}"
+        time = f"{layout.estimate.bubble:>6.1%}  {seconds_text(layout.estimate.seconds):>7}  {speed:>12,.0f}"
+        yield f"  {number:>3} {division}  {execution}  {memory}  {time}  {utilisation:>3.0%}"
 
 
 def speed_of(layout: Layout) -> tuple[float, float]:
@@ -198,13 +182,9 @@ def _bar(share: float) -> str:
 
 def _detail(report: PlanReport) -> str:
     layout = report.shown
-    sizes = [
-        f"{name} {getattr(layout.shape.grid, axis)}"
-        for axis, name in _AXES.items()
-        if getattr(layout.shape.grid, axis) > 1
-    ]
-    if layout.config.parallel.zero_stage:
-        sizes.append(f"ZeRO {layout.config.parallel.zero_stage}")
+    grid, stage = layout.shape.grid, layout.config.parallel.zero_stage
+    sizes = [f"{name} {getattr(grid, axis)}" for axis, name in _AXES.items() if getattr(grid, axis) > 1]
+    sizes += [f"ZeRO {stage}"] if stage else []
     title = "The layout as given" if report.given is not None else "The first of the list"
     lines = [f"{title}: {', '.join(sizes) or 'one GPU'}; it {_verdict(layout)}", ""]
     return "\n".join([*lines, *_memory(layout), "", *_traffic(layout), "", *_pipeline(layout)])
@@ -225,13 +205,11 @@ def memory_parts(rank: RankMemory) -> dict[str, int]:
 
 def _memory(layout: Layout) -> Iterator[str]:
     device, ranks = layout.search.device, layout.memory.ranks
-    numbered = list(enumerate(ranks))
-    numbered = numbered if len(ranks) <= _MOST_RANKS else [*numbered[:2], *numbered[-2:]]
-    shown = [rank for _, rank in numbered]
-    if len(ranks) == 1:
-        yield "  memory of a GPU"
-    else:
-        yield f"  {'stages of rank':<16}" + "".join(f"{number:>10}" for number, _ in numbered)
+    numbers = list(range(len(ranks)))
+    numbers = numbers if len(ranks) <= _MOST_RANKS else [*numbers[:2], *numbers[-2:]]
+    shown = [ranks[number] for number in numbers]
+    title = f"  {'stages of rank':<16}" + "".join(f"{number:>10}" for number in numbers)
+    yield title if len(ranks) > 1 else "  memory of a GPU"
 
     def row(title: str, cells: Iterable[str], note: str) -> str:
         return f"  {title:<16}{''.join(f'{cell:>10}' for cell in cells)}  {note}"
@@ -258,8 +236,8 @@ def _memory(layout: Layout) -> Iterator[str]:
 
 
 def _in_host(layout: Layout) -> str:
-    static = layout.largest.held
-    parts = {"the optimizer": static.host, "the copy that is saved in the background": static.async_save_copy}
+    held = layout.largest.held
+    parts = {"the optimizer": held.host, "the copy that is saved in the background": held.async_save_copy}
     return " and ".join(name for name, count in parts.items() if count)
 
 
@@ -272,13 +250,12 @@ def _optimizer(layout: Layout) -> str:
 
 def _traffic(layout: Layout) -> Iterator[str]:
     traffic, sending = layout.estimate.traffic, layout.estimate.sending
-    sent = {axis: getattr(traffic, axis) for axis in _AXES if getattr(traffic, axis)}
-    if not sent:
+    stage, sent = layout.config.parallel.zero_stage, {axis: getattr(traffic, axis) for axis in _AXES}
+    if not any(sent.values()):
         yield "  no communication: there is one GPU"
         return
     yield f"  {'sent in a step':<16}{'bytes':>10}{'not hidden':>12}"
-    for axis, count in sent.items():
-        stage = layout.config.parallel.zero_stage
+    for axis, count in ((axis, count) for axis, count in sent.items() if count):
         meaning = TRADE_OFFS[f"ZeRO {stage}" if axis == "data" and stage else axis]
         yield f"  {_AXES[axis]:<16}{binary_size(count):>10}{seconds_text(getattr(sending, axis)):>12}  {meaning}"
 
@@ -288,25 +265,21 @@ def _pipeline(layout: Layout) -> Iterator[str]:
     if layout.shape.grid.pipeline > 1:
         alive = ", ".join(str(rank.micro_batches) for rank in layout.memory.ranks[:_MOST_RANKS])
         more = " ..." if len(layout.memory.ranks) > _MOST_RANKS else ""
-        yield (
-            f"  pipeline         {config.accumulation} micro-batches, bubble {estimate.bubble:.1%}; kept at once by rank: {alive}{more}"
-        )
-    speed, utilisation = speed_of(layout)
-    yield (
-        f"  time of a step   {seconds_text(estimate.seconds)}: computing {seconds_text(estimate.computing)}, waiting "
-        f"{seconds_text(estimate.waiting)}, sending {seconds_text(estimate.sending.total)}; {speed:,.0f} tokens/s/GPU, MFU {utilisation:.0%}"
-    )
+        count = f"{config.accumulation} micro-batches, bubble {estimate.bubble:.1%}"
+        yield f"  pipeline         {count}; kept at once by rank: {alive}{more}"
+    parts = {"computing": estimate.computing, "waiting": estimate.waiting, "sending": estimate.sending.total}
+    times = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in parts.items())
+    speed = "{:,.0f} tokens/s/GPU, MFU {:.0%}".format(*speed_of(layout))
+    yield f"  time of a step   {seconds_text(estimate.seconds)}: {times}; {speed}"
     yield f"  Megatron-LM's    {megatron_estimate_line(config)}"
 
 
 def _experts(report: PlanReport) -> str:
-    rows = by_expert_size(report.shown)
-    lines = [
-        f"  EP {size:<4} {binary_size(total):>9} a GPU, of which experts' weights {binary_size(weights)}"
-        for size, total, weights in rows
-    ]
-    title = "Expert parallelism in this layout, all else equal"
-    return "\n".join([title, "", *lines]) if len(rows) > 1 else ""
+    lines = ["Expert parallelism in this layout, all else equal", ""]
+    for size, total, weights in by_expert_size(report.shown):
+        held = f"{binary_size(total):>9} a GPU, of which experts' weights {binary_size(weights)}"
+        lines.append(f"  EP {size:<4} {held}")
+    return "\n".join(lines) if len(lines) > 3 else ""
 
 
 def _assumptions(report: PlanReport) -> str:
@@ -333,10 +306,9 @@ def _command(layout: Layout, which: str) -> str:
     if not _has_data_flags(search):
         lines.append("  (with your own data: --data-path PREFIX instead of --mock-data)")
     if search.world > search.per_machine:
-        machines = search.world // search.per_machine
-        lines.append(
-            f"  on each of {machines} machines, with MASTER the host name of the first; `pentatron launch slurm` writes a job"
-        )
+        machines = f"each of {search.world // search.per_machine} machines"
+        where = f"on {machines}, with MASTER the host name of the first"
+        lines.append(f"  {where}; `pentatron launch slurm` writes a job")
     return "\n".join(lines)
 
 
@@ -345,10 +317,9 @@ def training_command_lines(layout: Layout) -> list[str]:
     search = layout.search
     launcher = f"pentatron train --nproc-per-node {search.world}"
     if search.world > search.per_machine:
-        launcher = (
-            f"torchrun --nnodes {-(-search.world // search.per_machine)} --nproc_per_node {search.per_machine} "
-            "--rdzv_backend c10d --rdzv_endpoint $MASTER:29500 -m pentatron train"
-        )
+        nodes = f"--nnodes {-(-search.world // search.per_machine)} --nproc_per_node {search.per_machine}"
+        meeting = "--rdzv_backend c10d --rdzv_endpoint $MASTER:29500"
+        launcher = f"torchrun {nodes} {meeting} -m pentatron train"
     lines = [launcher, *(line for part in command_words(layout) for line in _wrapped(part))]
     continued = [f"{line} {chr(92)}" for line in lines[:-1]] + lines[-1:]
     return [f"{'    ' if i else ''}{line}" for i, line in enumerate(continued)]
@@ -356,13 +327,10 @@ def training_command_lines(layout: Layout) -> list[str]:
 
 def _wrapped(words: Sequence[str]) -> list[str]:
     """Wraps words to lines of the terminal's width, keeping flags together with their values."""
-    phrases: list[list[str]] = []
-    for word in words:
-        if is_flag(word) or not phrases:
-            phrases.append([])
-        phrases[-1].append(word)
     lines: list[str] = []
-    for phrase in map(shlex.join, phrases):
+    starts = [i for i, word in enumerate(words) if is_flag(word) or i == 0]
+    for start, end in zip(starts, [*starts[1:], len(words)]):
+        phrase = shlex.join(words[start:end])
         if lines and len(lines[-1]) + len(phrase) < _WIDTH:
             lines[-1] += f" {phrase}"
         else:
@@ -379,17 +347,16 @@ def command_words(layout: Layout) -> tuple[list[str], list[str]]:
     """Returns the flags of the layout, and all others, without the number of processes."""
     search, draft = layout.search, layout.search.draft
     layout_settings = {n: v for n, v in layout.settings.items() if v != table()[n].default}
-    layout_words = [*_flag_words(layout_settings), *_flag_words(_overrides_of_files(layout))]
+    layout_settings |= _overrides_of_files(layout)
     if "micro_batch_size" not in layout.settings and draft.given("micro_batch_size"):
-        layout_words += _words_of("micro_batch_size", draft.micro_batch_size)
-    from_flags = [n for n in table() if draft.by_flag(n) and n not in (*LAYOUT_SETTINGS, *_NOT_COPIED)]
-    other_words = _flag_words({name: getattr(draft, name) for name in from_flags})
-    if not _has_data_flags(search):
-        other_words.append("--mock-data")
-    other_words += _words_of("train_iters", draft.train_iters if draft.given("train_iters") else _STEPS)
+        layout_settings["micro_batch_size"] = draft.micro_batch_size
+    from_flags = [n for n in table() if draft.by_flag(n)]
+    others = {n: getattr(draft, n) for n in from_flags if n not in (*LAYOUT_SETTINGS, *_NOT_COPIED)}
+    others |= {} if _has_data_flags(search) else {"mock_data": True}
+    others["train_iters"] = draft.train_iters if draft.given("train_iters") else _STEPS
     if search.device.name == "CPU process" and not draft.given("device"):
-        other_words += ["--device", "cpu"]
-    return layout_words, other_words
+        others["device"] = "cpu"
+    return _flag_words(layout_settings), _flag_words(others)
 
 
 def _overrides_of_files(layout: Layout) -> dict[str, Any]:
@@ -401,9 +368,9 @@ def _overrides_of_files(layout: Layout) -> dict[str, Any]:
     return {n: size for n, size in sizes.items() if isinstance(size, int) and size != getattr(draft, n)}
 
 
-def _words_of(name: str, value: Any) -> list[str]:
-    item = table()[name]
-    if isinstance(value, bool):
-        return [item.written(value)]
-    values: Sequence[Any] = value if isinstance(value, tuple) else (value,)
-    return [item.flag, *map(str, values)]
+def _flag_words(settings: Mapping[str, Any]) -> list[str]:
+    words: list[str] = []
+    for name, value in settings.items():
+        item, values = table()[name], value if isinstance(value, tuple) else (value,)
+        words += [item.written(value)] if isinstance(value, bool) else [item.flag, *map(str, values)]
+    return words

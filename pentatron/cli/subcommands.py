@@ -2,10 +2,26 @@
 
 import importlib
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
+from pentatron.cli.options import Options, parse_options
 from pentatron.errors import UserError, describe_os_error
 from pentatron.monitor.terminal import OutputLost
 from pentatron.settings.command_line import did_you_mean
+
+T = TypeVar("T", bound=Options)
+_NAMED = {"checkpoint": "a checkpoint", "data": "the data to use"}
+
+
+def parse_options_and_paths(
+    cls: type[T], words: Sequence[str], call: str, least: int, most: int | None = None
+) -> tuple[T, list[str]]:
+    """Parses options and between `least` and `most` paths. `call`: the group, the command and its paths."""
+    group = call.partition(" ")[0]
+    options, paths = parse_options(cls, words, f"pentatron {group}")
+    if len(paths) < least or (most is not None and len(paths) > most):
+        raise UserError(f"name {_NAMED[group]}: pentatron {call}")
+    return options, paths
 
 
 def run_function(function: str, words: Sequence[str]) -> int:

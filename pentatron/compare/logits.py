@@ -27,10 +27,9 @@ class Comparison:
     largest: float
 
     def sentence(self) -> str:
-        return (
-            f"the logits of {_SEQUENCES} × {_TOKENS} random tokens differ from those of transformers by at most "
-            f"{self.difference:.2e} (the largest is {self.largest:.2f})"
-        )
+        most = f"at most {self.difference:.2e} (the largest is {self.largest:.2f})"
+        tokens = f"{_SEQUENCES} × {_TOKENS} random tokens"
+        return f"the logits of {tokens} differ from those of transformers by {most}"
 
 
 def require_transformers() -> Any:
@@ -60,9 +59,8 @@ def compare_logits(checkpoint: Checkpoint, folder: Path, rounded: torch.dtype | 
         logits = _checkpoint_model(checkpoint, rounded)(tokens_BS, positions_BS)[..., : model.vocab_size]
     result = Comparison(float((logits - expected).abs().max()), float(expected.abs().max()))
     if not result.difference <= _TOLERANCE * result.largest:
-        raise UserError(
-            f"{result.sentence()}, so they are not the same model and nothing was kept; please report it"
-        )
+        why = "so they are not the same model and nothing was kept; please report it"
+        raise UserError(f"{result.sentence()}, {why}")
     return result
 
 

@@ -99,6 +99,7 @@ ENTRY = EntryPoint(
 _COUNTS = ("world_size", "nproc_per_node")
 # Sections that determine what the ranks hold. All others are copied as saved.
 _MODEL_SECTIONS = ("model", "moe", "precision", "optim")
+_OWN_MODEL = "is it a model of a program of your own? Such a step is loaded as it is, in any layout"
 _OF_RANK = re.compile(r".*/rank-(\d+)")
 
 
@@ -107,25 +108,22 @@ def layout_for(source: Checkpoint, words: Sequence[str]) -> RunConfig:
     draft = gather(words, ENTRY)
     for name, item in table().items():
         if draft.given(name) and item.section != "parallel" and name not in _COUNTS:
-            raise UserError(
-                f"{item.flag} does not change the files; reshard takes the flags of the layout (pentatron checkpoint reshard --help)"
-            )
+            taken = "reshard takes the flags of the layout (pentatron checkpoint reshard --help)"
+            raise UserError(f"{item.flag} does not change the files; {taken}")
     saved = saved_settings(source)
     settings = Settings.defaults(**saved)
     if settings.spec:
         # A checkpoint must not name code to run.
-        raise UserError(
-            f"{source.folder} has layers of its own (--spec {' '.join(settings.spec)}), which only the run itself can shard; it can be loaded "
-            f"in any layout without resharding"
-        )
+        layers = f"layers of its own (--spec {' '.join(settings.spec)}), which only the run itself can shard"
+        raise UserError(f"{source.folder} has {layers}; it can be loaded in any layout without resharding")
     for name, item in table().items():
         # Padding depends on the layout and is not stored in a step.
         if item.section in _MODEL_SECTIONS and name in saved and name != "padded_vocab_size":
             draft.assign(f"{source.folder}", **{name: saved[name]})
     length = settings.seq_length if "seq_length" in saved else settings.max_position_embeddings
     draft.assign(f"{source.folder}", seq_length=length)
-    stages = max(1, draft.pipeline_model_parallel_size)
-    draft.assign(f"default of {ENTRY.name}", gradient_accumulation_steps=4 * stages)
+    steps = 4 * max(1, draft.pipeline_model_parallel_size)
+    draft.assign(f"default of {ENTRY.name}", gradient_accumulation_steps=steps)
     world = draft.world_size or draft.nproc_per_node
     if world is None:
         world = draft.tensor_model_parallel_size * draft.pipeline_model_parallel_size
@@ -144,8 +142,7 @@ def reshard(source: Checkpoint, out: Path, config: RunConfig, display: Display) 
     settings = {**manifest.config, "parallel": config.nested()["parallel"]}
     progress = Progress(display, "writing", total)
     with new_folder(out, total) as folder, StepReader(source.folder, manifest) as reader:
-        store = CheckpointStore(folder, keep=None)
-        contents = _contents(source, config)
+        store, contents = CheckpointStore(folder, keep=None), _contents(source, config)
         step = save_rectangles(store, manifest, progress.counting(reader.read), contents, settings)
         copy_files(small_files(source.folder.parent / FOLDER_NAME), folder / FOLDER_NAME)
         _require_equal(ComparedTensors(str(source.folder), outlines, reader.read), step, display)
@@ -170,25 +167,19 @@ def _contents(source: Checkpoint, config: RunConfig) -> Iterator[tuple[str, list
             start, size = tuple(fragment.start), tuple(fragment.values.shape)
             for name in _sharded_alike(fragment.tensor, kinds, manifest):
                 if manifest.tensors[name].shape != tuple(fragment.shape):
-                    raise UserError(
-                        f"{source.folder} holds {name} as {list(manifest.tensors[name].shape)}, and its settings say "
-                        f"{list(fragment.shape)}; is it a model of a program of your own? Such a step is loaded as it is, in any layout"
-                    )
+                    held = f"{name} as {list(manifest.tensors[name].shape)}"
+                    said = f"its settings say {list(fragment.shape)}"
+                    raise UserError(f"{source.folder} holds {held}, and {said}; {_OWN_MODEL}")
                 rectangles.append((name, start, size))
                 placed.add(name)
-        rectangles += [
-            (name, (0,) * len(record.shape), record.shape)
-            for name, record in manifest.tensors.items()
-            if _writer(name, world) == rank
-        ]
+        own = {name: r.shape for name, r in manifest.tensors.items() if _writer(name, world) == rank}
+        rectangles += [(name, (0,) * len(shape), shape) for name, shape in own.items()]
         if rectangles:
             yield f"rank-{rank:05d}.safetensors", rectangles
     missing = [n for n in manifest.tensors if n not in placed and _writer(n, world) is None]
     if missing:
-        raise UserError(
-            f"{source.folder} holds {missing[0]}, which the model of its settings does not have; is it a model of a program of your own? "
-            f"Such a step is loaded as it is, in any layout"
-        )
+        found = f"{missing[0]}, which the model of its settings does not have"
+        raise UserError(f"{source.folder} holds {found}; {_OWN_MODEL}")
 
 
 def _sharded_alike(tensor: str, kinds: Sequence[str], manifest: Manifest) -> list[str]:
@@ -216,6 +207,5 @@ def _require_equal(source: ComparedTensors, step: Path, display: Display) -> Non
         for name in source.outlines:
             result = compare_tensor(name, source, other, progress.add)
             if not result.is_equal:
-                raise UserError(
-                    f"what was written is not what {source.name} holds ({result.sentence()}); check the disk and try again"
-                )
+                held = f"{source.name} holds ({result.sentence()})"
+                raise UserError(f"what was written is not what {held}; check the disk and try again")

@@ -36,6 +36,7 @@ SMALL = 1e-3
 
 # A fragment for the process that compares: name, logical shape, start, values.
 SentFragment = tuple[str, tuple[int, ...], tuple[int, ...], Tensor]
+Tensors = dict[str, Tensor]
 
 
 @dataclass
@@ -72,8 +73,8 @@ class Gap:
 
 def assemble(fragments: Iterable[SentFragment]) -> dict[str, Tensor]:
     """Assembles the logical tensors from the fragments of all ranks; each element must occur exactly once."""
-    whole: dict[str, Tensor] = {}
-    covered: dict[str, Tensor] = {}
+    whole: Tensors = {}
+    covered: Tensors = {}
     for name, shape, start, values in fragments:
         if name not in whole:
             whole[name], covered[name] = torch.zeros(shape), torch.zeros(shape, dtype=torch.int32)
@@ -105,33 +106,25 @@ def gaps(ranks: Sequence[Trajectory], reference: Trajectory) -> list[Gap]:
     weights, expected = gather_tensors(ranks, "weights"), gather_tensors([reference], "weights")
     if weights.keys() != expected.keys():
         result.append(Gap("the set of tensors", math.inf))
-    result += [
-        Gap(name, float((weights[name] - values).abs().max()) / WEIGHTS, _bare(name), "weights")
-        for name, values in expected.items()
-        if name in weights
-    ]
+    for name in [name for name in expected if name in weights]:
+        ratio = float((weights[name] - expected[name]).abs().max()) / WEIGHTS
+        result.append(Gap(name, ratio, _bare(name), "weights"))
     return result
 
 
-def _numbers(what: str, values: Sequence[float], expected: Sequence[float]) -> list[Gap]:
-    return [
-        Gap(f"{what}, step {step}", abs(f - e) / (NUMBERS * abs(e)))
-        for step, (f, e) in enumerate(zip(values, expected, strict=True), 1)
-    ]
+def _numbers(what: str, values: Sequence[float], expected: Sequence[float]) -> Iterator[Gap]:
+    for step, (f, e) in enumerate(zip(values, expected, strict=True), 1):
+        yield Gap(f"{what}, step {step}", abs(f - e) / (NUMBERS * abs(e)))
 
 
-def _tensors(
-    kind: str, tensors: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float
-) -> list[Gap]:
+def _tensors(kind: str, tensors: Tensors, expected: Tensors, tolerance: float) -> Iterator[Gap]:
     total_norm = math.sqrt(sum(float(g.square().sum()) for g in expected.values()))
-    result = []
     for name, g in expected.items():
         what, ratio = f"{kind}: {_bare(name)} is missing", math.inf
         if name in tensors:
             allowed = tolerance * max(float(g.norm()), SMALL * total_norm)
             what, ratio = f"{kind} of {_bare(name)}", float((tensors[name] - g).norm()) / allowed
-        result.append(Gap(what, ratio, _bare(name), kind))
-    return result
+        yield Gap(what, ratio, _bare(name), kind)
 
 
 def _bare(name: str) -> str:
@@ -150,9 +143,7 @@ class UnevenMasks:
     positions.
     """
 
-    def __init__(
-        self, samples: int, vocabulary: int, length: int, boundaries: Boundaries | None = None
-    ) -> None:
+    def __init__(self, samples: int, vocabulary: int, length: int, boundaries: Boundaries | None) -> None:
         self.source = SyntheticDataset(samples, vocabulary, length, seed=3)
         self.boundaries = boundaries
 
@@ -161,9 +152,8 @@ class UnevenMasks:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         sample = dict(self.source[index])
-        mask = sample["loss_mask"].copy()
+        sample["loss_mask"] = mask = sample["loss_mask"].copy()
         mask[: (index * 7) % (len(mask) - 1)] = 0
-        sample["loss_mask"] = mask
         if self.boundaries is None:
             return sample
         positions = np.arange(len(mask))
@@ -188,8 +178,7 @@ def perturb_norms_and_biases(model: ParallelModel) -> None:
             if held.decays:
                 continue
             for piece in held.declared.pieces:
-                noise = torch.empty(piece.size)
-                shape = held.declared.shape
+                noise, shape = torch.empty(piece.size), held.declared.shape
                 normal_region(7, f"{held.tensor} noise", shape, piece.start, piece.size, noise)
                 region(held.parameter.data, piece.local, piece.size).add_(0.1 * noise.to(held.parameter))
 
@@ -200,14 +189,12 @@ def train_and_record(
     """Trains for the length of the run, from `first_step` on, and records the results."""
     trajectory = Trajectory()
     batch, steps = config.train.global_batch_size, config.train.train_iters
-    assert batch is not None and steps is not None
     rate, scaler = learning_rate(config), LossScaler(config.precision)
     batches = micro_batches(config, world, first_step * batch)
     for step in range(first_step, first_step + steps):
         if step in (0, steps - 1):
             keep_gradients(optimizer, trajectory, f"gradients {step + 1}")
-        chunk = list(itertools.islice(batches, config.accumulation))
-        scale = scaler.scale
+        chunk, scale = list(itertools.islice(batches, config.accumulation)), scaler.scale
         result = train_step(model, optimizer, chunk, rate(step * batch), step, scale)
         scaler.settle(result.updated)
         for _, _, _, gradients in trajectory.fragments.get(f"gradients {step + 1}", ()):

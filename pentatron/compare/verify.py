@@ -49,17 +49,12 @@ _LEFT_OUT: dict[str, Any] = {
     "cuda_graphs": "off",
 }
 _STAGE_DIVISION = (
-    "pipeline_model_parallel_layout",
-    "num_layers_per_virtual_pipeline_stage",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
+    *("pipeline_model_parallel_layout", "num_layers_per_virtual_pipeline_stage"),
+    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
 )
 _BATCH_SIZE_ALIASES = ("gradient_accumulation_steps", "num_microbatches", "rank_batch_size")
 # Every step of a comparison has the full batch size, and schedules count steps.
-_IN_SAMPLES = (
-    *("train_samples", "lr_decay_samples", "lr_wsd_decay_samples"),
-    *("lr_warmup_samples", "lr_warmup_fraction"),
-)
+_IN_SAMPLES = "train_samples lr_decay_samples lr_wsd_decay_samples lr_warmup_samples lr_warmup_fraction"
 _DEFAULT_IF_ALONE = (
     "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size data_parallel_size "
     "sequence_parallel pipeline_schedule virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage "
@@ -73,12 +68,9 @@ _DEFAULT_IF_ALONE = (
 
 def small_twin(config: RunConfig, replicas: int | None = None) -> RunConfig:
     """Returns the layout and structure of a run in small sizes; `replicas` are its data-parallel ranks."""
-    values = {
-        **config.flat(),
-        **_REVEALING,
-        **_LEFT_OUT,
-        **dict.fromkeys((*_BATCH_SIZE_ALIASES, *_IN_SAMPLES)),
-    }
+    values = (
+        config.flat() | _REVEALING | _LEFT_OUT | dict.fromkeys((*_BATCH_SIZE_ALIASES, *_IN_SAMPLES.split()))
+    )
     values |= {"rampup_batch_size": (), "step_batch_size_schedule": ()}
     tensor, context = config.grid.tensor, config.grid.context
     copies, micro = replicas or config.grid.data, min(config.train.micro_batch_size, 2)
@@ -107,13 +99,12 @@ def small_twin(config: RunConfig, replicas: int | None = None) -> RunConfig:
         num_distributed_optimizer_instances=math.gcd(config.grid.instances, copies * context),
         micro_batch_size=micro,
     )
+    world = tensor * config.grid.pipeline * context * copies
     for count in (min(config.accumulation, max(4, 2 * config.grid.pipeline)), config.accumulation):
         twin = twin.changed(global_batch_size=micro * copies * count)
-        world = tensor * config.grid.pipeline * context * copies
         started = twin.changed(world_size=None, nproc_per_node=world)
         started.facts = Facts(world, world)
-        problems = problems_of(started)
-        if not problems:
+        if not (problems := problems_of(started)):
             return RunConfig.of(twin)
     raise ConfigError(problems)
 
@@ -147,10 +138,8 @@ def _layers(config: RunConfig) -> int:
     All layers if a division, or a list of layers with experts or windows, is written for their number.
     """
     layers, stages = config.model.num_layers, config.placement.stages
-    lists = (
-        config.moe.moe_layer_freq if config.moe.num_experts is not None else None,
-        config.model.window_attn_skip_freq if config.model.window_size else None,
-    )
+    lists: list[str | None] = [config.moe.moe_layer_freq] if config.moe.num_experts is not None else []
+    lists += [config.model.window_attn_skip_freq] if config.model.window_size else []
     listed = any(written is not None and not written.strip().isdigit() for written in lists)
     if listed or any(getattr(config.settings, name) is not None for name in _STAGE_DIVISION):
         return layers
@@ -168,9 +157,8 @@ def single_process_config(config: RunConfig) -> RunConfig:
     The whole batch is one micro-batch, unless balancing or capacity depends on micro-batches.
     """
     defaults = {name: table()[name].default for name in _DEFAULT_IF_ALONE} | {"data_parallel_size": 1}
-    by_micro_batch = config.moe.num_experts is not None and (
-        "aux_loss" in loss_weights(config.moe) or config.moe.moe_expert_capacity_factor is not None
-    )
+    balances = "aux_loss" in loss_weights(config.moe) or config.moe.moe_expert_capacity_factor is not None
+    by_micro_batch = config.moe.num_experts is not None and balances
     taken = config.train.micro_batch_size if by_micro_batch else config.train.global_batch_size
     return RunConfig.of(config.settings.changed(**defaults, micro_batch_size=taken))
 
@@ -181,10 +169,9 @@ def describe_config(config: RunConfig) -> str:
     experts = ranks = ""
     if moe.num_experts is not None:
         shared = moe.moe_shared_expert_intermediate_size
-        experts = (
-            f"; {moe.num_experts} experts of {moe.moe_ffn_hidden_size} in {len(config.layers_with_experts)} of the layers, "
-            f"{moe.moe_router_topk} for a token{f', and a shared one of {shared}' if shared else ''}"
-        )
+        used = f"{moe.moe_router_topk} for a token{f', and a shared one of {shared}' if shared else ''}"
+        count, layers = f"{moe.num_experts} experts of {moe.moe_ffn_hidden_size}", config.layers_with_experts
+        experts = f"; {count} in {len(layers)} of the layers, {used}"
         sizes = f"{grid.expert_tensor} expert tensor × {grid.expert} expert × {grid.expert_data} expert data"
         ranks = f" ({sizes})"
     return (
@@ -200,12 +187,11 @@ def describe_config(config: RunConfig) -> str:
 def uncompared_settings(config: RunConfig) -> list[str]:
     """Lists the settings that are not compared, with the reason."""
     decisions, half = decide(config, DeviceFacts()), "bf16" if config.precision.bf16 else "fp16"
+    rounds, drops = getattr(config.precision, half), config.model.attention_dropout > 0
     notes = {
-        f"{half} is left out: its rounding depends on the layout": config.precision.bf16
-        or config.precision.fp16,
+        f"{half} is left out: its rounding depends on the layout": rounds,
         "fp8 is left out: what it rounds depends on the layout": decisions.fp8.format is not None,
-        "attention dropout is left out: what it drops depends on the layout": config.model.attention_dropout
-        > 0,
+        "attention dropout is left out: what it drops depends on the layout": drops,
         "the compiler is left out: where it rounds depends on the layout": decisions.compilation.required,
         "--device cuda has no effect: the comparison runs on a CPU": config.launch.device == "cuda",
         "CUDA graphs are left out: the comparison runs on a CPU": decisions.graphs.required,

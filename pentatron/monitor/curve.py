@@ -1,7 +1,7 @@
 """Draws the loss curve as an SVG file, without a plotting library."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import accumulate
@@ -39,11 +39,7 @@ def loss_curve(title: str, training: Sequence[Point], validation: Sequence[Point
     training = _downsample(training)
     losses = [loss for _, loss in (*training, *validation)]
     step = _tick_step((max(losses) - min(losses)) / 5 or 1.0)
-    axes = Axes(
-        x_max=max(1.0, training[-1][0]),
-        y_min=step * (min(losses) // step),
-        y_max=step * (max(losses) // step + 1),
-    )
+    axes = Axes(max(1.0, training[-1][0]), step * (min(losses) // step), step * (max(losses) // step + 1))
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" font-size="12">',
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
@@ -52,7 +48,7 @@ def loss_curve(title: str, training: Sequence[Point], validation: Sequence[Point
         _line(axes, training, _STEP_COLOUR, 1.0),
         _line(axes, _smooth(training), _MEAN_COLOUR, 2.2),
         *(_dot(axes, point) for point in validation),
-        *_legend(bool(validation)),
+        *_legend(with_validation=bool(validation)),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
@@ -86,25 +82,21 @@ def _smooth(points: Sequence[Point]) -> list[Point]:
     return smoothed
 
 
-def _grid(axes: Axes, step: float) -> list[str]:
+def _grid(axes: Axes, step: float) -> Iterator[str]:
     decimals = max(0, -math.floor(math.log10(step)))
     bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
-    elements = []
     for i in range(round((axes.y_max - axes.y_min) / step) + 1):
         value = axes.y_min + i * step
         _, y = axes.place((0, value))
-        elements.append(f'<line x1="{_LEFT}" y1="{y}" x2="{right}" y2="{y}" stroke="#e5e5e5"/>')
-        elements.append(_label(_LEFT - 8, y + 4, "end", f"{value:.{decimals}f}"))
+        yield f'<line x1="{_LEFT}" y1="{y}" x2="{right}" y2="{y}" stroke="#e5e5e5"/>'
+        yield _label(_LEFT - 8, y + 4, "end", f"{value:.{decimals}f}")
     x_step = max(1.0, _tick_step(axes.x_max / 6))
     for i in range(int(axes.x_max // x_step) + 1):
         x, _ = axes.place((i * x_step, axes.y_min))
-        elements.append(_label(x, bottom + 18, "middle", f"{i * x_step:.6g}"))
-    return [
-        *elements,
-        f'<line x1="{_LEFT}" y1="{bottom}" x2="{right}" y2="{bottom}" stroke="#888"/>',
-        _label((_LEFT + right) / 2, _HEIGHT - 8, "middle", "step"),
-        f'<text x="16" y="{_HEIGHT / 2}" text-anchor="middle" transform="rotate(-90 16 {_HEIGHT / 2})">loss</text>',
-    ]
+        yield _label(x, bottom + 18, "middle", f"{i * x_step:.6g}")
+    yield f'<line x1="{_LEFT}" y1="{bottom}" x2="{right}" y2="{bottom}" stroke="#888"/>'
+    yield _label((_LEFT + right) / 2, _HEIGHT - 8, "middle", "step")
+    yield f'<text x="16" y="{_HEIGHT / 2}" text-anchor="middle" transform="rotate(-90 16 {_HEIGHT / 2})">loss</text>'
 
 
 def _label(x: float, y: float, anchor: str, text: str) -> str:
@@ -121,18 +113,12 @@ def _dot(axes: Axes, point: Point) -> str:
     return f'<circle cx="{x}" cy="{y}" r="4" fill="{_VALIDATION_COLOUR}"><title>step {point[0]:.0f}: {point[1]:.4f}</title></circle>'
 
 
-def _legend(with_validation: bool) -> list[str]:
+def _legend(with_validation: bool) -> Iterator[str]:
     x = _WIDTH - _RIGHT - 316
-    elements = _legend_line(x, "each step", _STEP_COLOUR, 1.0)
-    elements += _legend_line(x + 104, "running mean", _MEAN_COLOUR, 2.2)
+    for name, colour, width in (("each step", _STEP_COLOUR, 1.0), ("running mean", _MEAN_COLOUR, 2.2)):
+        yield f'<line x1="{x}" y1="20" x2="{x + 22}" y2="20" stroke="{colour}" stroke-width="{width}"/>'
+        yield f'<text x="{x + 28}" y="24">{name}</text>'
+        x += 104
     if with_validation:
-        elements.append(f'<circle cx="{x + 242}" cy="20" r="4" fill="{_VALIDATION_COLOUR}"/>')
-        elements.append(f'<text x="{x + 252}" y="24">validation</text>')
-    return elements
-
-
-def _legend_line(x: float, name: str, colour: str, width: float) -> list[str]:
-    return [
-        f'<line x1="{x}" y1="20" x2="{x + 22}" y2="20" stroke="{colour}" stroke-width="{width}"/>',
-        f'<text x="{x + 28}" y="24">{name}</text>',
-    ]
+        yield f'<circle cx="{x + 34}" cy="20" r="4" fill="{_VALIDATION_COLOUR}"/>'
+        yield f'<text x="{x + 44}" y="24">validation</text>'

@@ -68,12 +68,8 @@ class LiveBar(Display):
         from rich.progress import BarColumn, Progress, TextColumn
 
         self.console = console
-        self._progress = Progress(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=20),
-            TextColumn("{task.fields[facts]}"),
-            console=console,
-        )
+        title, facts = TextColumn("[bold]{task.description}"), TextColumn("{task.fields[facts]}")
+        self._progress = Progress(title, BarColumn(bar_width=20), facts, console=console)
         self._title = ""
         self._progress.start()
 
@@ -87,11 +83,9 @@ class LiveBar(Display):
         self._show(title, done, total, f"{100 * done / max(total, 1):.0f} % {facts}")
 
     def step(self, report: StepReport, eta_seconds: float) -> None:
-        facts = (
-            f"{report.step}/{report.total_steps} loss [green]{report.loss:.4f}[/] lr {report.learning_rate:.1e} "
-            f"{report.tokens_per_second:,.0f} tok/s {in_mib(report.memory_bytes)} MiB "
-            f"left [cyan]{duration(eta_seconds)}[/]"
-        )
+        losses = f"loss [green]{report.loss:.4f}[/] lr {report.learning_rate:.1e}"
+        speed = f"{report.tokens_per_second:,.0f} tok/s {in_mib(report.memory_bytes)} MiB"
+        facts = f"{report.step}/{report.total_steps} {losses} {speed} left [cyan]{duration(eta_seconds)}[/]"
         self._show("training", report.step, report.total_steps, facts)
 
     def _show(self, title: str, done: int, total: int, facts: str) -> None:

@@ -78,11 +78,7 @@ class MemorySampler:
     """
 
     def __init__(
-        self,
-        path: Path,
-        device: torch.device,
-        interval: float,
-        tell: Callable[[str], None] = lambda text: None,
+        self, path: Path, device: torch.device, interval: float, tell: Callable[[str], None]
     ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self.device, self.interval, self.tell = path, device, interval, tell
@@ -125,6 +121,5 @@ class MemorySampler:
         self._sample()
         self._try_write(self._file.close)
         if self._problem is not None:
-            self.tell(
-                f"warning: {self.path} lacks rows that could not be written ({self._problem.strerror or self._problem})"
-            )
+            reason = self._problem.strerror or self._problem
+            self.tell(f"warning: {self.path} lacks rows that could not be written ({reason})")

@@ -13,17 +13,14 @@ from pentatron.monitor.recorder import AppendedFile, Recorder
 from pentatron.monitor.report import StepReport
 from pentatron.text import parse_json
 
-# Fields that must be numbers, as readers compute with them.
-_NUMBERS = frozenset(
-    "loss validation_loss test_loss learning_rate gradient_norm loss_scale tokens consumed_samples seconds "
-    "tokens_per_second global_batch_size teraflops_per_device memory_bytes".split()
-)
 # Fields of a report in a row, in their order, and the digits of those that are rounded.
 _ROW = (
     "step loss learning_rate gradient_norm tokens consumed_samples seconds tokens_per_second "
     "global_batch_size teraflops_per_device memory_bytes".split()
 )
 _DIGITS = {"seconds": 6, "tokens_per_second": 1, "teraflops_per_device": 6}
+# Fields that must be numbers, as readers compute with them.
+_NUMBERS = {*_ROW, "validation_loss", "test_loss", "loss_scale"}
 # Limit of values: beyond any run, and small enough that sums and squares are finite in double precision.
 _LARGEST = 1e39
 _LARGEST_STEP = 2**53
@@ -63,8 +60,7 @@ class MetricsFile(Recorder):
         self._last_offset = 0
 
     def record(self, report: StepReport, validation: float | None) -> None:
-        row = metrics_row(report)
-        self.write(row if validation is None else {**row, "validation_loss": validation})
+        self.write(metrics_row(report) | ({} if validation is None else {"validation_loss": validation}))
 
     def left_out(self, step: int, consumed_samples: int) -> None:
         self.write({"step": step, "left_out": True, "consumed_samples": consumed_samples})
@@ -132,9 +128,8 @@ def _is_number(value: object) -> bool:
 
 def _is_per_rank(value: object) -> bool:
     """Whether this is a dictionary of non-empty lists of numbers, one per rank."""
-    return isinstance(value, dict) and all(
-        isinstance(values, list) and values and all(map(_is_number, values)) for values in value.values()
-    )
+    lists = value.values() if isinstance(value, dict) else [None]
+    return all(isinstance(numbers, list) and numbers and all(map(_is_number, numbers)) for numbers in lists)
 
 
 # --- following a growing metrics file ---

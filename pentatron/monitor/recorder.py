@@ -64,9 +64,8 @@ class AppendedFile:
         self._file.write(text)
         self._file.flush()
         if is_recreated:
-            self._tell(
-                f"note: {self.path} was deleted or replaced during the run; it was created again and contains only lines from here on"
-            )
+            lost = "it was created again and contains only lines from here on"
+            self._tell(f"note: {self.path} was deleted or replaced during the run; {lost}")
         return offset
 
     def close(self) -> None:
@@ -132,20 +131,17 @@ class PerformanceSummary(Recorder):
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
         """`about`: fields that describe the run and its hardware."""
         self.path, self.about = path, about
-        self._seconds: list[float] = []
-        self._tokens = self._samples = self._seen = 0
-        self._flops = 0.0
+        self._seen = 0
         self._first: StepReport | None = None
         self._last: StepReport | None = None
+        # Of every measured step: seconds, tokens, samples and FLOPs.
+        self._measured: list[tuple[float, int, int, float]] = []
 
     def record(self, report: StepReport, validation: float | None) -> None:
         self._seen += 1
         self._first, self._last = self._first or report, report
         if self._seen > _WARMUP_STEPS:
-            self._seconds.append(report.seconds)
-            self._tokens += report.tokens
-            self._samples += report.global_batch_size
-            self._flops += report.flops
+            self._measured.append((report.seconds, report.tokens, report.global_batch_size, report.flops))
 
     def close(self) -> None:
         if self._first is not None and self._last is not None:
@@ -155,33 +151,23 @@ class PerformanceSummary(Recorder):
     def _summary(self, first: StepReport, last: StepReport) -> dict[str, Any]:
         # JSON cannot represent NaN and inf.
         first_loss, last_loss = (loss if math.isfinite(loss) else None for loss in (first.loss, last.loss))
-        summary = {
-            **self.about,
-            "steps": self._seen,
-            "first_step": first.step,
-            "last_step": last.step,
-            "first_loss": first_loss,
-            "last_loss": last_loss,
-            "first_step_seconds": round(first.seconds, 6),
-            "peak_memory_bytes": last.memory_bytes,
-            "measured_steps": len(self._seconds),
-        }
-        if not self._seconds:
+        summary = {**self.about, "steps": self._seen, "first_step": first.step, "last_step": last.step}
+        summary |= {"first_loss": first_loss, "last_loss": last_loss}
+        summary |= {"first_step_seconds": round(first.seconds, 6), "peak_memory_bytes": last.memory_bytes}
+        summary["measured_steps"] = len(self._measured)
+        if not self._measured:
             return {**summary, "remark": f"the first {_WARMUP_STEPS} steps are not measured"}
-        total, peak = sum(self._seconds), last.peak_teraflops
-        teraflops = self._flops / total / last.devices / 1e12
-        seconds = {
-            "mean": total / len(self._seconds),
-            "median": statistics.median(self._seconds),
-            "fastest": min(self._seconds),
-            "slowest": max(self._seconds),
-        }
+        all_seconds, all_tokens, all_samples, all_flops = zip(*self._measured)
+        total, tokens, peak = sum(all_seconds), sum(all_tokens), last.peak_teraflops
+        teraflops = sum(all_flops) / total / last.devices / 1e12
+        mean, median = total / len(all_seconds), statistics.median(all_seconds)
+        seconds = {"mean": mean, "median": median, "fastest": min(all_seconds), "slowest": max(all_seconds)}
         return {
             **summary,
             "step_seconds": {name: round(value, 6) for name, value in seconds.items()},
-            "samples_per_second": round(self._samples / total, 3),
-            "tokens_per_second": round(self._tokens / total, 1),
-            "tokens_per_second_per_device": round(self._tokens / total / last.devices, 1),
+            "samples_per_second": round(sum(all_samples) / total, 3),
+            "tokens_per_second": round(tokens / total, 1),
+            "tokens_per_second_per_device": round(tokens / total / last.devices, 1),
             "teraflops_per_device": round(teraflops, 4),
             "model_flops_utilisation": round(teraflops / peak, 4) if peak else None,
             "peak_teraflops_per_device": peak,
@@ -201,12 +187,8 @@ def append_event(path: Path, job_id: str, devices: int, *words: str, now: dateti
     Its readers use positions: a job without a number has an empty one.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    line = (
-        f"{now or datetime.now():{_TIME}}",
-        f"Job ID: {one_line(redact(job_id))}",
-        f"# GPUs: {devices}",
-        *map(redact, words),
-    )
+    job = f"Job ID: {one_line(redact(job_id))}"
+    line = (f"{now or datetime.now():{_TIME}}", job, f"# GPUs: {devices}", *map(redact, words))
     with path.open("ab+") as file:
         # Starts a new line if a crash left a partial one.
         file.seek(max(0, file.seek(0, io.SEEK_END) - 1))
@@ -226,8 +208,7 @@ class ProgressFile(Recorder):
         """`flops_before` and `tokens_before`: of the run up to the step this job resumes from."""
         self.path, self.job_id, self.devices = path, job_id, devices
         self._seconds_before = earlier_seconds(path)
-        self._flops_before, self._flops = flops_before, 0.0
-        self._tokens = tokens_before
+        self._flops_before, self._flops, self._tokens = flops_before, 0.0, tokens_before
         self._start = datetime.now()
         self._write(self._start, STARTED)
 

@@ -55,14 +55,6 @@ def gpu_utilisation(device: "torch.device") -> float | None:
     return None
 
 
-# Megatron-LM's names of router losses.
-_LOSS_NAMES = {
-    "aux_loss": "load_balancing_loss",
-    "seq_aux_loss": "seq_load_balancing_loss",
-    "global_aux_loss": "global_load_balancing_loss",
-    "z_loss": "z_loss",
-}
-
 _LARGEST_EXPONENT = 20.0
 
 
@@ -76,7 +68,8 @@ class ExpertReport:
     by_layer: Mapping[int, Sequence[int]]
 
     def by_name(self) -> dict[str, float]:
-        return {_LOSS_NAMES[name]: value for name, value in self.losses.items()}
+        """Returns the losses under Megatron-LM's names."""
+        return {name.replace("aux_loss", "load_balancing_loss"): v for name, v in self.losses.items()}
 
     def fields(self) -> list[str]:
         return [f"{name}: {value:.2f}" for name, value in self.by_name().items()]
@@ -137,11 +130,9 @@ class StepReport:
 
 def progress_line(report: StepReport, eta_seconds: float) -> str:
     """Formats one step for output without a progress bar."""
-    return (
-        f"step {report.step:>5}/{report.total_steps}  loss {report.loss:7.4f}  lr {report.learning_rate:.2e}  "
-        f"{report.tokens_per_second:7.0f} tokens/s  {in_mib(report.memory_bytes, '5.0f')} MiB  "
-        f"left {duration(eta_seconds)}"
-    )
+    losses = f"loss {report.loss:7.4f}  lr {report.learning_rate:.2e}"
+    speed = f"{report.tokens_per_second:7.0f} tokens/s  {in_mib(report.memory_bytes, '5.0f')} MiB"
+    return f"step {report.step:>5}/{report.total_steps}  {losses}  {speed}  left {duration(eta_seconds)}"
 
 
 def perplexity(loss: float) -> float:
@@ -177,15 +168,11 @@ def log_line(reports: list[StepReport], now: datetime, throughput: bool) -> str:
     """Formats means over the given steps. Our fields come last, so parsers of Megatron-LM's line work."""
     last = reports[-1]
     seconds = sum(r.seconds for r in reports) / len(reports)
-    fields = [
-        f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {last.step:8d}/{last.total_steps:8d}",
-        f"consumed samples: {last.consumed_samples:12d}",
-    ]
-    if last.skipped_samples:
-        fields.append(f"skipped samples: {last.skipped_samples:12d}")
+    fields = [f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {last.step:8d}/{last.total_steps:8d}"]
+    fields.append(f"consumed samples: {last.consumed_samples:12d}")
+    fields += [f"skipped samples: {last.skipped_samples:12d}"] if last.skipped_samples else []
     fields.append(f"elapsed time per iteration (ms): {seconds * 1000:.1f}")
-    if throughput:
-        fields.append(f"throughput per GPU (TFLOP/s/GPU): {_teraflops(reports):.1f}")
+    fields += [f"throughput per GPU (TFLOP/s/GPU): {_teraflops(reports):.1f}"] if throughput else []
     fields.append(f"learning rate: {last.next_learning_rate:.6E}")
     fields.append(f"global batch size: {last.global_batch_size:5d}")
     # Skipped steps are excluded: a NaN loss would make the mean NaN.

@@ -24,7 +24,7 @@ class OutputLost(OSError):
     """Standard output cannot be written, and the command's result is its output."""
 
 
-class Stream(io.RawIOBase):
+class Stream(io.FileIO):
     """Writes to a file descriptor.
 
     After a failure, output is dropped if `survives`, otherwise `OutputLost` is raised. `error` is the first
@@ -32,16 +32,8 @@ class Stream(io.RawIOBase):
     """
 
     def __init__(self, descriptor: int, survives: bool, error: OSError | None = None) -> None:
-        self._descriptor, self.survives, self.error = descriptor, survives, error
-
-    def writable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return self._descriptor
-
-    def isatty(self) -> bool:
-        return os.isatty(self._descriptor)
+        super().__init__(descriptor, "w", closefd=False)
+        self.survives, self.error = survives, error
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
@@ -57,10 +49,10 @@ class Stream(io.RawIOBase):
     def _write_all(self, view: memoryview) -> None:
         while len(view):
             try:
-                view = view[os.write(self._descriptor, view) :]
+                view = view[os.write(self.fileno(), view) :]
             except BlockingIOError:
                 # Another process on the terminal made it non-blocking.
-                select.select([], [self._descriptor], [])
+                select.select([], [self.fileno()], [])
 
 
 # Replaced streams of this process by name. Module state, as `sys.stdout` is process-wide too.

@@ -26,14 +26,8 @@ class OptionalScalars:
     perplexity: bool = False
 
 
-@dataclass(frozen=True)
-class Scalar:
-    """A value to plot."""
-
-    name: str
-    value: float
-    # Plotted over consumed samples instead of steps.
-    over_samples: bool = False
+# Name and value to plot, and whether it is plotted over consumed samples instead of steps.
+Scalar = tuple[str, float, bool]
 
 
 def scalars(report: StepReport, validation: float | None, choices: OptionalScalars) -> list[Scalar]:
@@ -57,26 +51,23 @@ def scalars(report: StepReport, validation: float | None, choices: OptionalScala
     losses = {} if validation is None else {"validation": validation}
     return [
         *_over_steps_and_samples(over_both),
-        *(Scalar(name, value) for name, value in over_steps.items()),
+        *((name, value, False) for name, value in over_steps.items()),
         *_over_steps_and_samples(evaluation_scalars(losses, choices)),
     ]
 
 
 def evaluation_scalars(losses: Mapping[str, float], choices: OptionalScalars) -> dict[str, float]:
     """Returns evaluated losses, and their perplexities."""
-    values = {}
-    for name, loss in losses.items():
-        values[f"lm loss {name}"] = loss
-        if choices.perplexity:
-            values[f"lm loss {name} ppl"] = perplexity(loss)
-    return values
+    values = {f"lm loss {name}": loss for name, loss in losses.items()}
+    ppl = {f"{name} ppl": perplexity(loss) for name, loss in values.items() if choices.perplexity}
+    return values | ppl
 
 
 def _over_steps_and_samples(values: Mapping[str, float]) -> list[Scalar]:
     return [
         scalar
         for name, value in values.items()
-        for scalar in (Scalar(name, value), Scalar(f"{name} vs samples", value, over_samples=True))
+        for scalar in ((name, value, False), (f"{name} vs samples", value, True))
     ]
 
 
@@ -113,9 +104,8 @@ class TensorBoard(Recorder):
     def record(self, report: StepReport, validation: float | None) -> None:
         if report.step % self.interval and validation is None:
             return
-        for scalar in scalars(report, validation, self.choices):
-            position = report.consumed_samples if scalar.over_samples else report.step
-            self._writer.add_scalar(scalar.name, scalar.value, position)
+        for name, value, over_samples in scalars(report, validation, self.choices):
+            self._writer.add_scalar(name, value, report.consumed_samples if over_samples else report.step)
         self._writer.flush()
 
     def evaluated(self, step: int, losses: Mapping[str, float]) -> None:
@@ -153,18 +143,16 @@ class WeightsAndBiases(Recorder):
         words = sys.argv
         sys.argv = list(map(redact, words))
         try:
-            self._run = wandb.init(
-                dir=os.fspath(place.folder),
-                name=redact(place.name),
-                project=place.project,
-                entity=place.entity,
-                config=dict(settings),
-            )
+            owner: dict[str, Any] = {
+                "project": place.project,
+                "entity": place.entity,
+                "config": dict(settings),
+            }
+            self._run = wandb.init(dir=os.fspath(place.folder), name=redact(place.name), **owner)
         except wandb.errors.Error as error:
             reason = str(error).strip().rstrip(".").splitlines()[0]
-            raise RecorderUnavailable(
-                f"it did not start: {reason}; log in with `wandb login`, or keep the run on this machine with WANDB_MODE=offline"
-            ) from None
+            ways = "log in with `wandb login`, or keep the run on this machine with WANDB_MODE=offline"
+            raise RecorderUnavailable(f"it did not start: {reason}; {ways}") from None
         finally:
             sys.argv = words
         self.choices, self.interval = choices, interval
@@ -173,7 +161,8 @@ class WeightsAndBiases(Recorder):
         if report.step % self.interval and validation is None:
             return
         # The x axis is the step. Consumed samples are logged as a metric, which can be selected as x axis.
-        values = {s.name: s.value for s in scalars(report, validation, self.choices) if not s.over_samples}
+        metrics = scalars(report, validation, self.choices)
+        values = {name: value for name, value, over_samples in metrics if not over_samples}
         self._run.log({**values, "samples vs steps": report.consumed_samples}, step=report.step)
 
     def evaluated(self, step: int, losses: Mapping[str, float]) -> None:

@@ -52,8 +52,7 @@ def draw_curve(
 
     filled = _connected_means(points, place)
     grid = [[_character(filled, column, row, braille) for column in range(cells)] for row in range(height)]
-    for mark in marks:
-        x, y = place(mark)
+    for x, y in map(place, marks):
         grid[y // cell_height][x // cell_width] = _DOT
     labels = {0: format_significant(high), height - 1: format_significant(low)}
     lines = [f"{labels.get(i, ''):>{label}} {'┤' if i in labels else '│'}" for i in range(height)]
@@ -63,8 +62,7 @@ def draw_curve(
     legend = f"{_DOT} validation" if marks and middle > 14 else ""
     steps = f"{'':>{label}}  {left}{legend:^{middle}}{right}"
     drawn = [line + "".join(row).rstrip() for line, row in zip(lines, grid)] + [axis, steps]
-    ascii_axes = str.maketrans("┤│└─", "||+-")
-    return drawn if braille else [line.translate(ascii_axes) for line in drawn]
+    return drawn if braille else [line.translate(str.maketrans("┤│└─", "||+-")) for line in drawn]
 
 
 def _connected_means(
@@ -74,18 +72,16 @@ def _connected_means(
     by_column: dict[int, list[Point]] = {}
     for point in points:
         by_column.setdefault(place(point)[0], []).append(point)
+    columns = [(x, inside[0][0], [y for _, y in inside]) for x, inside in sorted(by_column.items())]
+    means = [(x, place((step, sum(values) / len(values)))[1]) for x, step, values in columns]
     filled: set[tuple[int, int]] = set()
-    previous: tuple[int, int] | None = None
-    for x, inside in sorted(by_column.items()):
-        y = place((inside[0][0], sum(value for _, value in inside) / len(inside)))[1]
-        x0, y0 = previous or (x, y)
+    for (x0, y0), (x, y) in zip([means[0], *means], means):
         if x - x0 > 1:
             # A straight line over columns without points.
             filled |= {(i, round(y0 + (y - y0) * (i - x0) / (x - x0))) for i in range(x0, x + 1)}
         else:
             # Connects neighbouring columns vertically.
             filled |= {(x, row) for row in range(min(y0, y), max(y0, y) + 1)}
-        previous = x, y
     return filled
 
 
@@ -96,6 +92,8 @@ def _character(filled: set[tuple[int, int]], column: int, row: int, braille: boo
     return chr(_BLANK + bits) if bits else " "
 
 
+# Fields of a row with the seconds of every rank.
+_TIMES = ("busy_seconds", "collective_seconds", "message_seconds")
 # A rank is slow if its time exceeds the median by this factor.
 _SLOW = 1.2
 _MAX_RANKS = 16
@@ -134,16 +132,13 @@ def render_view(run: RunStatus, seen: RunMetrics, screen: Screen) -> list[str]:
     """Returns the lines of the screen."""
     style = {"running": "good", "finished": "good", "crashed": "bad"}.get(run.state, "warn")
     head = [f"{screen.paint(one_line(run.name), 'bold')}: {screen.paint(run.state, style)}"]
-    if run.about_state:
-        head.append(printable(run.about_state))
-    if seen.damaged:
-        head.append(damaged_lines(len(seen.damaged)))
+    head += [printable(run.about_state)] if run.about_state else []
+    head += [damaged_lines(len(seen.damaged))] if seen.damaged else []
     if not seen.recent:
         return [*head, "no step is finished yet"]
-    head += ["", *_progress(run, seen, screen), _losses(seen)]
+    head += ["", _progress(run, seen, screen), _losses(seen)]
     foot = ["", *_speed(seen, screen), *_ranks(seen, screen), f"checkpoint    {one_line(run.checkpoint)}"]
-    if run.restarts:
-        foot.append(f"restarts      {one_line(run.restarts)}")
+    foot += [f"restarts      {one_line(run.restarts)}"] if run.restarts else []
     room = screen.height - len(head) - len(foot) - 3
     points, marks = sorted(seen.losses.items()), sorted(seen.validations.items())
     curve = draw_curve(points, marks, screen.width, min(14, max(5, room)), screen.unicode)
@@ -161,13 +156,13 @@ def _seconds_left(run: RunStatus, seen: RunMetrics) -> float:
     return run.samples_left * sum(row["seconds"] for row in seen.recent) / samples
 
 
-def _progress(run: RunStatus, seen: RunMetrics, screen: Screen) -> list[str]:
+def _progress(run: RunStatus, seen: RunMetrics, screen: Screen) -> str:
     share = min(1.0, seen.step / run.total_steps) if run.total_steps else 1.0
     filled = round(_BAR_WIDTH * share)
     full, empty = ("█", "░") if screen.unicode else ("#", ".")
     time_left = f"  left {duration(_seconds_left(run, seen))}" if run.state in ("running", "silent") else ""
     bar = screen.paint(full * filled, "good") + screen.paint(empty * (_BAR_WIDTH - filled), "faint")
-    return [f"step {seen.step}/{run.total_steps}  {bar} {100 * share:.0f}%{time_left}"]
+    return f"step {seen.step}/{run.total_steps}  {bar} {100 * share:.0f}%{time_left}"
 
 
 def _losses(seen: RunMetrics) -> str:
@@ -204,26 +199,21 @@ def _speed(seen: RunMetrics, screen: Screen) -> list[str]:
 def _health(seen: RunMetrics, screen: Screen) -> list[str]:
     """Fractions of communication and GPU utilisation, with their recommended limits."""
     ranks = [row["ranks"] for row in seen.ranks]
-    waiting = _sum(ranks, "collective_seconds") + _sum(ranks, "message_seconds")
-    total = waiting + _sum(ranks, "busy_seconds")
+    busy, collectives, messages = (sum(sum(step.get(time, ())) for step in ranks) for time in _TIMES)
+    waiting = collectives + messages
     lines = []
-    if total:
-        share, pipeline = waiting / total, _sum(ranks, "message_seconds") / total
+    if total := waiting + busy:
+        share, pipeline = waiting / total, messages / total
         shown = screen.paint(f"{share:.0%}", "good" if share < MOST_COMMUNICATION else "warn")
         part = f" ({pipeline:.0%} in the pipeline)" if pipeline >= 0.01 else ""
-        lines.append(
-            f"communication {shown} of a step is waiting for other ranks{part}; aim: below {MOST_COMMUNICATION:.0%}"
-        )
+        aim = f"aim: below {MOST_COMMUNICATION:.0%}"
+        lines.append(f"communication {shown} of a step is waiting for other ranks{part}; {aim}")
     percentages = [p for of_step in ranks for p in of_step.get("gpu_utilisation", ())]
     if percentages:
         mean = statistics.mean(percentages) / 100
         shown = screen.paint(f"{mean:.0%}", "good" if mean > LEAST_UTILISATION else "warn")
         lines.append(f"utilisation   {shown} of the GPUs; aim: above {LEAST_UTILISATION:.0%}")
     return lines
-
-
-def _sum(ranks: Sequence[dict[str, Any]], name: str) -> float:
-    return sum(sum(of_step.get(name, ())) for of_step in ranks)
 
 
 def _ranks(seen: RunMetrics, screen: Screen) -> list[str]:
@@ -234,8 +224,9 @@ def _ranks(seen: RunMetrics, screen: Screen) -> list[str]:
     memory = [max(of_rank) for of_rank in zip(*(of_step["memory_bytes"] for of_step in ranks))]
     if len(memory) == 1:
         return [f"memory        {in_mib(memory[0])} MiB"]
-    kinds = ("busy_seconds", "collective_seconds", "message_seconds")
-    busy, collectives, messages = (_medians(ranks, kind) for kind in kinds)
+    measured = ([of_step[time] for of_step in ranks if time in of_step] for time in _TIMES)
+    # Medians over the last measured steps, as one step may be an outlier.
+    busy, collectives, messages = ([statistics.median(rank) for rank in zip(*steps)] for steps in measured)
     waiting = [a + b for a, b in zip(collectives, messages)]
     if not busy:
         most, least = in_mib(max(memory)), in_mib(min(memory))
@@ -262,19 +253,11 @@ def _ranks(seen: RunMetrics, screen: Screen) -> list[str]:
     return lines
 
 
-def _medians(ranks: Sequence[dict[str, Any]], name: str) -> list[float]:
-    """Median of each rank over the last measured steps, as one step may be an outlier."""
-    steps = [of_step[name] for of_step in ranks if name in of_step]
-    return [statistics.median(of_rank) for of_rank in zip(*steps)]
-
-
 def status_line(run: RunStatus, seen: RunMetrics) -> str:
     """Formats the view in one line, for a log."""
-    last = seen.recent[-1]
-    return (
-        f"step {seen.step}/{run.total_steps}  {_losses(seen)}  {last.get('tokens_per_second', 0):,.0f} tokens/s  "
-        f"{in_mib(_memory(last))} MiB  left {duration(_seconds_left(run, seen))}"
-    )
+    last, left = seen.recent[-1], duration(_seconds_left(run, seen))
+    speed = f"{last.get('tokens_per_second', 0):,.0f} tokens/s  {in_mib(_memory(last))} MiB"
+    return f"step {seen.step}/{run.total_steps}  {_losses(seen)}  {speed}  left {left}"
 
 
 def _memory(row: dict[str, Any]) -> int:

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pentatron.layout.stages import StagePart
-from pentatron.plan.shape import Shape
+from pentatron.plan.shape import FP32, Shape
 from pentatron.settings.parameters import has_shared_gate
 
-_FP32, _INDEX = 4, 8
+_INDEX = 8
 # Elements that the loss in plain torch converts to fp32 at a time.
 _LOSS_BLOCK = 2**25
 _UNFUSED_BACKENDS = ("math", "unfused", "local")
@@ -36,12 +36,9 @@ def saved_activations(shape: Shape, part: StagePart) -> Activations:
     recomputed = {layer for run in runs for layer in run}
     total = len(runs) * shape.hidden_states + _outside_layers(shape, part)
     total += layers_activations(shape, [number for number in part.layers if number not in recomputed])
-    norm_saves_input = (
-        shape.config.model.normalization != "RMSNorm"
-        or not _norm_saves_fp32(shape)
-        or "layernorm" in shape.recomputed_modules
-    )
-    if not part.embedding and not recomputed and not norm_saves_input:
+    norm_saves_copy = shape.config.model.normalization == "RMSNorm" and _norm_saves_fp32(shape)
+    norm_saves_copy = norm_saves_copy and "layernorm" not in shape.recomputed_modules
+    if norm_saves_copy and not part.embedding and not recomputed:
         # The input received from the previous stage; otherwise the first norm or recomputed run saves it
         # anyway.
         total += shape.hidden_states
@@ -88,7 +85,7 @@ def loss_activations(shape: Shape) -> int:
     if shape.decisions.loss.on:
         return shape.width * loss_chunk(shape) * shape.words
     words = shape.words if shape.grid.tensor > 1 else shape.config.model.vocab_size
-    return _FP32 * shape.tokens * words
+    return FP32 * shape.tokens * words
 
 
 def evaluation_loss_bytes(shape: Shape) -> int:
@@ -97,13 +94,13 @@ def evaluation_loss_bytes(shape: Shape) -> int:
     if shape.decisions.loss.on:
         elements = min(loss_chunk(shape), _EVALUATED) * shape.words
         return shape.width * elements + _loss_blocks(shape, elements)
-    cast = _FP32 if shape.width != _FP32 else 0
-    return (shape.width + cast + _FP32) * shape.tokens * shape.words
+    cast = FP32 if shape.width != FP32 else 0
+    return (shape.width + cast + FP32) * shape.tokens * shape.words
 
 
 def _loss_blocks(shape: Shape, elements: int) -> int:
     """Returns the bytes of the two fp32 blocks of a fused loss without its own kernel."""
-    return 0 if shape.decisions.loss.kernel else 2 * _FP32 * min(_LOSS_BLOCK, elements)
+    return 0 if shape.decisions.loss.kernel else 2 * FP32 * min(_LOSS_BLOCK, elements)
 
 
 def loss_chunk(shape: Shape) -> int:
@@ -122,9 +119,9 @@ def loss_backward_bytes(shape: Shape) -> int:
     if shape.decisions.loss.on:
         return _loss_blocks(shape, loss_chunk(shape) * shape.words)
     if shape.grid.tensor == 1:
-        return 2 * _FP32 * shape.tokens * shape.config.model.vocab_size
-    cast = shape.width if shape.width != _FP32 else 0
-    return (2 * _FP32 + cast) * shape.tokens * shape.words
+        return 2 * FP32 * shape.tokens * shape.config.model.vocab_size
+    cast = shape.width if shape.width != FP32 else 0
+    return (2 * FP32 + cast) * shape.tokens * shape.words
 
 
 def layer_activations(
@@ -146,15 +143,15 @@ def layer_activations(
 
 def _norm_saves_fp32(shape: Shape) -> bool:
     """Whether an RMSNorm in lower precision saves an fp32 copy of its input: on a GPU, and not compiled."""
-    return bool(shape.on_gpu) and shape.width != _FP32 and not shape.decisions.compilation.on
+    return bool(shape.on_gpu) and shape.width != FP32 and not shape.decisions.compilation.on
 
 
 def _norm_row(shape: Shape) -> int:
     if shape.config.model.normalization == "LayerNorm":
-        return shape.width * shape.hidden + 2 * _FP32
+        return shape.width * shape.hidden + 2 * FP32
     if shape.decisions.compilation.on:
-        return shape.width * shape.hidden + _FP32
-    return ((_FP32 if _norm_saves_fp32(shape) else shape.width) + shape.width) * shape.hidden + _FP32
+        return shape.width * shape.hidden + FP32
+    return ((FP32 if _norm_saves_fp32(shape) else shape.width) + shape.width) * shape.hidden + FP32
 
 
 def _attention(shape: Shape, recomputed: bool, fp8: bool) -> int:
@@ -170,7 +167,7 @@ def _attention(shape: Shape, recomputed: bool, fp8: bool) -> int:
     rotated = model.position_embedding_type == "rope"
     # Queries of several key/value groups are not a view of the projection, so that they are copied.
     copied = s.heads > s.groups > 1
-    saved = _FP32 * tokens * s.heads
+    saved = FP32 * tokens * s.heads
     if s.grid.context > 1 and s.config.parallel.cp_comm_type == "a2a":
         # The all-to-all exchanges one contiguous tensor, so that the projection itself is not saved.
         saved += e * tokens * (s.queries + 2 * max(s.keys, s.head * s.grid.context // s.heads)) + output
@@ -193,20 +190,19 @@ def _qk_norms(shape: Shape, copied: bool) -> int:
     s, tokens = shape, shape.tokens
     rows = tokens * (s.heads + s.groups)
     layer_norm = s.config.model.normalization == "LayerNorm"
+    # Saved without a conversion: a view of the projection, unless it had to be copied.
+    inputs = s.width * tokens * s.queries if copied else 0
     if layer_norm or s.decisions.compilation.on:
-        return (s.width * tokens * s.queries if copied else 0) + (1 + layer_norm) * _FP32 * rows
-    inputs = _FP32 * tokens * (s.queries + s.keys)
-    if not _norm_saves_fp32(s):
-        # Saved without a conversion: a view of the projection, unless it had to be copied.
-        inputs = s.width * tokens * s.queries if copied else 0
-    return inputs + s.width * tokens * (s.queries + s.keys) + _FP32 * rows
+        return inputs + (1 + layer_norm) * FP32 * rows
+    inputs = FP32 * tokens * (s.queries + s.keys) if _norm_saves_fp32(s) else inputs
+    return inputs + s.width * tokens * (s.queries + s.keys) + FP32 * rows
 
 
 def _scores(shape: Shape) -> int:
     """Returns the bytes of attention probabilities, for kernels that store them, and of their dropout."""
     model, backend = shape.config.model, shape.config.kernels.attention_backend
     # On a GPU no fused kernel supports grouped queries in fp32.
-    fallback = shape.on_gpu and shape.width == _FP32 and shape.heads > shape.groups
+    fallback = shape.on_gpu and shape.width == FP32 and shape.heads > shape.groups
     fallback = fallback and backend == "auto" and shape.grid.context == 1
     if not (fallback or backend in _UNFUSED_BACKENDS or model.attention_dropout):
         return 0
@@ -256,18 +252,18 @@ def _router(shape: Shape) -> int:
     """Returns the bytes of the router: its input in the router's precision, probabilities and indices, and
     the scores of all experts if an auxiliary loss reads them."""
     s, moe = shape, shape.config.moe
-    router_bytes = {"fp32": _FP32, "fp64": 2 * _FP32}.get(moe.moe_router_dtype or "", s.width)
+    router_bytes = {"fp32": FP32, "fp64": 2 * FP32}.get(moe.moe_router_dtype or "", s.width)
     balanced = any(moe.moe_aux_loss_coeff) and moe.moe_router_load_balancing_type != ("none",)
     full_scores = moe.moe_router_pre_softmax + moe.moe_router_score_function.count("sigmoid")
     full_scores += balanced + bool(moe.moe_z_loss_coeff)
-    row = _FP32 * moe.experts * full_scores + (_FP32 + _INDEX) * moe.moe_router_topk
+    row = FP32 * moe.experts * full_scores + (FP32 + _INDEX) * moe.moe_router_topk
     return s.local_tokens * (router_bytes * s.hidden + row)
 
 
 def _shared_expert(shape: Shape, recomputed: bool) -> int:
     s, e = shape, shape.width
     # The router has saved this input already, if its precision is the same.
-    router_saves_input = s.config.moe.moe_router_dtype in (None, "fp32" if e == _FP32 else "")
+    router_saves_input = s.config.moe.moe_router_dtype in (None, "fp32" if e == FP32 else "")
     inputs = 0 if router_saves_input else s.hidden_states
     if recomputed:
         return inputs
@@ -283,14 +279,13 @@ def _outside_layers(shape: Shape, part: StagePart) -> int:
     output layer."""
     s, model = shape, shape.config.model
     vocabulary_parallel = s.grid.tensor > 1
-    total = 0
-    if model.position_embedding_type == "rope" and part.layers:
-        total += _FP32 * s.tokens * int(s.head * model.rotary_percent)
+    rotates = model.position_embedding_type == "rope" and bool(part.layers)
+    total = FP32 * s.tokens * int(s.head * model.rotary_percent) if rotates else 0
     if part.embedding:
         total += s.tokens * (_INDEX + vocabulary_parallel)
         total += _INDEX * s.local_tokens if model.hidden_dropout else 0
         total += _INDEX * s.tokens if model.position_embedding_type == "learned_absolute" else 0
     if part.head:
         total += s.local_tokens * _norm_row(s) + s.width * s.tokens * s.hidden
-        total += s.tokens * (_INDEX + _FP32 + (vocabulary_parallel and not s.decisions.loss.on))
+        total += s.tokens * (_INDEX + FP32 + (vocabulary_parallel and not s.decisions.loss.on))
     return total

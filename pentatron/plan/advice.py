@@ -1,18 +1,18 @@
 """Answers to the guides' decision tree and rows of their tables, for a model and the devices at hand."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from pentatron.plan.activations import layer_activations
 from pentatron.plan.memory import RankMemory, peak_rank_memory
 from pentatron.plan.search import Layout, Search, usable_memory
-from pentatron.plan.shape import Shape, with_values
+from pentatron.plan.shape import FP32, Shape, with_values
 from pentatron.plan.static_memory import on_one_process, state_values, total_parameters
 from pentatron.settings.settings import Settings
 from pentatron.text import binary_size, divisors
 
 BILLION = 1e9
 _DEEP = 30
-_FP32 = 4
 
 
 def by_expert_size(layout: Layout) -> list[tuple[int, int, int]]:
@@ -20,21 +20,17 @@ def by_expert_size(layout: Layout) -> list[tuple[int, int, int]]:
     weights; all other settings are unchanged."""
     shape = layout.shape
     ranks = shape.grid.stage_size // shape.grid.expert_tensor
-    rows = []
-    for size in divisors(shape.config.moe.num_experts or 0):
-        if ranks % size == 0:
-            varied = Shape(with_values(shape.config, expert_model_parallel_size=size), shape.on_gpu)
-            rows.append((size, peak_rank_memory(varied).total, _experts_weights(varied)))
-    return rows
+    sizes = [size for size in divisors(shape.config.moe.num_experts or 0) if ranks % size == 0]
+    configs = [with_values(shape.config, expert_model_parallel_size=size) for size in sizes]
+    shapes = [Shape(config, shape.on_gpu) for config in configs]
+    return [(size, peak_rank_memory(s).total, _experts_weights(s)) for size, s in zip(sizes, shapes)]
 
 
 def _experts_weights(shape: Shape) -> int:
     """Returns the bytes of experts' weights on the pipeline rank that has most."""
     expert = sum(p.elements for p in shape.parameters.experts.parameters)
-    layers = max(
-        sum(len(shape.sparse_layers.intersection(part.layers)) for part in shape.parts(rank).values())
-        for rank in range(shape.grid.pipeline)
-    )
+    parts = [shape.parts(rank).values() for rank in range(shape.grid.pipeline)]
+    layers = max(sum(len(shape.sparse_layers.intersection(part.layers)) for part in held) for held in parts)
     return shape.width * expert * layers
 
 
@@ -115,26 +111,19 @@ class Advice:
 
 def advise(search: Search, base: Layout, layouts: list[Layout]) -> Advice:
     """Answers the decision tree. `base` is any layout of the model; `layouts` is the result of the search."""
-    shape, device = base.shape, search.device
+    shape = base.shape
     parameters, _ = total_parameters(shape)
-    single = _alone(search, shape)
-    unaided = peak_rank_memory(single)
+    single, room = _alone(search, shape), usable_memory(search.device)
     undivided = [layout for layout in layouts if layout.shape.grid.tensor * layout.shape.grid.pipeline == 1]
     fitting = [layout for layout in undivided if layout.fits]
-    layer_bytes = _layer_bytes(single)
-    layer_fits = layer_bytes < usable_memory(device)
-    depth = shape.config.model.num_layers
-    tensor = "tensor parallelism is not a must" if layer_fits else "tensor parallelism is a must"
+    layer_bytes, depth = _layer_bytes(single), shape.config.model.num_layers
+    fits, must = ("yes", "is not a must") if layer_bytes < room else ("no", "is a must")
+    layer = f"{fits}, it takes {binary_size(layer_bytes)}: tensor parallelism {must}"
+    deep = f"yes, {depth} layers: a pipeline is worth a thought" if depth > _DEEP else f"no, {depth} layers"
     tree = (
-        Answer("Does it fit one GPU?", _fits_one(unaided, usable_memory(device), fitting, search.world)),
-        Answer(
-            "Does a single layer fit one GPU?",
-            f"{'yes' if layer_fits else 'no'}, it takes {binary_size(layer_bytes)}: {tensor}",
-        ),
-        Answer(
-            f"Is it deep (more than {_DEEP} layers)?",
-            f"yes, {depth} layers: a pipeline is worth a thought" if depth > _DEEP else f"no, {depth} layers",
-        ),
+        Answer("Does it fit one GPU?", _fits_one(peak_rank_memory(single), room, fitting, search.world)),
+        Answer("Does a single layer fit one GPU?", layer),
+        Answer(f"Is it deep (more than {_DEEP} layers)?", deep),
     )
     tables = [f"3D table: {row.in_words()}" for row in TABLE_3D if row.covers(parameters)]
     sets = [(name, row) for name, row in SETS.items() if row.covers(parameters)]
@@ -146,26 +135,19 @@ def advise(search: Search, base: Layout, layouts: list[Layout]) -> Advice:
 
 def _alone(search: Search, shape: Shape) -> Shape:
     """Returns the model on one GPU, with only those memory savings that the user requested."""
-    single = on_one_process(shape)
-    requested = Settings.defaults(**search.kept)
-    kept = {} if "recompute_granularity" in search.kept else {"recompute_granularity": None}
-    config = with_values(
-        single.config,
-        **kept,
-        optimizer_cpu_offload=requested.optimizer_cpu_offload,
-        micro_batch_size=requested.micro_batch_size or 1,
-    )
-    return Shape(config, single.on_gpu)
+    single, requested = on_one_process(shape), Settings.defaults(**search.kept)
+    values: dict[str, Any] = {} if "recompute_granularity" in search.kept else {"recompute_granularity": None}
+    values |= {"optimizer_cpu_offload": requested.optimizer_cpu_offload}
+    values |= {"micro_batch_size": requested.micro_batch_size or 1}
+    return Shape(with_values(single.config, **values), single.on_gpu)
 
 
 def _fits_one(unaided: RankMemory, room: float, fitting: list[Layout], world: int) -> str:
     """Answers the first question; `fitting` are the layouts without tensor and pipeline parallelism that
     fit."""
     static = unaided.held.on_device
-    needed = (
-        f"weights, gradients and optimizer take {binary_size(static)}, "
-        f"activations and buffers of a micro-batch {binary_size(unaided.total - static)}"
-    )
+    passing = f"activations and buffers of a micro-batch {binary_size(unaided.total - static)}"
+    needed = f"weights, gradients and optimizer take {binary_size(static)}, {passing}"
     if unaided.total <= room:
         return f"yes, {needed}: data parallelism is enough"
     if fitting:
@@ -186,7 +168,7 @@ def _layer_bytes(single: Shape) -> int:
     sparse = bool(single.sparse_layers)
     parameters = sum(p.elements for p in single.parameters.layer(min(single.sparse_layers) if sparse else 0))
     # Weights, gradients, master weights unless the weights are fp32, and optimizer state.
-    parameter_bytes = single.width + _FP32 * (1 + (single.width != _FP32) + state_values(single))
+    parameter_bytes = single.width + FP32 * (1 + (single.width != FP32) + state_values(single))
     return parameter_bytes * parameters + layer_activations(single, sparse, frozenset())
 
 

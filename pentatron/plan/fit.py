@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from pentatron.plan.memory import RankMemory, memory_of, with_graphs
+from pentatron.plan.memory import RankMemory, memory_of
+from pentatron.plan.shape import with_values
 from pentatron.plan.static_memory import StaticMemory
 from pentatron.settings.run_config import RunConfig
 from pentatron.text import binary_size, in_mib
@@ -38,11 +40,10 @@ def check_device_memory(config: RunConfig, pipeline_rank: int, room: AvailableMe
 
     The run is impossible if the static memory of any rank exceeds the total memory.
     """
-    memory = memory_of(config, room.kind == "GPU")
-    planned = max(memory.ranks, key=lambda rank: _static_memory(rank, room))
+    ranks = memory_of(config, room.kind == "GPU").ranks
+    planned = max(ranks, key=lambda rank: _static_memory(rank, room))
     impossible = _static_memory(planned, room) > room.total
-    if not impossible:
-        planned = memory.ranks[pipeline_rank]
+    planned = planned if impossible else ranks[pipeline_rank]
     static = _static_memory(planned, room)
     needed = planned.total - planned.held.on_device + static
     if needed <= _TIGHT * room.free:
@@ -50,12 +51,15 @@ def check_device_memory(config: RunConfig, pipeline_rank: int, room: AvailableMe
     # Custom layers of the user (--spec) may need less memory than the configured ones.
     impossible = impossible and not config.model.spec
     alone = f"weights, gradients and optimizer alone take {binary_size(static)}"
-    return Verdict(
-        f"this run {'cannot' if impossible else 'may not'} fit: it needs about {binary_size(needed)} for each process, "
-        f"and a process has {binary_size(room.total)} of {room.kind} memory, {binary_size(room.free)} of it free "
-        f"({alone if impossible else format_parts(planned)}); {remedies(config, planned)}; `pentatron plan` lists layouts that fit",
-        impossible,
-    )
+    why = f"it needs about {binary_size(needed)} for each process"
+    has = f"{binary_size(room.total)} of {room.kind} memory, {binary_size(room.free)} of it free"
+    parts = alone if impossible else format_parts(planned)
+    return _verdict(impossible, f"{why}, and a process has {has} ({parts}); {remedies(config, planned)}")
+
+
+def _verdict(impossible: bool, why: str) -> Verdict:
+    fits = "cannot" if impossible else "may not"
+    return Verdict(f"this run {fits} fit: {why}; `pentatron plan` lists layouts that fit", impossible)
 
 
 def check_host_memory(config: RunConfig, room: AvailableMemory) -> Verdict | None:
@@ -67,12 +71,10 @@ def check_host_memory(config: RunConfig, room: AvailableMemory) -> Verdict | Non
     impossible = needed > room.total and not config.model.spec
     ways = [way for way in _static_remedies(config) if "zero-stage" in way or "distributed" in way]
     ways += ["saving without --async-save"] if static.async_save_copy else []
-    return Verdict(
-        f"this run {'cannot' if impossible else 'may not'} fit: {' and '.join(_in_host(static))} in host memory for each process, and a "
-        f"process has {binary_size(room.total)} of it, {binary_size(room.free)} free; "
-        f"try {', '.join([*ways, 'fewer processes on a machine', 'a smaller model'])}; `pentatron plan` lists layouts that fit",
-        impossible,
-    )
+    ways += ["fewer processes on a machine", "a smaller model"]
+    why = f"{' and '.join(_in_host(static))} in host memory for each process"
+    has = f"{binary_size(room.total)} of it, {binary_size(room.free)} free"
+    return _verdict(impossible, f"{why}, and a process has {has}; try {', '.join(ways)}")
 
 
 def _in_host(held: StaticMemory) -> Iterator[str]:
@@ -112,12 +114,11 @@ def out_of_memory(config: RunConfig, rank: int, reason: str, kind: str, has_grap
 
     `has_graphs`: micro-batches are captured as CUDA graphs, also if `--cuda-graphs auto` decided that.
     """
-    config = with_graphs(config) if has_graphs else config
+    config = with_values(config, cuda_graphs="on") if has_graphs else config
     planned = memory_of(config, kind == "GPU").ranks[config.grid.coordinates(rank).pipeline]
-    return (
-        f"out of {kind} memory ({reason}); the plan for this rank was about {binary_size(planned.total)}: {format_parts(planned)}. "
-        f"{remedies(config, planned, has_graphs).capitalize()}; `pentatron plan` shows what fits"
-    )
+    plan = f"the plan for this rank was about {binary_size(planned.total)}: {format_parts(planned)}"
+    ways = f"{remedies(config, planned, has_graphs).capitalize()}; `pentatron plan` shows what fits"
+    return f"out of {kind} memory ({reason}); {plan}. {ways}"
 
 
 def remedies(config: RunConfig, planned: RankMemory, has_graphs: bool = False) -> str:
@@ -133,14 +134,11 @@ def remedies(config: RunConfig, planned: RankMemory, has_graphs: bool = False) -
 
 def _activation_remedies(config: RunConfig) -> list[str]:
     micro, sequence = config.train.micro_batch_size or 1, config.model.seq_length
-    ways = []
-    if micro > 1:
-        ways.append(f"a smaller --micro-batch-size ({micro} now; --batch-size in scripts that have it)")
-    match config.memory.recompute_granularity:
-        case None:
-            ways.append("--recompute-granularity selective or full")
-        case "selective":
-            ways.append("--recompute-granularity full")
+    smaller = f"a smaller --micro-batch-size ({micro} now; --batch-size in scripts that have it)"
+    ways = [smaller] if micro > 1 else []
+    stronger = {None: "selective or full", "selective": "full"}
+    if config.memory.recompute_granularity in stronger:
+        ways.append(f"--recompute-granularity {stronger[config.memory.recompute_granularity]}")
     if config.grid.tensor > 1 and not config.parallel.sequence_parallel:
         ways.append("--sequence-parallel")
     shorter = 2048 if sequence > 2048 else max(1, sequence // 2)
@@ -149,32 +147,24 @@ def _activation_remedies(config: RunConfig) -> list[str]:
 
 def _static_remedies(config: RunConfig) -> list[str]:
     grid, parallel, precision = config.grid, config.parallel, config.precision
-    ways = []
-    if not (precision.bf16 or precision.fp16):
-        ways.append("--bf16 or --fp16")
+    ways = [] if precision.bf16 or precision.fp16 else ["--bf16 or --fp16"]
     replicas = grid.data * grid.context
     if replicas > 1 and parallel.zero_stage == 0:
         ways.append("--use-distributed-optimizer")
     elif replicas > 1 and parallel.zero_stage < 3:
         ways.append(f"--zero-stage {parallel.zero_stage + 1}")
-    ways.append(
-        f"a larger --tensor-model-parallel-size or --pipeline-model-parallel-size ({grid.tensor} and {grid.pipeline} now)"
-    )
+    sizes = f"{grid.tensor} and {grid.pipeline} now"
+    ways.append(f"a larger --tensor-model-parallel-size or --pipeline-model-parallel-size ({sizes})")
     if config.moe.num_experts and grid.expert < config.moe.num_experts:
         ways.append(f"a larger --expert-model-parallel-size ({grid.expert} now)")
     return ways
 
 
-@dataclass(frozen=True)
-class MegatronEstimate:
+class MegatronEstimate(NamedTuple):
     """Megatron-LM's estimate of the bytes on the most loaded rank."""
 
     weight_and_optimizer: float
     activation: float
-
-    @property
-    def total(self) -> float:
-        return self.weight_and_optimizer + self.activation
 
 
 def megatron_estimate(config: RunConfig, micro_batches: int | None = None) -> MegatronEstimate:
@@ -204,11 +194,10 @@ def megatron_estimate(config: RunConfig, micro_batches: int | None = None) -> Me
 
 def megatron_estimate_line(config: RunConfig, micro_batches: int | None = None) -> str:
     """Formats the line that Megatron-LM prints after its first iterations."""
-    estimate = megatron_estimate(config, micro_batches)
-    return (
-        f"Theoretical memory footprints: weight and optimizer={in_mib(estimate.weight_and_optimizer, '.2f')} MB, "
-        f"activation={in_mib(estimate.activation, '.2f')} MB, total={in_mib(estimate.total, '.2f')} MB"
-    )
+    held, activation = megatron_estimate(config, micro_batches)
+    parts = {"weight and optimizer": held, "activation": activation, "total": held + activation}
+    shown = ", ".join(f"{name}={in_mib(count, '.2f')} MB" for name, count in parts.items())
+    return f"Theoretical memory footprints: {shown}"
 
 
 def _weight_and_optimizer(config: RunConfig) -> float:

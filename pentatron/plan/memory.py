@@ -10,11 +10,10 @@ from pentatron.layout.actions import Kind
 from pentatron.layout.stages import StagePart
 from pentatron.plan import activations
 from pentatron.plan.activations import Activations
-from pentatron.plan.shape import Shape, with_values
+from pentatron.plan.shape import FP32, Shape, with_values
 from pentatron.plan.static_memory import StaticMemory, shards_parameters, static_memory_of
 from pentatron.settings.run_config import RunConfig
 
-_FP32 = 4
 # A step with this many micro-batches for each pipeline rank reaches the same peak as a longer one.
 _PEAK_MICRO_BATCHES = 3
 # Elements whose gradients torch's optimizer step converts to fp32 at a time, unless one parameter has more.
@@ -69,22 +68,16 @@ def memory_of(config: RunConfig, on_gpu: bool | None = None) -> Memory:
     return memory_of_shape(Shape(config, on_gpu=on_gpu))
 
 
-def with_graphs(config: RunConfig) -> RunConfig:
-    """Returns the configuration with CUDA graphs required."""
-    return with_values(config, cuda_graphs="on")
-
-
 def bytes_outside_graphs(config: RunConfig) -> int:
     """Returns the bytes that evaluation, the optimizer step and the first gradients need beside captured CUDA
     graphs."""
-    return memory_of(with_graphs(config), on_gpu=True).largest.graphs
+    return memory_of(with_values(config, cuda_graphs="on"), on_gpu=True).largest.graphs
 
 
 def peak_rank_memory(shape: Shape) -> RankMemory:
     """Returns the memory of the rank that needs most, checking only representative ranks of a long
     pipeline."""
-    candidates = [_rank_memory(shape, rank) for rank in shape.representative_ranks]
-    return max(candidates, key=lambda rank: rank.total)
+    return Memory(tuple(_rank_memory(shape, rank) for rank in shape.representative_ranks)).largest
 
 
 def memory_of_shape(shape: Shape) -> Memory:
@@ -122,8 +115,7 @@ def _shortened_schedule(shape: Shape) -> tuple[str, int, int, int, int | None]:
     virtual, schedule = config.virtual_stages, config.parallel.pipeline_schedule
     group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage
     micro_batches = min(steps, _PEAK_MICRO_BATCHES * (group or ranks) + steps % (group or ranks))
-    if group is not None:
-        group = min(group, micro_batches) if schedules.uses_groups(schedule, virtual) else None
+    group = min(group, micro_batches) if group and schedules.uses_groups(schedule, virtual) else None
     return schedule, ranks, virtual, micro_batches, group
 
 
@@ -170,8 +162,8 @@ def _rank_memory(shape: Shape, rank: int) -> RankMemory:
         if shape.recorded:
             # The memory pool of a graph is not reused outside it. The fp32 sums cannot reuse the first
             # gradients either, which are in the model's precision.
-            rounded = shape.accumulation > 1 and shape.width != _FP32
-            first_gradients = static.gradients * shape.width // _FP32 if rounded else 0
+            rounded = shape.accumulation > 1 and shape.width != FP32
+            first_gradients = static.gradients * shape.width // FP32 if rounded else 0
             new_gradients += first_gradients if shape.accumulation == 2 else 0
             graphs = first_gradients + max(_update_copies(shape, part), _evaluation_peak(shape))
         spared = new_gradients + working - _backward_peak(shape, part, new_gradients)
@@ -185,7 +177,7 @@ def _accumulated_gradients(shape: Shape, gradients: int) -> int:
     if shape.accumulation == 1:
         return 0
     rounded = shape.accumulation == 2 and shape.ranks("replicas") == 1
-    return gradients * shape.width // _FP32 if rounded else gradients
+    return gradients * shape.width // FP32 if rounded else gradients
 
 
 def _evaluation_peak(shape: Shape) -> int:
@@ -235,11 +227,11 @@ def _backward_peak(shape: Shape, part: StagePart, added: int = 0) -> int:
 def _update_copies(shape: Shape, part: StagePart) -> int:
     """Returns the bytes of the fp32 copies of gradients in the model's precision that torch's optimizer step
     makes."""
-    rounded = shape.width != _FP32 and shape.accumulation == 1 and shape.ranks("replicas") == 1
+    rounded = shape.width != FP32 and shape.accumulation == 1 and shape.ranks("replicas") == 1
     if not rounded or shape.decisions.optimizer.one_pass:
         return 0
     sizes = [p.elements for p in shape.parameters.stage(part)]
-    return _FP32 * max(max(sizes), min(_UPDATE_BLOCK, sum(sizes)))
+    return FP32 * max(max(sizes), min(_UPDATE_BLOCK, sum(sizes)))
 
 
 def _compiled_mlp_gradients(shape: Shape) -> int:
@@ -285,7 +277,7 @@ def _collectives(shape: Shape, rank: int) -> int:
     if shape.grid.context > 1:
         gathers = shape.config.parallel.cp_comm_type in ("all_gather", "allgather")
         copies = shape.grid.context if gathers else 2
-        total += copies * 2 * shape.tokens * shape.keys * (shape.width + _FP32)
+        total += copies * 2 * shape.tokens * shape.keys * (shape.width + FP32)
     if shape.sparse_layers and shape.grid.expert * shape.grid.expert_tensor > 1:
         total += 2 * shape.width * shape.rows * shape.hidden
     return total
@@ -299,4 +291,4 @@ def _gathered_parameters(shape: Shape, rank: int) -> int:
         layers = [sum(p.elements for p in shape.parameters.layer(number)) for number in part.layers]
         outside_layers += sum(p.elements for p in shape.parameters.stage(part)) - sum(layers)
         largest_layer = max([largest_layer, *layers])
-    return shape.width * (outside_layers + 2 * largest_layer) + (shape.width + _FP32) * largest_layer
+    return shape.width * (outside_layers + 2 * largest_layer) + (shape.width + FP32) * largest_layer

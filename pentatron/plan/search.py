@@ -10,7 +10,7 @@ from typing import Any
 
 from pentatron.devices import GIB, Device
 from pentatron.errors import ConfigError
-from pentatron.plan.memory import Memory, RankMemory, memory_of_shape, peak_rank_memory, with_graphs
+from pentatron.plan.memory import Memory, RankMemory, memory_of_shape, peak_rank_memory
 from pentatron.plan.shape import Shape, with_values
 from pentatron.plan.static_memory import static_memory_of
 from pentatron.plan.timing import EFFICIENCY, Estimate, estimate
@@ -104,7 +104,7 @@ class Layout:
         facts = DeviceFacts("cuda", peak=device.peak(self.shape.width) / 1e12)
         if not device.is_gpu or not decide(self.config, facts).graphs.if_memory_allows:
             return None
-        memory = peak_rank_memory(self.shape.with_config(with_graphs(self.config)))
+        memory = peak_rank_memory(self.shape.with_config(with_values(self.config, cuda_graphs="on")))
         return memory if memory.total <= usable_memory(device) else None
 
     @property
@@ -117,8 +117,8 @@ class Layout:
 
     @property
     def lacks_host_memory(self) -> bool:
-        host_memory = self.search.host_memory
-        return host_memory is not None and self.machine_host_bytes > host_memory
+        host = self.search.host_memory
+        return host is not None and self.machine_host_bytes > host
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ class Search:
             sizes = zip(_SIZES, (tensor, pipeline, context, expert, virtual))
             chosen: dict[str, Any] = {name: size for name, size in sizes if size != 1}
             if tensor > 1:
-                chosen |= {"sequence_parallel": True}
+                chosen["sequence_parallel"] = True
                 chosen |= {"expert_tensor_parallel_size": 1} if self.draft.num_experts else {}
             if self.world // tensor // pipeline > 1:
                 chosen |= self._data_parallel(1)
@@ -223,13 +223,8 @@ class Search:
             return [config.train.micro_batch_size]
         samples = config.train.global_batch_size // config.grid.data
         ranks, length = config.grid.pipeline, config.model.seq_length // config.grid.context
-        return [
-            n
-            for n in _MICRO_BATCHES
-            if samples % n == 0
-            and (ranks == 1 or samples // n >= ranks)
-            and (n == 1 or n * length <= _ENOUGH_TOKENS)
-        ] or [1]
+        sizes = [n for n in _MICRO_BATCHES if n == 1 or n * length <= _ENOUGH_TOKENS]
+        return [n for n in sizes if samples % n == 0 and (ranks == 1 or samples // n >= ranks)] or [1]
 
     def _first_that_fits(self, base: Shape, chosen: Mapping[str, Any], micro: int) -> Layout:
         """Returns the layout with the fastest remedy that makes it fit, or the smallest layout if none
@@ -264,11 +259,8 @@ class Search:
         """Returns the given ZeRO stage, or `stage`, with overlap: ZeRO 3 always overlaps, and ZeRO 0 gathers
         nothing."""
         stage = self.draft.zero_stage if "zero_stage" in self.kept else stage
-        return {
-            "zero_stage": stage,
-            "overlap_grad_reduce": stage < 3,
-            "overlap_param_gather": stage in (1, 2),
-        }
+        overlap = {"overlap_grad_reduce": stage < 3, "overlap_param_gather": stage in (1, 2)}
+        return {"zero_stage": stage, **overlap}
 
 
 def _sort_key(layout: Layout) -> tuple[float, ...]:
@@ -283,9 +275,8 @@ def _changed(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
     """Returns the configuration with other remedies, equal to what resolving it again would return."""
     values, granularity = dict(settings), Settings.defaults(**settings).recompute_granularity
     if granularity != config.memory.recompute_granularity:
-        defaults: dict[str | None, dict[str, Any]] = {
-            "selective": {"recompute_modules": ("core_attn",)},
-            "full": {"recompute_method": "uniform", "recompute_num_layers": 1},
-        }
-        values = {**defaults.get(granularity, {}), **values}
+        defaults: dict[str, Any] = {"recompute_modules": ("core_attn",)} if granularity == "selective" else {}
+        if granularity == "full":
+            defaults = {"recompute_method": "uniform", "recompute_num_layers": 1}
+        values = {**defaults, **values}
     return with_values(config, **values)

@@ -5,13 +5,15 @@ import dataclasses
 from functools import cached_property
 from typing import Any
 
-from pentatron.layout.actions import Placement
 from pentatron.layout.ranks import Axis
 from pentatron.layout.stages import StagePart
 from pentatron.settings.decision_types import Decisions, DeviceFacts
 from pentatron.settings.decisions import decide
 from pentatron.settings.parameters import ModelParameters, is_tied, matrices_before_activation
 from pentatron.settings.run_config import RunConfig, table
+
+# Bytes of a number in fp32.
+FP32 = 4
 
 
 def with_values(config: RunConfig, **values: Any) -> RunConfig:
@@ -48,13 +50,14 @@ class Shape:
         # Matrices before the activation function: 2 in a gated MLP, otherwise 1.
         self.halves = matrices_before_activation(model)
         self.tied = is_tied(model)
+        self.stages, self.placement = config.stages, config.placement
         self._set_config(config)
 
     def _set_config(self, config: RunConfig) -> None:
         """Sets what does not depend on the division of the model alone."""
         self.config, precision = config, config.precision
         # Bytes per element of weights and of most activations.
-        self.width = 2 if precision.bf16 or precision.fp16 else 4
+        self.width = 2 if precision.bf16 or precision.fp16 else FP32
         # Modules of a layer that selective recompute covers.
         selective = config.memory.recompute_granularity == "selective"
         self.recomputed_modules = frozenset(config.memory.recompute_modules if selective else ())
@@ -73,25 +76,15 @@ class Shape:
         """Returns the shape of a configuration with the same division of the model, sharing everything cached
         about it."""
         shape = copy.copy(self)
-        for name in ("decisions", "accumulation"):
-            shape.__dict__.pop(name, None)
+        shape.__dict__.pop("decisions", None)
         shape._set_config(config)
         return shape
 
     @cached_property
     def decisions(self) -> Decisions:
-        kinds = {True: "cuda", False: "cpu", None: ""}
-        return decide(self.config, DeviceFacts(kinds[self.on_gpu]))
+        return decide(self.config, DeviceFacts({True: "cuda", False: "cpu", None: ""}[self.on_gpu]))
 
-    @cached_property
-    def stages(self) -> tuple[StagePart, ...]:
-        return self.config.stages
-
-    @cached_property
-    def placement(self) -> Placement:
-        return self.config.placement
-
-    @cached_property
+    @property
     def accumulation(self) -> int:
         return self.config.accumulation
 

@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from pentatron.layout.packing import Item, align_up, pack
 from pentatron.layout.ranks import Axis
 from pentatron.layout.stages import StagePart
-from pentatron.plan.shape import Shape, with_values
+from pentatron.plan.shape import FP32, Shape, with_values
 from pentatron.settings.parameters import Parameter
-
-_FP32 = 4
 
 
 def state_values(shape: Shape) -> int:
@@ -93,8 +91,8 @@ def static_memory_of(shape: Shape, pipeline_rank: int) -> StaticMemory:
     elements, shard_elements = (sum(column) for column in zip(*sizes))
     state_elements = shard_elements if shape.config.parallel.zero_stage else elements
     offload = shape.decisions.optimizer.in_host_memory
-    master = _FP32 * state_elements if offload or shape.width != _FP32 else 0
-    state = state_values(shape) * _FP32 * state_elements
+    master = FP32 * state_elements if offload or shape.width != FP32 else 0
+    state = state_values(shape) * FP32 * state_elements
     return StaticMemory(
         weights=shape.width * elements,
         gradients=_gradients(shape, pipeline_rank),
@@ -110,7 +108,7 @@ def _saving_copy(shape: Shape, elements: int) -> int:
     replicas saves all of it at most."""
     checkpoint = shape.config.checkpoint
     in_background = checkpoint.async_save and checkpoint.save_checkpoints
-    return (1 + state_values(shape)) * _FP32 * elements if in_background else 0
+    return (1 + state_values(shape)) * FP32 * elements if in_background else 0
 
 
 def _gradients(shape: Shape, pipeline_rank: int) -> int:
@@ -118,16 +116,14 @@ def _gradients(shape: Shape, pipeline_rank: int) -> int:
     parameters; other parameters have theirs in the model's precision if a step has one backward, otherwise as
     fp32 sums."""
     replicated = [bucket for bucket in buckets(shape, pipeline_rank) if shape.ranks(bucket[1]) > 1]
-    if shape.config.parallel.zero_stage == 2:
-        total = _FP32 * _sharded_gradients(shape, replicated)
-    else:
-        total = _FP32 * sum(size for _, _, size in replicated)
+    sharded = shape.config.parallel.zero_stage == 2
+    total = FP32 * (_sharded_gradients(shape, replicated) if sharded else sum(b[2] for b in replicated))
     for stages, parameters in parameters_of(shape, shape.parts(pipeline_rank)).items():
         for parameter in parameters:
             if shape.ranks(parameter.copies) == 1:
                 # Gradients of a parameter that two stages share are summed, on one rank or on two.
                 shared = len(stages) > 1 or (parameter.is_tied_across_stages and shape.grid.pipeline > 1)
-                total += (_FP32 if shape.accumulation > 1 or shared else shape.width) * parameter.elements
+                total += (FP32 if shape.accumulation > 1 or shared else shape.width) * parameter.elements
     return total
 
 
@@ -154,9 +150,9 @@ def _sharded_memory(shape: Shape, parts: Mapping[int, StagePart]) -> StaticMemor
         weights += sum(shards)
         gradients += sum(map(align_up, shards))
     return StaticMemory(
-        weights=_FP32 * weights,
-        gradients=_FP32 * gradients,
-        moments=state_values(shape) * _FP32 * weights,
+        weights=FP32 * weights,
+        gradients=FP32 * gradients,
+        moments=state_values(shape) * FP32 * weights,
         async_save_copy=_saving_copy(shape, weights),
     )
 

@@ -17,11 +17,10 @@ from pentatron.devices import Device
 from pentatron.layout.check import check
 from pentatron.layout.ranks import Axis
 from pentatron.layout.stages import StagePart
-from pentatron.plan.shape import Shape
+from pentatron.plan.shape import FP32, Shape
 from pentatron.plan.static_memory import buckets, shards_parameters
 from pentatron.settings.parameters import attention_sizes, costs_of, matrices_per_mlp, step_flops
 
-_FP32 = 4
 EFFICIENCY = 0.5
 # With this many rows or columns, matmuls reach half of that efficiency.
 _FEW_TOKENS, _NARROW = 256, 128
@@ -73,7 +72,7 @@ def _tensor(shape: Shape, parts: Mapping[int, StagePart]) -> float:
         # backward.
         dense = sum(n not in shape.sparse_layers or bool(shape.shared_inner) for n in part.layers)
         crossings += 4 * (len(part.layers) + dense) + _recomputed_crossings(shape, part)
-    loss = any(part.head for part in parts.values()) * 3 * _FP32 * shape.tokens * 2 * ring
+    loss = any(part.head for part in parts.values()) * 3 * FP32 * shape.tokens * 2 * ring
     return crossings * shape.width * shape.tokens * shape.hidden * ring + loss
 
 
@@ -101,12 +100,12 @@ def _context(shape: Shape, part: StagePart) -> float:
     keys_values = 2 * shape.tokens * shape.keys
     match shape.config.parallel.cp_comm_type:
         case "p2p":
-            return keys_values * ((ranks - 1) * shape.width * forwards + ranks * _FP32 * layers)
+            return keys_values * ((ranks - 1) * shape.width * forwards + ranks * FP32 * layers)
         case "a2a":
             keys = max(shape.keys, shape.head * ranks // shape.heads)
             return shape.width * shape.tokens * (2 * shape.queries + 2 * keys) * _ring(ranks) * forwards
         case _:
-            return ranks * keys_values * _ring(ranks) * (shape.width * forwards + _FP32 * layers)
+            return ranks * keys_values * _ring(ranks) * (shape.width * forwards + FP32 * layers)
 
 
 def _pipeline(shape: Shape, rank: int, parts: Mapping[int, StagePart]) -> float:
@@ -115,17 +114,13 @@ def _pipeline(shape: Shape, rank: int, parts: Mapping[int, StagePart]) -> float:
     rank_of, steps = shape.placement.rank_of, shape.accumulation
     if shape.grid.pipeline == 1:
         return 0.0
-    boundaries = sum(
-        (number + 1 < len(rank_of) and rank_of[number + 1] != rank)
-        + (number > 0 and rank_of[number - 1] != rank)
-        for number in parts
-    )
+    neighbours = [stage for number in parts for stage in (number - 1, number + 1)]
+    boundaries = sum(0 <= stage < len(rank_of) and rank_of[stage] != rank for stage in neighbours)
     ends = [part.embedding or part.head for part in parts.values()]
     is_split = shape.tied and rank_of[0] != rank_of[-1] and any(ends)
-    table = _FP32 * shape.words * shape.hidden
-    if is_split and shape.config.parallel.zero_stage:
-        table //= shape.ranks("replicas")
-    return float(boundaries * steps * shape.hidden_states + (table if is_split else 0))
+    table = FP32 * shape.words * shape.hidden if is_split else 0
+    shards = shape.ranks("replicas") if shape.config.parallel.zero_stage else 1
+    return float(boundaries * steps * shape.hidden_states + table // shards)
 
 
 def _data(shape: Shape, rank: int, parts: Mapping[int, StagePart]) -> float:
@@ -133,32 +128,29 @@ def _data(shape: Shape, rank: int, parts: Mapping[int, StagePart]) -> float:
     every backward, and ZeRO 3 also all-gathers in every pass."""
     if shards_parameters(shape):
         return _zero3(shape, parts)
-    stage, steps = shape.config.parallel.zero_stage, shape.accumulation
-    total = 0.0
+    stage, total = shape.config.parallel.zero_stage, 0.0
     for stages, axis, size in buckets(shape, rank):
         ring = _ring(shape.ranks(axis))
         if stage == 0:
-            total += 2 * ring * _FP32 * size
+            total += 2 * ring * FP32 * size
         else:
-            passes = steps if stage == 2 and len(stages) == 1 else 1
-            total += ring * size * (_FP32 * passes + shape.width)
+            passes = shape.accumulation if stage == 2 and len(stages) == 1 else 1
+            total += ring * size * (FP32 * passes + shape.width)
     return total
 
 
 def _zero3(shape: Shape, parts: Mapping[int, StagePart]) -> float:
-    steps, instances = shape.accumulation, shape.grid.instances
+    steps, instances, total = shape.accumulation, shape.grid.instances, 0.0
     axes: tuple[Axis, ...] = ("replicas", "expert_data")
-    total = 0.0
     for part in parts.values():
         layers = [p for number in part.layers for p in shape.parameters.layer(number)]
-        parameters = shape.parameters.stage(part)
         for axis in axes:
             in_layers = sum(p.elements for p in layers if p.copies == axis)
-            elements = sum(p.elements for p in parameters if p.copies == axis)
+            elements = sum(p.elements for p in shape.parameters.stage(part) if p.copies == axis)
             ranks = max(1, shape.ranks(axis) // instances)
             gathered = 2 * steps * in_layers + (elements - in_layers)
-            total += _ring(ranks) * (shape.width * gathered + _FP32 * steps * elements)
-            total += 2 * _ring(instances) * _FP32 * elements / ranks
+            total += _ring(ranks) * (shape.width * gathered + FP32 * steps * elements)
+            total += 2 * _ring(instances) * FP32 * elements / ranks
     return total
 
 
@@ -169,10 +161,8 @@ def _expert(shape: Shape, part: StagePart) -> float:
     ranks, moe = shape.grid.expert * shape.grid.expert_tensor, shape.config.moe
     if not layers or ranks == 1:
         return 0.0
-    if "moe" in shape.recomputed_modules:
-        recomputed = layers
-    else:
-        recomputed = sum(len(shape.sparse_layers.intersection(run)) for run in shape.config.recomputed(part))
+    runs = [part.layers] if "moe" in shape.recomputed_modules else shape.config.recomputed(part)
+    recomputed = sum(len(shape.sparse_layers.intersection(run)) for run in runs)
     alltoall = moe.moe_token_dispatcher_type == "alltoall"
     rows = shape.rows if alltoall else ranks * shape.local_tokens
     return (4 * layers + 2 * recomputed) * shape.width * rows * shape.hidden * _ring(ranks)
@@ -251,8 +241,8 @@ def _recompute_factor(shape: Shape) -> float:
 
 def _imbalance(shape: Shape) -> float:
     """Returns the compute of the slowest pipeline rank relative to the mean."""
-    costs, placement, parts = costs_of(shape.config.settings), shape.placement, shape.stages
-    rank_costs = [sum(costs.of(parts[s]) for s in placement.stages_of(r)) for r in range(placement.ranks)]
+    costs, ranks = costs_of(shape.config.settings), range(shape.placement.ranks)
+    rank_costs = [sum(map(costs.of, shape.parts(rank).values())) for rank in ranks]
     return max(rank_costs) * len(rank_costs) / sum(rank_costs)
 
 

@@ -76,7 +76,7 @@ class Ours:
 
 
 def batches(vocabulary: int, micro_batch: int, rank: int, ranks: int) -> Iterator[Batch]:
-    samples = UnevenMasks(STEPS * BATCH, vocabulary, LENGTH)
+    samples = UnevenMasks(STEPS * BATCH, vocabulary, LENGTH, None)
     return iter(build_loader(samples, 0, micro_batch, rank, ranks))
 
 
