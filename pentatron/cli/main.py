@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import importlib
 import io
 import os
 import signal
@@ -13,7 +14,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pentatron.cli.output import print_error, say
-from pentatron.cli.subcommands import run_function
 from pentatron.cli.worker import SupervisedWorker, clear_inherited_worker_variables, current_worker
 from pentatron.errors import AgreedError, UserError
 from pentatron.monitor.terminal import OutputLost, replace_streams, require_complete_output
@@ -45,6 +45,15 @@ _COMMANDS = {
     "monitor": ("monitor", "watch a run, or look back at a finished one"),
     "doctor": ("doctor", "say what this machine has for training, what is missing, and what to do"),
 }
+
+
+def run_function(function: str, words: Sequence[str]) -> int:
+    """Runs `module.function` of this package, imported only now, which keeps `pentatron --help` fast."""
+    module, _, name = function.partition(".")
+    code: int = getattr(importlib.import_module(f"pentatron.cli.{module}"), name)(words)
+    return code
+
+
 COMMANDS: dict[str, Command] = {
     name: partial(run_function, f"{module}.{name}_command") for name, (module, _) in _COMMANDS.items()
 }

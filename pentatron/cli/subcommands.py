@@ -1,9 +1,9 @@
-"""Imports and runs commands: `pentatron COMMAND`, and those of the groups `checkpoint` and `data`."""
+"""Commands of the groups `checkpoint` and `data`: reads their options and paths, and runs them."""
 
-import importlib
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
+from pentatron.cli.main import run_function
 from pentatron.cli.options import Options, parse_options
 from pentatron.errors import UserError, describe_os_error
 from pentatron.monitor.terminal import OutputLost
@@ -22,13 +22,6 @@ def parse_options_and_paths(
     if len(paths) < least or (most is not None and len(paths) > most):
         raise UserError(f"name {_NAMED[group]}: pentatron {call}")
     return options, paths
-
-
-def run_function(function: str, words: Sequence[str]) -> int:
-    """Runs `module.function` of this package, imported only now, which keeps `pentatron --help` fast."""
-    module, _, name = function.partition(".")
-    code: int = getattr(importlib.import_module(f"pentatron.cli.{module}"), name)(words)
-    return code
 
 
 def run_subcommand(group: str, commands: Mapping[str, str], words: Sequence[str]) -> int:

@@ -206,15 +206,16 @@ def _work(
 ) -> int:
     """Trains on this rank; returns the exit code."""
     from pentatron.train.model import CONFIGURED
-    from pentatron.train.session import run_training
+    from pentatron.train.session import open_session
 
     config = prepared.resolved.config
     if current_worker() is None:
         # Writes stack traces on the signal and continues, as in a worker of pentatron's launcher.
         faulthandler.register(STACKS_SIGNAL, file=2)
     try:
-        with joined_process_group(prepared, worker) as (world, resolved):
-            outcome = run_training(
+        with (
+            joined_process_group(prepared, worker) as (world, resolved),
+            open_session(
                 resolved,
                 world,
                 entry.resumes,
@@ -223,7 +224,10 @@ def _work(
                 started=started,
                 sentence=lambda error: failure_log_message(error, config, worker.rank),
                 attempt=prepared.attempt,
-            )
+            ) as session,
+        ):
+            session.set_up()
+            outcome = session.conclude(session.trainer.run())
     except Exception as error:
         code = report_error(error, config, worker)
         if code is None:

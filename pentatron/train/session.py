@@ -72,9 +72,7 @@ def run_training(
     `resumes`: whether the command resumes the run in its folder by default.
     """
     with open_session(resolved, world, resumes, **options) as session:
-        session.open_data()
-        session.build()
-        session.prepare()
+        session.set_up()
         return session.conclude(session.trainer.run())
 
 
@@ -118,7 +116,7 @@ def open_session(
 
 @dataclass(eq=False)
 class Session:
-    """A run on this rank. Call `open_data`, `build`, `prepare`, run the trainer, then `conclude`.
+    """A run on this rank. Call `set_up`, or its three steps, run the trainer, then `conclude`.
 
     `repeated_start`: how the same command starts if it is repeated after this run. `on_exit` is called at the
     end of the `open_session` block.
@@ -154,6 +152,12 @@ class Session:
             self.display.say(f"note: {notice}")
         check_start(self.resolved, self.world)
         seed_generators(self.config.run.seed + self.world.everyone.rank)
+
+    def set_up(self) -> None:
+        """Opens the data, builds model and optimizer, and prepares the loop."""
+        self.open_data()
+        self.build()
+        self.prepare()
 
     def open_data(self) -> None:
         """Opens the data: before the model is built, or after it if the program names its data only then."""
