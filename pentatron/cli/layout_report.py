@@ -70,7 +70,7 @@ _BAR = 24
 
 @dataclass(frozen=True)
 class LayoutReport:
-    """A layout and what follows from it. `stands_in`: no model was named, so that its shape is assumed."""
+    """A layout and what follows from it. `is_assumed_model`: no model was named, so that its shape is assumed."""
 
     config: RunConfig
     per_machine: int | None
@@ -192,8 +192,8 @@ def _members(ranks: Sequence[int], everything: bool) -> str:
 
 def _stages(report: LayoutReport) -> str:
     model, shares = report.config.model, report.shares
-    stands_in = " (no model is named: this shape is assumed)" if report.is_assumed_model else ""
-    lines = [f"Stages: {model.num_layers} layers, {model.hidden_size} wide{stands_in}", ""]
+    is_assumed_model = " (no model is named: this shape is assumed)" if report.is_assumed_model else ""
+    lines = [f"Stages: {model.num_layers} layers, {model.hidden_size} wide{is_assumed_model}", ""]
     lines.append(f"  stage  pipeline rank  {'layers':<9}  {'also holds':<14}  share of the computation")
     for stage, part in enumerate(report.config.stages):
         layers = _layers(part.layers)

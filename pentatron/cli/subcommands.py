@@ -36,7 +36,7 @@ def run_subcommand(group: str, commands: Mapping[str, str], words: Sequence[str]
     try:
         return run_function(commands[words[0]], words[1:])
     except OutputLost:
-        # An OSError too, but about standard output, which `guarded` handles.
+        # An OSError too, but about standard output, which `run_guarded` handles.
         raise
     except OSError as error:
         raise UserError(describe_os_error(error)) from error

@@ -80,7 +80,7 @@ def _suggestion(prefix: Path) -> str:
     stem = prefix.with_suffix("")
     if prefix.suffix in (".bin", ".idx") and _missing(stem) is None:
         return f"give {stem}, without the ending"
-    # The output prefix of `pentatron data prepare` is the beginning of the names of its files.
+    # The output prefix of `pentatron prepare` is the beginning of the names of its files.
     longer = prefix.parent.glob(f"{glob.escape(prefix.name)}*.idx") if prefix.name else ()
     for path in (*sorted(prefix.glob("*.idx")), *sorted(longer)):
         if _missing(path.with_suffix("")) is None:

@@ -63,7 +63,7 @@ def check_user_spec(config: TransformerConfig, moe: MoEConfig) -> None:
             sharded_parameters(layer)
         except TypeError as error:
             raise UserError(
-                f"layer {number} of --spec {' '.join(config.spec)}: {error}; derive it from DeclaringModule and make "
+                f"layer {number} of --spec {' '.join(config.spec)}: {error}; derive it from ShardedModule and make "
                 "its parameters with declare()"
             ) from None
 

@@ -1,4 +1,4 @@
-"""What lies between the two matrices of an expert, times the weight that a token gives the expert.
+"""Activation between the two matmuls of an expert, scaled by the routing weight.
 
 The second matrix is linear: a weight may be applied before it as well as after it, and before it rows are
 narrower, and nothing that the second matrix makes has to be kept for the weight's gradient.

@@ -111,7 +111,7 @@ class OptimizerBase(ABC):
         """Starts an update that the device skips if loss or norm are NaN or inf, without a host
         synchronization.
 
-        `loss_and_norm` has the loss and the squared norm of the scaled gradients, on the device. `settle_step` must
+        `loss_and_norm` has the loss and the squared norm of the scaled gradients, on the device. `finish_step` must
         report the outcome later.
         """
         self.wait_for_weights()

@@ -24,7 +24,7 @@ _NORM_PARAMETERS = {"LayerNorm": ("weight", "bias"), "RMSNorm": ("weight",)}
 class Parameter:
     """A parameter on one rank. `name` is relative to its layer, or to the stage outside of layers.
 
-    Ranks on the axis `copies` hold replicas and see different tokens. `at_both_ends`: a tied embedding, of
+    Ranks on the axis `copies` hold replicas and see different tokens. `is_tied_across_stages`: a tied embedding, of
     which the first and the last stage have a copy.
     """
 

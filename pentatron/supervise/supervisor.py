@@ -37,7 +37,7 @@ class Supervisor:
     Args: limit: number of restarts in a row that may reach no new checkpoint. A new checkpoint resets the
     count, as a run of weeks has many unrelated crashes. folder: the run folder, whose log gets the lines that
     `tell` prints to the terminal. resumes: whether the first start resumes the run in the folder, too.
-    saved_step: returns the last step to resume from. way_on: how the user resumes the run.
+    saved_step: returns the last step to resume from. resume_hint: how the user resumes the run.
     """
 
     attempt: Attempt

@@ -225,7 +225,7 @@ def test_what_a_spec_may_be(module: str, given: str) -> None:
     [
         ("number", "gives a int; it must give a ModuleSpec of a layer"),
         ("nothing", "has no nothing"),
-        ("undeclared", "Undeclared does not declare its parameters; derive it from DeclaringModule"),
+        ("undeclared", "Undeclared does not declare its parameters; derive it from ShardedModule"),
         ("narrow", "ModuleSpec(Narrow): Narrow cannot be built from (config=, layer_number=, axes=)"),
     ],
 )
