@@ -70,6 +70,18 @@ def test_the_table_of_names_is_true() -> None:
     run_distributed(import_everything, 1)
 
 
+def test_the_table_names_the_modules_that_names_come_from() -> None:
+    for theirs, names, ours in ROWS:
+        row = MODULES[theirs[0].removeprefix("megatron.")]
+        from_modules = {
+            f"pentatron.{module}"
+            for module, imported in row.items()
+            if imported == "*"
+            or {word.split(" as ")[-1].strip() for word in imported.split(",")} & set(names)
+        }
+        assert not names or from_modules == set(ours), theirs[0]
+
+
 PLAIN = """
 import sys, pickle, pkgutil
 import pentatron.megatron

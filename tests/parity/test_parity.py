@@ -113,7 +113,7 @@ def test_a_rank_whose_words_are_all_padding_cuts_its_buckets_like_its_neighbours
     assert disagreements(ranks) == []
 
 
-def test_the_net_is_wide() -> None:
+def test_every_pair_of_traits_is_covered() -> None:
     """At least 25 layouts on 2, 4 and 8 ranks, and every pair of traits that can meet in one case."""
     assert len([layout for layout in LAYOUTS if layout.ranks > 1]) >= 25
     assert {layout.ranks for layout in LAYOUTS} == {1, 2, 4, 8}
