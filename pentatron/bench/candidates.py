@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pentatron.errors import UserError
+from pentatron.layout.schedules import SCHEDULES, Stages
 from pentatron.settings.declaration import flag_of
 from pentatron.text import divisors, in_gib
 
@@ -21,7 +22,8 @@ AXES = {
 # Choices of --variants.
 VARIANTS = ("zero", "sp", "schedules")
 _ZERO_STAGES = (0, 1, 2, 3)
-_SCHEDULES = ("1f1b", "gpipe", "zero-bubble", "zbv", "dualpipev")
+# Those that need no setting for the number of stages on a rank.
+_SCHEDULES = tuple(kind for kind, schedule in SCHEDULES.items() if schedule.stages is not Stages.SEVERAL)
 # Upper limit of the search for a micro-batch size.
 MAX_MICRO_BATCH = 65536
 

@@ -2,7 +2,7 @@
 
 A schedule is made in two steps: a compute order (forwards and backwards of each rank, nothing else), which is
 what distinguishes one schedule from another, and `add_communication`, which adds the messages and the reductions.
-`pentatron.layout.check` proves the result sound.
+`pentatron.layout.check` proves the result sound. A new schedule is an entry of `SCHEDULES` with its compute order.
 """
 
 import bisect
@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from pentatron.layout.actions import Action, Kind, Placement, Schedule
@@ -27,6 +27,31 @@ from pentatron.layout.check import DURATION
 Computation = tuple[Kind, int, int]
 # Forwards and input gradients of one rank that keep their relative order.
 Lane = Sequence[Computation]
+# The computations of each rank, in order.
+Orders = Sequence[Sequence[Computation]]
+
+
+class Stages(enum.Enum):
+    """Number of stages a schedule runs on each rank."""
+
+    ONE = "one"
+    TWO = "two"
+    SEVERAL = "several"
+
+
+@dataclass(frozen=True)
+class ScheduleKind:
+    """A choice of `--pipeline-schedule`.
+
+    `orders` returns the compute order for a placement, a number of micro-batches and the size of a group of
+    micro-batches. `stages`: how many a rank has; None if any number fits. `splits_backward`: whether weight
+    gradients are computed separately, later. `micro_batches_per_rank`: the fewest that fill the pipeline.
+    """
+
+    orders: Callable[[Placement, int, int | None], Orders]
+    stages: Stages | None = None
+    splits_backward: bool = False
+    micro_batches_per_rank: int = 0
 
 
 def v_placement(ranks: int) -> Placement:
@@ -154,13 +179,6 @@ def _dualpipev_order(ranks: int, micro_batches: int, rank: int) -> list[Computat
     return order
 
 
-# Schedules with two stages on each rank, the first and the last stage on rank 0.
-FOLDED = ("zbv", "dualpipev")
-KINDS = ("gpipe", "1f1b", "interleaved", "zero-bubble", *FOLDED)
-# Schedules that split backwards.
-SPLITS_BACKWARD = ("zero-bubble", *FOLDED)
-
-
 def looped_placement(ranks: int, virtual: int) -> Placement:
     """Returns `virtual` stages per rank, assigned round-robin: stage s is on rank s mod `ranks`."""
     return Placement(tuple(stage % ranks for stage in range(ranks * virtual)))
@@ -176,34 +194,21 @@ def uses_groups(kind: str, virtual: int) -> bool:
     return kind == "interleaved" or (kind == "zero-bubble" and virtual > 1)
 
 
-class Stages(enum.Enum):
-    """Number of stages a schedule runs on each rank."""
-
-    ONE = "one"
-    TWO = "two"
-    SEVERAL = "several"
-
-
 def required_stages(kind: str, virtual: int) -> Stages | None:
     """Returns the number of stages a schedule needs if `virtual` does not fit it, else None."""
-    if kind == "zero-bubble":
-        return None
-    if kind in FOLDED:
-        return None if virtual == 2 else Stages.TWO
-    if kind == "interleaved":
-        return None if virtual > 1 else Stages.SEVERAL
-    return None if virtual == 1 else Stages.ONE
+    needed = SCHEDULES[kind].stages
+    fits = {None: True, Stages.ONE: virtual == 1, Stages.TWO: virtual == 2, Stages.SEVERAL: virtual > 1}
+    return None if fits[needed] else needed
 
 
 def micro_batches_problem(kind: str, ranks: int, micro_batches: int) -> str | None:
     """Returns why a step has too few micro-batches for a schedule, or None."""
-    # The fewest with which the forwards last until the pipeline is full.
-    fewest = 2 * ranks
-    if kind != "dualpipev" or micro_batches >= fewest:
+    per_rank = SCHEDULES[kind].micro_batches_per_rank
+    if micro_batches >= per_rank * ranks:
         return None
     return (
-        f"dualpipev needs 2 × {ranks} (pipeline ranks) = {fewest} or more micro-batches, "
-        f"not {micro_batches}; use {fewest} or more, or the schedule zbv"
+        f"{kind} needs {per_rank} × {ranks} (pipeline ranks) = {per_rank * ranks} or more micro-batches, "
+        f"not {micro_batches}; use {per_rank * ranks} or more, or the schedule zbv"
     )
 
 
@@ -253,7 +258,9 @@ def training_schedule(
     if problem := schedule_problem(kind, ranks, virtual, micro_batches, group):
         raise ValueError(problem)
     placement = placement_for(kind, ranks, virtual)
-    return add_communication(placement, micro_batches, _orders(kind, placement, micro_batches, group))
+    return add_communication(
+        placement, micro_batches, SCHEDULES[kind].orders(placement, micro_batches, group)
+    )
 
 
 @functools.lru_cache(maxsize=32)
@@ -291,24 +298,20 @@ def warmup_forwards(
     return 2 * (ranks - rank - 1) + (virtual - 1) * group_sizes(micro_batches, group or ranks)[0]
 
 
-def _orders(
-    kind: str, placement: Placement, micro_batches: int, group: int | None
-) -> Sequence[Sequence[Computation]]:
+def _zero_bubble_orders(placement: Placement, micro_batches: int, group: int | None) -> Orders:
+    """Splits the backwards of 1F1B, or of interleaved. With as many micro-batches as ranks 1F1B becomes ZB-H1."""
     ranks, virtual = placement.ranks, placement.stages // placement.ranks
-    if kind == "zbv":
-        return zbv_orders(ranks, micro_batches)
-    if kind == "dualpipev":
-        return [_dualpipev_order(ranks, micro_batches, rank) for rank in range(ranks)]
-    if kind == "zero-bubble":
-        base = "1f1b" if virtual == 1 else "interleaved"
-        orders = _orders(base, placement, micro_batches, group)
-        # Backwards are split. Applied to 1F1B with as many micro-batches as ranks this is ZB-H1.
-        halves = {Kind.FORWARD: Kind.FORWARD, Kind.BACKWARD: Kind.INPUT}
-        lanes = [[[(halves[kind], stage, m) for kind, stage, m in order]] for order in orders]
-        # The most that the base schedule holds, which is on its first rank.
-        limit = 1 + warmup_forwards(base, ranks, virtual, 0, micro_batches, group)
-        return greedy_orders(placement, lanes, limit)
-    return [_order(kind, placement, rank, micro_batches, group) for rank in range(ranks)]
+    base = "1f1b" if virtual == 1 else "interleaved"
+    halves = {Kind.FORWARD: Kind.FORWARD, Kind.BACKWARD: Kind.INPUT}
+    orders = _warmup_orders(base, placement, micro_batches, group)
+    lanes = [[[(halves[kind], stage, m) for kind, stage, m in order]] for order in orders]
+    # The most that the base schedule holds, which is on its first rank.
+    limit = 1 + warmup_forwards(base, ranks, virtual, 0, micro_batches, group)
+    return greedy_orders(placement, lanes, limit)
+
+
+def _warmup_orders(kind: str, placement: Placement, micro_batches: int, group: int | None) -> Orders:
+    return [_order(kind, placement, rank, micro_batches, group) for rank in range(placement.ranks)]
 
 
 def _order(
@@ -330,6 +333,30 @@ def _in_groups(kind: Kind, stages: Sequence[int], micro_batches: int, group: int
         for stage, micro_batch in itertools.product(stages, range(first, first + size)):
             yield kind, stage, micro_batch
         first += size
+
+
+# Every choice of `--pipeline-schedule`.
+SCHEDULES: dict[str, ScheduleKind] = {
+    "1f1b": ScheduleKind(functools.partial(_warmup_orders, "1f1b"), Stages.ONE),
+    "gpipe": ScheduleKind(functools.partial(_warmup_orders, "gpipe"), Stages.ONE),
+    "interleaved": ScheduleKind(functools.partial(_warmup_orders, "interleaved"), Stages.SEVERAL),
+    "zero-bubble": ScheduleKind(_zero_bubble_orders, splits_backward=True),
+    "zbv": ScheduleKind(
+        lambda placement, micro_batches, _: zbv_orders(placement.ranks, micro_batches), Stages.TWO, True
+    ),
+    "dualpipev": ScheduleKind(
+        lambda placement, micro_batches, _: [
+            _dualpipev_order(placement.ranks, micro_batches, rank) for rank in range(placement.ranks)
+        ],
+        Stages.TWO,
+        splits_backward=True,
+        micro_batches_per_rank=2,
+    ),
+}
+KINDS = tuple(SCHEDULES)
+# Schedules with the first and the last stage on rank 0.
+FOLDED = tuple(kind for kind, schedule in SCHEDULES.items() if schedule.stages is Stages.TWO)
+SPLITS_BACKWARD = tuple(kind for kind, schedule in SCHEDULES.items() if schedule.splits_backward)
 
 
 def add_communication(

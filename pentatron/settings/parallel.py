@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from pentatron.layout.schedules import KINDS
 from pentatron.settings import needs
 from pentatron.settings.declaration import FREE, NON_NEGATIVE, POSITIVE, SILENT, Limit, setting
 
@@ -36,7 +37,7 @@ class ParallelConfig:
         "1f1b",
         "pipeline schedule (interleaved with virtual stages)",
         needs.PIPELINE,
-        choices=("1f1b", "gpipe", "interleaved", "zero-bubble", "zbv", "dualpipev"),
+        choices=KINDS,
     )
     virtual_pipeline_model_parallel_size: int | None = setting(
         None,
