@@ -223,7 +223,7 @@ def test_all_schedules_run_the_backwards_of_a_stage_in_the_same_order() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("zigzag", 2, 1, 4), "there is no pipeline schedule zigzag; use gpipe, 1f1b, interleaved, "
+        (("zigzag", 2, 1, 4), "there is no pipeline schedule zigzag; use 1f1b, gpipe, interleaved, "
          "zero-bubble, zbv or dualpipev"),
         (("1f1b", 2, 1, 0), "a schedule needs 1 or more ranks, virtual stages and micro-batches, not 2, 1 and 0"),
         (("gpipe", 2, 2, 4),
