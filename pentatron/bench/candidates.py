@@ -73,8 +73,7 @@ def all_layouts(
     if unknown:
         raise UserError(f"--variants {unknown[0]} is unknown; there are {', '.join(VARIANTS)}")
     layouts: list[Candidate] = []
-    sizes = divisors(processes)
-    for pipeline, context, tensor in itertools.product(sizes, repeat=3):
+    for pipeline, context, tensor in itertools.product(divisors(processes), repeat=3):
         data, rest = divmod(processes, pipeline * context * tensor)
         if rest or data == 0:
             continue

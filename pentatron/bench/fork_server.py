@@ -60,8 +60,7 @@ class ForkServer:
     ) -> RankExits:
         """Starts the processes and waits for them; calls `tick` at each poll."""
         # Not daemons, because a rank starts data workers and daemons may not have children.
-        start = self._context.Process
-        workers = [start(target=target, args=arguments_of(rank)) for rank in range(processes)]
+        workers = [self._context.Process(target=target, args=arguments_of(rank)) for rank in range(processes)]
         deadline, timed_out = time.monotonic() + timeout, False
         first: list[int] = []
         try:

@@ -104,10 +104,8 @@ def subtitle(rows: Sequence[Row]) -> str:
     count = int(row["processes"])
     batches = sorted({int(other["global_batch_size"]) for other in rows})
     batch = f"{batches[0]}" if len(batches) == 1 else f"{batches[0]} to {batches[-1]}"
-    return (
-        f"{count} process{'es' if count > 1 else ''} on {row['device']}, {row['precision']}; "
-        f"{batch} × {row['seq_length']} tokens a step"
-    )
+    device = f"{count} process{'es' if count > 1 else ''} on {row['device']}, {row['precision']}"
+    return f"{device}; {batch} × {row['seq_length']} tokens a step"
 
 
 def draw(chart: Chart, rows: Sequence[Row], others: int) -> str:

@@ -196,14 +196,13 @@ def summary_lines(rows: Sequence[Row]) -> list[str]:
     ]
     shares = [m.communication_share for _, m in finished if m.communication_share is not None]
     used = [m.gpu_utilisation for _, m in finished if m.gpu_utilisation is not None]
-    aims = {
+    met = {
         f"communication below {MOST_COMMUNICATION:.0%} of the step": [
-            s <= MOST_COMMUNICATION for s in shares
+            x <= MOST_COMMUNICATION for x in shares
         ],
         f"GPU utilisation above {LEAST_UTILISATION:.0%}": [p / 100 > LEAST_UTILISATION for p in used],
     }
-    met = [(aim, sum(of_layouts), len(of_layouts)) for aim, of_layouts in aims.items()]
-    return lines + [f"{aim}, the usual aim: {count} of {total} layouts" for aim, count, total in met if total]
+    return lines + [f"{aim}, the usual aim: {sum(x)} of {len(x)} layouts" for aim, x in met.items() if x]
 
 
 @dataclass(frozen=True)
@@ -233,9 +232,8 @@ class ResultsFolder:
         try:
             if self.path.is_dir() and any(self.path.iterdir()):
                 if not self.summary.exists() and not (self.path / "plot_results.py").exists():
-                    raise UserError(
-                        f"{self.path} holds other files than a benchmark's, so it is not moved aside; name another folder with --out"
-                    )
+                    kept = "holds other files than a benchmark's, so it is not moved aside"
+                    raise UserError(f"{self.path} {kept}; name another folder with --out")
                 path = self.path.resolve()
                 moved = next_numbered_name(path, ".")
                 rename(path, moved)
@@ -243,7 +241,6 @@ class ResultsFolder:
             # Copied, so that the results can be drawn on a machine without this package.
             shutil.copyfile(plot_results.__file__, self.path / "plot_results.py")
         except OSError as error:
-            raise UserError(
-                f"the folder {self.path} cannot be used for results ({error.strerror}); name another with --out"
-            ) from None
+            problem = f"the folder {self.path} cannot be used for results ({error.strerror})"
+            raise UserError(f"{problem}; name another with --out") from None
         return moved

@@ -73,9 +73,8 @@ class BenchOptions(Options):
 
     def problems(self) -> Iterable[str]:
         if self.find_micro_batch and (self.list or self.variants):
-            yield (
-                "--find-micro-batch tries one layout; leave --list and --variants out, or look for layouts without it"
-            )
+            fix = "leave --list and --variants out, or look for layouts without it"
+            yield f"--find-micro-batch tries one layout; {fix}"
 
 
 USAGE = f"""{usage("pentatron bench [--nproc-per-node N]", BenchOptions, "[--setting value ...]")}
@@ -139,9 +138,8 @@ def bench_command(words: Sequence[str]) -> int:
     fixed = {axis: getattr(draft, name) for axis, name in candidates.AXES.items() if draft.given(name)}
     layouts = candidates.all_layouts(sweep.processes, draft.num_experts, fixed, variants)
     if not layouts:
-        raise UserError(
-            f"no layout of {sweep.processes} processes has the sizes that were given; leave some of them out"
-        )
+        sizes = "has the sizes that were given; leave some of them out"
+        raise UserError(f"no layout of {sweep.processes} processes {sizes}")
     if not options.list:
         return _run(sweep, layouts)
     width = max(len(layout.name) for layout in layouts)
@@ -195,20 +193,15 @@ def _introduction(sweep: BenchConfig, count: int) -> list[str]:
     import torch
 
     cores, gpus = usable_cores(), torch.cuda.device_count()
-    note = ""
-    if not sweep.on_gpu:
-        note = (
-            f"note: no GPU is used, so the processes share {cores} {plural(cores, 'CPU core')}; the numbers compare "
-            f"layouts here and do not predict a GPU's"
-        )
-    elif sweep.processes > gpus:
-        note = (
-            f"note: {sweep.processes} processes share {gpus} GPU(s) and communicate through gloo, so the "
-            f"numbers do not predict that many GPUs"
-        )
     what = f"{count} {plural(count, 'layout')} of {sweep.processes} {plural(sweep.processes, 'process')}"
-    steps = f"{sweep.options.warmup} + {sweep.options.steps} steps each"
-    return [f"{what} on {sweep.device}, {steps}", *filter(None, [note])]
+    lines = [f"{what} on {sweep.device}, {sweep.options.warmup} + {sweep.options.steps} steps each"]
+    if not sweep.on_gpu:
+        sharing = f"no GPU is used, so the processes share {cores} {plural(cores, 'CPU core')}"
+        lines.append(f"note: {sharing}; the numbers compare layouts here and do not predict a GPU's")
+    elif sweep.processes > gpus:
+        sharing = f"{sweep.processes} processes share {gpus} GPU(s) and communicate through gloo"
+        lines.append(f"note: {sharing}, so the numbers do not predict that many GPUs")
+    return lines
 
 
 def _open_folder(sweep: BenchConfig) -> None:
@@ -249,9 +242,8 @@ def _run(sweep: BenchConfig, layouts: Sequence[Candidate]) -> int:
     say("\n" + "\n".join(summary_lines(rows)))
     utilisation = [row.measured.gpu_utilisation for row in rows if row.measured is not None]
     if sweep.on_gpu and utilisation and all(percent is None for percent in utilisation):
-        say(
-            "GPU utilisation was not measured: torch asks the driver through a library (pip install nvidia-ml-py)"
-        )
+        library = "torch asks the driver through a library (pip install nvidia-ml-py)"
+        say(f"GPU utilisation was not measured: {library}")
     pictures = f"; pictures: {', '.join(file.name for file in plots)} beside it"
     again = f" (again with: cd {sweep.folder.path} && python plot_results.py)"
     say(f"results: {sweep.folder.summary}{pictures + again if plots else ''}")
@@ -278,9 +270,8 @@ def find_micro_batch(sweep: BenchConfig, batch_is_given: bool) -> int:
     foreseen = largest_fitting(estimates)
     if not sweep.on_gpu:
         # Real steps are not tried: filling the host memory would harm everything else on the machine.
-        say(
-            f"note: no GPU is used, so nothing is tried: this is what `pentatron plan` estimates for {binary_size(room)} of free memory a process"
-        )
+        given = f"what `pentatron plan` estimates for {binary_size(room)} of free memory a process"
+        say(f"note: no GPU is used, so nothing is tried: this is {given}")
         return _report(search, estimates)
     say(f"foreseen by `pentatron plan`: {'not even the smallest' if foreseen is None else foreseen.size}")
     _open_folder(sweep)
@@ -310,9 +301,8 @@ def _write_trials(sweep: BenchConfig, foreseen: Trial | None, trials: Sequence[T
 def _report(search: "_MicroBatchSearch", trials: list[Trial]) -> int:
     best = largest_fitting(trials)
     if best is None:
-        raise UserError(
-            f"not even a micro-batch of {search.sizes[0]} fits ({trials[-1].reason}); try --recompute-granularity full, a shorter --seq-length or more GPUs"
-        )
+        fix = "try --recompute-granularity full, a shorter --seq-length or more GPUs"
+        raise UserError(f"not even a micro-batch of {search.sizes[0]} fits ({trials[-1].reason}); {fix}")
     say("\n".join(["", *trial_table(trials), ""]))
     is_last = best.size == search.sizes[-1]
     say(f"largest: {best.size}{', the largest possible here; more would fit' if is_last else _HEADROOM_NOTE}")
@@ -454,13 +444,10 @@ def measure_layout(sweep: BenchConfig, layout: Candidate, starter: Any, live: Ca
     outcome = starter.run(run_rank, lambda rank: (job, rank), sweep.processes, timeout, live)
     row = dataclasses.replace(row, config=config, device=sweep.device)
     if not outcome.is_good:
-        cause = (
-            f"no result after {timeout:.0f} s (--layout-timeout)"
-            if outcome.timed_out
-            else outcome.killed_message()
-            or reason_of_failure(job, outcome.killed_message(or_aborted=True))
-            or f"exit codes {list(outcome.exit_codes)}"
-        )
+        late = f"no result after {timeout:.0f} s (--layout-timeout)" if outcome.timed_out else ""
+        aborted = outcome.killed_message(or_aborted=True)
+        cause = late or outcome.killed_message() or reason_of_failure(job, aborted)
+        cause = cause or f"exit codes {list(outcome.exit_codes)}"
         return dataclasses.replace(row, status="failed", reason=f"{cause}; see {output}")
     try:
         metrics = sweep.folder.metrics(layout.name)

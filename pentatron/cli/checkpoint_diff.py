@@ -125,8 +125,7 @@ def _as_text(report: _Comparison) -> list[str]:
     for path, side in zip(report.paths, "AB"):
         lines += _block(f"tensors only in {path}", differences[f"only in {side}"])
     lines += _block("tensors that differ", [f.sentence() for f in differing])
-    equal = report.compared - len(differing)
-    verdict = f"{equal} of {report.compared} tensors are equal bit by bit"
+    verdict = f"{report.compared - len(differing)} of {report.compared} tensors are equal bit by bit"
     if differing and report.tolerance:
         verdict += f", {len(differing) - len(report.beyond)} more within a relative {report.tolerance:g}"
     return [*lines, f"{'same' if report.same else 'different'}: {verdict}"]

@@ -47,13 +47,12 @@ def inspect(words: Sequence[str]) -> int:
         raise no_checkpoint_error(Path(paths[0]))
     if len(steps) > 1 and pattern is not None:
         raise UserError(f"--tensors and --stats want one step: name it, such as {steps[-1].folder}")
+    shown = pattern, options.stats
 
     def as_text(steps: Sequence[ListedStep]) -> Iterable[str]:
-        return _table(steps) if len(steps) > 1 else _step_lines(steps[0], pattern, options.stats)
+        return _table(steps) if len(steps) > 1 else _step_lines(steps[0], *shown)
 
-    show_report(
-        steps, options.json, as_text, lambda steps: [_step_data(s, pattern, options.stats) for s in steps]
-    )
+    show_report(steps, options.json, as_text, lambda steps: [_step_data(step, *shown) for step in steps])
     return 0
 
 

@@ -105,8 +105,7 @@ def replace_hub_name(draft: Draft, name: str) -> None:
     written: str | None = getattr(draft, name)
     if written is None or not is_hub_id(written):
         return
-    files = TOKENIZER_FILES if name == "tokenizer_model" else WANTED_FILES
-    folder = resolve_folder(written, files=files)
+    folder = resolve_folder(written, files=TOKENIZER_FILES if name == "tokenizer_model" else WANTED_FILES)
     draft.assign(draft.source(name), **{name: str(folder)})
     draft.notices.append(f"{written} is in {folder}")
 

@@ -72,9 +72,8 @@ def prepare(
         # Even if the command says `--fresh`.
         draft.derive("started again after a failure", fresh=False)
         if not derived_settings(draft, facts).save_checkpoints:
-            draft.notices.append(
-                "the job was restarted, and this command saves no checkpoint, so training starts at step 0; --save keeps what is trained"
-            )
+            lost = "this command saves no checkpoint, so training starts at step 0"
+            draft.notices.append(f"the job was restarted, and {lost}; --save keeps what is trained")
     start = start_of(derived_settings(draft, facts), draft.given("load"), entry.resumes or attempt.restarted)
     try:
         checkpoint_settings.adopt_checkpoint_settings(draft, facts, start)
@@ -154,9 +153,8 @@ def _check_folder_names(draft: Draft) -> None:
             raise UserError(f"{flag} {name!a} is not UTF-8; choose another name") from None
         longest = max(len(part.encode()) for part in Path(name).parts or (name,))
         if longest > _LONGEST_NAME or len(os.fsencode(Path(name).absolute())) > _LONGEST_PATH:
-            raise UserError(
-                f"{flag} {name[:40]}... is too long: a name has at most {_LONGEST_NAME} bytes, and a path {_LONGEST_PATH}; choose a shorter one"
-            )
+            most = f"a name has at most {_LONGEST_NAME} bytes, and a path {_LONGEST_PATH}"
+            raise UserError(f"{flag} {name[:40]}... is too long: {most}; choose a shorter one")
 
 
 def threads_from_environment(facts: Facts) -> int:

@@ -115,16 +115,15 @@ def _convert(
 def run_import(source: str, out: Path, options: ImportOptions) -> int:
     from pentatron.checkpoint.find import find_step
     from pentatron.compare.logits import compare_logits, require_transformers
-    from pentatron.hf.convert import ImportOptions as HfImportOptions
-    from pentatron.hf.convert import import_folder
+    from pentatron.hf import convert as hf
     from pentatron.hf.hub import resolve_folder
 
     if options.verify:
         require_transformers()
     dtype = _dtype(options.dtype)
     folder = resolve_folder(source)
-    conversion = HfImportOptions(dtype, options.allow_narrowing, _tokenizer_files(options))
-    convert = partial(import_folder, folder, out, conversion)
+    conversion = hf.ImportOptions(dtype, options.allow_narrowing, _tokenizer_files(options))
+    convert = partial(hf.import_folder, folder, out, conversion)
     return _write(out, options, [], convert, lambda made: compare_logits(find_step(made)[0], folder, dtype))
 
 
@@ -166,25 +165,22 @@ def _export_step(
     from pentatron.checkpoint.links import dtype_name
     from pentatron.compare.logits import compare_logits
     from pentatron.generate.source import tokenizer_path
-    from pentatron.hf.convert import ExportOptions as HfExportOptions
-    from pentatron.hf.convert import export_step, stored_dtypes, trained_dtype
+    from pentatron.hf import convert as hf
     from pentatron.hf.small_files import FOLDER_NAME, has_tokenizer, small_files
 
     dtype = _dtype(options.dtype)
-    trained, stored = trained_dtype(step.manifest), stored_dtypes(step.manifest)
+    trained, stored = hf.trained_dtype(step.manifest), hf.stored_dtypes(step.manifest)
     if dtype is None and trained is not None and stored != {trained}:
         names = ", ".join(sorted(map(dtype_name, stored)))
-        lines.append(
-            f"note: the weights are written as {dtype_name(trained)}, which the run computed with (--dtype {names} writes its master "
-            f"weights)"
-        )
+        written = f"the weights are written as {dtype_name(trained)}, which the run computed with"
+        lines.append(f"note: {written} (--dtype {names} writes its master weights)")
     if not has_tokenizer(small_files(step.folder.parent / FOLDER_NAME, tokenizer)):
         origin = tokenizer_path(step.folder, step.manifest.config)
         flag = f"{origin} adds the one it was trained with" if origin else "DIR adds one"
         lines.append(f"note: no tokenizer came with this model, so the folder has none; --tokenizer {flag}")
     narrowing, size = options.allow_narrowing, options.max_shard_size
-    conversion = HfExportOptions(dtype, narrowing, tokenizer, size, not options.no_check)
-    convert = partial(export_step, step, out, conversion)
+    conversion = hf.ExportOptions(dtype, narrowing, tokenizer, size, not options.no_check)
+    convert = partial(hf.export_step, step, out, conversion)
     return _write(out, options, lines, convert, lambda made: compare_logits(step, made, dtype or trained))
 
 

@@ -73,11 +73,8 @@ In the text, ⟦ ⟧ enclose tokens without a loss.
 """
 
 # No model is built, but the rules need one.
-SHOW = EntryPoint(
-    name="pentatron data show",
-    summary="Show the samples of a run.",
-    defaults={"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1},
-)
+_SMALLEST_MODEL = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1}
+SHOW = EntryPoint("pentatron data show", "Show the samples of a run.", defaults=_SMALLEST_MODEL)
 _FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 _MAX_VOCAB_SIZE = 2**31 - 1
 # Sections of settings that do not affect the samples; this command runs in one process.
@@ -204,8 +201,7 @@ def _ranges(positions: Sequence[int]) -> Iterator[str]:
 
 
 def _wrapped(title: str, text: str) -> list[str]:
-    first = f"  {title + ':':<11}"
-    lines = textwrap.wrap(text, _WIDTH, initial_indent=first, subsequent_indent=" " * 13)
+    lines = textwrap.wrap(text, _WIDTH, initial_indent=f"  {title + ':':<11}", subsequent_indent=" " * 13)
     return lines or [f"  {title}: none"]
 
 

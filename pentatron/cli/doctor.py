@@ -6,7 +6,6 @@ import itertools
 import os
 import sys
 import textwrap
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,8 +74,7 @@ def _lines(findings: Sequence[machine.Finding]) -> list[str]:
             lines.append(f"{_MARKS[finding.state]} {finding.name:<{width}}  {finding.value}")
             lines += textwrap.wrap(finding.advice, _WIDTH, initial_indent=first, subsequent_indent=rest)
         lines.append("")
-    count = Counter(finding.state for finding in findings)
-    verdict = (
-        f"{count[machine.PROBLEM]} to mend first (!)" if count[machine.PROBLEM] else "runs will start here"
-    )
-    return [*lines, verdict + (f"; {count[machine.NOTE]} worth knowing (~)" if count[machine.NOTE] else "")]
+    states = [finding.state for finding in findings]
+    problems, notes = states.count(machine.PROBLEM), states.count(machine.NOTE)
+    verdict = f"{problems} to mend first (!)" if problems else "runs will start here"
+    return [*lines, verdict + (f"; {notes} worth knowing (~)" if notes else "")]

@@ -45,10 +45,9 @@ def find_worker(environment: Mapping[str, str]) -> Worker | None:
     else:
         return None
     if not (0 <= worker.rank < worker.world_size and 0 <= worker.local_rank < worker.local_size):
-        raise UserError(
-            f"{worker.launcher} says that this process is rank {worker.rank} of {worker.world_size}, "
-            f"{worker.local_rank} of {worker.local_size} on this machine; ranks go from 0 to one less than their number"
-        )
+        place = f"rank {worker.rank} of {worker.world_size}, {worker.local_rank} of {worker.local_size}"
+        said = f"{worker.launcher} says that this process is {place} on this machine"
+        raise UserError(f"{said}; ranks go from 0 to one less than their number")
     return worker
 
 
@@ -80,10 +79,10 @@ def nested_launcher_notices(environment: Mapping[str, str]) -> list[str]:
     launchers = environment.get("GROUP_WORLD_SIZE", "")
     if not launchers.isdecimal() or tasks <= int(launchers):
         return []
-    return [
-        f"Slurm started torchrun {tasks} times, and this run is made of {launchers} of them; if all were meant to be one run, "
-        f"use --ntasks-per-node=1, as torchrun starts the workers of a node itself (`pentatron launch slurm` writes such a script)"
-    ]
+    problem = f"Slurm started torchrun {tasks} times, and this run is made of {launchers} of them"
+    fix = "use --ntasks-per-node=1, as torchrun starts the workers of a node itself"
+    script = "`pentatron launch slurm` writes such a script"
+    return [f"{problem}; if all were meant to be one run, {fix} ({script})"]
 
 
 def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -105,10 +104,9 @@ def export_rank_variables(worker: Worker, meeting_point: str | None) -> None:
         host, port = parse_init_method(meeting_point)
         os.environ.update(MASTER_ADDR=host, MASTER_PORT=port)
     if "MASTER_ADDR" not in os.environ:
-        raise UserError(
-            f"{worker.launcher} started {worker.world_size} processes but no meeting point is known; "
-            f"export MASTER_ADDR and MASTER_PORT, or give --init-method tcp://HOST:PORT"
-        )
+        problem = f"{worker.launcher} started {worker.world_size} processes but no meeting point is known"
+        fix = "export MASTER_ADDR and MASTER_PORT, or give --init-method tcp://HOST:PORT"
+        raise UserError(f"{problem}; {fix}")
     os.environ.setdefault("MASTER_PORT", "29500")
 
 

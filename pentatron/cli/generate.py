@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from pentatron.cli import environment
 from pentatron.cli.options import Options, option, options_help, parse_options
-from pentatron.cli.output import print_error, print_note, say
+from pentatron.cli.output import print_error, print_note, with_help
 from pentatron.errors import AgreedError, UserError
 from pentatron.launch.machine import usable_cores
-from pentatron.settings.declaration import FRACTION, NON_NEGATIVE, ONE_OR_MORE, SEED
+from pentatron.settings.declaration import FRACTION, NON_NEGATIVE, ONE_OR_MORE, SEED, flag_of
 
 if TYPE_CHECKING:
     from pentatron.generate.source import ModelSource
@@ -147,11 +147,9 @@ class Request:
     options: GenerateOptions
 
 
+@with_help(USAGE)
 def generate_command(words: Sequence[str], restart: Sequence[str] = _RESTART) -> int:
     """Runs the command. `restart`: the words after `python` that run it again, for the workers."""
-    if "--help" in words or "-h" in words:
-        say(USAGE)
-        return 0
     worker = environment.find_worker(os.environ)
     if words[:1] == [_WORKER]:
         written = json.loads(Path(words[1]).read_text(encoding="utf-8"))
@@ -188,8 +186,7 @@ def _prompts(words: Sequence[str], options: GenerateOptions) -> list[Any]:
         try:
             prompts += filter(None, Path(options.prompt_file).read_text(encoding="utf-8").splitlines())
         except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise UserError(f"{named} cannot be read: {reason}") from None
+            raise UserError(f"{named} cannot be read: {getattr(error, 'strerror', None) or error}") from None
         if not prompts:
             raise UserError(f"{named} has no line to continue")
     return prompts or ["\n"]
@@ -296,11 +293,10 @@ def _generate(request: Request, source: "ModelSource", config: "RunConfig", worl
         # Other ranks take part in the generation, which the generator drives.
         deque(texts, maxlen=0)
         return
-    given = {name: getattr(options, name) for name in _RANDOM_SAMPLING}
-    given = {name: value for name, value in given.items() if value != getattr(GenerateOptions, name)}
-    changed = [f"--{name.replace('_', '-')} {value}" for name, value in given.items()]
+    changed = [n for n in _RANDOM_SAMPLING if getattr(options, n) != getattr(GenerateOptions, n)]
     if changed and options.temperature == 0:
-        print_note(f"{' '.join(changed)}: the likeliest token is always taken, so this changes nothing")
+        flags = " ".join(f"{flag_of(name)} {getattr(options, name)}" for name in changed)
+        print_note(f"{flags}: the likeliest token is always taken, so this changes nothing")
     if options.master_port and config.grid.world_size == 1:
         print_note(f"--master-port {options.master_port}: there is one process, so this changes nothing")
     type_name = str(dtype).removeprefix("torch.")

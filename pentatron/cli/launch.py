@@ -84,10 +84,8 @@ slurm alone:
   pentatron launch torchrun --nodes 2 --gpus-per-node 8 --master-addr 192.168.1.100 --preset llama3-8b --tp 8 --data-path DATA --train-iters 1000
 """
 # Options of Slurm, and why torchrun refuses them.
-_SLURM_ONLY = dict.fromkeys(
-    set(flags_of(SlurmOptions)) - set(flags_of(LaunchOptions)),
-    "is a matter of Slurm; leave it out, or use: pentatron launch slurm",
-)
+_USE_SLURM = "is a matter of Slurm; leave it out, or use: pentatron launch slurm"
+_SLURM_ONLY = dict.fromkeys({*flags_of(SlurmOptions)} - {*flags_of(LaunchOptions)}, _USE_SLURM)
 
 
 @with_help(USAGE, without_words=True)
@@ -145,9 +143,8 @@ def _checked_job(
 ) -> tuple[Job, RunConfig, list[str]]:
     """Returns the job, its configuration and notices; raises if the job or the configuration is invalid."""
     if not options.gpus_per_node:
-        raise UserError(
-            "how many GPUs does a node have? Say --gpus-per-node G; on CPUs add --device cpu, and G is the number of processes"
-        )
+        on_cpus = "on CPUs add --device cpu, and G is the number of processes"
+        raise UserError(f"how many GPUs does a node have? Say --gpus-per-node G; {on_cpus}")
     # Options of the same name as a field of the job are taken as they are.
     values = {f.name: getattr(options, f.name) for f in dataclasses.fields(Job) if hasattr(options, f.name)}
     values["python"] = options.python or ("python" if options.container_image else sys.executable)
@@ -168,26 +165,20 @@ def _performance_notes(job: Job, config: RunConfig, kind: str) -> list[str]:
     """Returns notes about a valid job that will be slow, or lose its training."""
     notes = []
     requeues = kind == "slurm" and not job.no_requeue
-    groups = config.grid.groups("tensor")
-    if any(len({rank // job.processes for rank in group}) > 1 for group in groups):
-        notes.append(
-            f"tensor groups of {config.grid.tensor} span several nodes of {job.processes}, so every layer waits "
-            f"for the network; a --tensor-model-parallel-size that divides {job.processes} keeps them inside"
-        )
+    if any(len({rank // job.processes for rank in group}) > 1 for group in config.grid.groups("tensor")):
+        span = f"tensor groups of {config.grid.tensor} span several nodes of {job.processes}"
+        fix = f"a --tensor-model-parallel-size that divides {job.processes} keeps them inside"
+        notes.append(f"{span}, so every layer waits for the network; {fix}")
     if job.container_image and not job.container_mounts:
-        notes.append(
-            f"the container sees {job.folder} and nothing else of the machine; name other folders, such as that of the data, "
-            f"with --container-mounts FROM:TO,..."
-        )
+        fix = "name other folders, such as that of the data, with --container-mounts FROM:TO,..."
+        notes.append(f"the container sees {job.folder} and nothing else of the machine; {fix}")
     if not config.checkpoint.save_checkpoints and (job.max_restarts or requeues):
-        notes.append(
-            "no checkpoint is saved, so a job that is restarted begins at step 0; --save keeps what is trained"
-        )
+        lost = "no checkpoint is saved, so a job that is restarted begins at step 0"
+        notes.append(f"{lost}; --save keeps what is trained")
     if kind == "slurm" and not job.cpus_per_task and "--exclusive" not in job.sbatch_options:
-        notes.append(
-            f"without --cpus-per-task Slurm may give one core to the {format_count(job.processes, 'worker')} of a node; say how many cores "
-            f"they may use, or --sbatch=--exclusive for the whole node"
-        )
+        few = f"Slurm may give one core to the {format_count(job.processes, 'worker')} of a node"
+        fix = "say how many cores they may use, or --sbatch=--exclusive for the whole node"
+        notes.append(f"without --cpus-per-task {few}; {fix}")
     return notes
 
 
@@ -196,9 +187,8 @@ def _write_script(file: Path, text: str) -> None:
         if file.exists():
             lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
             if not any(line.startswith(WRITTEN_BY) for line in lines[:3]):
-                raise UserError(
-                    f"{file} is not a script that pentatron wrote, so it is kept; choose another name with --write"
-                )
+                kept = "is not a script that pentatron wrote, so it is kept"
+                raise UserError(f"{file} {kept}; choose another name with --write")
         private = redact(text) != text
         if private:
             # Permissions are set before the key is written, so that no other user can read it in between.

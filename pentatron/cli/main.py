@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from pentatron.cli.output import print_error, say
 from pentatron.cli.worker import SupervisedWorker, clear_inherited_worker_variables, current_worker
-from pentatron.errors import AgreedError, UserError
+from pentatron.errors import AgreedError, UserError, describe_os_error
 from pentatron.monitor.terminal import OutputLost, replace_streams, require_complete_output
 from pentatron.settings.command_line import did_you_mean
 from pentatron.settings.entry_points import TRAIN, EntryPoint
@@ -152,16 +152,14 @@ def _reporting_errors(action: Callable[[], int]) -> int:
     except OSError as error:
         file = _file_of_error(error) if error.errno in (errno.ENOSPC, errno.EDQUOT) else None
         if isinstance(error, PermissionError) and error.filename is not None:
-            fix = "choose another place, or ask its owner"
-            problem = f"{error.filename} cannot be opened ({error.strerror}); {fix}"
+            problem = describe_os_error(error)
         elif file is None:
             raise
         else:
             # A log or a metrics file: a checkpoint that cannot be written is reported where it is saved.
-            problem = (
-                f"{file} cannot be written ({error.strerror}); make room on its disk, or choose another place; "
-                f"checkpoints that were saved before are intact"
-            )
+            fix = "make room on its disk, or choose another place"
+            intact = "checkpoints that were saved before are intact"
+            problem = f"{file} cannot be written ({error.strerror}); {fix}; {intact}"
     print_error(problem)
     return UserError.exit_code
 

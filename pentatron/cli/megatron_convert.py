@@ -65,10 +65,9 @@ class ConvertOptions(Options):
             yield "--bf16 and --fp16 contradict each other; choose one, or none to keep the type of the source"
         if self.model_size and _family(self.model_size) is None:
             guess = did_you_mean(self.model_size, MODEL_SIZES)
-            yield (
-                f"--model-size {self.model_size} is not known{guess}; leave it out, because config.json has the model type, or use "
-                f"one of {', '.join(MODEL_SIZES)}"
-            )
+            fix = "leave it out, because config.json has the model type"
+            sizes = ", ".join(MODEL_SIZES)
+            yield f"--model-size {self.model_size} is not known{guess}; {fix}, or use one of {sizes}"
 
 
 _BACK = "to convert back, use pentatron export CHECKPOINT HF_DIR"
@@ -118,18 +117,15 @@ def _notes(options: ConvertOptions) -> Iterator[str]:
     if given := [f"--target-{axis}-parallel-size {size}" for axis, size in sizes.items() if size]:
         yield f"{' '.join(given)}: a checkpoint here loads in any layout, so it is not split for one"
     if divisor := options.make_vocab_size_divisible_by:
-        yield (
-            f"--make-vocab-size-divisible-by {divisor}: a checkpoint here holds no padding; a run "
-            f"pads the vocabulary by its own flag of that name"
-        )
+        padded = "a checkpoint here holds no padding; a run pads the vocabulary by its own flag of that name"
+        yield f"--make-vocab-size-divisible-by {divisor}: {padded}"
     if name := options.loader_transformer_impl:
         yield f"--loader-transformer-impl {name}: there is one implementation here, in PyTorch"
 
 
 def _family(size: str) -> str | None:
     """Returns the model_type of a --model-size."""
-    name = size.lower()
-    return next((family for start, family in MODEL_SIZES.items() if name.startswith(start)), None)
+    return next((family for start, family in MODEL_SIZES.items() if size.lower().startswith(start)), None)
 
 
 def _check_family(source: str, size: str) -> None:
@@ -140,7 +136,6 @@ def _check_family(source: str, size: str) -> None:
     with open_folder(resolve_folder(source)) as folder:
         model_type = model_type_of(folder.config)
     if model_type != _family(size):
-        raise UserError(
-            f"--model-size {size} means models of type {_family(size)}, but {source} holds one of type {model_type}; leave the flag "
-            f"out, or name the right folder"
-        )
+        means = f"--model-size {size} means models of type {_family(size)}"
+        holds = f"{source} holds one of type {model_type}"
+        raise UserError(f"{means}, but {holds}; leave the flag out, or name the right folder")

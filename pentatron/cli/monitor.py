@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pentatron.cli.options import Options, option, options_help, parse_options, usage
-from pentatron.cli.output import say, say_unescaped
+from pentatron.cli.output import say, say_unescaped, with_help
 from pentatron.errors import UserError
 from pentatron.monitor.metrics import MetricsFollower, RunMetrics
 from pentatron.monitor.report import ERROR_PREFIX
@@ -56,10 +56,8 @@ _HOME, _REST_OF_LINE, _REST_OF_SCREEN, _CLEAR = "\x1b[H", "\x1b[K", "\x1b[J", "\
 _HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 
 
+@with_help(USAGE)
 def monitor_command(words: Sequence[str]) -> int:
-    if "--help" in words or "-h" in words:
-        say(USAGE)
-        return 0
     options, plain = parse_options(MonitorOptions, words, "pentatron monitor")
     if len(plain) > 1:
         raise UserError(f"one run at a time: {plain[1]} is not needed")

@@ -86,8 +86,7 @@ class _Option:
         flags = (self.setting.flag, *(f"--{flag}" for flag in self.listed))
         if self.is_switch:
             return separator.join(flags)
-        choices = self.setting.choices
-        word = self.value or "|".join(map(str, choices)) or _VALUE_WORDS[self.setting.base_type]
+        word = self.value or "|".join(map(str, self.setting.choices)) or _VALUE_WORDS[self.setting.base_type]
         word = f"{word} ..." if self.setting.is_list and not self.value else word
         word = word if self.alone is None else f"[{word}]"
         return separator.join(f"{flag} {word}" for flag in flags)
@@ -195,10 +194,8 @@ def parse_options(
         if not is_flag(word):
             positional.append(word)
         elif not parser.take(word, queue):
-            guess = did_you_mean(normalize_flag(word), list(parser.by_flag), "--")
-            parser.problems.append(
-                f"unknown flag {word.partition('=')[0]}{guess}; {command} --help lists them"
-            )
+            typed, guess = word.partition("=")[0], did_you_mean(normalize_flag(word), parser.by_flag, "--")
+            parser.problems.append(f"unknown flag {typed}{guess}; {command} --help lists them")
     if positional and stray:
         parser.problems.append(stray.replace("{word}", positional[0]))
     if parser.problems:
@@ -322,8 +319,7 @@ def entry_help(entry: EntryPoint, only: str | None = None) -> str:
     lines = [f"usage: {entry.name} [--setting value ...]", "", entry.summary, ""]
     for section, cls in sections().items():
         if only is None or only.lower() == section:
-            title = f"{cls.__doc__}  ({entry.name} --help {section})"
-            lines += [title, *section_help(entry, section), ""]
+            lines += [f"{cls.__doc__}  ({entry.name} --help {section})", *section_help(entry, section), ""]
     command = "pentatron config" if entry is TRAIN else f"pentatron config --as {entry.name}"
     lines += [
         "Flags take '-' or '_', '--flag value' or '--flag=value'; a switch is turned off by --no-SWITCH.",
@@ -362,8 +358,7 @@ def _setting_notes(item: Setting, default: Any) -> list[str]:
     if default is True:
         notes.append("default on")
     elif default not in (None, False, ()) or (default == 0 and default is not False):
-        shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
-        notes.append(f"default {shown}")
+        notes.append(f"default {' '.join(map(str, default)) if isinstance(default, tuple) else default}")
     if item.notice:
         notes.append("accepted, changes nothing")
     if item.not_yet:

@@ -13,17 +13,17 @@ from typing import Any
 from pentatron.cli.checkpoint_settings import adopt_named_checkpoint
 from pentatron.cli.configure import download_tokenizer, set_vocabulary_size
 from pentatron.cli.options import Options, option, options_help, parse_options_and_settings, usage
-from pentatron.cli.output import say, show_report
+from pentatron.cli.output import show_report, with_help
 from pentatron.cli.plan_report import PlanReport, as_text, memory_parts, speed_of, training_command_lines
 from pentatron.devices import DEVICES, GIB, Device, find_device
-from pentatron.errors import UserError
+from pentatron.errors import UserError, explained
 from pentatron.plan.search import LAYOUT_SETTINGS, Layout, Search, usable_memory
 from pentatron.plan.static_memory import total_parameters
 from pentatron.plan.timing import EFFICIENCY
 from pentatron.settings.command_line import is_flag
 from pentatron.settings.decisions import requires_graphs
 from pentatron.settings.declaration import FRACTION, ONE_OR_MORE, Limit
-from pentatron.settings.entry_points import EntryPoint
+from pentatron.settings.entry_points import TRAIN, EntryPoint
 from pentatron.settings.loaded_architecture import adopt_architecture
 from pentatron.settings.presets import presets
 from pentatron.settings.resolve import derived_settings, gather
@@ -78,9 +78,7 @@ the best one is. The list tries all sizes of the axes and keeps other given sett
 PLAN = EntryPoint(
     name="pentatron plan",
     summary="Say what a model needs and costs under the same settings as `pentatron train`. Nothing is started.",
-    refused={
-        "batch-size": "say --micro-batch-size (samples one rank computes at once) or --global-batch-size instead"
-    },
+    refused=TRAIN.refused,
     defaults={"dataset_size": 1000, "train_iters": 1},
 )
 _MODEL = ("num_layers", "hidden_size", "load", "config", "preset")
@@ -88,10 +86,8 @@ _BATCH = ("global_batch_size", "gradient_accumulation_steps", "num_microbatches"
 _DEFAULT_LENGTH, _TOKENS_A_STEP = 4096, 2**20
 
 
+@with_help(USAGE)
 def plan_command(words: Sequence[str]) -> int:
-    if "--help" in words or "-h" in words:
-        say(USAGE)
-        return 0
     report, options = plan_layouts(words)
     show_report(report, options.json, as_text, as_data)
     return 0
@@ -169,10 +165,8 @@ def _learn_folder(draft: Draft, facts: Facts, folder: str) -> None:
         draft.assign("flag --load", load=folder)
         adopt_named_checkpoint(draft, facts)
         return
-    try:
+    with explained((OSError, ValueError), f"{path} cannot be read as JSON", "name a Hugging Face folder"):
         config = parse_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as JSON ({error}); name a Hugging Face folder") from None
     if not isinstance(config, dict):
         raise UserError(f"{path} holds no settings of a model; name a Hugging Face folder")
     adopt_architecture(draft, facts, settings_from_config(config), str(path.parent), "or plan another model")

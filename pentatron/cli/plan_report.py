@@ -98,12 +98,9 @@ def _model(report: PlanReport) -> str:
     sizes = f"{model.num_layers} layers, {model.hidden_size} wide, {model.num_attention_heads} heads{groups}"
     step = f"{train.global_batch_size} sequences × {model.seq_length} tokens = {tokens:,} tokens"
     devices = f"{search.world} × {search.device.name}, {binary_size(search.device.memory)} each"
-    lines = [
-        f"{report.model} on {devices}",
-        "",
-        f"  model  {count}: {sizes}{experts}, {model.vocab_size} words",
-    ]
-    return "\n".join([*lines, f"  step   {step}; {flops:.4g} FLOPs, {flops / tokens:.3g} a token"])
+    shape = f"  model  {count}: {sizes}{experts}, {model.vocab_size} words"
+    spent = f"  step   {step}; {flops:.4g} FLOPs, {flops / tokens:.3g} a token"
+    return "\n".join([f"{report.model} on {devices}", "", shape, spent])
 
 
 def _tree(report: PlanReport) -> str:

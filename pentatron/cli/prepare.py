@@ -108,13 +108,11 @@ fingerprint). The output is the same for any number of workers, appears whole or
 """
 _NO_SEARCH = "is not available; one worker for each core is the default and, usually the best"
 _NO_TIKTOKEN = "is not available; use --tokenizer-type HuggingFaceTokenizer with the model's tokenizer.json"
+_TIKTOKEN = ("tiktoken-pattern", "tiktoken-num-special-tokens", "tiktoken-special-tokens")
 REFUSED = {
-    "find-optimal-num-workers": _NO_SEARCH,
-    "workers-to-check": _NO_SEARCH,
+    **dict.fromkeys(("find-optimal-num-workers", "workers-to-check"), _NO_SEARCH),
     "max-documents": "is not available; give --input a shorter file",
-    "tiktoken-pattern": _NO_TIKTOKEN,
-    "tiktoken-num-special-tokens": _NO_TIKTOKEN,
-    "tiktoken-special-tokens": _NO_TIKTOKEN,
+    **dict.fromkeys(_TIKTOKEN, _NO_TIKTOKEN),
 }
 _SECONDS_BETWEEN_LINES = 10.0
 
@@ -181,10 +179,9 @@ def _print_summary(job: "PrepareJob", outcome: "Outcome") -> None:
         counts = outcome.counts
         speed = outcome.tokens_now / max(outcome.seconds, 1e-9)
         resumed = ", resumed after an interruption" if outcome.resumed else ""
-        say(
-            f"{format_count(counts.documents, 'document')}, {counts.tokens:,} tokens in {outcome.seconds:.1f} s "
-            f"({speed:,.0f} tokens/s, {job.workers} {plural(job.workers, 'worker')}){resumed}"
-        )
+        done = f"{format_count(counts.documents, 'document')}, {counts.tokens:,} tokens"
+        rate = f"{speed:,.0f} tokens/s, {job.workers} {plural(job.workers, 'worker')}"
+        say(f"{done} in {outcome.seconds:.1f} s ({rate}){resumed}")
         if counts.blank_lines:
             say(f"{format_count(counts.blank_lines, 'blank line')} left out")
         if counts.bad_lines:
@@ -195,12 +192,9 @@ def _print_summary(job: "PrepareJob", outcome: "Outcome") -> None:
         if not lengths.tokens:
             say(f"\n{prefix}: no token, as the input holds no text; there is nothing in it to train on")
             continue
-        documents = (
-            f"{format_count(lengths.documents, 'document')} of {lengths.shortest:,} to {lengths.longest:,}"
-        )
-        mean = lengths.tokens / lengths.documents
-        title = f"\n{prefix}: {documents} tokens, {mean:,.1f} on average"
-        say("\n".join([title, *histogram_lines(lengths.powers)]))
+        count, mean = format_count(lengths.documents, "document"), lengths.tokens / lengths.documents
+        span = f"{lengths.shortest:,} to {lengths.longest:,} tokens, {mean:,.1f} on average"
+        say("\n".join([f"\n{prefix}: {count} of {span}", *histogram_lines(lengths.powers)]))
 
 
 class _Progress:
@@ -209,8 +203,7 @@ class _Progress:
     def __init__(self, every_documents: int, bar: "Progress | None") -> None:
         self._every, self._bar = every_documents, bar
         self._started = self._last = time.monotonic()
-        self._marks = 0
-        self._before = -1
+        self._marks, self._before = 0, -1
         if bar is not None:
             bar.add_task("", total=None, facts="starting workers")
             bar.start()

@@ -30,9 +30,9 @@ def run_subcommand(group: str, commands: Mapping[str, str], words: Sequence[str]
     `commands`: `module.function` in this package for each name, imported when it runs.
     """
     if words[0] not in commands:
-        raise UserError(
-            f"unknown command '{group} {words[0]}'{did_you_mean(words[0], commands)}; `pentatron {group} --help` lists the commands"
-        )
+        guess = did_you_mean(words[0], commands)
+        fix = f"`pentatron {group} --help` lists the commands"
+        raise UserError(f"unknown command '{group} {words[0]}'{guess}; {fix}")
     try:
         return run_function(commands[words[0]], words[1:])
     except OutputLost:

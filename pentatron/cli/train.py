@@ -66,14 +66,14 @@ def train(
         typed: all words of the command line, if the program has consumed some of them.
     """
     ignore_output_errors()
-    started = time.time()
+    began = time.time()
     own_data = program is not None and not program.reads_named_data
     prepared = prepare(words, entry, starts=True, own_data=own_data)
     check_spec(prepared.resolved)
     if prepared.worker is not None:
-        return _work(prepared, entry, prepared.worker, program, started)
+        return _work(prepared, entry.resumes, prepared.worker, program, began)
     if not needs_launcher(prepared):
-        return _work(prepared, entry, Worker(0, 1, 0, 1, "none"), program, started)
+        return _work(prepared, entry.resumes, Worker(0, 1, 0, 1, "none"), program, began)
     return launch_workers(prepared, [*restart, *(words if typed is None else typed)])
 
 
@@ -92,10 +92,8 @@ def check_spec(resolved: Resolved) -> None:
         return
     if not resolved.given("spec"):
         # Security: a checkpoint is data, so it must not choose which code runs.
-        raise UserError(
-            f"the model that is loaded has layers of its own, which are code; if you trust them, add "
-            f"--spec {' '.join(config.model.spec)}"
-        )
+        own = "the model that is loaded has layers of its own, which are code"
+        raise UserError(f"{own}; if you trust them, add --spec {' '.join(config.model.spec)}")
     from pentatron.models.layer_specs import check_user_spec
 
     check_user_spec(config.model, config.moe)
@@ -201,9 +199,7 @@ def launcher_pid() -> int | None:
     return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
-def _work(
-    prepared: Prepared, entry: EntryPoint, worker: Worker, program: "Program | None", started: float
-) -> int:
+def _work(prepared: Prepared, resumes: bool, worker: Worker, program: "Program | None", began: float) -> int:
     """Trains on this rank; returns the exit code."""
     from pentatron.train.model import CONFIGURED
     from pentatron.train.session import open_session
@@ -218,10 +214,10 @@ def _work(
             open_session(
                 resolved,
                 world,
-                entry.resumes,
+                resumes,
                 launcher=launcher_pid(),
                 program=program or CONFIGURED,
-                started=started,
+                started=began,
                 sentence=lambda error: failure_log_message(error, config, worker.rank),
                 attempt=prepared.attempt,
             ) as session,

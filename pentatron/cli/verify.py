@@ -86,10 +86,8 @@ def _small_model(config: RunConfig, shrink: bool) -> RunConfig:
     if world > _MOST_PROCESSES:
         can_shrink = smaller <= _MOST_PROCESSES and not shrink
         way_out = f"add --shrink-data to run {smaller}" if can_shrink else "try smaller parallel sizes"
-        raise UserError(
-            f"this layout takes {world} processes, more than the {_MOST_PROCESSES} that verify starts on one machine; "
-            f"{way_out}"
-        )
+        most = f"the {_MOST_PROCESSES} that verify starts on one machine"
+        raise UserError(f"this layout takes {world} processes, more than {most}; {way_out}")
     return small_twin(config, replicas)
 
 
@@ -178,10 +176,9 @@ def _conclusion(verdict: "Verdict") -> str:
     if first is None:
         return f"the layout computes the same numbers as one process: all {len(verdict.judged)} comparisons agree"
     count = sum(gap.fails for gap in verdict.judged)
-    return (
-        f"the layout computes other numbers: {count} of {len(verdict.judged)} comparisons differ; the first in the order "
-        f"of computation is {first.what}, the worst parameter is {verdict.tensors()[0][0]}"
-    )
+    differ = f"the layout computes other numbers: {count} of {len(verdict.judged)} comparisons differ"
+    worst = f"the worst parameter is {verdict.tensors()[0][0]}"
+    return f"{differ}; the first in the order of computation is {first.what}, {worst}"
 
 
 def _json(config: RunConfig, verdict: "Verdict") -> dict[str, Any]:

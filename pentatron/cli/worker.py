@@ -58,10 +58,9 @@ class SupervisedWorker:
         lock_folder(self.folder)
         mark_working(self.folder, self.rank)
         # Both files stay open until the process ends: faulthandler writes to their descriptors.
-        faulthandler.enable(rank_file(self.folder, self.rank, "crash").open("w", encoding="utf-8"))
-        faulthandler.register(
-            STACKS_SIGNAL, rank_file(self.folder, self.rank, "stacks").open("w", encoding="utf-8")
-        )
+        crash, stacks = (rank_file(self.folder, self.rank, kind) for kind in ("crash", "stacks"))
+        faulthandler.enable(crash.open("w", encoding="utf-8"))
+        faulthandler.register(STACKS_SIGNAL, stacks.open("w", encoding="utf-8"))
 
     def heart(self, where: RankStatus, limits: HangLimits) -> HeartbeatWriter:
         """Returns the heartbeat that reports the status of this rank to the launcher."""

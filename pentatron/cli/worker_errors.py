@@ -32,9 +32,8 @@ def nondeterminism_error(error: RuntimeError) -> UserError | None:
     match = re.search(rf"(\S+)[^.]*{_NONDETERMINISTIC}", str(error))
     if match is None:
         return None
-    return UserError(
-        f"--deterministic-mode: {match[1]} {_NONDETERMINISTIC} on this device, and the run needs it; leave the flag out, or the setting that asks for it"
-    )
+    problem = f"{match[1]} {_NONDETERMINISTIC} on this device, and the run needs it"
+    return UserError(f"--deterministic-mode: {problem}; leave the flag out, or the setting that asks for it")
 
 
 def check_memory(config: RunConfig, device: "torch.device", worker: Worker) -> None:

@@ -109,9 +109,7 @@ def job_problems(job: Job) -> list[str]:
     words = [(f, text) for f in _ONE_WORD if (text := job.option(f)) and not _WORD.fullmatch(text)]
     one_word = "must be one word without quotes or characters of the shell"
     no_image = "--container-mounts mounts folders in a container, but there is none; add --container-image"
-    divided = (
-        "cannot be shown to a container, as mounts are divided by ',' and ':'; start from another folder"
-    )
+    unmountable = f"{job.folder} cannot be shown to a container, as mounts are divided by ',' and ':'"
     checks = {
         f"--nodes {job.nodes} must be at least 1": job.nodes < 1,
         f"--gpus-per-node {job.processes} must be at least 1; on CPUs add --device cpu": job.processes < 1,
@@ -119,7 +117,7 @@ def job_problems(job: Job) -> list[str]:
         f"--master-port {port} must lie between 1024 and 65535": port and not 1024 <= port <= 65535,
         f"--max-restarts {job.max_restarts} must not be negative": job.max_restarts < 0,
         no_image: job.container_mounts and not image,
-        f"{job.folder} {divided}": image and set(job.folder) & set(",:"),
+        f"{unmountable}; start from another folder": image and set(job.folder) & set(",:"),
     }
     found = [problem for problem, is_wrong in checks.items() if is_wrong]
     return [*found, *_time_problems(job), *_sbatch_problems(job)]
@@ -132,10 +130,9 @@ def _time_problems(job: Job) -> list[str]:
     if job.time and limit is None:
         return [f"--time {job.time} must look like 12:00:00, 2-00:00:00 or a number of minutes"]
     if limit is not None and limit <= job.grace:
-        return [
-            f"--time {job.time} ({limit} s) leaves nothing to train: the job is asked to save --grace {job.grace} seconds "
-            f"before its end; give more time, or a shorter --grace"
-        ]
+        asked = f"the job is asked to save --grace {job.grace} seconds before its end"
+        fix = "give more time, or a shorter --grace"
+        return [f"--time {job.time} ({limit} s) leaves nothing to train: {asked}; {fix}"]
     return []
 
 
@@ -165,10 +162,8 @@ def cuda_connections(config: RunConfig) -> Variable | None:
     computation it was launched before. Not with an overlapped parameter all-gather (ZeRO 3,
     --overlap-param-gather): in one queue, the prefetch would block the computation launched after it.
     """
-    if (
-        config.grid.tensor * config.grid.context == 1
-        or decide(config, DeviceFacts()).optimizer.overlap_gather
-    ):
+    prefetches = decide(config, DeviceFacts()).optimizer.overlap_gather
+    if config.grid.tensor * config.grid.context == 1 or prefetches:
         return None
     return Variable(CONNECTIONS, "1", "so that kernels start in the order in which they were queued")
 
@@ -234,7 +229,5 @@ def interface_problem(environment: Mapping[str, str], interfaces: Sequence[str])
     pattern = environment.get("NCCL_SOCKET_IFNAME", "")
     if not pattern or matching_interfaces(pattern, interfaces):
         return None
-    return (
-        f"NCCL_SOCKET_IFNAME={pattern} names no network interface of this machine, which has {', '.join(interfaces)}; "
-        f"export one of those, or unset the variable"
-    )
+    has = f"no network interface of this machine, which has {', '.join(interfaces)}"
+    return f"NCCL_SOCKET_IFNAME={pattern} names {has}; export one of those, or unset the variable"

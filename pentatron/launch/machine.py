@@ -209,11 +209,8 @@ def _slurm(environment: Mapping[str, str]) -> Iterator[Row]:
 
 def _variables(environment: Mapping[str, str]) -> list[Row]:
     prefixes = (NCCL_PREFIX, "TORCH_NCCL_", "CUDA_VISIBLE")
-    rows: list[Row] = [
-        (name, value)
-        for name, value in sorted(environment.items())
-        if name.startswith(prefixes) or name in (CONNECTIONS, *_LAUNCHER_VARIABLES)
-    ]
+    names = (CONNECTIONS, *_LAUNCHER_VARIABLES)
+    rows: list[Row] = [(n, v) for n, v in sorted(environment.items()) if n.startswith(prefixes) or n in names]
     if "RANK" in environment and "WORLD_SIZE" in environment:
         advice = "a launcher's words are in this shell, so commands take themselves for its workers: unset RANK WORLD_SIZE"
         rows.append(("launcher", f"rank {environment['RANK']} of {environment['WORLD_SIZE']}", NOTE, advice))

@@ -259,12 +259,10 @@ def _node_variables(job: Job) -> list[str]:
         f'if [ "$NODE_RANK" -ge {job.nodes} ]; then echo "there is no machine $NODE_RANK of {job.nodes}: '
         f'count from 0" >&2; exit 2; fi',
     ]
-    given = f'export MASTER_ADDR="${{MASTER_ADDR:-{job.master_addr}}}"'
-    lines.append(
-        given if job.master_addr else ': "${MASTER_ADDR:?export MASTER_ADDR, the address of machine 0}"'
-    )
-    lines.append(f'export MASTER_PORT="${{MASTER_PORT:-{job.master_port or _TORCHRUN_PORT}}}"')
-    return lines + _restarts(job, f"${{RUN_ID:-{job.job_name}}}")
+    host = ': "${MASTER_ADDR:?export MASTER_ADDR, the address of machine 0}"'
+    host = f'export MASTER_ADDR="${{MASTER_ADDR:-{job.master_addr}}}"' if job.master_addr else host
+    port = f'export MASTER_PORT="${{MASTER_PORT:-{job.master_port or _TORCHRUN_PORT}}}"'
+    return [*lines, host, port, *_restarts(job, f"${{RUN_ID:-{job.job_name}}}")]
 
 
 def _torchrun(job: Job) -> list[str]:
@@ -272,8 +270,7 @@ def _torchrun(job: Job) -> list[str]:
         rendezvous = f"--standalone --max_restarts={job.max_restarts}"
     else:
         # Quotes each word with a variable, whose value may contain spaces.
-        words = _rendezvous(job).split()
-        rendezvous = " ".join(f'"{word}"' if "$" in word else word for word in words)
+        rendezvous = " ".join(f'"{word}"' if "$" in word else word for word in _rendezvous(job).split())
     return [
         f"exec {shlex.quote(job.python)} -P -m torch.distributed.run --nnodes={job.nodes} --nproc_per_node={job.processes} \\",
         f"    {_SIGNALS} \\",

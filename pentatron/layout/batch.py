@@ -23,13 +23,10 @@ def batch_size_problem(global_batch: int, micro_batch: int, data_parallel: int) 
     chunk = micro_batch * data_parallel
     if global_batch % chunk == 0:
         return None
-    message = (
-        f"global batch size ({global_batch}) is not divisible by micro batch size ({micro_batch}) "
-        f"times data parallel size ({data_parallel}) = {chunk}"
-    )
+    product = f"micro batch size ({micro_batch}) times data parallel size ({data_parallel}) = {chunk}"
+    message = f"global batch size ({global_batch}) is not divisible by {product}"
     if global_batch % data_parallel == 0:
-        sizes = join_choices(divisors(global_batch // data_parallel))
-        return f"{message}; use --micro-batch-size {sizes}"
+        return f"{message}; use --micro-batch-size {join_choices(divisors(global_batch // data_parallel))}"
     above = -(-global_batch // chunk) * chunk
     return f"{message}; use --global-batch-size {above} or another number of processes"
 
@@ -104,9 +101,8 @@ class BatchSizeSchedule:
 
     def steps_within(self, samples: int) -> int:
         """Returns how many whole steps `samples` are enough for."""
-        stretch = self.stretches[
-            bisect.bisect_right(self.stretches, samples, key=lambda s: s.first_sample) - 1
-        ]
+        number = bisect.bisect_right(self.stretches, samples, key=lambda s: s.first_sample) - 1
+        stretch = self.stretches[number]
         return stretch.first_step + (samples - stretch.first_sample) // stretch.size
 
     def sizes(self, steps: int | None = None, consumed_samples: int = 0) -> list[BatchSizePhase]:
@@ -131,16 +127,14 @@ def linear_ramp(start: int, increment: int, samples: int, full: int) -> BatchSiz
     Raises `ValueError` with a message for the user if the sizes do not fit.
     """
     if start > full:
-        raise ValueError(
-            f"a ramp goes up: it cannot start at {start}, above the global batch size {full}; lower START or raise "
-            f"--global-batch-size"
-        )
+        problem = f"a ramp goes up: it cannot start at {start}, above the global batch size {full}"
+        raise ValueError(f"{problem}; lower START or raise --global-batch-size")
     increments, rest = divmod(full - start, increment)
     if rest:
-        raise ValueError(
-            f"expected global batch size interval ({full} - {start} = {full - start}) to be divisible by global batch size "
-            f"increment ({increment}); use --global-batch-size {full - rest} or {full - rest + increment}, or another increment"
-        )
+        interval = f"global batch size interval ({full} - {start} = {full - start})"
+        problem = f"expected {interval} to be divisible by global batch size increment ({increment})"
+        sizes = f"{full - rest} or {full - rest + increment}"
+        raise ValueError(f"{problem}; use --global-batch-size {sizes}, or another increment")
     if increments == 0:
         return constant(full)
     each = samples / increments
@@ -179,15 +173,13 @@ def parse_batch_steps(entries: Sequence[str], sequence: int) -> BatchSizeSchedul
             raise ValueError(f"'{entry}': a batch needs 1 sample or more")
         changes.append((tokens // sequence, samples))
     if not changes or changes[0][0] != 0:
-        raise ValueError(
-            "the first threshold must be 0, so that the first steps have a size; begin with 0:SIZE"
-        )
+        first = "the first threshold must be 0, so that the first steps have a size"
+        raise ValueError(f"{first}; begin with 0:SIZE")
     for (before, _), (after, _) in itertools.pairwise(changes):
         if after <= before:
-            raise ValueError(
-                f"thresholds must grow, but {before * sequence} tokens ({before} samples) are followed by "
-                f"{after * sequence} tokens ({after} samples); put them in order, further apart than a sequence"
-            )
+            first, second = (f"{n * sequence} tokens ({n} samples)" for n in (before, after))
+            problem = f"thresholds must grow, but {first} are followed by {second}"
+            raise ValueError(f"{problem}; put them in order, further apart than a sequence")
     return BatchSizeSchedule(tuple(changes))
 
 
@@ -199,7 +191,6 @@ def _number(text: str, entry: str) -> int:
     with contextlib.suppress(ValueError):
         number = float(digits) * unit
     if not 0 <= number < math.inf:
-        raise ValueError(
-            f"'{entry}' must look like THRESHOLD:SIZE, whole numbers or with K, M, B or T behind them (250B:1536)"
-        )
+        numbers = "whole numbers or with K, M, B or T behind them (250B:1536)"
+        raise ValueError(f"'{entry}' must look like THRESHOLD:SIZE, {numbers}")
     return int(digits) * unit if digits.isdecimal() else int(number)

@@ -11,13 +11,16 @@ from dataclasses import dataclass
 
 from pentatron.layout.actions import RECEIVES, SENDS, Action, Kind, Placement, Schedule
 
-COMPUTATIONS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
+# The halves of a split backward.
+_HALVES = (Kind.INPUT, Kind.WEIGHT)
+COMPUTATIONS = (Kind.FORWARD, Kind.BACKWARD, *_HALVES)
 # In units of a forward: a backward has two matrix products for each one of the forward.
 DURATION = {Kind.FORWARD: 1, Kind.BACKWARD: 2, Kind.INPUT: 1, Kind.WEIGHT: 1}
 NAMES = {Kind.INPUT: "input gradient", Kind.WEIGHT: "weight gradient"}
 
 # Stage and micro-batch.
 Cell = tuple[int, int]
+Cells = frozenset[Cell]
 # Identifies a message on both ends: the kind of its receive, the stage that computed it, the micro-batch.
 Message = tuple[Kind, int, int]
 # Sender, receiver and kind of message. Messages of a channel arrive in the order of their sends.
@@ -61,17 +64,12 @@ class ScheduleProperties:
 
 def check(schedule: Schedule) -> ScheduleProperties:
     """Raises `ScheduleError`, with the rank and the action, unless every property holds."""
-    if len(schedule.actions) != schedule.placement.ranks:
-        raise ScheduleError(
-            f"{len(schedule.actions)} lists of actions do not fit {schedule.placement.ranks} pipeline ranks"
-        )
+    lists, ranks = len(schedule.actions), schedule.placement.ranks
+    if lists != ranks:
+        raise ScheduleError(f"{lists} lists of actions do not fit {ranks} pipeline ranks")
     # The (stage, micro-batch) cells with a backward in two halves; both halves are then required.
-    split_cells = frozenset(
-        (action.stage, action.micro_batch)
-        for actions in schedule.actions
-        for action in actions
-        if action.kind in (Kind.INPUT, Kind.WEIGHT)
-    )
+    halves = [action for actions in schedule.actions for action in actions if action.kind in _HALVES]
+    split_cells = frozenset((action.stage, action.micro_batch) for action in halves)
     _check_complete(schedule, split_cells)
     dependencies = [
         [tuple(_dependencies(schedule, split_cells, rank, action)) for action in actions]
@@ -84,18 +82,13 @@ def check(schedule: Schedule) -> ScheduleProperties:
     _check_device_synchronisation(schedule, dependencies)
     time = max(slots[-1].end for slots in timeline)
     busy = sum(slot.end - slot.start for slots in timeline for slot in slots)
-    return ScheduleProperties(
-        alive=tuple(
-            _most_in_flight(own, Kind.FORWARD, (Kind.BACKWARD, Kind.WEIGHT)) for own in schedule.actions
-        ),
-        deferred=tuple(_most_in_flight(own, Kind.INPUT, (Kind.WEIGHT,)) for own in schedule.actions),
-        timeline=timeline,
-        time=time,
-        bubble=1 - busy / (time * len(timeline)),
-    )
+    ends = (Kind.BACKWARD, Kind.WEIGHT)
+    alive = tuple(_most_in_flight(actions, Kind.FORWARD, ends) for actions in schedule.actions)
+    deferred = tuple(_most_in_flight(actions, Kind.INPUT, (Kind.WEIGHT,)) for actions in schedule.actions)
+    return ScheduleProperties(alive, deferred, timeline, time, bubble=1 - busy / (time * len(timeline)))
 
 
-def _check_complete(schedule: Schedule, split_cells: frozenset[Cell]) -> None:
+def _check_complete(schedule: Schedule, split_cells: Cells) -> None:
     """Checks that every rank runs each action of its stages exactly once, and nothing else."""
     required: list[dict[Action, None]] = [{} for _ in schedule.actions]
     for rank, action in _required(schedule, split_cells):
@@ -112,7 +105,7 @@ def _check_complete(schedule: Schedule, split_cells: frozenset[Cell]) -> None:
                 raise ScheduleError(f"rank {rank}: {_describe(action)} is missing")
 
 
-def _required(schedule: Schedule, split_cells: frozenset[Cell]) -> Iterator[tuple[int, Action]]:
+def _required(schedule: Schedule, split_cells: Cells) -> Iterator[tuple[int, Action]]:
     """Yields all actions of a step with the rank that must run them.
 
     If the schedule contains more than forwards, every backward is required.
@@ -126,7 +119,7 @@ def _required(schedule: Schedule, split_cells: frozenset[Cell]) -> Iterator[tupl
             yield from _message_ends(placement, Kind.SEND_ACTIVATION, stage, stage + 1, micro_batch)
             if training:
                 is_split = (stage, micro_batch) in split_cells
-                for kind in (Kind.INPUT, Kind.WEIGHT) if is_split else (Kind.BACKWARD,):
+                for kind in _HALVES if is_split else (Kind.BACKWARD,):
                     yield placement.rank_of[stage], Action(kind, stage, micro_batch)
                 yield from _message_ends(placement, Kind.SEND_GRADIENT, stage, stage - 1, micro_batch)
         if training:
@@ -150,17 +143,12 @@ def _check_order(schedule: Schedule, dependencies: Dependencies) -> None:
     for rank, actions in enumerate(schedule.actions):
         done: set[Action] = set()
         for action, required in zip(actions, dependencies[rank]):
-            for dependency in required:
-                if dependency not in done:
-                    raise ScheduleError(
-                        f"rank {rank}: {_describe(action)} comes before {_describe(dependency)}"
-                    )
+            if early := [dependency for dependency in required if dependency not in done]:
+                raise ScheduleError(f"rank {rank}: {_describe(action)} comes before {_describe(early[0])}")
             done.add(action)
 
 
-def _dependencies(
-    schedule: Schedule, split_cells: frozenset[Cell], rank: int, action: Action
-) -> Iterator[Action]:
+def _dependencies(schedule: Schedule, split_cells: Cells, rank: int, action: Action) -> Iterator[Action]:
     """Yields the actions that must precede `action` in a rank's list."""
     kind, stage, micro_batch = action.kind, action.stage, action.micro_batch
 
@@ -207,10 +195,8 @@ def _check_channels(schedule: Schedule) -> None:
     for (sender, receiver, _), (receives, sends) in ends.items():
         for receive, send in zip(receives, sends, strict=True):
             if _message(send) != _message(receive):
-                raise ScheduleError(
-                    f"rank {receiver}: {_describe(receive)} would get {_describe_message(_message(send))}, which rank {sender} "
-                    f"sends first"
-                )
+                got = f"{_describe_message(_message(send))}, which rank {sender} sends first"
+                raise ScheduleError(f"rank {receiver}: {_describe(receive)} would get {got}")
 
 
 def _simulate(schedule: Schedule, dependencies: Dependencies) -> tuple[tuple[Slot, ...], ...]:
@@ -283,10 +269,9 @@ def _check_device_synchronisation(schedule: Schedule, dependencies: Dependencies
 
     def begins(rank: int, action: Action, needed: tuple[Action, ...]) -> bool:
         if action.kind in COMPUTATIONS:
-            return all(
-                posted[channel][rank == channel[0]] >= posted[channel][rank == channel[1]]
-                for channel in channels[rank]
-            )
+            # The peer of each channel has posted as much as this rank, or more.
+            counts = ((posted[channel], rank == channel[1]) for channel in channels[rank])
+            return all(count[not own_end] >= count[own_end] for count, own_end in counts)
         if action.kind is not Kind.REDUCE:
             channel = _channel(rank, action)
             posted.setdefault(channel, [0, 0])[action.kind in RECEIVES] += 1

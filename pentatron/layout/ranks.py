@@ -134,11 +134,9 @@ def expert_size_problem(data: int, context: int, tensor: int, expert: int, exper
     stage, experts = data * context * tensor, expert * expert_tensor
     if stage % experts == 0:
         return None
-    return (
-        f"{data} (data) × {context} (context) × {tensor} (tensor) = {stage} ranks of a stage are no multiple of "
-        f"{expert} (expert) × {expert_tensor} (expert tensor) = {experts}; use sizes of which the second divides the "
-        f"first"
-    )
+    ranks = f"{data} (data) × {context} (context) × {tensor} (tensor) = {stage} ranks of a stage"
+    product = f"{expert} (expert) × {expert_tensor} (expert tensor) = {experts}"
+    return f"{ranks} are no multiple of {product}; use sizes of which the second divides the first"
 
 
 def world_size_problem(world_size: int, tensor: int, pipeline: int, context: int) -> str | None:
@@ -148,15 +146,13 @@ def world_size_problem(world_size: int, tensor: int, pipeline: int, context: int
         return None
     equation = f"{tensor} (tensor) × {pipeline} (pipeline) × {context} (context) = {model}"
     if world_size < model:
-        return (
-            f"{world_size} process{'es are' if world_size > 1 else ' is'} too few: one copy of the model needs "
-            f"{equation}; start {model} processes or a multiple, or lower the parallel sizes"
-        )
+        few = f"{world_size} process{'es are' if world_size > 1 else ' is'} too few"
+        fix = f"start {model} processes or a multiple, or lower the parallel sizes"
+        return f"{few}: one copy of the model needs {equation}; {fix}"
     down = world_size - world_size % model
-    return (
-        f"{world_size} processes cannot be divided into copies of the model of {equation} processes each; "
-        f"use {down} or {down + model} processes, or other parallel sizes"
-    )
+    copies = f"copies of the model of {equation} processes each"
+    fix = f"use {down} or {down + model} processes, or other parallel sizes"
+    return f"{world_size} processes cannot be divided into {copies}; {fix}"
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:

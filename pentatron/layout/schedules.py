@@ -27,8 +27,9 @@ from pentatron.layout.check import DURATION
 Computation = tuple[Kind, int, int]
 # Forwards and input gradients of one rank that keep their relative order.
 Lane = Sequence[Computation]
-# The computations of each rank, in order.
-Orders = Sequence[Sequence[Computation]]
+# All computations of one rank.
+Order = Sequence[Computation]
+Orders = Sequence[Order]
 
 
 class Stages(enum.Enum):
@@ -59,7 +60,7 @@ def v_placement(ranks: int) -> Placement:
     return Placement((*range(ranks), *range(ranks - 1, -1, -1)))
 
 
-def zbv_orders(ranks: int, micro_batches: int) -> list[list[Computation]]:
+def zbv_orders(ranks: int, micro_batches: int) -> Orders:
     """ZB-V: two stages per rank, each half as large, with as much activation memory as 1F1B.
 
     Computations that finish a micro-batch sooner have priority: ranks full of new micro-batches would
@@ -106,9 +107,7 @@ class _RankState:
         return computation
 
 
-def greedy_orders(
-    placement: Placement, lanes: Sequence[Sequence[Lane]], limit: int
-) -> list[list[Computation]]:
+def greedy_orders(placement: Placement, lanes: Sequence[Sequence[Lane]], limit: int) -> Orders:
     """Returns the order of every rank, simulated in time steps of one computation.
 
     In each step a rank takes the first lane whose next computation has its inputs (from earlier steps) and
@@ -140,7 +139,7 @@ def _inputs(placement: Placement, computation: Computation) -> set[Computation]:
 # backward can overlap; they are split only while the pipeline fills and drains.
 
 
-def _dualpipev_order(ranks: int, micro_batches: int, rank: int) -> list[Computation]:
+def _dualpipev_order(ranks: int, micro_batches: int, rank: int) -> Order:
     """Returns the order of one rank; `down` and `up` are its stages on the way down and back up."""
     down, up = v_placement(ranks).stages_of(rank)
     # The number of ranks up to and including this one, and of those after it.
@@ -169,10 +168,8 @@ def _dualpipev_order(ranks: int, micro_batches: int, rank: int) -> list[Computat
     waiting: deque[tuple[int, int]] = deque()
     order: list[Computation] = []
     for kind, stage in pattern:
-        if kind is Kind.WEIGHT:
-            cell = waiting.popleft()
-        else:
-            cell = (stage, next(numbers[kind is Kind.FORWARD, stage]))
+        is_forward = kind is Kind.FORWARD
+        cell = waiting.popleft() if kind is Kind.WEIGHT else (stage, next(numbers[is_forward, stage]))
         if kind is Kind.INPUT:
             waiting.append(cell)
         order.append((kind, *cell))
@@ -230,10 +227,8 @@ def schedule_problem(
     if kind not in KINDS:
         return f"there is no pipeline schedule {kind}; use {', '.join(KINDS[:-1])} or {KINDS[-1]}"
     if min(ranks, virtual, micro_batches) < 1:
-        return (
-            f"a schedule needs 1 or more ranks, virtual stages and micro-batches, "
-            f"not {ranks}, {virtual} and {micro_batches}"
-        )
+        sizes = f"{ranks}, {virtual} and {micro_batches}"
+        return f"a schedule needs 1 or more ranks, virtual stages and micro-batches, not {sizes}"
     match required_stages(kind, virtual):
         case Stages.SEVERAL:
             return f"{kind} needs 2 or more virtual stages per rank, not {virtual}; use more, or the schedule 1f1b"
@@ -269,10 +264,9 @@ def forward_schedule(placement: Placement, micro_batches: int) -> Schedule:
 
     All ranks follow one global order, so it cannot deadlock.
     """
-    orders = [
-        list(_in_groups(Kind.FORWARD, placement.stages_of(rank), micro_batches, placement.ranks))
-        for rank in range(placement.ranks)
-    ]
+    ranks = placement.ranks
+    stages = map(placement.stages_of, range(ranks))
+    orders = [list(_in_groups(Kind.FORWARD, own, micro_batches, ranks)) for own in stages]
     return add_communication(placement, micro_batches, orders)
 
 
@@ -314,9 +308,7 @@ def _warmup_orders(kind: str, placement: Placement, micro_batches: int, group: i
     return [_order(kind, placement, rank, micro_batches, group) for rank in range(placement.ranks)]
 
 
-def _order(
-    kind: str, placement: Placement, rank: int, micro_batches: int, group: int | None
-) -> list[Computation]:
+def _order(kind: str, placement: Placement, rank: int, micro_batches: int, group: int | None) -> Order:
     stages, ranks = placement.stages_of(rank), placement.ranks
     forwards = list(_in_groups(Kind.FORWARD, stages, micro_batches, group or ranks))
     # Backwards in the order of micro-batches: every schedule accumulates gradients in the same order.
@@ -359,9 +351,7 @@ FOLDED = tuple(kind for kind, schedule in SCHEDULES.items() if schedule.stages i
 SPLITS_BACKWARD = tuple(kind for kind, schedule in SCHEDULES.items() if schedule.splits_backward)
 
 
-def add_communication(
-    placement: Placement, micro_batches: int, orders: Sequence[Sequence[Computation]]
-) -> Schedule:
+def add_communication(placement: Placement, micro_batches: int, orders: Orders) -> Schedule:
     """Adds messages and reductions to each rank's computations.
 
     A result is sent right after its computation. A receive is posted before the first computation that begins
@@ -370,14 +360,11 @@ def add_communication(
     0057). A stage is reduced right after its last backward or weight half.
     """
     begins = _begin_times(placement, orders)
-    return Schedule(
-        placement,
-        micro_batches,
-        tuple(tuple(_lowered(placement, rank, order, begins)) for rank, order in enumerate(orders)),
-    )
+    actions = tuple(tuple(_lowered(placement, rank, order, begins)) for rank, order in enumerate(orders))
+    return Schedule(placement, micro_batches, actions)
 
 
-def _begin_times(placement: Placement, orders: Sequence[Sequence[Computation]]) -> dict[Computation, float]:
+def _begin_times(placement: Placement, orders: Orders) -> dict[Computation, float]:
     """Returns when each computation begins if it starts as early as possible and messages take no time.
 
     Computations that never begin are missing.
@@ -422,11 +409,10 @@ def _global_order(computation: Computation, begins: dict[Computation, float]) ->
 
 
 def _lowered(
-    placement: Placement, rank: int, order: Sequence[Computation], begins: dict[Computation, float]
+    placement: Placement, rank: int, order: Order, begins: dict[Computation, float]
 ) -> Iterator[Action]:
-    last_backward = {
-        stage: i for i, (kind, stage, _) in enumerate(order) if kind in (Kind.BACKWARD, Kind.WEIGHT)
-    }
+    # The place of the last backward of each stage.
+    last = {stage: i for i, (kind, stage, _) in enumerate(order) if kind in (Kind.BACKWARD, Kind.WEIGHT)}
     # Messages of one sender are sent and needed in the same order, so they are posted in it as well.
     posted: list[list[Action]] = [[] for _ in order]
     keys = [_global_order(computation, begins) for computation in order]
@@ -438,9 +424,8 @@ def _lowered(
             producers = (Kind.FORWARD,) if forward else (Kind.BACKWARD, Kind.INPUT)
             sender = min(_global_order((producer, source, micro_batch), begins) for producer in producers)
             receive = Kind.RECEIVE_ACTIVATION if forward else Kind.RECEIVE_GRADIENT
-            posted[bisect.bisect_right(keys, sender, 0, i)].append(
-                Action(receive, source, micro_batch, placement.rank_of[source])
-            )
+            message = Action(receive, source, micro_batch, placement.rank_of[source])
+            posted[bisect.bisect_right(keys, sender, 0, i)].append(message)
     for i, computation in enumerate(order):
         yield from posted[i]
         yield Action(*computation)
@@ -449,5 +434,5 @@ def _lowered(
         if target is not None and placement.rank_of[target] != rank:
             send = Kind.SEND_ACTIVATION if kind is Kind.FORWARD else Kind.SEND_GRADIENT
             yield Action(send, stage, micro_batch, placement.rank_of[target])
-        if last_backward.get(stage) == i:
+        if last.get(stage) == i:
             yield Action(Kind.REDUCE, stage)

@@ -74,10 +74,8 @@ def split_layers(
     as early stages hold more micro-batches in memory.
     """
     if num_layers < stages:
-        raise ValueError(
-            f"{num_layers} {plural(num_layers, 'layer')} cannot fill {stages} stages; "
-            f"use {stages} layers or more, or fewer stages"
-        )
+        problem = f"{num_layers} {plural(num_layers, 'layer')} cannot fill {stages} stages"
+        raise ValueError(f"{problem}; use {stages} layers or more, or fewer stages")
     costs = Costs(layer_cost, embedding_cost, head_cost)
     return _parts(_fill_cheapest(num_layers, [1] * stages, costs, range(stages)))
 
@@ -103,8 +101,7 @@ def _fill_cheapest(num_layers: int, counts: list[int], costs: Costs, stages: Seq
     extra[0] += costs.embedding
     extra[-1] += costs.head
     for _ in range(num_layers - sum(counts)):
-        chosen = min(stages, key=lambda s: ((counts[s] + 1) * costs.layer + extra[s], -s))
-        counts[chosen] += 1
+        counts[min(stages, key=lambda s: ((counts[s] + 1) * costs.layer + extra[s], -s))] += 1
     return counts
 
 
@@ -125,10 +122,9 @@ def _counts_with_ends(num_layers: int, division: StageDivision, costs: Costs) ->
     counts = [1] * division.stages
     for rank, (flag, count) in fixed.items():
         if count % virtual:
-            raise ValueError(
-                f"{flag} {count} is not divisible by the {virtual} virtual stages of a rank; "
-                f"use {max(virtual, count - count % virtual)} or {count - count % virtual + virtual}"
-            )
+            down = count - count % virtual
+            problem = f"{flag} {count} is not divisible by the {virtual} virtual stages of a rank"
+            raise ValueError(f"{problem}; use {max(virtual, down)} or {down + virtual}")
         for stage in range(division.stages):
             if division.rank_of(stage) == rank:
                 counts[stage] = count // virtual
@@ -136,15 +132,12 @@ def _counts_with_ends(num_layers: int, division: StageDivision, costs: Costs) ->
     fixed_layers = sum(count for _, count in fixed.values())
     remaining = num_layers - fixed_layers
     if not open_stages and remaining:
-        raise ValueError(
-            f"{flags} have {fixed_layers} layers together, but --num-layers is {num_layers}; "
-            f"leave one of them out"
-        )
+        problem = f"{flags} have {fixed_layers} layers together, but --num-layers is {num_layers}"
+        raise ValueError(f"{problem}; leave one of them out")
     if remaining < len(open_stages):
-        raise ValueError(
-            f"{flags} leave {num_layers} − {fixed_layers} = {remaining} layers for the {len(open_stages)} other "
-            f"stages, which need one each; the sum of all must be --num-layers {num_layers}"
-        )
+        left = f"{num_layers} − {fixed_layers} = {remaining} layers"
+        problem = f"{flags} leave {left} for the {len(open_stages)} other stages, which need one each"
+        raise ValueError(f"{problem}; the sum of all must be --num-layers {num_layers}")
     # A fixed end accounts for its embedding or head already; their costs matter for open ends only.
     return _fill_cheapest(num_layers, counts, costs, open_stages)
 
@@ -155,15 +148,13 @@ def _written_parts(num_layers: int, division: StageDivision) -> tuple[StagePart,
     stages = parse_layout(text)
     layers = sum(stage.count("t") for stage in stages)
     if layers != num_layers:
-        raise ValueError(
-            f"{_LAYOUT} {text} has {layers} layers in its {len(stages)} stages, but --num-layers is {num_layers}; "
-            f"{'add' if layers < num_layers else 'remove'} {abs(num_layers - layers)} t"
-        )
+        has = f"has {layers} layers in its {len(stages)} stages, but --num-layers is {num_layers}"
+        fix = f"{'add' if layers < num_layers else 'remove'} {abs(num_layers - layers)} t"
+        raise ValueError(f"{_LAYOUT} {text} {has}; {fix}")
     if len(stages) != division.stages:
-        raise ValueError(
-            f"{_LAYOUT} {text} has {len(stages)} stages, but {division.ranks} (pipeline) × {division.virtual} "
-            f"(virtual) = {division.stages}; write {division.stages} stages, or change the sizes"
-        )
+        product = f"{division.ranks} (pipeline) × {division.virtual} (virtual) = {division.stages}"
+        fix = f"write {division.stages} stages, or change the sizes"
+        raise ValueError(f"{_LAYOUT} {text} has {len(stages)} stages, but {product}; {fix}")
     return _parts([stage.count("t") for stage in stages])
 
 
@@ -202,9 +193,8 @@ def _expanded(text: str) -> str:
                 raise ValueError(f"{_LAYOUT} {text}: * needs a letter or ) before it and a number after it")
             stack[-1][-1] *= int(digits)
         elif letter == "m":
-            raise ValueError(
-                f"{_LAYOUT} {text}: m (multi-token prediction) is not available in this version; leave it out"
-            )
+            missing = "m (multi-token prediction) is not available in this version"
+            raise ValueError(f"{_LAYOUT} {text}: {missing}; leave it out")
         elif letter not in ", ":
             raise ValueError(f"{_LAYOUT} {text}: '{letter}' has no meaning here; use E, t, L, |, *, ( and )")
     if len(stack) > 1:

@@ -38,16 +38,15 @@ def scalars(report: StepReport, validation: float | None, choices: OptionalScala
         over_both |= {"lm loss": report.loss, **report.reported}
         over_both |= report.experts.by_name() if report.experts else {}
     over_both |= {"loss-scale": report.loss_scale, "grad-norm": report.gradient_norm}
-    over_steps: dict[str, float] = {}
-    if report.skipped_samples:
-        over_steps["skipped-train-samples"] = float(report.skipped_samples)
-    if choices.world_size is not None:
-        over_steps["world-size"] = float(choices.world_size)
-    if choices.memory:
-        over_steps |= {"mem-max-allocated-bytes": float(report.memory_bytes), **report.memory}
-    if choices.timers:
-        over_steps |= {"throughput": report.teraflops_per_device, "iteration-time": report.seconds}
-    over_steps["tokens-per-second"] = report.tokens_per_second
+    memory = {"mem-max-allocated-bytes": float(report.memory_bytes), **report.memory}
+    times = {"throughput": report.teraflops_per_device, "iteration-time": report.seconds}
+    over_steps = {
+        **({"skipped-train-samples": float(report.skipped_samples)} if report.skipped_samples else {}),
+        **({} if choices.world_size is None else {"world-size": float(choices.world_size)}),
+        **(memory if choices.memory else {}),
+        **(times if choices.timers else {}),
+        "tokens-per-second": report.tokens_per_second,
+    }
     losses = {} if validation is None else {"validation": validation}
     return [
         *_over_steps_and_samples(over_both),
@@ -59,8 +58,7 @@ def scalars(report: StepReport, validation: float | None, choices: OptionalScala
 def evaluation_scalars(losses: Mapping[str, float], choices: OptionalScalars) -> dict[str, float]:
     """Returns evaluated losses, and their perplexities."""
     values = {f"lm loss {name}": loss for name, loss in losses.items()}
-    ppl = {f"{name} ppl": perplexity(loss) for name, loss in values.items() if choices.perplexity}
-    return values | ppl
+    return values | {f"{name} ppl": perplexity(loss) for name, loss in values.items() if choices.perplexity}
 
 
 def _over_steps_and_samples(values: Mapping[str, float]) -> list[Scalar]:
@@ -84,9 +82,8 @@ class TensorBoard(Recorder):
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise UserError(
-                "--tensorboard-dir needs the tensorboard package: pip install tensorboard"
-            ) from None
+            package = "the tensorboard package: pip install tensorboard"
+            raise UserError(f"--tensorboard-dir needs {package}") from None
         folder.mkdir(parents=True, exist_ok=True)
         # Fails here if the folder is not writable; TensorBoard's background thread would print a stack trace.
         probe = folder / ".writable"
@@ -143,12 +140,9 @@ class WeightsAndBiases(Recorder):
         words = sys.argv
         sys.argv = list(map(redact, words))
         try:
-            owner: dict[str, Any] = {
-                "project": place.project,
-                "entity": place.entity,
-                "config": dict(settings),
-            }
-            self._run = wandb.init(dir=os.fspath(place.folder), name=redact(place.name), **owner)
+            about: dict[str, Any] = {"name": redact(place.name), "config": dict(settings)}
+            folder = os.fspath(place.folder)
+            self._run = wandb.init(project=place.project, entity=place.entity, dir=folder, **about)
         except wandb.errors.Error as error:
             reason = str(error).strip().rstrip(".").splitlines()[0]
             ways = "log in with `wandb login`, or keep the run on this machine with WANDB_MODE=offline"

@@ -141,8 +141,7 @@ def render_view(run: RunStatus, seen: RunMetrics, screen: Screen) -> list[str]:
     foot += [f"restarts      {one_line(run.restarts)}"] if run.restarts else []
     room = screen.height - len(head) - len(foot) - 3
     points, marks = sorted(seen.losses.items()), sorted(seen.validations.items())
-    curve = draw_curve(points, marks, screen.width, min(14, max(5, room)), screen.unicode)
-    return [*head, *curve, *foot]
+    return [*head, *draw_curve(points, marks, screen.width, min(14, max(5, room)), screen.unicode), *foot]
 
 
 def seconds_per_step(seen: RunMetrics) -> float:

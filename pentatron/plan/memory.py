@@ -92,10 +92,8 @@ def _peak(shape: Shape, pipeline_rank: int, parts: Mapping[int, StagePart]) -> t
         deferred = [activations.deferred_weight_gradient_inputs(shape, part) for part in parts.values()]
 
     def kept_in(state: State) -> Activations:
-        return Activations(
-            sum(n * s.layers + m * d for (n, m), s, d in zip(state, saved, deferred)),
-            sum(n * s.logits for (n, _), s in zip(state, saved)),
-        )
+        layers = sum(n * s.layers + m * d for (n, m), s, d in zip(state, saved, deferred))
+        return Activations(layers, sum(n * s.logits for (n, _), s in zip(state, saved)))
 
     largest = max(_rank_states(shape, pipeline_rank), key=lambda state: sum(kept_in(state)))
     return kept_in(largest), sum(n + m for n, m in largest)
@@ -111,12 +109,9 @@ def _rank_states(shape: Shape, rank: int) -> frozenset[State]:
 
 def _shortened_schedule(shape: Shape) -> tuple[str, int, int, int, int | None]:
     """Returns the arguments of a schedule that is just long enough to reach the peak of the real one."""
-    config, steps, ranks = shape.config, shape.accumulation, shape.grid.pipeline
-    virtual, schedule = config.virtual_stages, config.parallel.pipeline_schedule
-    group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage
-    micro_batches = min(steps, _PEAK_MICRO_BATCHES * (group or ranks) + steps % (group or ranks))
-    group = min(group, micro_batches) if group and schedules.uses_groups(schedule, virtual) else None
-    return schedule, ranks, virtual, micro_batches, group
+    config, steps = shape.config, shape.accumulation
+    group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage or shape.grid.pipeline
+    return config.schedule_arguments(min(steps, _PEAK_MICRO_BATCHES * group + steps % group))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -26,8 +26,8 @@ def state_values(shape: Shape) -> int:
 class StaticMemory:
     """Static memory of one rank in bytes.
 
-    `host` is the part of the optimizer state that is offloaded to host memory; `saving` is the copy in host
-    memory from which checkpoints are written in the background.
+    `host` is the part of the optimizer state that is offloaded to host memory; `async_save_copy` is the copy
+    in host memory from which checkpoints are written in the background.
     """
 
     weights: int = 0
@@ -78,8 +78,8 @@ def buckets(shape: Shape, pipeline_rank: int) -> list[tuple[tuple[int, ...], Axi
         shape.buckets[pipeline_rank] = found = []
         for stages, parameters in parameters_of(shape, shape.parts(pipeline_rank)).items():
             items = [Item(p.elements, p.copies, p.is_tied_across_stages) for p in parameters]
-            for bucket in pack(items, shape.config.parallel.ddp_bucket_size):
-                found.append((stages, bucket.copies, bucket.size(items, shape.ranks(bucket.copies))))
+            packed = pack(items, shape.config.parallel.ddp_bucket_size)
+            found += [(stages, b.copies, b.size(items, shape.ranks(b.copies))) for b in packed]
     return shape.buckets[pipeline_rank]
 
 
@@ -136,9 +136,8 @@ def _sharded_gradients(shape: Shape, replicated: Sequence[tuple[tuple[int, ...],
     largest = max((size for _, size in single), default=0)
     # Buckets of experts and of dense layers fill at the same time, and with overlap another one fills while
     # one is reduced.
-    buffers = len({axis for axis, _ in single}) + (
-        shape.decisions.optimizer.overlap_reduce and len(single) > 1
-    )
+    overlaps = shape.decisions.optimizer.overlap_reduce and len(single) > 1
+    buffers = len({axis for axis, _ in single}) + overlaps
     return shared + shards + buffers * largest
 
 
@@ -149,12 +148,8 @@ def _sharded_memory(shape: Shape, parts: Mapping[int, StagePart]) -> StaticMemor
         shards = [_shard_elements(p, shape.ranks(p.copies) // shape.grid.instances) for p in parameters]
         weights += sum(shards)
         gradients += sum(map(align_up, shards))
-    return StaticMemory(
-        weights=FP32 * weights,
-        gradients=FP32 * gradients,
-        moments=state_values(shape) * FP32 * weights,
-        async_save_copy=_saving_copy(shape, weights),
-    )
+    moments, copied = state_values(shape) * FP32 * weights, _saving_copy(shape, weights)
+    return StaticMemory(FP32 * weights, FP32 * gradients, moments=moments, async_save_copy=copied)
 
 
 def _shard_elements(parameter: Parameter, ranks: int) -> int:

@@ -5,6 +5,7 @@ alike or give a flag another meaning per entry point.
 """
 
 import difflib
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,8 +67,7 @@ def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
     """
     words = list(known)
     similar = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
-    containing = [k for k in words if word in k.replace("_", "-").split("-")]
-    matches = similar or sorted(containing, key=len)[:1]
+    matches = similar or sorted((k for k in words if word in k.replace("_", "-").split("-")), key=len)[:1]
     return f" (did you mean {prefix}{matches[0]}?)" if matches else ""
 
 
@@ -151,9 +151,8 @@ def _parse_switch(item: Setting, flag: Spelling, typed: str, written: str | None
 
 
 def _take_until_flag(queue: list[str]) -> list[str]:
-    taken = []
-    while queue and not is_flag(queue[0]) and not queue[0].startswith("#"):
-        taken.append(queue.pop(0))
+    taken = list(itertools.takewhile(lambda word: not is_flag(word) and not word.startswith("#"), queue))
+    del queue[: len(taken)]
     return taken
 
 

@@ -7,7 +7,7 @@ from typing import Self
 
 from pentatron.errors import UserError
 from pentatron.settings.model import NO_EXPERTS, MoEConfig, TransformerConfig
-from pentatron.settings.run_config import RunConfig
+from pentatron.settings.run_config import RunConfig, section_of
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,6 @@ def arguments(config: RunConfig) -> SimpleNamespace:
 def core_transformer_config_from_args(args: RunConfig | SimpleNamespace) -> CoreTransformerConfig:
     """Builds the model configuration from a resolved configuration or its `arguments`."""
     settings = args.settings if isinstance(args, RunConfig) else args
-    model, moe = (
-        {f.name: getattr(settings, f.name) for f in dataclasses.fields(section)}
-        for section in (TransformerConfig, MoEConfig)
-    )
+    model, moe = section_of(TransformerConfig, settings), section_of(MoEConfig, settings)
     seed, backend = settings.seed, settings.attention_backend
-    return CoreTransformerConfig(**model, moe=MoEConfig(**moe), seed=seed, attention_backend=backend)
+    return CoreTransformerConfig(**vars(model), moe=moe, seed=seed, attention_backend=backend)

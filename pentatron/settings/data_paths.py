@@ -35,14 +35,11 @@ class Blend:
             return cls(tuple(words))
         for word, weight in zip(words[::2], weights, strict=True):
             if weight is None:
-                raise UserError(
-                    f"{flag} mixes prefixes with and without weights ('{word}' stands where a weight should); give each "
-                    "prefix one, or none"
-                )
+                mixed = f"mixes prefixes with and without weights ('{word}' stands where a weight should)"
+                raise UserError(f"{flag} {mixed}; give each prefix one, or none")
             if not (math.isfinite(weight) and weight > 0):
-                raise UserError(
-                    f"{flag}: the weight {word} must be more than 0; leave its prefix out instead"
-                )
+                problem = f"the weight {word} must be more than 0"
+                raise UserError(f"{flag}: {problem}; leave its prefix out instead")
         return cls(tuple(words[1::2]), tuple(float(word) for word in words[::2]))
 
 
@@ -60,8 +57,7 @@ def training_files_flag(s: "DataConfig") -> str:
 
 def training_files(s: "DataConfig") -> tuple[tuple[str, ...], str | None]:
     """Returns the prefixes of the training pairs and the value of `--split`, None if they are not split."""
-    prefixes = Blend.parse(s.data_path or s.train_data_path or ()).prefixes
-    return prefixes, s.split if s.data_path else None
+    return Blend.parse(s.data_path or s.train_data_path or ()).prefixes, s.split if s.data_path else None
 
 
 def is_counted_in_run(s: "DataConfig") -> bool:

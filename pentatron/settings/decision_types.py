@@ -153,9 +153,6 @@ class Decisions:
     @property
     def remarks(self) -> list[str]:
         """Notices about the device that concern no idle setting."""
-        if not self.slow_fp16:
-            return []
-        return [
-            "--fp16: most CPUs have no instructions for fp16 and take hundreds of times as long for large matrices; without it, "
-            "or with --bf16, a run on a CPU is faster"
-        ]
+        slow = "most CPUs have no instructions for fp16 and take hundreds of times as long for large matrices"
+        fix = "without it, or with --bf16, a run on a CPU is faster"
+        return [f"--fp16: {slow}; {fix}"] if self.slow_fp16 else []

@@ -41,11 +41,6 @@ _LAUNCH_SECONDS_FP8 = 13e-3
 _ALWAYS_OVERLAPPED = "ZeRO 3 always sums and gathers one layer while others compute"
 
 
-def device_from_settings(config: RunConfig) -> DeviceFacts:
-    """Returns what the settings alone determine about the device."""
-    return DeviceFacts("" if config.launch.device == "auto" else config.launch.device)
-
-
 def decide(config: RunConfig, device: DeviceFacts, own_program: bool = False) -> Decisions:
     """Makes all decisions of a run.
 
@@ -210,10 +205,8 @@ def _gate(config: RunConfig, device: DeviceFacts) -> tuple[GateDecision, str]:
     widths = {n: shared if n in sparse else model.ffn_hidden_size for n in range(model.num_layers)}
     tensor = config.parallel.tensor_model_parallel_size
     first = {n: mlp_sizes(model, tensor, width).linear_fc1 for n, width in widths.items() if width}
-    in_fp8 = [
-        layer in fp8_layers and fc1.inputs % FP8_MULTIPLE == fc1.outputs % FP8_MULTIPLE == 0
-        for layer, fc1 in first.items()
-    ]
+    fits = {n: fc1.inputs % FP8_MULTIPLE == fc1.outputs % FP8_MULTIPLE == 0 for n, fc1 in first.items()}
+    in_fp8 = [layer in fp8_layers and is_multiple for layer, is_multiple in fits.items()]
     schedule = config.parallel.pipeline_schedule
     deferred = f"--pipeline-schedule {schedule} defers weight gradients, which this kernel cannot do"
     reasons = {

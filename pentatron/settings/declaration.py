@@ -52,9 +52,7 @@ def requires(met: Callable[[Settings], Any], reason: str | Callable[[Settings], 
     """Builds a need from a predicate. `reason` completes the notice `--flag value: …`."""
 
     def check(s: Settings) -> str:
-        if met(s):
-            return ""
-        return reason if isinstance(reason, str) else reason(s)
+        return "" if met(s) else reason if isinstance(reason, str) else reason(s)
 
     return check
 
@@ -264,7 +262,7 @@ def _coerce_one(setting: Setting, value: Any, what: str) -> Any:
         if isinstance(value, bool) and kind is not bool:
             raise ValueError
         converted = _CONVERTERS[kind](value)
-    except (ValueError, TypeError, OverflowError):
+    except (KeyError, ValueError, TypeError, OverflowError):
         raise UserError(f"{what} wants {_WANTED[kind]}, not '{value}'") from None
     if setting.choices and converted not in setting.choices:
         one_of = "one of " if len(setting.choices) > 1 else ""
@@ -288,12 +286,11 @@ def _to_float(value: Any) -> float:
     return number
 
 
-def _to_bool(value: Any) -> bool:
-    word = str(value).lower()
-    if word not in ("true", "1", "yes", "on", "false", "0", "no", "off"):
-        raise ValueError
-    return word in ("true", "1", "yes", "on")
-
-
-_CONVERTERS: dict[type, Any] = {int: _to_int, float: _to_float, bool: _to_bool, str: str}
+_SWITCHES = dict.fromkeys("true 1 yes on".split(), True) | dict.fromkeys("false 0 no off".split(), False)
+_CONVERTERS: dict[type, Callable[[Any], Any]] = {
+    int: _to_int,
+    float: _to_float,
+    bool: lambda value: _SWITCHES[str(value).lower()],
+    str: str,
+}
 _WANTED: dict[type, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}

@@ -6,6 +6,7 @@ key without a counterpart is reported by a notice.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -38,22 +39,18 @@ def _offload_device(value: Any) -> bool | None:
     raise UserError(f"'{value}' is not supported; write cpu or none")
 
 
-def _optimizer(value: Any) -> str:
-    known = {**dict.fromkeys(("adam", "adamw", "fusedadam", "cpuadam"), "adam"), "sgd": "sgd"}
-    return _one_of(known, value, "optimizer", "AdamW or SGD")
+_OPTIMIZERS = {**dict.fromkeys(("adam", "adamw", "fusedadam", "cpuadam"), "adam"), "sgd": "sgd"}
+_SCHEDULES = {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
 
 
-def _schedule(value: Any) -> str:
-    known = {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
-    return _one_of(known, value, "schedule", "WarmupLR, WarmupDecayLR or WarmupCosineLR")
-
-
-def _one_of(known: Mapping[str, str], value: Any, what: str, supported: str) -> str:
+def _one_of(known: Mapping[str, str], what: str, supported: str, value: Any) -> str:
     if str(value).lower() in known:
         return known[str(value).lower()]
     raise UserError(f"the {what} '{value}' is not supported; write {supported}")
 
 
+_optimizer = partial(_one_of, _OPTIMIZERS, "optimizer", "AdamW or SGD")
+_schedule = partial(_one_of, _SCHEDULES, "schedule", "WarmupLR, WarmupDecayLR or WarmupCosineLR")
 TARGETS: dict[str, tuple[_Target, ...]] = {
     "train_batch_size": (_Target("global_batch_size"),),
     "train_micro_batch_size_per_gpu": (_Target("micro_batch_size"),),

@@ -36,15 +36,9 @@ def derive(draft: Draft) -> None:
     _virtual_stages(draft)
     if draft.virtual_stages > 1 and not draft.given("pipeline_schedule"):
         draft.derive("there are virtual stages", pipeline_schedule="interleaved")
-    _processes(draft)
-    _attention(draft)
-    _groups(draft)
-    _widths(draft)
-    _positions(draft)
-    _experts(draft)
-    _recompute(draft)
-    _batches(draft)
-    _folders(draft)
+    steps = (_processes, _attention, _groups, _widths, _positions, _experts, _recompute, _batches, _folders)
+    for step in steps:
+        step(draft)
 
 
 def _fit_inherited_sizes(draft: Draft) -> None:

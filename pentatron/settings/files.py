@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pentatron.errors import ConfigError, UserError
+from pentatron.errors import ConfigError, UserError, explained
 from pentatron.settings.command_line import FlagTable, did_you_mean
 from pentatron.settings.data_paths import SPLITS, Blend
 from pentatron.settings.declaration import Setting, Spelling, coerce
@@ -62,10 +62,8 @@ def _setting(key: str, written: Any, flags: FlagTable, what: str) -> tuple[Setti
         raise UserError(f"{what}: a file cannot name another; give --config once, on the command line")
     value = _value(item, spelling, written, what)
     if item.names_code and value != item.default:
-        raise UserError(
-            f"{what} names code, which only the command line may choose; if you trust it, remove it from the file and add "
-            f"{item.written(tuple(map(shlex.quote, value)))} to the command"
-        )
+        fix = f"remove it from the file and add {item.written(tuple(map(shlex.quote, value)))} to the command"
+        raise UserError(f"{what} names code, which only the command line may choose; if you trust it, {fix}")
     return item, value
 
 
@@ -196,10 +194,8 @@ def _read_words(path: Path, flag: str) -> dict[str, tuple[str, ...]]:
 
 
 def _read_per_split(path: Path, flag: str) -> dict[str, tuple[str, ...]]:
-    try:
+    with explained(ValueError, f"{flag} is not JSON", "repair it"):
         content = parse_json(_text(path, flag))
-    except ValueError as error:
-        raise UserError(f"{flag} is not JSON ({error}); repair it") from None
     return _by_split(content, flag)
 
 
@@ -236,8 +232,7 @@ def _words(content: Any, flag: str) -> tuple[str, ...]:
             words += [str(entry[key]) for key in ("weight", "path") if key in entry]
         else:
             raise UserError(f"{flag}: {entry} is not an entry; write it like {example}")
-    weighted = {"weight" in entry for entry in entries if isinstance(entry, dict)}
-    if len(weighted) > 1:
+    if len({"weight" in entry for entry in entries if isinstance(entry, dict)}) > 1:
         raise UserError(f"{flag} mixes entries with and without a weight; give each one, or none")
     Blend.parse(words, flag)
     return tuple(words)

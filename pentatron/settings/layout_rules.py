@@ -7,16 +7,10 @@ import math
 from collections.abc import Callable
 
 from pentatron.errors import UserError
+from pentatron.layout import schedules
 from pentatron.layout.batch import batch_size_problem
 from pentatron.layout.ranks import world_size_problem
-from pentatron.layout.schedules import (
-    SPLITS_BACKWARD,
-    Stages,
-    group_problem,
-    micro_batches_problem,
-    required_stages,
-    uses_groups,
-)
+from pentatron.layout.schedules import Stages
 from pentatron.layout.stages import Costs, stage_parts
 from pentatron.settings.declaration import flag_of
 from pentatron.settings.parameters import attention_sizes, costs_of, division_of, grid_of
@@ -179,7 +173,7 @@ def _schedule(s: Settings) -> str | None:
         Stages.ONE: f"runs one stage on each rank, not the {virtual} of {flag} {virtual}; "
         "use interleaved, or leave one of the two out",
     }
-    needed = required_stages(kind, virtual)
+    needed = schedules.required_stages(kind, virtual)
     return f"--pipeline-schedule {kind} {errors[needed]}" if needed is not None else None
 
 
@@ -193,17 +187,17 @@ def _micro_batch_count(s: Settings) -> int | None:
 
 def _enough_micro_batches(s: Settings) -> str | None:
     kind, ranks, count = s.pipeline_schedule, s.pipeline_model_parallel_size, _micro_batch_count(s)
-    problem = ranks > 1 and count is not None and micro_batches_problem(kind, ranks, count)
+    problem = ranks > 1 and count is not None and schedules.micro_batches_problem(kind, ranks, count)
     return f"--pipeline-schedule {problem}" if problem else None
 
 
 def _micro_batch_groups(s: Settings) -> str | None:
     group, ranks = s.microbatch_group_size_per_virtual_pipeline_stage, s.pipeline_model_parallel_size
     virtual = s.virtual_stages
-    if group is None or virtual == 1 or ranks == 1 or not uses_groups(s.pipeline_schedule, virtual):
+    if virtual == 1 or ranks == 1 or not schedules.uses_groups(s.pipeline_schedule, virtual):
         return None
     count = _micro_batch_count(s)
-    problem = count is not None and group_problem(ranks, count, group)
+    problem = count is not None and schedules.group_problem(ranks, count, group)
     return f"--microbatch-group-size-per-virtual-pipeline-stage {group}: {problem}" if problem else None
 
 
@@ -226,8 +220,7 @@ def _recomputed_layers(s: Settings) -> str | None:
     count, ranks = s.recompute_num_layers, s.pipeline_model_parallel_size
     if s.recompute_granularity != "full" or count is None or _division(s) or _layers_per_stage(s):
         return None
-    parts = stage_parts(s.num_layers, division_of(s), costs_of(s))
-    most = max(len(part.layers) for part in parts)
+    most = max(len(part.layers) for part in stage_parts(s.num_layers, division_of(s), costs_of(s)))
     if count <= most:
         return None
     where = "the model has" if ranks == 1 else "a stage has at most"
@@ -322,7 +315,7 @@ ZERO_RULES: dict[str, Rule] = {
     "zero3_split_backward": refuse_if(
         lambda s: (
             s.zero_stage == 3
-            and s.pipeline_schedule in SPLITS_BACKWARD
+            and s.pipeline_schedule in schedules.SPLITS_BACKWARD
             and s.pipeline_model_parallel_size > 1
         ),
         "--pipeline-schedule {s.pipeline_schedule} defers weight gradients until after --zero-stage 3 has reduced "

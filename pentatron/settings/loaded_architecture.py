@@ -100,12 +100,10 @@ def _windows(s: Settings) -> tuple[int | None, ...]:
         return ()
 
 
-def adopt_architecture(
-    draft: Draft, facts: Facts, saved: Mapping[str, Any], origin: str, way_out: str
-) -> None:
+def adopt_architecture(draft: Draft, facts: Facts, saved: Mapping[str, Any], origin: str, fix: str) -> None:
     """Takes settings that are not given from the saved architecture, and reports contradicting ones.
 
-    `origin` names the checkpoint, and `way_out` is the advice at the end of the errors.
+    `origin` names the checkpoint, and `fix` is the advice at the end of the errors.
     """
     loaded = architecture(saved)
     before = derived_settings(draft, facts)
@@ -115,7 +113,7 @@ def adopt_architecture(
     if not is_unset(positions) and length > positions and not _is_chosen(draft, _POSITIONS):
         if loaded.settings.position_embedding_type == "learned_absolute":
             longer = f"--seq-length {length} is longer than the {positions} learned positions of {origin}"
-            draft.wrong["seq_length"] = f"{longer}; give a shorter one, {way_out}"
+            draft.wrong["seq_length"] = f"{longer}; give a shorter one, {fix}"
         else:
             open_names.remove(_POSITIONS)
             longer = f"sequences of {length} tokens are longer than the {positions} positions of {origin}"
@@ -137,8 +135,10 @@ def adopt_architecture(
         if name == _CODE and not _is_chosen(draft, name):
             error = f"was trained with {written}; give that flag again, as code is never loaded from files"
         else:
-            given = f"{_who(draft, name)} {_written(after, name)}"
-            error = f"holds a model with {written}, but {given}; leave that out, {way_out}"
+            source = "the command line" if draft.by_flag(name) else draft.source(name)
+            from_user = draft.by_flag(name) or source.startswith(("file", "preset"))
+            given = f"{f'{source} gives' if from_user else 'here it would be'} {_written(after, name)}"
+            error = f"holds a model with {written}, but {given}; leave that out, {fix}"
         draft.wrong[name] = f"{origin} {error}"
 
 
@@ -153,12 +153,6 @@ def _check_tokenizer(draft: Draft, loaded: Architecture, origin: str) -> None:
     if source.startswith("derived: tokenizer ") and rows is not None and ids > rows:
         counts = f"{source.removeprefix('derived: ')} has {ids} ids, the model of {origin} {rows}"
         draft.wrong["tokenizer_model"] = f"{counts}; use the tokenizer it was trained with"
-
-
-def _who(draft: Draft, name: str) -> str:
-    source = "the command line" if draft.by_flag(name) else draft.source(name)
-    from_user = draft.by_flag(name) or source.startswith(("file", "preset"))
-    return f"{source} gives" if from_user else "here it would be"
 
 
 def _written(s: Settings, name: str) -> str:

@@ -1,6 +1,7 @@
 """Declares the settings of the architecture, experts (MoE) and kernels. Names are Megatron's."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Unpack
 
 from pentatron.settings import needs
@@ -20,6 +21,16 @@ from pentatron.settings.declaration import (
 from pentatron.settings.layer_patterns import layer_pattern
 
 
+def moe_setting(default: Any, help: str, *conditions: Limit | Need, **options: Unpack[Options]) -> Any:
+    """Declares a setting that has no effect without experts."""
+    return setting(default, help, needs.EXPERTS, *conditions, **options)
+
+
+# Settings that weights do not depend on, so that they may differ in a loaded model.
+training_setting = partial(setting, in_weights=False)
+moe_training_setting = partial(moe_setting, in_weights=False)
+
+
 @dataclass(frozen=True)
 class TransformerConfig:
     """Model architecture"""
@@ -33,20 +44,17 @@ class TransformerConfig:
     )
     group_query_attention: bool = setting(False, "share keys and values between groups of heads")
     num_query_groups: int = setting(None, "key/value heads with --group-query-attention", POSITIVE)
-    seq_length: int = setting(
-        256, "tokens in one sample", POSITIVE, ORDER, also="--max_seq_len", in_weights=False
-    )
+    seq_length: int = training_setting(256, "tokens in one sample", POSITIVE, ORDER, also="--max_seq_len")
     max_position_embeddings: int = setting(None, "maximum sequence length (seq-length)", POSITIVE)
     vocab_size: int = setting(None, "vocabulary size (from the tokenizer if not given)", POSITIVE)
-    make_vocab_size_divisible_by: int = setting(
+    make_vocab_size_divisible_by: int = training_setting(
         128,
         "pad the vocabulary to a multiple of this × tensor parallel size",
         POSITIVE,
         needs.PADDING_NOT_GIVEN,
-        in_weights=False,
     )
-    padded_vocab_size: int = setting(
-        None, "rows of the embedding with padding (derived)", POSITIVE, FREE, in_weights=False
+    padded_vocab_size: int = training_setting(
+        None, "rows of the embedding with padding (derived)", POSITIVE, FREE
     )
 
     normalization: str = setting("LayerNorm", "normalization layer", choices=("LayerNorm", "RMSNorm"))
@@ -149,22 +157,15 @@ class TransformerConfig:
     untie_embeddings_and_output_weights: bool = setting(
         False, "do not share the weight of the embedding with the output layer"
     )
-    hidden_dropout: float = setting(0.0, "dropout on the hidden states", BELOW_ONE, in_weights=False)
-    attention_dropout: float = setting(0.0, "dropout on attention weights", BELOW_ONE, in_weights=False)
-    init_method_std: float = setting(
-        0.02, "standard deviation of the initial weights", NON_NEGATIVE, in_weights=False
-    )
+    hidden_dropout: float = training_setting(0.0, "dropout on the hidden states", BELOW_ONE)
+    attention_dropout: float = training_setting(0.0, "dropout on attention weights", BELOW_ONE)
+    init_method_std: float = training_setting(0.02, "standard deviation of the initial weights", NON_NEGATIVE)
     multi_latent_attention: bool = setting(False, "multi-latent attention", not_yet="multi-latent attention")
     spec: tuple[str, ...] = setting(
         (),
         "custom layers: MODULE FUNCTION, where the function returns the spec of a layer or of all layers",
         names_code=True,
     )
-
-
-def moe_setting(default: Any, help: str, *conditions: Limit | Need, **options: Unpack[Options]) -> Any:
-    """Declares a setting that has no effect without experts."""
-    return setting(default, help, needs.EXPERTS, *conditions, **options)
 
 
 @dataclass(frozen=True)
@@ -188,67 +189,54 @@ class MoEConfig:
     )
     moe_router_num_groups: int | None = moe_setting(None, "expert groups for group-limited routing", POSITIVE)
     moe_router_group_topk: int = moe_setting(None, "expert groups a token uses", POSITIVE)
-    moe_router_dtype: str | None = moe_setting(
-        None,
-        "precision of the router's logits (that of the model)",
-        choices=("fp32", "fp64"),
-        in_weights=False,
+    moe_router_dtype: str | None = moe_training_setting(
+        None, "precision of the router's logits (that of the model)", choices=("fp32", "fp64")
     )
-    moe_router_load_balancing_type: tuple[str, ...] = moe_setting(
+    moe_router_load_balancing_type: tuple[str, ...] = moe_training_setting(
         ("aux_loss",),
         "load-balancing methods of the experts, one or several",
         needs.BALANCING_WEIGHT,
         choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
-        in_weights=False,
     )
-    moe_aux_loss_coeff: tuple[float, ...] = moe_setting(
-        (0.0,), "weight of the load-balancing loss(es)", NON_NEGATIVE, needs.BALANCING, in_weights=False
+    moe_aux_loss_coeff: tuple[float, ...] = moe_training_setting(
+        (0.0,), "weight of the load-balancing loss(es)", NON_NEGATIVE, needs.BALANCING
     )
-    moe_z_loss_coeff: float | None = moe_setting(
-        None, "weight of the router's z-loss, which keeps its logits small", NON_NEGATIVE, in_weights=False
+    moe_z_loss_coeff: float | None = moe_training_setting(
+        None, "weight of the router's z-loss, which keeps its logits small", NON_NEGATIVE
     )
     moe_router_enable_expert_bias: bool = moe_setting(
         False, "balance without a loss: a selection bias, updated after every step"
     )
-    moe_router_bias_update_rate: float = moe_setting(
-        1e-3, "update of that bias per step", NON_NEGATIVE, needs.EXPERT_BIAS, in_weights=False
+    moe_router_bias_update_rate: float = moe_training_setting(
+        1e-3, "update of that bias per step", NON_NEGATIVE, needs.EXPERT_BIAS
     )
-    moe_token_dispatcher_type: str = moe_setting(
-        "alltoall",
-        "how tokens are dispatched to experts",
-        choices=("alltoall", "allgather"),
-        in_weights=False,
+    moe_token_dispatcher_type: str = moe_training_setting(
+        "alltoall", "how tokens are dispatched to experts", choices=("alltoall", "allgather")
     )
-    moe_grouped_gemm: bool | None = setting(
+    moe_grouped_gemm: bool | None = training_setting(
         None,
         "run the experts of a rank as one grouped matmul (where its kernel exists: bf16 on a GPU)",
         sets={"--moe-grouped-gemm": True, "--no-moe-grouped-gemm": False},
-        in_weights=False,
     )
-    moe_use_legacy_grouped_gemm: bool = moe_setting(
+    moe_use_legacy_grouped_gemm: bool = moe_training_setting(
         False,
         "an older grouped matmul",
         notice="there is only one grouped matmul here, so this changes nothing",
-        in_weights=False,
     )
-    moe_expert_capacity_factor: float | None = moe_setting(
-        None,
-        "drop tokens above this multiple of an expert's equal share (none are dropped)",
-        POSITIVE,
-        in_weights=False,
+    moe_expert_capacity_factor: float | None = moe_training_setting(
+        None, "drop tokens above this multiple of an expert's equal share (none are dropped)", POSITIVE
     )
-    moe_token_drop_policy: str = moe_setting(
+    moe_token_drop_policy: str = moe_training_setting(
         "probs",
         "tokens to drop: those with the smallest weights, or the last ones",
         choices=("probs", "position"),
-        in_weights=False,
     )
     moe_shared_expert_intermediate_size: int | None = moe_setting(
         None, "width of the shared expert, which every token uses", POSITIVE
     )
     moe_shared_expert_gate: bool = moe_setting(False, "gate the shared expert (Qwen2-MoE)")
-    moe_per_layer_logging: bool = moe_setting(
-        False, "write the load of every layer's experts to metrics.jsonl", in_weights=False
+    moe_per_layer_logging: bool = moe_training_setting(
+        False, "write the load of every layer's experts to metrics.jsonl"
     )
 
     @property

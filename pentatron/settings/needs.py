@@ -61,9 +61,7 @@ def validating(s: Settings) -> str:
         return ""
     if s.skip_train:
         return "there is no training (--skip-train), only one evaluation"
-    if s.eval_iters == 0:
-        return "there are no validation steps (--eval-iters 0)"
-    return no_validation_data(s)
+    return "there are no validation steps (--eval-iters 0)" if s.eval_iters == 0 else no_validation_data(s)
 
 
 def evaluation_steps(s: Settings) -> str:

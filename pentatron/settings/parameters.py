@@ -138,10 +138,8 @@ class ExpertSizes:
 
     @property
     def parameters(self) -> list[Parameter]:
-        return [
-            Parameter("mlp.experts.linear_fc1.weight", self.linear_fc1, "expert_data"),
-            Parameter("mlp.experts.linear_fc2.weight", self.linear_fc2, "expert_data"),
-        ]
+        shapes = {"linear_fc1": self.linear_fc1, "linear_fc2": self.linear_fc2}
+        return [Parameter(f"mlp.experts.{n}.weight", shape, "expert_data") for n, shape in shapes.items()]
 
 
 def expert_sizes(config: TransformerConfig, moe: MoEConfig, holders: int = 1, cut: int = 1) -> ExpertSizes:

@@ -8,8 +8,8 @@ from pathlib import PurePath
 from pentatron.errors import ConfigError, UserError
 from pentatron.settings.command_line import did_you_mean, parse_flags
 from pentatron.settings.data_paths import Blend
-from pentatron.settings.decision_types import Decisions
-from pentatron.settings.decisions import decide, device_from_settings
+from pentatron.settings.decision_types import Decisions, DeviceFacts
+from pentatron.settings.decisions import decide
 from pentatron.settings.declaration import Setting
 from pentatron.settings.deepspeed import read_deepspeed
 from pentatron.settings.derive import derive
@@ -110,8 +110,7 @@ def _defaults_with(given: Mapping[str, Assigned]) -> Settings:
 def _preset(name: str) -> dict[str, Assigned]:
     known = presets()
     if name not in known:
-        guess = did_you_mean(name, known)
-        raise UserError(f"unknown preset '{name}'{guess}; there are: {', '.join(known)}")
+        raise UserError(f"unknown preset '{name}'{did_you_mean(name, known)}; there are: {', '.join(known)}")
     return {key: Assigned(value, f"preset {name}") for key, value in {**known[name], "preset": name}.items()}
 
 
@@ -136,7 +135,8 @@ def _with_length(draft: Draft) -> Resolved:
     if problems := draft.problems + found:
         raise ConfigError(problems)
     config = RunConfig.of(draft)
-    notices = notices_for(draft, decide(config, device_from_settings(config)))
+    device = DeviceFacts("" if config.launch.device == "auto" else config.launch.device)
+    notices = notices_for(draft, decide(config, device))
     is_open = draft.epochs is not None and not draft.is_synthetic and draft.epoch_samples is None
     notices = [*draft.notices, *missing, *notices, *draft.further_notices]
     return Resolved(config, draft, notices, before if is_open else None)
@@ -184,10 +184,9 @@ def notices_for(s: Settings, decisions: Decisions) -> list[str]:
 
     lines = _notices_of_settings(s, idle)
     if s.attention_dropout > 0:
-        lines.append(
-            f"--attention-dropout {s.attention_dropout}: the dropout mask depends on the layout, so other parallel "
-            f"sizes give other losses (the mask of hidden dropout does not depend on it)"
-        )
+        effect = "the dropout mask depends on the layout, so other parallel sizes give other losses"
+        hidden = "the mask of hidden dropout does not depend on it"
+        lines.append(f"--attention-dropout {s.attention_dropout}: {effect} ({hidden})")
     lines += [*_default_recompute(s), *_pipeline_bubble(s)]
     if s.num_experts is not None and (s.add_bias_linear or s.add_mlp_bias):
         others = "the other linear layers have one (--disable-bias-linear removes it there too)"
@@ -200,8 +199,7 @@ def notices_for(s: Settings, decisions: Decisions) -> list[str]:
 
 def notices_of_decisions(s: Settings, decisions: Decisions) -> list[str]:
     """Returns a notice for each given setting that has no effect by these decisions."""
-    lines = _notices_of_settings(s, lambda item: decisions.idle.get(item.name, ""))
-    return [*lines, *decisions.remarks]
+    return [*_notices_of_settings(s, lambda item: decisions.idle.get(item.name, "")), *decisions.remarks]
 
 
 def _notices_of_settings(s: Settings, why_idle: Callable[[Setting], str]) -> list[str]:
@@ -231,10 +229,8 @@ def _pipeline_bubble(s: Settings) -> list[str]:
     # The usual estimate of the bubble: every rank is idle while the others fill and drain the pipeline.
     waiting = (ranks - 1) / (ranks - 1 + count * virtual)
     batches = "1 micro-batch a step leaves" if count == 1 else f"{count} micro-batches a step leave"
-    return [
-        f"{batches} {ranks} pipeline ranks waiting {waiting:.0%} of the time; a smaller --micro-batch-size or a larger "
-        f"--global-batch-size gives more micro-batches"
-    ]
+    fix = "a smaller --micro-batch-size or a larger --global-batch-size gives more micro-batches"
+    return [f"{batches} {ranks} pipeline ranks waiting {waiting:.0%} of the time; {fix}"]
 
 
 def _is_requested(s: Settings, name: str) -> bool:
@@ -294,5 +290,4 @@ def _data(draft: Draft) -> str:
 
 def _plain(text: str) -> str:
     """Converts a text to lower-case letters, digits and `. _ -`, which shells need not quote."""
-    plain = re.sub(r"[^\w.]+", "-", text.lower()).strip("-._")
-    return plain[:_MAX_NAME].strip("-._")
+    return re.sub(r"[^\w.]+", "-", text.lower()).strip("-._")[:_MAX_NAME].strip("-._")

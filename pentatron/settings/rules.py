@@ -91,11 +91,10 @@ def _groups(s: Settings) -> str | None:
 
 
 # The file that each type of tokenizer with a folder reads.
+_SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 _TOKENIZER_FILES = {
     **dict.fromkeys(("HuggingFaceTokenizer", "HFTokenizer", "SFTTokenizer"), "tokenizer.json"),
-    **dict.fromkeys(
-        ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"), "tokenizer.model"
-    ),
+    **dict.fromkeys(_SENTENCEPIECE, "tokenizer.model"),
 }
 
 
@@ -117,12 +116,10 @@ def _data(s: Settings) -> str | None:
     sources = data_sources(s)
     if len(sources) > 1:
         return f"{' and '.join(sources)} are different sources of data; choose one"
-    if not sources and s.dataset_size is None:
-        return (
-            "no data is named; give --data-path PREFIX (of PREFIX.bin and PREFIX.idx), --corpus python, "
-            "--dataset-size N for synthetic samples, or --mock-data"
-        )
-    return None
+    path = "--data-path PREFIX (of PREFIX.bin and PREFIX.idx)"
+    others = "--corpus python, --dataset-size N for synthetic samples, or --mock-data"
+    is_missing = not sources and s.dataset_size is None
+    return f"no data is named; give {path}, {others}" if is_missing else None
 
 
 def _blend(s: Settings) -> str | None:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from pentatron.layout import schedules
 from pentatron.layout.actions import Placement, Schedule
@@ -20,6 +20,8 @@ from pentatron.settings.schedule import ScheduleLengths, batch_plan_of, schedule
 from pentatron.settings.settings import Settings
 from pentatron.settings.training import DataConfig, LoopConfig, OptimConfig, TrainConfig
 from pentatron.text import divisors, join_choices, redact_value
+
+Section = TypeVar("Section")
 
 
 @dataclass(frozen=True)
@@ -44,10 +46,7 @@ class RunConfig:
     @classmethod
     def of(cls, settings: Settings) -> "RunConfig":
         """Freezes resolved settings."""
-        parts: dict[str, dict[str, Any]] = {section: {} for section in sections()}
-        for name, value in settings.flat().items():
-            parts[table()[name].section][name] = value
-        return cls(**{section: of_section(**parts[section]) for section, of_section in sections().items()})
+        return cls(**{name: section_of(section, settings) for name, section in sections().items()})
 
     @functools.cached_property
     def settings(self) -> Settings:
@@ -66,15 +65,13 @@ class RunConfig:
     @functools.cached_property
     def placement(self) -> Placement:
         """Which pipeline rank holds which stage."""
-        return schedules.placement_for(
-            self._schedule_kind, self.parallel.pipeline_model_parallel_size, self.virtual_stages
-        )
+        ranks = self.parallel.pipeline_model_parallel_size
+        return schedules.placement_for(self._schedule_kind, ranks, self.virtual_stages)
 
     @property
     def _schedule_kind(self) -> str:
         """The pipeline schedule. One rank has nothing to overlap and always runs 1F1B."""
-        one = self.parallel.pipeline_model_parallel_size == 1
-        return "1f1b" if one else self.parallel.pipeline_schedule
+        return "1f1b" if self.parallel.pipeline_model_parallel_size == 1 else self.parallel.pipeline_schedule
 
     @property
     def defers_weight_gradients(self) -> bool:
@@ -110,13 +107,15 @@ class RunConfig:
 
     def schedule(self, micro_batches: int) -> Schedule:
         """Returns the actions of each pipeline rank in a step of this many micro-batches."""
-        ranks, virtual = self.parallel.pipeline_model_parallel_size, self.virtual_stages
-        kind = self._schedule_kind
+        return schedules.training_schedule(*self.schedule_arguments(micro_batches))
+
+    def schedule_arguments(self, micro_batches: int) -> tuple[str, int, int, int, int | None]:
+        """Returns the arguments of `training_schedule` for a step of this many micro-batches."""
+        kind, virtual = self._schedule_kind, self.virtual_stages
         group = self.parallel.microbatch_group_size_per_virtual_pipeline_stage
-        if group is not None:
-            # A step of a smaller batch may have fewer micro-batches than a group.
-            group = min(group, micro_batches) if schedules.uses_groups(kind, virtual) else None
-        return schedules.training_schedule(kind, ranks, virtual, micro_batches, group)
+        # A step of a smaller batch may have fewer micro-batches than a group.
+        group = min(group, micro_batches) if group and schedules.uses_groups(kind, virtual) else None
+        return kind, self.parallel.pipeline_model_parallel_size, virtual, micro_batches, group
 
     def forward_schedule(self, micro_batches: int) -> Schedule:
         """Returns the actions of each pipeline rank in an evaluation step of this many micro-batches."""
@@ -175,6 +174,11 @@ class RunConfig:
 def sections() -> dict[str, type]:
     """Maps the name of each section to its dataclass."""
     return {f.name: f.type for f in dataclasses.fields(RunConfig)}  # type: ignore[misc]
+
+
+def section_of(section: type[Section], settings: Any) -> Section:
+    """Builds the dataclass of a section from attributes of the same names."""
+    return section(**{f.name: getattr(settings, f.name) for f in dataclasses.fields(section)})  # type: ignore
 
 
 @functools.cache

@@ -21,9 +21,8 @@ def batch_plan_of(s: Settings) -> BatchSizeSchedule:
     if not steps:
         written = f"--rampup-batch-size {' '.join(map(str, ramp))}"
         if len(ramp) != 3:
-            raise ValueError(
-                f"{written} must be three numbers: START INCREMENT SAMPLES, such as 16 16 5859375"
-            )
+            numbers = "three numbers: START INCREMENT SAMPLES, such as 16 16 5859375"
+            raise ValueError(f"{written} must be {numbers}")
     try:
         return parse_batch_steps(steps, s.seq_length) if steps else linear_ramp(*ramp, full)
     except ValueError as error:

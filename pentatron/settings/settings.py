@@ -175,10 +175,8 @@ class Draft(Settings):
     """
 
     def __init__(self, values: Mapping[str, Assigned], notices: Sequence[str] = ()) -> None:
-        super().__init__(
-            {name: assigned.value for name, assigned in values.items()},
-            {name: assigned.source for name, assigned in values.items()},
-        )
+        origins = {name: assigned.source for name, assigned in values.items()}
+        super().__init__({name: assigned.value for name, assigned in values.items()}, origins)
         self.notices = list(notices)
         self.further_notices: list[str] = []
         self.problems: list[str] = []
@@ -222,11 +220,9 @@ def start_of(s: Settings, load_given: bool, resumes: bool) -> Start:
         return Start.RESUME
     if not load_given or is_unset(s.load):
         return Start.ANEW
-    selects = any(getattr(s, name) for name in LOAD_OPTIONS)
-    if not selects and is_checkpoint_folder(s.load, s.save):
+    if not any(getattr(s, name) for name in LOAD_OPTIONS) and is_checkpoint_folder(s.load, s.save):
         return Start.RESUME
-    inside = is_inside(s.load, s.run_dir, s.save)
-    return Start.IN_PLACE if inside or s.skip_train else Start.ANEW
+    return Start.IN_PLACE if s.skip_train or is_inside(s.load, s.run_dir, s.save) else Start.ANEW
 
 
 def how_to_resume(start: Start, save: str) -> str:
@@ -243,8 +239,7 @@ def other_run_error(run_dir: str) -> str:
 
 def is_checkpoint_folder(load: str, save: str) -> bool:
     """Whether `load` is the checkpoint folder `save` or the run folder that contains it."""
-    folder = Path(save).resolve()
-    return folder in (Path(load).resolve(), (Path(load) / "checkpoints").resolve())
+    return Path(save).resolve() in (Path(load).resolve(), (Path(load) / "checkpoints").resolve())
 
 
 def is_inside(path: str, *folders: str) -> bool:
