@@ -2,9 +2,7 @@
 
 import dataclasses
 import itertools
-import sys
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -262,7 +260,7 @@ class OnePass:
 def updates_in_one_pass(model: ParallelModel) -> bool:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(update_rules, "_suits_one_pass", lambda parts: True)
-        patched.setitem(sys.modules, "pentatron.optim.fused_adamw", SimpleNamespace(FusedAdamW=OnePass))
+        patched.setattr(update_rules, "FusedAdamW", OnePass)
         return isinstance(optimizer_of(model).update, OnePass)
 
 
