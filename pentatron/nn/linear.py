@@ -17,11 +17,6 @@ from pentatron.parallel.axes import TensorAxis
 from pentatron.parallel.sharding import Initialization, Shape, Shard, ShardedModule, ShardingSpec
 
 
-def mlp_activation(inner: Tensor, has_gate: bool) -> Tensor:
-    """The activation of an MLP: gated SiLU, with the gate in the first half, or GELU."""
-    return gated(inner) if has_gate else F.gelu(inner, approximate="tanh")
-
-
 @dataclass(frozen=True)
 class Rows:
     """A range of rows of a logical matrix on this rank; with `copies`, its kv neighbours hold them too."""

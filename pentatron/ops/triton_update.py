@@ -169,13 +169,9 @@ class FusedAdamWKernel:
         correction1, correction2 = 1 - beta1**numbers.update, 1 - beta2**numbers.update
         factors = (rate / correction1, rate * numbers.decay, beta1, 1 - beta1, beta2, 1 - beta2)
         tables = (*launch.programs, launch.fixed, launch.addresses(launch_gradients), control)
-        constants = {
-            "GRADIENT": TYPES[launch.gradient],
-            "ROUNDED": TYPES[launch.rounded],
-            "BLOCK": self.block,
-        }
+        constants = (TYPES[launch.gradient], TYPES[launch.rounded], self.block)
         _update[(len(launch.programs.row_of),)](
-            *tables, *factors, correction2**-0.5, numbers.epsilon, **constants, num_warps=self.warps
+            *tables, *factors, correction2**-0.5, numbers.epsilon, *constants, num_warps=self.warps
         )
 
 
@@ -280,10 +276,8 @@ class SumOfSquares:
         device, sizes = tensors[0].device, tuple(t.numel() for t in tensors)
         if sizes != self._known or self._plan is None:
             on_device = torch.tensor(sizes, dtype=torch.int64).to(device)
-            self._known, self._plan = (
-                sizes,
-                (programs_of(sizes, self.block, device), on_device, Addresses(device)),
-            )
+            self._known = sizes
+            self._plan = programs_of(sizes, self.block, device), on_device, Addresses(device)
         programs, sizes_on_device, addresses = self._plan
         sums = torch.empty(len(programs.row_of), dtype=torch.float32, device=device)
         tables = (*programs, sizes_on_device, addresses(tensors), sums)
