@@ -220,11 +220,9 @@ def build_stages(
 
     Without a seed the weights are uninitialized memory, for callers that load all of them.
     """
-    stages = {}
     ends = folded_ends(parts.values())
-    for number, part in parts.items():
-        with device:
-            stages[number] = CausalLM(config, moe, part, axes, options, spec, ends)
+    with device:
+        stages = {n: CausalLM(config, moe, part, axes, options, spec, ends) for n, part in parts.items()}
     if seed is not None:
         draw_weights(sharded_parameters(*stages.values()), seed, config.init_method_std)
     return stages
