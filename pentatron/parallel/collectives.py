@@ -33,10 +33,6 @@ class WaitTimes:
     collectives: float
     messages: float
 
-    @property
-    def seconds(self) -> float:
-        return self.collectives + self.messages
-
 
 class WaitTimer:
     """Measures how long this rank waits in collectives and for messages, between `begin` and `end`.
