@@ -116,9 +116,8 @@ class _ScheduleRun:
         self.messages, self.deferred = executor.messages, executor.deferred
         self.actions, self.last_stage = schedule.actions[executor.rank], schedule.placement.stages - 1
         # A backward in two halves ends with the weight half.
-        self.backwards_left = Counter(
-            action.stage for action in self.actions if action.kind in (Kind.BACKWARD, Kind.WEIGHT)
-        )
+        ends = (Kind.BACKWARD, Kind.WEIGHT)
+        self.backwards_left = Counter(action.stage for action in self.actions if action.kind in ends)
         self.acknowledged = acknowledged_sends(schedule, executor.rank)
         self.activations: dict[Cell, Tensor | Pending] = {}
         self.gradients: dict[Cell, Tensor | Pending] = {}
