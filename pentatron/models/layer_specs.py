@@ -129,12 +129,10 @@ def spec_of(
     config: TransformerConfig, moe: MoEConfig, layer: int, normalization: str | None = None
 ) -> ModuleSpec:
     """Returns the spec of layer `layer` of a configured model, counted from 0."""
-    experts = moe.num_experts
-    if experts is not None and not moe_layers(moe.moe_layer_freq, config.num_layers)[layer]:
-        experts = None
-    return _layer(
-        NORMS[normalization or config.normalization], config.qk_layernorm, experts, bool(moe.moe_grouped_gemm)
-    )
+    is_dense = moe.num_experts is None or not moe_layers(moe.moe_layer_freq, config.num_layers)[layer]
+    experts = None if is_dense else moe.num_experts
+    norm = NORMS[normalization or config.normalization]
+    return _layer(norm, config.qk_layernorm, experts, bool(moe.moe_grouped_gemm))
 
 
 def block_spec(

@@ -191,9 +191,7 @@ def beside(values: Tensor, gradient: Tensor) -> Tensor:
     return values if values.shape == gradient.shape else values[: gradient.numel()]
 
 
-def _chunks(
-    pairs: Sequence[tuple[Part, Tensor | None]],
-) -> Iterator[Sequence[tuple[Part, Tensor | None]]]:
+def _chunks(pairs: Sequence[tuple[Part, Tensor | None]]) -> Iterator[Sequence[tuple[Part, Tensor | None]]]:
     """Splits the parts into chunks, so that fp32 copies of their gradients need little memory."""
     first = elements = 0
     for number, (part, _) in enumerate(pairs):
