@@ -2,9 +2,7 @@
 
 import dataclasses
 import itertools
-import sys
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -262,7 +260,7 @@ class OnePass:
 def updates_in_one_pass(model: ParallelModel) -> bool:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(update_rules, "_suits_one_pass", lambda parts: True)
-        patched.setitem(sys.modules, "pentatron.optim.fused_adamw", SimpleNamespace(FusedAdamW=OnePass))
+        patched.setattr(update_rules, "FusedAdamW", OnePass)
         return isinstance(optimizer_of(model).update, OnePass)
 
 
@@ -294,7 +292,7 @@ BUILT: dict[str, tuple[Observed, Callable[[Decisions], object], tuple[str, ...]]
         tuple(f"--compile on {words}" for words in ("", TOGETHER, f"{TOGETHER} --reset-attention-mask")),
     ),
     "graphs": (
-        lambda model: model.recording._recorder is not None,
+        lambda model: model.recording.recorder is not None,
         lambda d: d.graphs.required or d.graphs.if_memory_allows,
         ("--cuda-graphs auto", "--cuda-graphs off", f"--cuda-graphs auto {MIXED} 32"),
     ),
@@ -458,4 +456,4 @@ def test_recordings_that_are_required_end_a_run_that_cannot_have_them() -> None:
             with pytest.raises(UserError, match=problem):
                 build_graph_replay(config, decided, torch.device("cpu"))
         else:
-            assert build_graph_replay(config, decided, torch.device("cpu"))._recorder is not None
+            assert build_graph_replay(config, decided, torch.device("cpu")).recorder is not None

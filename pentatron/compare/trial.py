@@ -173,14 +173,11 @@ def run_trial(config: RunConfig, world: World) -> Trajectory:
 
 def perturb_norms_and_biases(model: ParallelModel) -> None:
     """Adds N(0, 0.1) noise to norm weights and biases, because exact ones and zeros hide mistakes."""
-    for stage in model.stages.values():
-        for held in sharded_parameters(stage):
-            if held.decays:
-                continue
-            for piece in held.declared.pieces:
-                noise, shape = torch.empty(piece.size), held.declared.shape
-                normal_region(7, f"{held.tensor} noise", shape, piece.start, piece.size, noise)
-                region(held.parameter.data, piece.local, piece.size).add_(0.1 * noise.to(held.parameter))
+    for held in (held for held in sharded_parameters(*model.stages.values()) if not held.decays):
+        for piece in held.declared.pieces:
+            noise, shape = torch.empty(piece.size), held.declared.shape
+            normal_region(7, f"{held.tensor} noise", shape, piece.start, piece.size, noise)
+            region(held.parameter.data, piece.local, piece.size).add_(0.1 * noise.to(held.parameter))
 
 
 def train_and_record(

@@ -68,9 +68,8 @@ _DEFAULT_IF_ALONE = (
 
 def small_twin(config: RunConfig, replicas: int | None = None) -> RunConfig:
     """Returns the layout and structure of a run in small sizes; `replicas` are its data-parallel ranks."""
-    values = (
-        config.flat() | _REVEALING | _LEFT_OUT | dict.fromkeys((*_BATCH_SIZE_ALIASES, *_IN_SAMPLES.split()))
-    )
+    unset = dict.fromkeys((*_BATCH_SIZE_ALIASES, *_IN_SAMPLES.split()))
+    values = config.flat() | _REVEALING | _LEFT_OUT | unset
     values |= {"rampup_batch_size": (), "step_batch_size_schedule": ()}
     tensor, context = config.grid.tensor, config.grid.context
     copies, micro = replicas or config.grid.data, min(config.train.micro_batch_size, 2)

@@ -269,10 +269,7 @@ def _kept_tokenizers(folder: Path, config: Mapping[str, Any]) -> list[Path]:
 
 def _stop_tokens(folder: Path) -> frozenset[int]:
     """End-of-text tokens of generation_config.json or config.json."""
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        if not path.exists():
-            continue
+    for path in filter(Path.exists, (folder / "generation_config.json", folder / "config.json")):
         try:
             end = parse_json(path.read_text(encoding="utf-8")).get("eos_token_id")
         except (ValueError, AttributeError) as error:

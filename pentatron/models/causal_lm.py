@@ -5,6 +5,7 @@ A pipeline stage is the same class with some of these parts missing.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -105,14 +106,11 @@ class CausalLM(nn.Module):
         shared = LayerOptions(
             self.recompute, self.kernels, self.cache_in_use, options.fuses_gates, options.compile
         )
+        axes_of = {i: axes.with_linear(options.linear_of_layer(i)) for i in part.layers}
+        build = partial(build_module, config=core)
         layers = {
-            i: build_module(
-                block.layer_specs[i],
-                config=core,
-                layer_number=i + 1,
-                axes=replace(axes.with_linear(options.linear_of_layer(i)), options=shared),
-            )
-            for i in part.layers
+            i: build(block.layer_specs[i], layer_number=i + 1, axes=replace(own, options=shared))
+            for i, own in axes_of.items()
         }
         # ModuleDict, not ModuleList: names contain the layer's number in the model, also on stages with some
         # of the layers.
@@ -220,11 +218,9 @@ def build_stages(
 
     Without a seed the weights are uninitialized memory, for callers that load all of them.
     """
-    stages = {}
     ends = folded_ends(parts.values())
-    for number, part in parts.items():
-        with device:
-            stages[number] = CausalLM(config, moe, part, axes, options, spec, ends)
+    with device:
+        stages = {n: CausalLM(config, moe, part, axes, options, spec, ends) for n, part in parts.items()}
     if seed is not None:
         draw_weights(sharded_parameters(*stages.values()), seed, config.init_method_std)
     return stages

@@ -52,11 +52,10 @@ def check_user_spec(config: TransformerConfig, moe: MoEConfig) -> None:
     if not config.spec:
         return
     core = CoreTransformerConfig.of(config, moe)
-    tried: list[ModuleSpec] = []
-    for number, spec in enumerate(block_spec(core).layer_specs, 1):
-        if any(spec is other for other in tried):
+    specs = block_spec(core).layer_specs
+    for number, spec in enumerate(specs, 1):
+        if any(spec is other for other in specs[: number - 1]):
             continue
-        tried.append(spec)
         with torch.device("meta"):
             layer = nn_spec.build_module(spec, config=core, layer_number=number)
         try:
@@ -102,15 +101,9 @@ def get_gpt_layer_with_transformer_engine_spec(
 ) -> ModuleSpec:
     """Returns the local spec with the configured norm: there is one implementation here."""
     _without_effect(use_te_op_fuser=use_te_op_fuser, use_te_activation_func=use_te_activation_func)
+    given = (num_experts, moe_grouped_gemm, qk_layernorm, multi_latent_attention, moe_use_legacy_grouped_gemm)
     return get_gpt_layer_local_spec(
-        num_experts,
-        moe_grouped_gemm,
-        qk_layernorm,
-        multi_latent_attention,
-        moe_use_legacy_grouped_gemm,
-        normalization=None,
-        qk_l2_norm=qk_l2_norm,
-        use_kitchen=use_kitchen,
+        *given, normalization=None, qk_l2_norm=qk_l2_norm, use_kitchen=use_kitchen
     )
 
 
@@ -136,12 +129,10 @@ def spec_of(
     config: TransformerConfig, moe: MoEConfig, layer: int, normalization: str | None = None
 ) -> ModuleSpec:
     """Returns the spec of layer `layer` of a configured model, counted from 0."""
-    experts = moe.num_experts
-    if experts is not None and not moe_layers(moe.moe_layer_freq, config.num_layers)[layer]:
-        experts = None
-    return _layer(
-        NORMS[normalization or config.normalization], config.qk_layernorm, experts, bool(moe.moe_grouped_gemm)
-    )
+    is_dense = moe.num_experts is None or not moe_layers(moe.moe_layer_freq, config.num_layers)[layer]
+    experts = None if is_dense else moe.num_experts
+    norm = NORMS[normalization or config.normalization]
+    return _layer(norm, config.qk_layernorm, experts, bool(moe.moe_grouped_gemm))
 
 
 def block_spec(

@@ -39,11 +39,8 @@ class ExpertLoad:
 
 def loads_of(stage: CausalLM) -> dict[int, RouterLoad]:
     """Router loads of a stage by layer number."""
-    return {
-        int(number): layer.mlp.router.load
-        for number, layer in stage.layers.items()
-        if isinstance(layer.mlp, MoE)
-    }
+    layers = stage.layers.items()
+    return {int(number): layer.mlp.router.load for number, layer in layers if isinstance(layer.mlp, MoE)}
 
 
 def router_fragments(loads: Mapping[int, RouterLoad]) -> Iterator[Fragment]:
@@ -61,6 +58,7 @@ class RouterLoads:
         self.layers = config.layers_with_experts
         self.names = tuple(loss_weights(config.moe)) if self.layers else ()
         self.experts = config.moe.num_experts or 0
+        self.size = (len(self.layers), self.experts + len(self.names))
         self.local = {number: load for stage in stages.values() for number, load in loads_of(stage).items()}
 
     def begin_step(self, micro_batches: int, scale: float = 1.0) -> None:
@@ -73,9 +71,7 @@ class RouterLoads:
 
     def numbers(self) -> Tensor:
         """This rank's counts and losses for all layers of the model, to be summed over all ranks."""
-        rows = torch.zeros(
-            len(self.layers), self.experts + len(self.names), dtype=torch.float64, device=self.world.device
-        )
+        rows = torch.zeros(self.size, dtype=torch.float64, device=self.world.device)
         for row, layer in enumerate(self.layers):
             if layer in self.local:
                 rows[row] = self.local[layer].numbers()
@@ -83,8 +79,7 @@ class RouterLoads:
 
     def settle(self, summed: Tensor) -> None:
         """Finishes the step with the sums over all ranks."""
-        width = self.experts + len(self.names)
-        for layer, numbers in zip(self.layers, summed.view(len(self.layers), width)):
+        for layer, numbers in zip(self.layers, summed.view(self.size)):
             if layer in self.local:
                 self.local[layer].settle(numbers)
 
@@ -92,7 +87,7 @@ class RouterLoads:
         """Returns the load of the step; None for a model without experts."""
         if not self.layers:
             return None
-        rows = summed.view(len(self.layers), -1).cpu()
+        rows = summed.view(self.size).cpu()
         means = rows[:, self.experts :].mean(0).tolist()
         return ExpertLoad(self.layers, rows[:, : self.experts], dict(zip(self.names, means)))
 

@@ -231,26 +231,15 @@ def chunk_blocks(
     keys: Sequence[int],
     size: int,
     window: int | None,
-) -> list[Block]:
+) -> Iterator[Block]:
     """Blocks of chunks of queries and keys if attention is restricted to documents or a window.
 
     Blocks need no mask for documents, except for short documents inside a chunk: two different chunks share
     at most one document, whose part is a rectangle.
     """
     groups = [(slice(None), (0,))] if documents is None else group_equal_starts(documents)
-    each = (_chunk_blocks(starts, samples, queries, keys, size, window) for samples, starts in groups)
-    return list(itertools.chain.from_iterable(each))
-
-
-def _chunk_blocks(
-    starts: Sequence[int],
-    samples: slice,
-    queries: Sequence[int],
-    keys: Sequence[int],
-    size: int,
-    window: int | None,
-) -> Iterator[Block]:
-    for (place, number), (key_place, key_number) in itertools.product(enumerate(queries), enumerate(keys)):
+    pairs = itertools.product(groups, enumerate(queries), enumerate(keys))
+    for (samples, starts), (place, number), (key_place, key_number) in pairs:
         first, after = number * size, (number + 1) * size
         shift, key_shift = place * size - first, (key_place - key_number) * size
         if number == key_number:

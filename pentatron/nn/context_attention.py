@@ -76,7 +76,7 @@ def gathered_blocks(
     """Blocks of this rank's queries over all keys in order: for each chunk the keys before it, and itself."""
     size = length // 2
     if documents is not None or window is not None:
-        return chunk_blocks(documents, context.chunks, range(2 * context.size), size, window)
+        return list(chunk_blocks(documents, context.chunks, range(2 * context.size), size, window))
     blocks = []
     for place, number in enumerate(context.chunks):
         queries, first = slice(place * size, (place + 1) * size), number * size
@@ -93,7 +93,7 @@ def ring_blocks(
     source = (context.rank - step) % context.size
     if documents is None and window is None:
         return [ring_block(source, context.rank, length)]
-    return chunk_blocks(documents, context.chunks, context.chunks_of(source), length // 2, window)
+    return list(chunk_blocks(documents, context.chunks, context.chunks_of(source), length // 2, window))
 
 
 class _SplitAttention(torch.autograd.Function):

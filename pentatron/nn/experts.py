@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pentatron.nn.init import residual_scale
-from pentatron.nn.linear import WeightedModule, mlp_activation
+from pentatron.nn.linear import WeightedModule
 from pentatron.nn.options import Axes
 from pentatron.nn.router import Routing
 from pentatron.ops import activation, linear
@@ -168,8 +168,8 @@ class Experts(nn.Module):
             return _Mixed.apply(rows_ND, weights_TK, fc1, fc2, sort, self)
         groups = linear.Groups(tuple(counts), self.grouped, counts_E)
         inner = self.linear_fc1(rows_ND, groups)
-        activate = partial(mlp_activation, inner, self.gated)
-        activated = self.recompute("moe_act", mlp_activation, inner, self.gated)
+        activate = partial(activation.mlp_activation, inner, self.gated)
+        activated = self.recompute("moe_act", activation.mlp_activation, inner, self.gated)
         with self.recompute.recomputing_output("moe_act", activated, activate):
             output: Tensor = self.linear_fc2(activated, groups)
         return output

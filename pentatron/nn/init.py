@@ -69,8 +69,7 @@ def draw_weights(parameters: Iterable[ShardedParameter], seed: int, std: float) 
                 if initial.constant is not None:
                     target.fill_(initial.constant)
                     continue
-                shape = held.declared.shape
-                normal_region(seed, held.tensor, shape, piece.start, piece.size, target)
+                normal_region(seed, held.tensor, held.declared.shape, piece.start, piece.size, target)
                 target.mul_(std * initial.scale)
 
 

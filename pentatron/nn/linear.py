@@ -17,11 +17,6 @@ from pentatron.parallel.axes import TensorAxis
 from pentatron.parallel.sharding import Initialization, Shape, Shard, ShardedModule, ShardingSpec
 
 
-def mlp_activation(inner: Tensor, has_gate: bool) -> Tensor:
-    """The activation of an MLP: gated SiLU, with the gate in the first half, or GELU."""
-    return gated(inner) if has_gate else F.gelu(inner, approximate="tanh")
-
-
 @dataclass(frozen=True)
 class Rows:
     """A range of rows of a logical matrix on this rank; with `copies`, its kv neighbours hold them too."""
@@ -88,9 +83,8 @@ class WeightedModule(ShardedModule):
     def multiplied(self, x: Tensor, bias: Tensor | None = None, gates: bool = False) -> Tensor:
         """Returns `x Wᵀ + b`; with `gates`, `silu(gate) * up` of it, with the gate in the first half."""
         if self.fp8 is not None and fp8_linear.fp8_supports(x):
-            return fp8_linear.fp8_linear(
-                x, self.weight, bias, self.fp8, self.deferred, self.scale.known, gates
-            )
+            scale = self.scale.known
+            return fp8_linear.fp8_linear(x, self.weight, bias, self.fp8, self.deferred, scale, gates)
         output = linear(x, self.weight, bias, self.deferred)
         return gated(output) if gates else output
 
@@ -117,9 +111,8 @@ def _row_pieces(rows: Sequence[Rows], rest: Shape) -> tuple[Shard, ...]:
     for range_ in rows:
         shared: frozenset[Axis] = frozenset({"kv"}) if range_.copies else frozenset()
         zeros = (0,) * len(rest)
-        pieces.append(
-            Shard((range_.start, *zeros), (local, *zeros), (range_.count, *rest), shared, partial_over=shared)
-        )
+        start, place = (range_.start, *zeros), (local, *zeros)
+        pieces.append(Shard(start, place, (range_.count, *rest), shared, partial_over=shared))
         local += range_.count
     return tuple(pieces)
 

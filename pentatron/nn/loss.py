@@ -139,9 +139,8 @@ class _FusedCrossEntropy(torch.autograd.Function):
         largest, sums = local_largest, local_sums
         if group.size > 1:
             largest = all_reduce_max_(local_largest.clone(), group)
-            sums, of_label = all_reduce_(
-                torch.stack((local_sums * (local_largest - largest).exp(), of_label)), group
-            )
+            local = torch.stack((local_sums * (local_largest - largest).exp(), of_label))
+            sums, of_label = all_reduce_(local, group)
         log_sums = largest + sums.log()
         ctx.save_for_backward(logits if overwrite else rows, flat, log_sums)
         ctx.shape, ctx.words, ctx.first, ctx.vocabulary = logits.shape, words, first, vocabulary

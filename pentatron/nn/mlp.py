@@ -7,9 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pentatron.nn.init import residual_scale
-from pentatron.nn.linear import ColumnParallelLinear, RowParallelLinear, Rows, even_rows, mlp_activation
+from pentatron.nn.linear import ColumnParallelLinear, RowParallelLinear, Rows, even_rows
 from pentatron.nn.options import ONE_PROCESS, Axes
 from pentatron.nn.spec import MLPSubmodules, build_module
+from pentatron.ops.activation import mlp_activation
 from pentatron.ops.dispatch import uses_triton
 from pentatron.settings.core_config import CoreTransformerConfig
 from pentatron.settings.model import TransformerConfig

@@ -43,7 +43,7 @@ def all_to_all(
     # The only synchronization of host and device: the host needs the sizes of the all-to-all.
     sizes = torch.stack((sent_GE, received_GE)).tolist()
     sent, received = ([sum(row) for row in rows] for rows in sizes)
-    rows_ND = _gathered_rows(x_TD, order[: sum(sent) // axis.cut], topk)
+    rows_ND = _GatherRows.apply(x_TD, order[: sum(sent) // axis.cut], topk)
     if axis.cut > 1:
         # Once for each rank that shares an expert.
         blocks = rows_ND.split(sent[:: axis.cut])
@@ -51,7 +51,7 @@ def all_to_all(
     arrived_ND = axis.all_to_all(rows_ND, sent, received)
     sorting = _by_local_expert(received_GE, sum(received))
     counts = [sum(column) for column in zip(*sizes[1])]
-    output_ND = experts(_gathered_rows(arrived_ND, sorting, 1), counts, received_GE.sum(0))
+    output_ND = experts(_GatherRows.apply(arrived_ND, sorting, 1), counts, received_GE.sum(0))
     returned_ND = axis.all_to_all(_scatter_rows(output_ND, sorting, len(sorting)), received, sent)
     if axis.cut > 1:
         blocks = returned_ND.split(sent)
@@ -76,7 +76,7 @@ def all_gather(
     order, counts_E = _by_expert(chosen_AK - local.start, here_AK, len(local))
     counts = counts_E.tolist()
     order = order[: sum(counts)]
-    output_ND = experts(_gathered_rows(x_AD, order, topk), counts, counts_E)
+    output_ND = experts(_GatherRows.apply(x_AD, order, topk), counts, counts_E)
     output_AKD = _scatter_rows(output_ND, order, chosen_AK.numel()).unflatten(0, (-1, topk))
     return axis.summed(_weighted(output_AKD, weights_AK))
 
@@ -125,13 +125,11 @@ class _ScatterRows(torch.autograd.Function):
         return gradients[0].index_select(0, order), None, None
 
 
-def _gathered_rows(x_TD: Tensor, order: Tensor, topk: int) -> Tensor:
-    """Row i is the token of pair `order[i]`. Every token has `topk` pairs, and no pair occurs twice."""
-    return _GatherRows.apply(x_TD, order, topk)
-
-
 class _GatherRows(torch.autograd.Function):
-    """Autograd's own backward of indexing adds in no fixed order on a GPU; this one is deterministic."""
+    """Row i is the token of pair `order[i]`. Every token has `topk` pairs, and no pair occurs twice.
+
+    Autograd's own backward of indexing adds in no fixed order on a GPU; this one is deterministic.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, order: Tensor, topk: int) -> Tensor:

@@ -171,8 +171,6 @@ ONE_PROCESS = Axes()
 
 
 def axes_of(world: World, parallel: ParallelConfig) -> Axes:
-    return Axes(
-        axes.tensor_axis(world, parallel.sequence_parallel),
-        axes.context_axis(world, parallel.cp_comm_type),
-        axes.expert_axis(world),
-    )
+    tensor = axes.tensor_axis(world, parallel.sequence_parallel)
+    context = axes.context_axis(world, parallel.cp_comm_type)
+    return Axes(tensor, context, axes.expert_axis(world))

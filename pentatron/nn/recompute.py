@@ -40,6 +40,7 @@ NO_RECOMPUTE = Recompute()
 EVERY_LAYER = Recompute(frozenset({LAYERS}))
 
 
+@dataclass(eq=False)
 class RecomputeSwitch:
     """Runs parts of one model, with activation checkpointing for those in `wanted`.
 
@@ -48,15 +49,9 @@ class RecomputeSwitch:
     the first run.
     """
 
-    def __init__(
-        self,
-        wanted: Recompute = NO_RECOMPUTE,
-        draws: bool = False,
-        kernels: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        self.wanted = wanted
-        self.draws = draws
-        self.kernels = kernels
+    wanted: Recompute = NO_RECOMPUTE
+    draws: bool = False
+    kernels: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __call__(self, part: str, function: Callable[..., Tensor], *inputs: object) -> Tensor:
         """Returns `function(*inputs)`; saves only the inputs if the part is recomputed."""

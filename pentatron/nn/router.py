@@ -234,10 +234,9 @@ class Router(ReplicatedWeight):
         capacity = min(tokens, math.ceil(equal_share * moe.moe_expert_capacity_factor))
         # Tokens with equal histories have equal weights except for rounding, which depends on the layout.
         # Weights are therefore compared coarsely; of equal ones the first tokens are kept.
-        by_weight = moe.moe_token_drop_policy == "probs"
-        priority_BSK = (
-            (weights_BSK.float() * _STEPS).round() + 1 if by_weight else torch.ones_like(weights_BSK)
-        )
+        priority_BSK = torch.ones_like(weights_BSK)
+        if moe.moe_token_drop_policy == "probs":
+            priority_BSK = (weights_BSK.float() * _STEPS).round() + 1
         priority_TE = priority_BSK.new_zeros(len(indices), moe.experts)
         priority_TE.scatter_(1, chosen_BSK.flatten(0, 1), priority_BSK.flatten(0, 1))
         of_all_TE = torch.zeros_like(priority_TE).repeat(axes.expert.sequence.size, 1)

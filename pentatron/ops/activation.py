@@ -27,7 +27,7 @@ def weighted_activation(inner_NI: Tensor, weights_N: Tensor, gated: bool) -> Ten
         from pentatron.ops import triton_activation
 
         return triton_activation.weighted_activation(inner_NI, weights_N, gated)
-    return (_activation(inner_NI.float(), gated) * weights_N.float()[:, None]).to(inner_NI.dtype)
+    return (mlp_activation(inner_NI.float(), gated) * weights_N.float()[:, None]).to(inner_NI.dtype)
 
 
 def weighted_activation_backward(
@@ -39,7 +39,7 @@ def weighted_activation_backward(
 
         return triton_activation.weighted_activation_backward(gradient_NI, inner_NI, weights_N, gated)
     weights, gradient, inner = weights_N.float()[:, None], gradient_NI.float(), inner_NI.float()
-    activated = _activation(inner, gated)
+    activated = mlp_activation(inner, gated)
     grad_weights = (gradient * activated).sum(1)
     grad_activated = gradient * weights
     if gated:
@@ -52,8 +52,9 @@ def weighted_activation_backward(
     return grad_inner.to(dtype), grad_weights.to(weights_N.dtype), (activated * weights).to(dtype)
 
 
-def _activation(inner: Tensor, is_gated: bool) -> Tensor:
-    return gated(inner) if is_gated else F.gelu(inner, approximate="tanh")
+def mlp_activation(inner: Tensor, has_gate: bool) -> Tensor:
+    """The activation of an MLP: gated SiLU, with the gate in the first half, or GELU."""
+    return gated(inner) if has_gate else F.gelu(inner, approximate="tanh")
 
 
 def _gate_gradient(gradient: Tensor, inner: Tensor) -> Tensor:
@@ -75,8 +76,7 @@ def gated(inner: Tensor) -> Tensor:
 
 
 def _like_gate(gradient: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
-    rows = inner.shape[:-1].numel()
-    return inner.new_empty(inner.shape), inner.new_empty(rows, dtype=torch.float32)
+    return inner.new_empty(inner.shape), inner.new_empty(inner.shape[:-1].numel(), dtype=torch.float32)
 
 
 @operator("gate_backward", _like_gate)
@@ -105,8 +105,7 @@ def swiglu(inner: Tensor) -> Tensor:
 
 
 def _like_swiglu(gradient: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
-    output = inner.new_empty((*inner.shape[:-1], inner.shape[-1] // 2))
-    return inner.new_empty(inner.shape), output
+    return inner.new_empty(inner.shape), inner.new_empty(gradient.shape)
 
 
 @operator("swiglu_backward", _like_swiglu)

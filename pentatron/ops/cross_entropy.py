@@ -33,23 +33,17 @@ def row_sums(logits: Tensor, labels: Tensor, words: int, first: int) -> tuple[Te
 
 
 def write_gradient(
-    gradient: Tensor,
-    logits: Tensor,
-    labels: Tensor,
-    log_sums: Tensor,
-    weights: Tensor,
-    words: int,
-    first: int,
+    output: Tensor, logits: Tensor, labels: Tensor, log_sums: Tensor, weights: Tensor, words: int, first: int
 ) -> None:
-    """Writes `(softmax − 1 at the label) · weight` for every row; `gradient` may be `logits` itself."""
+    """Writes `(softmax − 1 at the label) · weight` for every row; `output` may be `logits` itself."""
     if words:
         local, elsewhere = _local_labels(labels, words, first)
         at_label = elsewhere.float() - 1.0
         for rows in _blocks(logits):
             block = (logits[rows, :words] - log_sums[rows, None]).float().exp_()
             block.scatter_add_(-1, local[rows, None], at_label[rows, None])
-            torch.mul(block, weights[rows, None], out=gradient[rows, :words])
-    gradient[:, words:] = 0
+            torch.mul(block, weights[rows, None], out=output[rows, :words])
+    output[:, words:] = 0
 
 
 def _local_labels(labels: Tensor, words: int, first: int) -> tuple[Tensor, Tensor]:

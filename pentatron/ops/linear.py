@@ -29,22 +29,20 @@ _HALF_DTYPES = (torch.bfloat16, torch.float16)
 _FEW_ROWS = 16
 
 
-def _is_x86() -> bool:
-    return platform.machine().lower() in ("x86_64", "amd64")
+_IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
 
 def _has_bf16_instructions() -> bool:
     """Whether the CPU multiplies bf16 natively. Also True if unknown: torch's product is used then."""
     checks = [getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile")]
-    return not _is_x86() or any(check is None or bool(check()) for check in checks)
+    return not _IS_X86 or any(check is None or bool(check()) for check in checks)
 
 
 def _onednn_linear() -> Callable[..., Tensor] | None:
     """Returns oneDNN's linear operator, or None if torch lacks it or does not use MKL (not x86)."""
-    if not _is_x86() or not torch.backends.mkldnn.is_available() or not torch.backends.mkl.is_available():
+    if not _IS_X86 or not torch.backends.mkldnn.is_available() or not torch.backends.mkl.is_available():
         return None
-    linear_pointwise: Callable[..., Tensor] | None = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
-    return linear_pointwise
+    return getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
 
 def _mkl_ignores_avx512() -> bool:

@@ -81,9 +81,8 @@ def weighted_activation(inner_NI: Tensor, weights_N: Tensor, gated: bool) -> Ten
     rows, width = len(inner_NI), inner_NI.shape[1] // (2 if gated else 1)
     out = inner_NI.new_empty(rows, width)
     if out.numel():
-        _activation_forward[(rows,)](
-            inner_NI.contiguous(), weights_N.contiguous(), out, WIDTH=width, GATED=gated, BLOCK=_block(width)
-        )
+        given = (inner_NI.contiguous(), weights_N.contiguous())
+        _activation_forward[(rows,)](*given, out, WIDTH=width, GATED=gated, BLOCK=_block(width))
     return out
 
 

@@ -16,9 +16,8 @@ def row_sums(
     """As `cross_entropy.row_sums`."""
     rows = logits.shape[0]
     results = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
-    _cross_entropy_sums[(rows,)](
-        logits, labels, results, rows, first, logits.stride(0), words, block, num_warps=warps
-    )
+    sizes = (rows, first, logits.stride(0), words, block)
+    _cross_entropy_sums[(rows,)](logits, labels, results, *sizes, num_warps=warps)
     return results[0], results[1], results[2]
 
 

@@ -115,16 +115,8 @@ def dropout(
     if in_words:
         tensors = [t.view(torch.int32) for t in tensors]
     pairs = min(triton.next_power_of_2((width + 1) // 2), _PAIRS)
-    flags = {"HAS_STREAM": stream_BSD is not None, "SITE_IN_MEMORY": isinstance(site, Tensor)}
+    flags = (stream_BSD is not None, isinstance(site, Tensor))
     numbers = (width // 2 if in_words else width, site, limit, scale)
-    _drop[(x.numel() // width, triton.cdiv(width, 2 * pairs))](
-        *tensors[:2],
-        rows_BS.contiguous(),
-        tensors[2],
-        *numbers,
-        **flags,
-        PAIRS=pairs,
-        KIND=_KINDS[x.dtype],
-        IN_WORDS=in_words,
-    )
+    places, constants = (*tensors[:2], rows_BS.contiguous(), tensors[2]), (pairs, _KINDS[x.dtype], in_words)
+    _drop[(x.numel() // width, triton.cdiv(width, 2 * pairs))](*places, *numbers, *flags, *constants)
     return output

@@ -129,8 +129,6 @@ def largest_of_tiles(matrix: Tensor) -> tuple[Tensor, Tensor]:
     row_maxima, column_maxima = empty_tile_maxima(matrix)
     tiles = triton.cdiv(height, TILE) * triton.cdiv(width, TILE)
     if tiles:
-        strides = (matrix.stride(0), matrix.stride(1))
-        _largest_of_tiles[(tiles,)](
-            matrix, row_maxima, column_maxima, height, width, *strides, TILE=TILE, num_warps=8
-        )
+        sizes = (height, width, matrix.stride(0), matrix.stride(1))
+        _largest_of_tiles[(tiles,)](matrix, row_maxima, column_maxima, *sizes, TILE=TILE, num_warps=8)
     return row_maxima, column_maxima

@@ -29,6 +29,10 @@ TYPES: dict[torch.dtype | None, Any] = {
 }
 
 
+# The dtypes of gradients and of rounded weights; None without them.
+_Dtypes = tuple[torch.dtype | None, torch.dtype | None]
+
+
 class Programs(NamedTuple):
     """For every program its row of the table, and for every row its first program."""
 
@@ -133,17 +137,13 @@ class FusedAdamWKernel:
             self._launch(launch, gradients, control, numbers)
 
     def _plan(self, gradients: Sequence[Tensor | None]) -> list[_Launch]:
-        groups: dict[tuple[torch.dtype | None, torch.dtype | None], list[int]] = {}
+        groups: dict[_Dtypes, list[int]] = {}
         for number, (target, gradient) in enumerate(zip(self.targets, gradients, strict=True)):
             groups.setdefault((_dtype_of(gradient), _dtype_of(target.rounded)), []).append(number)
-        return [self._plan_launch(targets, gradients, *dtypes) for dtypes, targets in groups.items()]
+        return [self._plan_launch(targets, gradients, dtypes) for dtypes, targets in groups.items()]
 
     def _plan_launch(
-        self,
-        targets: Sequence[int],
-        gradients: Sequence[Tensor | None],
-        gradient_dtype: torch.dtype | None,
-        rounded_dtype: torch.dtype | None,
+        self, targets: Sequence[int], gradients: Sequence[Tensor | None], dtypes: _Dtypes
     ) -> _Launch:
         """`targets` have gradients of one dtype and weights of one dtype."""
         rows, sizes = [], []
@@ -158,7 +158,7 @@ class FusedAdamWKernel:
             rows.append([*addresses, sizes[-1], int(target.decays)])
         device = self.targets[targets[0]].values.device
         fixed, programs = torch.tensor(rows).to(device), programs_of(sizes, self.block, device)
-        return _Launch(targets, gradient_dtype, rounded_dtype, fixed, programs, Addresses(device))
+        return _Launch(targets, *dtypes, fixed, programs, Addresses(device))
 
     def _launch(
         self, launch: _Launch, gradients: Sequence[Tensor | None], control: Tensor, numbers: AdamWParameters
@@ -169,13 +169,9 @@ class FusedAdamWKernel:
         correction1, correction2 = 1 - beta1**numbers.update, 1 - beta2**numbers.update
         factors = (rate / correction1, rate * numbers.decay, beta1, 1 - beta1, beta2, 1 - beta2)
         tables = (*launch.programs, launch.fixed, launch.addresses(launch_gradients), control)
-        constants = {
-            "GRADIENT": TYPES[launch.gradient],
-            "ROUNDED": TYPES[launch.rounded],
-            "BLOCK": self.block,
-        }
+        constants = (TYPES[launch.gradient], TYPES[launch.rounded], self.block)
         _update[(len(launch.programs.row_of),)](
-            *tables, *factors, correction2**-0.5, numbers.epsilon, **constants, num_warps=self.warps
+            *tables, *factors, correction2**-0.5, numbers.epsilon, *constants, num_warps=self.warps
         )
 
 
@@ -280,10 +276,8 @@ class SumOfSquares:
         device, sizes = tensors[0].device, tuple(t.numel() for t in tensors)
         if sizes != self._known or self._plan is None:
             on_device = torch.tensor(sizes, dtype=torch.int64).to(device)
-            self._known, self._plan = (
-                sizes,
-                (programs_of(sizes, self.block, device), on_device, Addresses(device)),
-            )
+            self._known = sizes
+            self._plan = programs_of(sizes, self.block, device), on_device, Addresses(device)
         programs, sizes_on_device, addresses = self._plan
         sums = torch.empty(len(programs.row_of), dtype=torch.float32, device=device)
         tables = (*programs, sizes_on_device, addresses(tensors), sums)
@@ -296,10 +290,8 @@ class SumOfSquares:
 def sum_in_fp32(first: Tensor, second: Tensor) -> Tensor:
     """Returns the sum of two contiguous tensors of one dtype in fp32, in one pass."""
     total = torch.empty_like(first, dtype=torch.float32)
-    block = 2048
-    _exact_sum[(triton.cdiv(total.numel(), block),)](
-        first, second, total, total.numel(), BLOCK=block, num_warps=4
-    )
+    elements, block = total.numel(), 2048
+    _exact_sum[(triton.cdiv(elements, block),)](first, second, total, elements, BLOCK=block, num_warps=4)
     return total
 
 
@@ -315,9 +307,8 @@ def _sum_of_squares(row_of, first_of, sizes, addresses, sums, DTYPE: tl.constexp
         found = tl.load(pointer(address, DTYPE, True) + offsets).to(tl.float32)
         tl.store(sums + program, tl.sum(found * found))
     else:
-        some = tl.load(pointer(address, DTYPE, False) + offsets, mask=offsets < elements, other=0.0).to(
-            tl.float32
-        )
+        some = tl.load(pointer(address, DTYPE, False) + offsets, mask=offsets < elements, other=0.0)
+        some = some.to(tl.float32)
         tl.store(sums + program, tl.sum(some * some))
 
 

@@ -267,8 +267,7 @@ class Optimizer(OptimizerBase):
         """Yields the full weights this rank computes with; collective, so every rank must exhaust it."""
         self.wait_for_weights()
         for held in (held for chunk in self._chunks.values() for held in sharded_parameters(chunk)):
-            for _, fragment in fragments_of(held, held.parameter.detach().view(-1)):
-                yield fragment
+            yield from (fragment for _, fragment in fragments_of(held, held.parameter.detach().view(-1)))
 
     def bytes(self) -> dict[str, int]:
         """Returns the memory this rank holds. FP32 weights are their own master weights.

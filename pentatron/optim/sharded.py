@@ -32,6 +32,7 @@ class ShardedOptimizer(OptimizerBase):
     ) -> None:
         super().__init__(world, config)
         self._stages = {number: ShardedStage(chunk, world, dtype) for number, chunk in chunks.items()}
+        self._flats = [flat for stage in self._stages.values() for flat in stage.flat.values()]
         self._shards = [shard for stage in self._stages.values() for shard in stage.shards]
         self._pending: list[Pending] = []
         kept = [_kept_gradients(shard) for shard in self._shards]
@@ -48,9 +49,8 @@ class ShardedOptimizer(OptimizerBase):
         self._build_update(parts, options.one_pass)
 
     def zero_gradients(self) -> None:
-        for stage in self._stages.values():
-            for flat in stage.flat.values():
-                flat.zero_()
+        for flat in self._flats:
+            flat.zero_()
 
     def begin_backward(self, stage: int, last: bool, kind: Kind = Kind.BACKWARD) -> None:
         assert kind is Kind.BACKWARD, (
@@ -96,16 +96,13 @@ class ShardedOptimizer(OptimizerBase):
     def model_weights(self) -> Iterator[Fragment]:
         """Yields the full weights this rank computes with; collective, so every rank must exhaust it."""
         for stage in self._stages.values():
-            for _, fragment in stage.full_weights():
-                yield fragment
+            yield from stage.full_weights()
 
     def bytes(self) -> dict[str, int]:
         """Returns the memory this rank holds between steps. The fp32 shards are the master weights."""
         return {
             "parameters": storage_bytes(shard.values for shard in self._shards),
-            "gradients": storage_bytes(
-                flat for stage in self._stages.values() for flat in stage.flat.values()
-            ),
+            "gradients": storage_bytes(self._flats),
             "master": 0,
             "moments": storage_bytes(self.update.moments()),
         }
@@ -120,9 +117,8 @@ def _kept_gradients(shard: Zero3Shard) -> FlatGradients:
     """The gradients have a fixed storage, which is zeroed in each step."""
     holder = GradientStorage(shard.gradients.numel(), shard.gradients.view(-1))
     template = holder.template()
-    return FlatGradients(
-        shard.held.tensor, holder, template, list(shard.pieces(template.view(shard.gradients.shape)))
-    )
+    pieces = list(shard.pieces(template.view(shard.gradients.shape)))
+    return FlatGradients(shard.held.tensor, holder, template, pieces)
 
 
 def _padding_of(shard: Zero3Shard) -> list[Tensor]:

@@ -191,9 +191,7 @@ def beside(values: Tensor, gradient: Tensor) -> Tensor:
     return values if values.shape == gradient.shape else values[: gradient.numel()]
 
 
-def _chunks(
-    pairs: Sequence[tuple[Part, Tensor | None]],
-) -> Iterator[Sequence[tuple[Part, Tensor | None]]]:
+def _chunks(pairs: Sequence[tuple[Part, Tensor | None]]) -> Iterator[Sequence[tuple[Part, Tensor | None]]]:
     """Splits the parts into chunks, so that fp32 copies of their gradients need little memory."""
     first = elements = 0
     for number, (part, _) in enumerate(pairs):
@@ -212,7 +210,7 @@ class Adam(UpdateRule):
     """AdamW with torch's fused kernel.
 
     Uses the functional form: constructing or stepping a `torch.optim.Optimizer` imports torch's compiler, a
-    third of the start-up time. On a GPU, `fused_adamw` does the same in one pass over memory.
+    third of the start-up time. On a GPU, `FusedAdamW` does the same in one pass over memory.
     """
 
     def __init__(self, parts: Sequence[Part], config: OptimConfig) -> None:
@@ -222,16 +220,68 @@ class Adam(UpdateRule):
     def _update(self, parts: Sequence[Part], *tensors: list[Tensor], **options: Any) -> None:
         values, gradients, averages, squares = tensors
         steps = [self._steps[id(part)] for part in parts]
-        options |= {
-            "beta1": self.config.adam_beta1,
-            "beta2": self.config.adam_beta2,
-            "eps": self.config.adam_eps,
-        }
-        adamw(values, gradients, averages, squares, [], steps, amsgrad=False, **options)
+        betas = {"beta1": self.config.adam_beta1, "beta2": self.config.adam_beta2}
+        options |= {"amsgrad": False, "eps": self.config.adam_eps, **betas}
+        adamw(values, gradients, averages, squares, [], steps, **options)
 
     def set_updates(self, updates: int) -> None:
         for step in self._steps.values():
             step.fill_(float(updates))
+
+
+class FusedAdamW(UpdateRule):
+    """AdamW on a GPU in one pass over memory, which the device itself can skip.
+
+    Clipping, the update and the rounding of the weights are one kernel on the gradients as backward left
+    them. Loss and norm need not be known on the host before the update is launched: the GPU never waits for
+    the host.
+    """
+
+    in_one_pass = True
+
+    def __init__(self, parts: Sequence[Part], config: OptimConfig) -> None:
+        # Requires Triton, which takes a while to import.
+        from pentatron.ops.triton_update import AdamWParameters, FusedAdamWKernel, Target
+
+        super().__init__(parts, config, MOMENTS)
+        self._updates = 0
+        self._device = parts[0].values.device
+        targets = [
+            Target(part.values, kept["exp_avg"], kept["exp_avg_sq"], part.weights, part.decays)
+            for part, kept in zip(parts, self._moments.values())
+        ]
+        self._one_pass, self._parameters = FusedAdamWKernel(targets), AdamWParameters
+
+    @torch.no_grad()
+    def step(
+        self, gradients: Gradients, learning_rate: float, norm: float, scale: float, decay: float
+    ) -> None:
+        factor = clip_factor(norm, self.config.clip_grad, scale)
+        control = torch.tensor([factor, 1.0], dtype=torch.float32).to(self._device)
+        self._launch(gradients, learning_rate, control, decay)
+        self.settle(updated=True)
+
+    @torch.no_grad()
+    def start(
+        self, gradients: Gradients, learning_rate: float, loss_and_norm: Tensor, scale: float, decay: float
+    ) -> None:
+        factor = clip_factor_on_device(loss_and_norm[1], self.config.clip_grad, scale)
+        if len(loss_and_norm) > 2:
+            factor = factor * loss_and_norm[2]
+        control = torch.stack((factor, torch.isfinite(loss_and_norm).all().double())).float()
+        self._launch(gradients, learning_rate, control, decay)
+
+    def _launch(self, gradients: Gradients, learning_rate: float, control: Tensor, decay: float) -> None:
+        self.before()
+        betas = self.config.adam_beta1, self.config.adam_beta2
+        numbers = self._parameters(learning_rate, decay, *betas, self.config.adam_eps, self._updates + 1)
+        self._one_pass(gradients, control, numbers)
+
+    def settle(self, updated: bool) -> None:
+        self._updates += updated
+
+    def set_updates(self, updates: int) -> None:
+        self._updates = updates
 
 
 class Sgd(UpdateRule):
@@ -260,12 +310,8 @@ _RULE_BY_PREFIX = {"exp_avg/": "adam", "momentum_buffer/": "sgd"}
 
 def build_update(parts: Sequence[Part], config: OptimConfig, one_pass: bool) -> UpdateRule:
     """Returns the configured update rule. `one_pass`: as a single kernel, if all tensors are on a GPU."""
-    if one_pass and _suits_one_pass(parts):
-        # Requires Triton, which takes a while to import.
-        from pentatron.optim.fused_adamw import FusedAdamW
-
-        return FusedAdamW(parts, config)
-    return _RULES[config.optimizer](parts, config)
+    rule = FusedAdamW if one_pass and _suits_one_pass(parts) else _RULES[config.optimizer]
+    return rule(parts, config)
 
 
 def _suits_one_pass(parts: Sequence[Part]) -> bool:

@@ -19,13 +19,8 @@ from torch import Tensor
 
 from pentatron.layout.ranks import Axis
 from pentatron.ops.fp8_linear import DEFAULT_LINEAR, LinearOptions
-from pentatron.parallel.collectives import (
-    Group,
-    all_gather_into,
-    all_reduce_,
-    all_to_all_into,
-    reduce_scatter_into,
-)
+from pentatron.parallel import collectives
+from pentatron.parallel.collectives import Group
 from pentatron.parallel.world import ALONE, World
 
 
@@ -125,14 +120,14 @@ def _unchanged(x: Tensor, group: Group) -> Tensor:
 
 
 def _summed(x: Tensor, group: Group) -> Tensor:
-    return all_reduce_(x.clone(memory_format=torch.contiguous_format), group)
+    return collectives.all_reduce_(x.clone(memory_format=torch.contiguous_format), group)
 
 
 def _all_gather_sequence(part_BSD: Tensor, group: Group) -> Tensor:
     """Concatenates every rank's part of the sequence."""
     batch, length, width = part_BSD.shape
     parts = part_BSD.new_empty(group.size, batch, length, width)
-    all_gather_into(parts.view(group.size * batch, length, width), part_BSD.contiguous(), group)
+    collectives.all_gather_into(parts.view(group.size * batch, length, width), part_BSD.contiguous(), group)
     # Collectives concatenate along the first dimension; for a batch of one sequence this moves no data.
     return parts.transpose(0, 1).reshape(batch, group.size * length, width)
 
@@ -143,7 +138,7 @@ def _reduce_scatter_sequence(whole_BSD: Tensor, group: Group) -> Tensor:
     own_length = length // group.size
     parts = whole_BSD.view(batch, group.size, own_length, width).transpose(0, 1).contiguous()
     own = whole_BSD.new_empty(batch, own_length, width)
-    reduce_scatter_into(own, parts.view(group.size * batch, own_length, width), group)
+    collectives.reduce_scatter_into(own, parts.view(group.size * batch, own_length, width), group)
     return own
 
 
@@ -257,7 +252,7 @@ class ExpertAxis:
     def all_to_all_counts(self, counts_GE: Tensor) -> Tensor:
         """Sends row i to rank i; row i of the result comes from rank i."""
         received = torch.empty_like(counts_GE, memory_format=torch.contiguous_format)
-        all_to_all_into(received, counts_GE.contiguous(), self.group)
+        collectives.all_to_all_into(received, counts_GE.contiguous(), self.group)
         return received
 
     def all_gather_integers(self, x_TK: Tensor) -> Tensor:
@@ -266,7 +261,7 @@ class ExpertAxis:
 
     def sum_over_micro_batch(self, x: Tensor) -> Tensor:
         """Sums over the ranks that share the micro-batch, without gradient."""
-        return all_reduce_(x.clone(), self.sequence)
+        return collectives.all_reduce_(x.clone(), self.sequence)
 
     def gather_micro_batch(self, x_TK: Tensor) -> Tensor:
         """All-gathers the rows of the ranks that share the micro-batch, without gradient."""
@@ -282,7 +277,7 @@ def expert_axis(world: World) -> ExpertAxis:
 
 def _all_gather_rows(x: Tensor, group: Group) -> Tensor:
     whole = x.new_empty(group.size * x.shape[0], *x.shape[1:])
-    all_gather_into(whole, x.contiguous(), group)
+    collectives.all_gather_into(whole, x.contiguous(), group)
     return whole
 
 
@@ -295,5 +290,5 @@ def all_to_all(x_ND: Tensor, group: Group, sent: Sequence[int], received: Sequen
 
 def _exchanged(x: Tensor, group: Group, sent: Sequence[int], received: Sequence[int]) -> Tensor:
     received_rows = x.new_empty(sum(received), *x.shape[1:])
-    all_to_all_into(received_rows, x.contiguous(), group, received, sent)
+    collectives.all_to_all_into(received_rows, x.contiguous(), group, received, sent)
     return received_rows

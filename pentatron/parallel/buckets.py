@@ -141,15 +141,10 @@ def merge_views(flat: Tensor, views: Iterable[Tensor]) -> list[Tensor]:
     together are contiguous, such as the two halves of every expert's matrix, are merged too; others are
     returned as they are.
     """
-    origin = int(flat.storage_offset())
-    spans: list[Span] = []
-    strided: list[Tensor] = []
-    for view in views:
-        if view.is_contiguous():
-            spans.extend(_contiguous_spans(view, origin))
-        else:
-            strided.append(view)
-    merged = _merged(spans, ALIGNMENT)
+    origin, views = int(flat.storage_offset()), list(views)
+    strided = [view for view in views if not view.is_contiguous()]
+    contiguous = (view for view in views if view.is_contiguous())
+    merged = _merged((span for view in contiguous for span in _contiguous_spans(view, origin)), ALIGNMENT)
     rows = sum(view.shape[:-1].numel() for view in strided)
     if rows <= _MOST_SPANS and all(view.stride(-1) == 1 for view in strided):
         # Between the rows of a strided view there may be other parameters, so nothing may be skipped.
@@ -199,9 +194,7 @@ class WeightGather:
         self.overlap = overlap
         self._pending: dict[int, Pending] = {}
         if overlap and any(bucket.copies.size > 1 for bucket in buckets):
-            bucket_of = {
-                id(slot.held.parameter): n for n, bucket in enumerate(buckets) for slot in bucket.plan.slots
-            }
+            bucket_of = {id(s.held.parameter): n for n, b in enumerate(buckets) for s in b.plan.slots}
             for path, module, parameters in (row for model in models for row in _parameters_run_by(model)):
                 numbers = {bucket_of[id(p)] for p in parameters if id(p) in bucket_of}
                 if numbers:

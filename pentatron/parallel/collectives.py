@@ -6,7 +6,7 @@ need no special case.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -32,10 +32,6 @@ class WaitTimes:
 
     collectives: float
     messages: float
-
-    @property
-    def seconds(self) -> float:
-        return self.collectives + self.messages
 
 
 class WaitTimer:
@@ -129,12 +125,6 @@ class Group:
         """
         return self.waits.whereabouts.enter(what, self.name, 0 if tensor is None else tensor.numel())
 
-    def standing(
-        self, tensor: Tensor, cause: Cause = "collective", call: Call | None = None
-    ) -> AbstractContextManager[None]:
-        """Context manager around an operation that may wait for other ranks."""
-        return self.waits.standing(tensor.device, cause, call)
-
 
 @dataclass(frozen=True)
 class Pending:
@@ -154,7 +144,7 @@ class Pending:
     def wait(self) -> Tensor:
         """Returns the tensor when it is complete. A tensor that is sent must not be changed before."""
         if self.works:
-            with self.group.standing(self.tensor, self.cause, self.call):
+            with self.group.waits.standing(self.tensor.device, self.cause, self.call):
                 for work in self.works:
                     work.wait()
         return self.tensor if self.device is None else self.tensor.to(self.device)
@@ -164,7 +154,7 @@ def _run_in_place(
     tensor: Tensor, group: Group, what: str, collective: Callable[..., Any], **options: Any
 ) -> Tensor:
     if group.size > 1:
-        with group.standing(tensor, call=group.begins(what, tensor)):
+        with group.waits.standing(tensor.device, call=group.begins(what, tensor)):
             collective(tensor, group=group.process_group, **options)
     return tensor
 
@@ -233,7 +223,7 @@ def all_to_all_into(
     # Gloo implements all-to-all as point-to-point messages, which need host memory.
     buffer = torch.empty_like(received, device="cpu") if group.through_host else received
     output_sizes, input_sizes = (sizes and list(sizes) for sizes in (received_sizes, sent_sizes))
-    with group.standing(received, call=group.begins("all-to-all", sent)):
+    with group.waits.standing(received.device, call=group.begins("all-to-all", sent)):
         leaving = sent.cpu() if group.through_host else sent
         dist.all_to_all_single(buffer, leaving, output_sizes, input_sizes, group=group.process_group)
         if group.through_host:

@@ -95,6 +95,7 @@ class _SavedForward:
     start: GradientEdge | None
 
 
+@dataclass(eq=False)
 class _ScheduleRun:
     """One run through this rank's actions.
 
@@ -102,27 +103,21 @@ class _ScheduleRun:
     input of stage s. Both hold a `Pending` for tensors that are still being received.
     """
 
-    def __init__(
-        self,
-        executor: Executor,
-        schedule: Schedule,
-        program: StageProgram,
-        gradients: GradientSink | None,
-        scale: float = 1.0,
-    ) -> None:
-        self.executor = executor
+    executor: Executor
+    schedule: Schedule
+    program: StageProgram
+    sink: GradientSink | None
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        executor, schedule = self.executor, self.schedule
         # The initial gradient of the loss.
-        self.seed = None if scale == 1 else torch.full((), scale, device=executor.device)
-        self.messages = executor.messages
-        self.deferred = executor.deferred
-        self.program = program
-        self.sink = gradients
-        self.actions = schedule.actions[executor.rank]
-        self.last_stage = schedule.placement.stages - 1
+        self.seed = None if self.scale == 1 else torch.full((), self.scale, device=executor.device)
+        self.messages, self.deferred = executor.messages, executor.deferred
+        self.actions, self.last_stage = schedule.actions[executor.rank], schedule.placement.stages - 1
         # A backward in two halves ends with the weight half.
-        self.backwards_left = Counter(
-            action.stage for action in self.actions if action.kind in (Kind.BACKWARD, Kind.WEIGHT)
-        )
+        ends = (Kind.BACKWARD, Kind.WEIGHT)
+        self.backwards_left = Counter(action.stage for action in self.actions if action.kind in ends)
         self.acknowledged = acknowledged_sends(schedule, executor.rank)
         self.activations: dict[Cell, Tensor | Pending] = {}
         self.gradients: dict[Cell, Tensor | Pending] = {}
@@ -239,12 +234,8 @@ class _ScheduleRun:
         for action in self.actions:
             if action.kind is kind and action.peer is not None:
                 cells.setdefault(action.peer, []).append((action.stage + 1, action.micro_batch))
-        return {
-            peer: summarize_sends(
-                [self.program.message_shape(*cell) for cell in sorted(stage_cells)], self.executor.dtype
-            )
-            for peer, stage_cells in cells.items()
-        }
+        shapes = {peer: [self.program.message_shape(*c) for c in sorted(own)] for peer, own in cells.items()}
+        return {peer: summarize_sends(sent, self.executor.dtype) for peer, sent in shapes.items()}
 
 
 # The timer and the method of each action; receiving is also timed where the tensor is waited for.

@@ -76,10 +76,9 @@ class FlatGradients:
 
     def runs(self, chosen: Iterable[Fragment]) -> list[GradientView]:
         """Merges disjoint fragments into few views of each step's gradients."""
-        runs = merge_views(self.template, (fragment.values for fragment in chosen))
         return [
             GradientView(self.holder, tuple(run.shape), run.stride(), int(run.storage_offset()))
-            for run in runs
+            for run in merge_views(self.template, (fragment.values for fragment in chosen))
         ]
 
 

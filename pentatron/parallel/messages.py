@@ -91,9 +91,7 @@ class Messages:
                 del self.under_way[sent]
         parcel = message_key(action)
         assert parcel not in self.under_way, f"{action} is sent twice"
-        tensor = tensor.contiguous()
-        if self._group.through_host:
-            tensor = tensor.cpu()
+        tensor = (tensor.cpu() if self._group.through_host else tensor).contiguous()
         process_group = self._process_group(action, peer > self._group.rank)
         sending = dist.isend(tensor, group=process_group, group_dst=peer, tag=message_tag(parcel))
         self.under_way[parcel] = self._pending(tensor, sending)

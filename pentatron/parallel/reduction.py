@@ -82,15 +82,7 @@ class Reduction(ABC):
         self.buckets = buckets
         # For each bucket the gradients this rank keeps: without replicas those of each parameter, as autograd
         # produced them, otherwise its part of the sums.
-        self._slices = [
-            [
-                GradientSlice(bucket, span, GradientStorage(len(span)))
-                for span in (
-                    [bucket.kept] if bucket.copies.size > 1 else [slot.span for slot in bucket.plan.slots]
-                )
-            ]
-            for bucket in buckets
-        ]
+        self._slices: list[list[GradientSlice]] = []
         # The addresses of gradients without replicas.
         self._storages: set[int] = set()
         # Flat fp32 buffers that collect the gradients of a bucket before its reduction.
@@ -103,6 +95,8 @@ class Reduction(ABC):
         self._in_input_half = False
         self._from_input_half: list[set[int]] = [set() for _ in buckets]
         for number, bucket in enumerate(buckets):
+            spans = [bucket.kept] if bucket.copies.size > 1 else [slot.span for slot in bucket.plan.slots]
+            self._slices.append([GradientSlice(bucket, s, GradientStorage(len(s))) for s in spans])
             for slot, entry in enumerate(bucket.plan.slots):
                 collect = partial(self._collect, number, slot)
                 entry.held.parameter.register_post_accumulate_grad_hook(collect)

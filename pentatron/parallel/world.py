@@ -19,13 +19,8 @@ import torch.distributed as dist
 from pentatron import __version__
 from pentatron.errors import AgreedError, UserError
 from pentatron.layout.ranks import Axis, Coordinates, Grid
-from pentatron.parallel.collectives import (
-    Group,
-    WaitTimer,
-    broadcast_object,
-    gather_objects,
-    raise_on_all_ranks,
-)
+from pentatron.parallel import collectives
+from pentatron.parallel.collectives import Group, WaitTimer
 from pentatron.parallel.process_group import destroy_process_group, init_process_group
 from pentatron.parallel.rank_status import RankStatus
 from pentatron.parallel.rendezvous import Rendezvous
@@ -179,9 +174,9 @@ def require_same_settings(settings: Mapping[str, Any], versions: Mapping[str, st
     the values only if the digests differ.
     """
     digest = hashlib.sha256(json.dumps([settings, versions], sort_keys=True).encode()).hexdigest()
-    if len(set(gather_objects(digest, group))) == 1:
+    if len(set(collectives.gather_objects(digest, group))) == 1:
         return
-    first, first_versions = broadcast_object((dict(settings), dict(versions)), group)
+    first, first_versions = collectives.broadcast_object((dict(settings), dict(versions)), group)
     other = next((name for name, version in versions.items() if first_versions.get(name) != version), None)
     problem = None
     if other is not None:
@@ -189,7 +184,7 @@ def require_same_settings(settings: Mapping[str, Any], versions: Mapping[str, st
             f"rank {group.rank} runs {other} {versions[other]}, rank 0 runs {other} {first_versions.get(other)}; "
             f"install the same versions on every machine"
         )
-    raise_on_all_ranks(problem, group)
+    collectives.raise_on_all_ranks(problem, group)
     different = [flag for flag, value in settings.items() if first.get(flag) != value]
     problem = None
     if different:
@@ -199,7 +194,7 @@ def require_same_settings(settings: Mapping[str, Any], versions: Mapping[str, st
             f"rank {group.rank} was started with {flag} {settings[flag]}, rank 0 with {flag} {first.get(flag)}{more}; "
             f"start every process with the same command"
         )
-    raise_on_all_ranks(problem, group)
+    collectives.raise_on_all_ranks(problem, group)
 
 
 def create_groups(
@@ -246,11 +241,7 @@ def _new_groups(
             # All ranks of the group derive the same name for error messages.
             long = len(members) > _SHOWN_RANKS
             shown = (*members[: _SHOWN_RANKS - 1], "…", members[-1]) if long else members
-            own = replace(
-                everyone,
-                rank=members.index(everyone.rank),
-                size=len(members),
-                process_group=process_group,
-                name=f"the {axis} ranks {', '.join(map(str, shown))}",
-            )
+            name = f"the {axis} ranks {', '.join(map(str, shown))}"
+            rank, size = members.index(everyone.rank), len(members)
+            own = replace(everyone, rank=rank, size=size, process_group=process_group, name=name)
     return own

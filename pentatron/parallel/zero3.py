@@ -126,11 +126,10 @@ class ShardedStage:
             room = align_up(values.numel())
             gradients = flat[end - room : end - room + values.numel()].view(values.shape)
             parameter: Any = held.parameter
-            mesh, size = parameter.device_mesh, {"shape": parameter.shape, "stride": parameter.stride()}
+            mesh = parameter.device_mesh
+            options = {"shape": parameter.shape, "stride": parameter.stride(), "run_check": False}
             # Torch accumulates into an existing gradient, so this one stays in place.
-            parameter.grad = DTensor.from_local(
-                gradients, mesh, parameter.placements, run_check=False, **size
-            )
+            parameter.grad = DTensor.from_local(gradients, mesh, parameter.placements, **options)
             start, _ = shard_bounds(tuple(parameter.shape), mesh.get_local_rank(), mesh.size())
             self.shards.append(Zero3Shard(held, start, values, gradients))
 
@@ -143,7 +142,7 @@ class ShardedStage:
         for unit in self.units:
             unit.reshard()
 
-    def full_weights(self) -> Iterator[tuple[Shard, Fragment]]:
+    def full_weights(self) -> Iterator[Fragment]:
         """Yields copies of the gathered weights, unit by unit; collective, so every rank must exhaust it."""
         self.reshard()
         for unit in self.units:
@@ -151,7 +150,8 @@ class ShardedStage:
             for shard in self.shards:
                 parameter = self.stage.get_parameter(shard.held.name)
                 if not isinstance(parameter, DTensor):
-                    yield from fragments_of(shard.held, parameter.detach().flatten().clone())
+                    values = parameter.detach().flatten().clone()
+                    yield from (fragment for _, fragment in fragments_of(shard.held, values))
             unit.reshard()
 
 

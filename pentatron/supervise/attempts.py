@@ -58,11 +58,8 @@ def _is_restart(folder: Path, launcher: str, now: LauncherState) -> bool:
 
 def write_job(folder: Path, attempt: Attempt | None, foreign: Sequence[str]) -> None:
     """Records the attempt and the `foreign` files, which no run made, in the locked run folder."""
-    content: dict[str, Any] = {}
-    if attempt is not None:
-        content["launchers"] = {name: asdict(launched) for name, launched in attempt.launchers.items()}
-    content["foreign"] = list(foreign)
-    write_file(folder / FILE_NAME, f"{json.dumps(content)}\n".encode())
+    known = {} if attempt is None else {"launchers": {n: asdict(s) for n, s in attempt.launchers.items()}}
+    write_file(folder / FILE_NAME, f"{json.dumps({**known, 'foreign': list(foreign)})}\n".encode())
 
 
 def recorded_job(folder: Path) -> dict[str, Any] | None:
@@ -77,8 +74,8 @@ def recorded_job(folder: Path) -> dict[str, Any] | None:
 
 def recorded_foreign(folder: Path) -> list[str]:
     """Returns the recorded relative paths of files that no run made."""
-    recorded = recorded_job(folder) or {"foreign": []}
-    return [name for name in recorded["foreign"] if isinstance(name, str)]
+    recorded = recorded_job(folder)
+    return [name for name in recorded["foreign"] if isinstance(name, str)] if recorded else []
 
 
 def _recorded_launchers(folder: Path) -> dict[str, LauncherState] | None:

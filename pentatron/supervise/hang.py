@@ -107,9 +107,7 @@ class Hang:
     def _diagnosis(self, states: Mapping[int, str]) -> str:
         culprit = self.culprits[0]
         standing = next(s for s in self.standing if s.beat.rank == culprit)
-        others = [
-            s for s in self.standing if s.beat.rank not in self.culprits and s.beat.waits_in is not None
-        ]
+        others = [s for s in self.standing if s.beat.rank not in self.culprits and s.beat.waits_in]
         waiting = more = ""
         if others:
             who = ranks_in_words([s.beat.rank for s in others])

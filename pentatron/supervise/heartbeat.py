@@ -50,6 +50,7 @@ def read_heartbeat(path: Path) -> Heartbeat | None:
         return None
 
 
+@dataclass(eq=False)
 class HeartbeatWriter:
     """Writes this rank's heartbeat to `path` every `pause` seconds.
 
@@ -57,26 +58,24 @@ class HeartbeatWriter:
     thread.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        rank: int,
-        host: str,
-        where: RankStatus,
-        pause: float,
-        synced: bool = False,
-        at_pulse: Callable[[], None] | None = None,
-    ) -> None:
-        self.path, self.where, self.pause, self.synced, self.at_pulse = path, where, pause, synced, at_pulse
-        self._about: dict[str, Any] = {"rank": rank, "pid": os.getpid(), "host": host}
+    path: Path
+    rank: int
+    host: str
+    where: RankStatus
+    pause: float
+    synced: bool = False
+    at_pulse: Callable[[], None] | None = None
+
+    def __post_init__(self) -> None:
+        self._about: dict[str, Any] = {"rank": self.rank, "pid": os.getpid(), "host": self.host}
         self._pulse = 0
         # Whether the last heartbeat could be written.
         self.last_write_succeeded = True
         self._stop = threading.Event()
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         os.ftruncate(self._file, _BYTES)
-        if not synced:
-            where.on_step_done, where.on_opened = self._write_exact, self._write_exact
+        if not self.synced:
+            self.where.on_step_done = self.where.on_opened = self._write_exact
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self) -> None:
@@ -125,9 +124,8 @@ class HeartbeatWriter:
 @contextmanager
 def running_heartbeat(heart: HeartbeatWriter | None) -> Iterator[None]:
     """Context manager that runs the heartbeat. After an error the file stays, for the failure report."""
-    if heart is None:
-        yield
-        return
-    heart.start()
+    if heart is not None:
+        heart.start()
     yield
-    heart.close()
+    if heart is not None:
+        heart.close()

@@ -253,9 +253,7 @@ def _follow(
             for process in processes:
                 process.send(signals.received[0])
         if any(codes) and deadline is None:
-            agreed = signals.received or all(
-                _is_agreed(code) and code != BROKEN_PIPE for code in codes if code
-            )
+            agreed = signals.received or all(_is_agreed(c) and c != BROKEN_PIPE for c in codes if c)
             deadline = time.monotonic() + (_AFTER_AN_END if agreed else _AFTER_A_CRASH)
         if deadline is not None and time.monotonic() > deadline:
             return None
@@ -277,18 +275,14 @@ def _ended(
         sys.stderr.flush()
         return JobResult(128 + signal.SIGINT, stopped_by=signal.SIGINT)
     codes = [process.code for process in processes]
-    if hang is None and not any(codes):
-        failures = unfinished_ranks(processes, job)
-    else:
-        failures = [*([hang] if hang else []), *find_failures(processes, job)]
+    failed = [*([hang] if hang else []), *find_failures(processes, job)]
+    failures = failed or unfinished_ranks(processes, job)
     if not failures:
         return JobResult(0)
     code = failures[0].code
     # A rank without its handler, at the start or the end, is killed by the signal or a later one of the
     # scheduler.
-    stopped = all(
-        code is not None and (code == 0 or -code in WATCHED or code - 128 in WATCHED) for code in codes
-    )
+    stopped = all(c is not None and (c == 0 or -c in WATCHED or c - 128 in WATCHED) for c in codes)
     if hang is None and stopped_by is not None and stopped:
         if all(code == -stopped_by for code in codes):
             sys.stderr.write(f"pentatron: stopped by {stopped_by.name} before training began\n")

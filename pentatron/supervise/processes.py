@@ -227,11 +227,8 @@ def mark_done(job: Path, rank: int) -> None:
 
 def unfinished_ranks(processes: Sequence[Process], job: Path) -> list[Failure]:
     """Returns failures of ranks that exited with code 0 but did not record the end of their work."""
-    return [
-        Failure(process.rank, 1, process.ended_at, "unfinished")
-        for process in processes
-        if not rank_file(job, process.rank, "done").exists()
-    ]
+    unfinished = (process for process in processes if not rank_file(job, process.rank, "done").exists())
+    return [Failure(process.rank, 1, process.ended_at, "unfinished") for process in unfinished]
 
 
 def find_failures(processes: Sequence[Process], job: Path) -> list[Failure]:
@@ -239,9 +236,8 @@ def find_failures(processes: Sequence[Process], job: Path) -> list[Failure]:
     failures = [_failure(process, job) for process in processes if process.code]
     if failures and all(failure.is_consequence for failure in failures):
         # All ranks lost the connection to another one: the cause is the first that exited without an error.
-        exited = [process for process in processes if process.code == 0]
-        if exited:
-            first = min(exited, key=lambda process: process.ended_at)
+        exited = (process for process in processes if process.code == 0)
+        if (first := min(exited, key=lambda process: process.ended_at, default=None)) is not None:
             failures.append(Failure(first.rank, 0, first.ended_at, "early"))
         elif any(failure.kind == "lost" for failure in failures):
             # Without one, the cause is the rank that did not respond and had to be killed.
@@ -287,9 +283,7 @@ def _crash_stack(path: Path) -> str:
 def append_tracebacks(failures: Sequence[Failure], folder: Path, attempt: int) -> list[Path]:
     """Appends the traceback of each rank to its file in the run folder."""
     paths = []
-    for failure in failures:
-        if not failure.text:
-            continue
+    for failure in (failure for failure in failures if failure.text):
         folder.mkdir(exist_ok=True)
         path = folder / f"rank-{failure.rank:05d}.log"
         moment = datetime.fromtimestamp(failure.at).isoformat(sep=" ", timespec="milliseconds")

@@ -5,7 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from types import FrameType
 from typing import TypeVar
 
@@ -36,7 +36,8 @@ class StopRequest:
     While a run `is_starting`, a signal raises `StoppedEarly` instead: a start may block for long, in a dead
     mount or while data is tokenized, and Python resumes a blocked call after a handler that returns.
 
-    Further signals are ignored: schedulers repeat theirs, which must not interrupt the save.
+    Further signals are ignored: schedulers repeat theirs, which must not interrupt the save. `launcher`:
+    process ID to watch. `tells`: whether Ctrl-C prints a line.
     """
 
     def __init__(self, launcher: int | None = None, tells: bool = False) -> None:
@@ -84,11 +85,6 @@ def handle_signals(handler: Handler, *numbers: signal.Signals) -> Iterator[Handl
     finally:
         for number, earlier in before.items():
             signal.signal(number, earlier)
-
-
-def stop_on_signals(launcher: int | None, tells: bool = False) -> AbstractContextManager[StopRequest]:
-    """Installs the handler. `launcher`: process ID to watch. `tells`: whether Ctrl-C prints a line."""
-    return handle_signals(StopRequest(launcher, tells))
 
 
 def signal_name(number: signal.Signals) -> str:

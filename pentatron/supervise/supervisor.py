@@ -56,8 +56,7 @@ class Supervisor:
     def run(self) -> JobResult:
         # `in_vain` counts the restarts since the last new checkpoint, `restarts` all of them. A start with 0
         # known restarts follows the user's choice of resuming or not.
-        restarts, in_vain, known_restarts = 0, 0, 0
-        furthest = -1
+        restarts, in_vain, known_restarts, furthest = 0, 0, 0, -1
         while True:
             ended = self.attempt(known_restarts)
             if not ended.failures:
@@ -79,11 +78,9 @@ class Supervisor:
                 self._wait(pause_before(in_vain))
                 reason = self._requested_stop(ended)
             if reason is not None:
-                outcome = (
-                    "No checkpoint had been saved yet"
-                    if saved is None
-                    else f"The last checkpoint, step {saved}, is intact: {self.resume_hint}"
-                )
+                outcome = "No checkpoint had been saved yet"
+                if saved is not None:
+                    outcome = f"The last checkpoint, step {saved}, is intact: {self.resume_hint}"
                 self._say(f"{reason}. {outcome}")
                 return ended
             restarts, in_vain = restarts + 1, in_vain + 1

@@ -133,9 +133,8 @@ def micro_batches(
     ahead = max(samples for _, samples in config.batch_plan.changes) // (size * world.data.size)
     on_gpu, ranks = world.device.type == "cuda", world.data
     reading = (config.data.num_workers, on_gpu, config.data.prefetch_factor)
-    loader = build_loader(dataset, consumed_samples, size, ranks.rank, ranks.size, *reading)
-    # Starts the worker processes of the loader before the prefetch thread.
-    batches = iter(loader)
+    # `iter` starts the worker processes of the loader before the prefetch thread.
+    batches = iter(build_loader(dataset, consumed_samples, size, ranks.rank, ranks.size, *reading))
     return Prefetcher(batches, ahead, CopyToGPU(world.copies)) if on_gpu else batches
 
 

@@ -31,7 +31,7 @@ class Compilation:
 
     def __init__(self, compiled: CompileReport = _NOTHING, notes: tuple[str, ...] = ()) -> None:
         self.compiled, self.notes = compiled, notes
-        self.seconds, self.times = 0.0, 0
+        self.seconds = 0.0
         self._given_up: dict[str, None] = {}
         self._reported: set[str] = set()
         self._reported_time = False
@@ -53,7 +53,6 @@ class Compilation:
             started, where.phase = running.pop()
             if (this := reference()) is not None:
                 this.seconds += time.perf_counter() - started
-                this.times += 1
 
         def collect_warning(record: logging.LogRecord) -> bool:
             if not str(record.msg).startswith(_GIVEN_UP) or (this := reference()) is None:

@@ -65,9 +65,8 @@ class Evaluation:
             return None
         whole = self._is_whole(self.datasets.valid)
         # At the same step neither the weights nor the samples have changed.
-        result = self._whole.get(self.state.step) if whole else None
-        if result is None:
-            result = self._evaluate(self.datasets.valid, self.state.consumed_valid_samples)
+        known = self._whole.get(self.state.step) if whole else None
+        result = known or self._evaluate(self.datasets.valid, self.state.consumed_valid_samples)
         if result is None:
             return None
         if whole:

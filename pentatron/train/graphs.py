@@ -124,22 +124,20 @@ class _Graph:
     after: Values
 
 
+@dataclass(eq=False)
 class GraphReplay:
-    """The graphs of a run, if any. `notes` are logged at its start."""
+    """The graphs of a run, if any. `notes` are logged at its start.
 
-    def __init__(
-        self,
-        recorder: CudaGraphs | None = None,
-        required: bool = False,
-        notes: tuple[str, ...] = (),
-        draws: bool = False,
-    ) -> None:
-        """`required`: a failed capture ends the run.
+    `required`: a failed capture ends the run. `draws`: the model uses torch's generator, which a failed
+    capture leaves unusable.
+    """
 
-        `draws`: the model uses torch's generator, which a failed capture leaves unusable.
-        """
-        self.notes = notes
-        self._recorder, self._required, self._draws = recorder, required, draws
+    recorder: CudaGraphs | None = None
+    required: bool = False
+    notes: tuple[str, ...] = ()
+    draws: bool = False
+
+    def __post_init__(self) -> None:
         self._inputs: _Inputs | None = None
         # Variants that have run eagerly once.
         self._warm: set[int] = set()
@@ -149,7 +147,7 @@ class GraphReplay:
 
     def around(self, program: "MicroBatches", optimizer: object, scale: float) -> StageProgram:
         """Wraps a program so that captured micro-batches are replayed."""
-        if self._recorder is None or not isinstance(optimizer, Optimizer):
+        if self.recorder is None or not isinstance(optimizer, Optimizer):
             return program
         return _Replayed(self, program, optimizer, scale)
 
@@ -168,7 +166,7 @@ class GraphReplay:
         # The first micro-batch without packed documents determines the static shapes.
         if self._inputs is None and batch.documents is None:
             self._inputs = _Inputs.like(batch, keys, program.objective.tokens())
-        if self._recorder is None or self._inputs is None or not self._inputs.fit(batch, keys):
+        if self.recorder is None or self._inputs is None or not self._inputs.fit(batch, keys):
             return None
         state = _gradient_state(values)
         graph = self._graphs.get(state)
@@ -189,7 +187,7 @@ class GraphReplay:
         return graph.loss
 
     def _record(self, program: "MicroBatches", optimizer: Optimizer, before: Values) -> _Graph | None:
-        inputs, recorder, holders = self._inputs, self._recorder, optimizer.holders
+        inputs, recorder, holders = self._inputs, self.recorder, optimizer.holders
         assert inputs is not None and recorder is not None
         static = {id(t) for graph in self._graphs.values() for t in graph.after}
         if not all(t is None or id(t) in static for t in before):
@@ -205,14 +203,14 @@ class GraphReplay:
             return loss.detach()
 
         began = time.perf_counter()
-        if not self._required and (problem := recorder.memory_problem()):
+        if not self.required and (problem := recorder.memory_problem()):
             self._give_up(problem)
             return None
         try:
             graph = _Graph(*recorder.record(work), before, [holder.values for holder in holders])
         except Exception as error:  # capture fails with many types
             words = str(error).strip().splitlines() or [""]
-            self._give_up(f"{type(error).__name__}: {words[0][:200]}", ends=self._required or self._draws)
+            self._give_up(f"{type(error).__name__}: {words[0][:200]}", ends=self.required or self.draws)
             return None
         finally:
             _set_gradients(holders, before)
@@ -227,11 +225,11 @@ class GraphReplay:
 
     def _give_up(self, problem: str, ends: bool = False) -> None:
         if ends:
-            how = "on" if self._required else "auto"
+            how = "on" if self.required else "auto"
             raise UserError(
                 f"--cuda-graphs {how}: a micro-batch cannot be recorded ({problem}); use --cuda-graphs off"
             )
-        self._recorder = None
+        self.recorder = None
         self._graphs.clear()
         self._news = [
             f"note: CUDA graphs are left out, each kernel is launched by itself: a micro-batch cannot be recorded ({problem}); --cuda-graphs "
@@ -271,13 +269,11 @@ class _Replayed:
 
 def build_graph_replay(config: RunConfig, decided: GraphsDecision, device: torch.device) -> GraphReplay:
     """Returns the decided recording; its notes say why there is none. Memory is checked at capture."""
-    draws = config.model.attention_dropout > 0
-    if decided.required:
-        if decided.problem:
-            raise UserError(
-                f"--cuda-graphs on is not possible: {decided.problem}; leave it out, or use --cuda-graphs auto"
-            )
-        return GraphReplay(CudaGraphs(device), required=True, draws=draws)
-    if decided.if_memory_allows:
-        return GraphReplay(CudaGraphs(device, bytes_outside_graphs(config)), draws=draws)
-    return GraphReplay(notes=(decided.left_out,) if decided.left_out else ())
+    if decided.required and decided.problem:
+        raise UserError(
+            f"--cuda-graphs on is not possible: {decided.problem}; leave it out, or use --cuda-graphs auto"
+        )
+    if not (decided.required or decided.if_memory_allows):
+        return GraphReplay(notes=(decided.left_out,) if decided.left_out else ())
+    recorder = CudaGraphs(device, 0 if decided.required else bytes_outside_graphs(config))
+    return GraphReplay(recorder, decided.required, draws=config.model.attention_dropout > 0)

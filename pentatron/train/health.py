@@ -69,9 +69,7 @@ def repeat_step(
     with watch.installed(), model.compilation.off():
         again = start_step(model, optimizer, batches, step, scale, watch.around).wait()
     # A list: every rank iterates to the end, as `model_weights` may be collective.
-    weights = [
-        (number, f.tensor) for number, f in enumerate(optimizer.model_weights()) if not _is_finite(f.values)
-    ]
+    weights = [(n, f.tensor) for n, f in enumerate(optimizer.model_weights()) if not _is_finite(f.values)]
     place = watch.place
     if weights:
         place = NanLocation(_WEIGHT, 0, -1, weights[0][0], rank, f"the weight {weights[0][1]}")
@@ -158,12 +156,11 @@ class NumericsCheck:
     def __init__(
         self, model: ParallelModel, optimizer: AnyOptimizer, state: TrainState, output: Output
     ) -> None:
-        self.config, self.world, self.model, self.optimizer = model.config, model.world, model, optimizer
+        config = self.config = model.config
+        self.world, self.model, self.optimizer = model.world, model, optimizer
         self.state, self.output = state, output
         # Only attention dropout uses torch's generators: their state must be restored to repeat a step.
-        self._keeps_rng = (
-            self.config.model.attention_dropout > 0 and self.config.loop.rerun_mode != "disabled"
-        )
+        self._keeps_rng = config.model.attention_dropout > 0 and config.loop.rerun_mode != "disabled"
         self._rng_states: list[Tensor] = []
         self._empty_steps = 0
 

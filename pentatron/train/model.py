@@ -319,9 +319,7 @@ def peak_teraflops(config: RunConfig, device: torch.device) -> float | None:
 
 
 def model_dtype(config: RunConfig) -> torch.dtype:
-    if config.precision.fp16:
-        return torch.float16
-    return torch.bfloat16 if config.precision.bf16 else torch.float32
+    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[config.precision.name]
 
 
 def model_options(

@@ -104,7 +104,9 @@ def open_folders(
         )
     if start is Start.ANEW:
         _require_harmless(run, save)
-    inputs = _inputs(config)
+    data = config.data
+    paths = (*data.data_path, *data.train_data_path, *data.valid_data_path, *data.test_data_path)
+    inputs = [path for path in (*paths, data.tokenizer_model, data.vocab_file, data.merge_file) if path]
     _inspect(run, save, start, inputs)
     writes_steps = config.checkpoint.save_checkpoints or save.exists()
     folder.create()
@@ -147,13 +149,6 @@ def open_folders(
         # Existing steps are recorded as an earlier run's, so that an early restart does not resume them.
         store.start_new_run()
     return opened
-
-
-def _inputs(config: RunConfig) -> list[str]:
-    """Returns the configured data and tokenizer files."""
-    data = config.data
-    paths = (*data.data_path, *data.train_data_path, *data.valid_data_path, *data.test_data_path)
-    return [path for path in (*paths, data.tokenizer_model, data.vocab_file, data.merge_file) if path]
 
 
 # --- contents of a folder ---

@@ -69,8 +69,7 @@ class Output:
         self._write(text)
 
     def _write(self, text: str) -> None:
-        log = self.log
-        if log is None:
+        if (log := self.log) is None:
             return
         if _TERMINAL not in self.missing and (lost := output_error()) is not None:
             self.missing.append(_TERMINAL)

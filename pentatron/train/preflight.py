@@ -80,8 +80,7 @@ def check_start(resolved: Resolved, world: World) -> None:
 
 def check_batch_sizes(config: RunConfig, state: TrainState) -> None:
     """Checks that the layout can run every batch size from here on, so that no ramp-up ends the run."""
-    problem = remaining_batch_sizes_problem(config, state.consumed_samples, state.step)
-    if problem is not None:
+    if (problem := remaining_batch_sizes_problem(config, state.consumed_samples, state.step)) is not None:
         raise AgreedError(problem)
 
 
@@ -110,9 +109,8 @@ _WORDS: dict[str, Callable[[Any], str]] = {
 def environment_here(world: World) -> dict[str, Any]:
     """Returns what may change the last bits of results: versions, devices, threads, ... Collective."""
     # The order of sums depends on the instruction set, not on the model of the CPU.
-    device = f"CPU ({torch.backends.cpu.get_cpu_capability()})"
-    if world.device.type == "cuda":
-        device = torch.cuda.get_device_name(world.device)
+    on_gpu, capability = world.device.type == "cuda", torch.backends.cpu.get_cpu_capability()
+    device = torch.cuda.get_device_name(world.device) if on_gpu else f"CPU ({capability})"
     local = (device, torch.get_num_threads(), socket.gethostname())
     devices, threads, hosts = (sorted(set(values)) for values in zip(*gather_objects(local, world.everyone)))
     return {
@@ -120,7 +118,7 @@ def environment_here(world: World) -> dict[str, Any]:
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "devices": devices,
-        "cuda": torch.version.cuda if world.device.type == "cuda" else None,
+        "cuda": torch.version.cuda if on_gpu else None,
         "threads": threads,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "backend": _backend(world),

@@ -119,8 +119,7 @@ class StartPointLoader:
     def _on_first_rank(self, action: Callable[[], T]) -> T:
         """Runs an action on the first rank; returns its result, or raises its error, on every rank."""
         local = run_on_some_ranks(self.world.is_first, action, self.world.everyone)
-        result: T = broadcast_object(local, self.world.everyone)
-        return result
+        return broadcast_object(local, self.world.everyone)
 
     def _is_own(self, found: Checkpoint) -> bool:
         """Whether this run saved the step, rather than an earlier run or an import."""
@@ -320,9 +319,8 @@ def _is_named(origin: Path, load: Path) -> bool:
         return True
     if is_step(load):
         return origin.resolve() == load.resolve()
-    return not {origin.resolve(), origin.resolve().parent}.isdisjoint(
-        {load.resolve(), default_checkpoint_folder(load).resolve()}
-    )
+    origins = {origin.resolve(), origin.resolve().parent}
+    return not origins.isdisjoint({load.resolve(), default_checkpoint_folder(load).resolve()})
 
 
 def _in_hub_cache(path: Path) -> tuple[str, ...] | None:

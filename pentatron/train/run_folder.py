@@ -123,8 +123,7 @@ def config_text(resolved: Resolved) -> str:
     Derived values are comments, so that --config accepts the file on another machine or with other sizes. So
     are values that name code, which no file may choose.
     """
-    lines = [HEADER]
-    section = ""
+    lines, section = [HEADER], ""
     values: Mapping[str, object] = resolved.config.flat()
     left_out = _OF_THIS_RUN_ALONE | ({"load"} if _loads_itself(resolved.config) else set())
     for name, item in table().items():

@@ -40,10 +40,9 @@ def merge_messages(own: Sequence[str], world: World) -> list[str]:
 
 def log_run_header(model: ParallelModel, output: Output) -> None:
     """Logs the head of a run. Collective."""
-    config, world = model.config, model.world
+    config, world, grid = model.config, model.world, model.config.grid
     elements = sum(p.numel() for stage in model.stages.values() for p in stage.parameters())
     by_rank = gather_objects((world.tensor.rank, world.pipeline.rank, elements), world.everyone)
-    grid = config.grid
     output.note(arguments_block(config.flat()))
     output.note(
         f"using world size: {grid.world_size}, data-parallel size: {grid.data}, context-parallel size: {grid.context}, "

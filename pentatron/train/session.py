@@ -23,7 +23,7 @@ from pentatron.settings.resolve import Resolved, notices_of_device
 from pentatron.settings.run_config import RunConfig
 from pentatron.settings.settings import Start, how_to_resume, start_of
 from pentatron.supervise.attempts import FIRST_ATTEMPT, Attempt
-from pentatron.supervise.signals import StopRequest, stop_on_signals
+from pentatron.supervise.signals import StopRequest, handle_signals
 from pentatron.train.checkpoints import Checkpoints, seed_generators
 from pentatron.train.model import CONFIGURED, ParallelModel, Program, build_parallel_model, model_dtype
 from pentatron.train.open_folders import FolderLocks, check_disk_space, open_folders
@@ -92,7 +92,8 @@ def open_session(
         display = open_display(config.log.progress_bar, shows_steps=config.log.console_lines == "short")
     with contextlib.ExitStack() as cleanup:
         cleanup.callback(display.close)
-        stop = cleanup.enter_context(stop_on_signals(options.get("launcher"), tells=world.is_first))
+        stop = StopRequest(options.get("launcher"), tells=world.is_first)
+        cleanup.enter_context(handle_signals(stop))
         stop.is_starting = True
         open_and_lock = partial(open_folders, config, folder, start, attempt, display, cleanup)
         folders = run_on_some_ranks(world.is_first, open_and_lock, world.everyone) or FolderLocks()
@@ -162,18 +163,15 @@ class Session:
     def open_data(self) -> None:
         """Opens the data: before the model is built, or after it if the program names its data only then."""
         self.world.whereabouts.phase = "opening the data"
-        self.data = data = self._on_all_ranks(
-            lambda: self.program.open_data(self.config, self.world, self.folder.data, self.display)
-        )
+        given = (self.config, self.world, self.folder.data, self.display)
+        self.data = data = self._on_all_ranks(partial(self.program.open_data, *given))
         if (begin := self.start_point) is None:
             return
         if (origin := begin.resumed_from) is None:
             record_data(begin.state, data)
         else:
-            chosen = self.config.checkpoint
-            begin.notes.extend(
-                self._on_all_ranks(lambda: require_same_data(begin.state, data, origin, chosen))
-            )
+            compare = partial(require_same_data, begin.state, data, origin, self.config.checkpoint)
+            begin.notes.extend(self._on_all_ranks(compare))
 
     def build(self) -> None:
         """Builds model and optimizer, and loads the state that the run starts from."""
@@ -185,9 +183,8 @@ class Session:
             self.program.set_timers(self.model.timers)
             self.app_metrics.mark("model_init_finish")
             self.app_metrics.mark("build_optimizer_start")
-            self.optimizer = build_optimizer(
-                self.model.stages, world, config.optim, self.model.decisions.optimizer, model_dtype(config)
-            )
+            options, dtype = self.model.decisions.optimizer, model_dtype(config)
+            self.optimizer = build_optimizer(self.model.stages, world, config.optim, options, dtype)
             self.app_metrics.mark("build_optimizer_finish")
             self.store = create_store(config)
             self.store.guard = self.folders.require
@@ -209,9 +206,8 @@ class Session:
         parameters = self.model.count_parameters()
         self.app_metrics.mark("build_dataiters_start")
         with self.timers("train/valid/test-data-iterators-setup", 0):
-            datasets = self._on_all_ranks(
-                lambda: build_datasets(data, config, world, self.state, self.folder.data, self.display)
-            )
+            given = (config, world, self.state, self.folder.data, self.display)
+            datasets = self._on_all_ranks(partial(build_datasets, data, *given))
         self.app_metrics.mark("build_dataiters_finish")
         self.output = output = self._on_all_ranks(lambda: self._open_output(parameters, start_point))
         output.note(f"time to initialize (seconds): {self.initialized - self.started:.3f}")
@@ -229,9 +225,8 @@ class Session:
         hooks = StepHooks(config, model.decisions, world, optimizer, self.folder.path, output)
         self.cleanup.callback(hooks.close)
         endings = StopConditions(config, world, self.stop, self.job_started)
-        checkpoints = Checkpoints(
-            model, optimizer, self.store, state, output, state.step if start_point.is_saved else None
-        )
+        saved = state.step if start_point.is_saved else None
+        checkpoints = Checkpoints(model, optimizer, self.store, state, output, saved)
         self.trainer = Trainer(model, optimizer, datasets, state, output, endings, hooks, checkpoints)
         self.on_exit = self.trainer.checkpoints.leave
         self.stop.is_starting = False

@@ -159,9 +159,8 @@ def start_step(
     optimizer.zero_gradients()
     model.routers.begin_step(len(batches), scale)
     model.weight_scales.refresh()
-    objective = Objective(
-        lambda: valid.total if tokens is None else tokens, len(batches) * world.replicas.size
-    )
+    calls = len(batches) * world.replicas.size
+    objective = Objective(lambda: valid.total if tokens is None else tokens, calls)
     program = MicroBatches(model, batches, model.dropout_keys(batches, step), objective)
     wrapped = model.recording.around(program, optimizer, scale) if watch is None else watch(program)
     with model.timers("forward-backward", 1):

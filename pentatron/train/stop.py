@@ -34,16 +34,9 @@ class StopConditions:
 
     def by_signal(self, number: Signals) -> StopReason:
         is_expected = self.config.exit_signal_handler and number.name == self.config.exit_signal
-        reason = (
-            "stopped as its launcher is gone"
-            if self.stop.is_orphaned
-            else f"stopped by {signal_name(number)}"
-        )
-        line, code = (
-            f"exiting program after receiving {number.name}.",
-            0 if is_expected else _BY_SIGNAL + number,
-        )
-        return StopReason(line, reason, code, number)
+        how = "as its launcher is gone" if self.stop.is_orphaned else f"by {signal_name(number)}"
+        line, code = f"exiting program after receiving {number.name}.", _BY_SIGNAL + number
+        return StopReason(line, f"stopped {how}", 0 if is_expected else code, number)
 
     def after_step(self, step: int) -> StopReason | None:
         """Checks the time limit first, then the step interval, as Megatron does. Collective."""

@@ -108,9 +108,8 @@ class Trainer:
             self.settle_batch_size()
             count = self.config.accumulation_of(self.batch_size)
             with self.timers("batch-generator", 2), self.where.doing("reading data"):
-                step_batches, stopped_by = next_step_batches(
-                    batches, count, self.endings.stop, self.world, self.checkpoints.store.guard
-                )
+                stop, guard = self.endings.stop, self.checkpoints.store.guard
+                step_batches, stopped_by = next_step_batches(batches, count, stop, self.world, guard)
             if stopped_by is not None:
                 if self.state.step != self._first_step:
                     self.save()

@@ -167,9 +167,9 @@ def _receive() -> tuple[Any, str]:
 
 
 def _all_to_all() -> tuple[Any, str]:
-    from pentatron.parallel import axes
+    from pentatron.parallel import collectives
 
-    return axes, "all_to_all_into"
+    return collectives, "all_to_all_into"
 
 
 def _sum_of_step() -> tuple[Any, str]:

@@ -128,7 +128,7 @@ MISTAKES: dict[str, tuple[str, Any, str, Callable[..., Any], tuple[str, ...]]] =
     "parts merged without their scale": ("p2p", blocks_module, "merge_", unscaled, ("output", "dq", "dk")),
     "gradients of keys not summed": (
         "all_gather",
-        attention_module,
+        attention_module.collectives,
         "reduce_scatter_into",
         not_summed,
         ("dk", "dv"),

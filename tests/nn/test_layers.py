@@ -3,11 +3,11 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from pentatron.nn.init import draw_weights, named_generator, normal_region
-from pentatron.nn.linear import mlp_activation
 from pentatron.nn.mlp import _GatedByHalves
 from pentatron.nn.norm import NORMS
 from pentatron.nn.options import AttentionKernels, allowed_kernels
 from pentatron.nn.rope import RotaryEmbedding, rope_frequencies
+from pentatron.ops.activation import mlp_activation
 from pentatron.parallel.sharding import sharded_parameters
 
 CPU = torch.device("cpu")

@@ -110,7 +110,7 @@ def test_blocks_in_plain_operations() -> None:
 
 
 def one_key_more(_: None, queries: list[int], keys: list[int], size: int, window: int) -> list[Block]:
-    return chunk_blocks(None, queries, keys, size, window + 1)
+    return list(chunk_blocks(None, queries, keys, size, window + 1))
 
 
 def partial_blocks_left_out(

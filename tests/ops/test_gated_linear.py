@@ -5,8 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pentatron.nn.linear import mlp_activation
-from pentatron.ops.activation import gated_linear, swiglu, swiglu_backward
+from pentatron.ops.activation import gated_linear, mlp_activation, swiglu, swiglu_backward
 
 
 def _made(dtype: torch.dtype) -> tuple[Tensor, nn.Parameter, Tensor]:

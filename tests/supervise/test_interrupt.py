@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from pentatron.supervise import signals
-from pentatron.supervise.signals import StopRequest, stop_on_signals
+from pentatron.supervise.signals import StopRequest, handle_signals
 
 
 def test_a_signal_and_its_echo_from_the_launcher_are_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +57,7 @@ def test_a_launcher_that_is_gone_is_not_called_a_signal() -> None:
 def test_a_closed_terminal_is_survived_where_the_command_was_started_with_nohup() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with stop_on_signals(None) as request:
+        with handle_signals(StopRequest()) as request:
             os.kill(os.getpid(), signal.SIGHUP)
             assert request.signal is None
             os.kill(os.getpid(), signal.SIGUSR1)

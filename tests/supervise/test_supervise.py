@@ -339,7 +339,7 @@ def test_the_commands_that_start_ranks_tell_what_a_rank_wrote_down(monkeypatch: 
     """A rank of ours does not print its traceback: its launcher does."""
     failure = Failure(1, 1, 0.0, "exception", "Traceback\nLookupError: a bug\n")
     monkeypatch.setattr(launcher, "run_workers", lambda *words: JobResult(1, [failure]))
-    monkeypatch.setattr(verify, "set_worker_environment", lambda threads: [])
+    monkeypatch.setattr(verify.environment, "set_worker_environment", lambda threads: [])
     with pytest.raises(
         UserError, match="rank 1 of 2 failed with exit code 1:\nTraceback\nLookupError: a bug"
     ):

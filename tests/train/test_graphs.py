@@ -299,18 +299,18 @@ def test_by_default_where_launching_takes_longer_than_computing() -> None:
     small, large = (resolved(GPT2.format(size)).config for size in (8, 32))
     seconds = [layer_seconds(c.model, c.moe, c.train.micro_batch_size or 1, 989) for c in (small, large)]
     assert 0.9e-3 < seconds[0] < 1.5e-3 < 3e-3 < seconds[1]
-    assert recording_of(GPT2.format(8))._recorder is not None
-    assert recording_of(GPT2.format(32))._recorder is None
-    assert recording_of(GPT2.format(32).replace("auto", "on"))._recorder is not None
+    assert recording_of(GPT2.format(8)).recorder is not None
+    assert recording_of(GPT2.format(32)).recorder is None
+    assert recording_of(GPT2.format(32).replace("auto", "on")).recorder is not None
     for words in (GPT2.format(8).replace("auto", "off"), GPT2.format(8).replace("auto", "none")):
-        assert recording_of(words)._recorder is None
-    assert recording_of(GPT2.format(8), CPU)._recorder is None
+        assert recording_of(words).recorder is None
+    assert recording_of(GPT2.format(8), CPU).recorder is None
     # There is more to launch in fp8, and less to compute.
     for size, records in ((8, True), (32, True), (128, False)):
         words = (
             f"{GPT2.format(size).replace('--global-batch-size 64', '--global-batch-size 128')} --fp8 hybrid"
         )
-        assert (recording_of(words)._recorder is not None) is records
+        assert (recording_of(words).recorder is not None) is records
 
 
 @pytest.mark.parametrize(
@@ -324,7 +324,7 @@ def test_by_default_where_launching_takes_longer_than_computing() -> None:
 )
 def test_what_is_left_out_is_said(words: str, reason: str) -> None:
     found = recording_of(f"--bf16 --cuda-graphs auto {words}")
-    assert found._recorder is None and reason in found.notes[0]
+    assert found.recorder is None and reason in found.notes[0]
     with pytest.raises(UserError, match=reason):
         resolved(f"--bf16 --cuda-graphs on {words}")
 
@@ -337,7 +337,7 @@ def test_what_the_run_needs_beside_its_recordings_has_room(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * 2**30, 40 * 2**30))
     for evaluated, lacking in ((8, ""), (512, "the run needs")):
         words = f"--eval-interval 10 --eval-micro-batch-size {evaluated} --eval-global-batch-size {evaluated}"
-        recorder = recording_of(f"{GPT2.format(8)} {words}")._recorder
+        recorder = recording_of(f"{GPT2.format(8)} {words}").recorder
         assert (
             recorder is not None
             and lacking in recorder.memory_problem()

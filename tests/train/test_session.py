@@ -389,7 +389,9 @@ def test_bad_data_on_one_rank_is_one_sentence_on_both(tmp_path: Path) -> None:
 
 class OtherData(Program):
     def open_data(self, *arguments: Any) -> Any:
-        return dataclasses.replace(super().open_data(*arguments), fingerprint="other data")
+        opened = super().open_data(*arguments)
+        identity = dataclasses.replace(opened.identity, fingerprint="other data")
+        return dataclasses.replace(opened, identity=identity)
 
 
 @distributed(world=2)
