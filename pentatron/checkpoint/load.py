@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import torch
 from torch import Tensor
 
@@ -110,6 +109,9 @@ class StepReader(contextlib.ExitStack):
             region(read.into, start, size).copy_(self._rectangle(read.piece, read.dtype, position, size))
 
     def _rectangle(self, piece: StoredPiece, dtype: torch.dtype, start: Shape, size: Shape) -> Tensor:
+        # Imported here: a run that loads nothing does not need it.
+        from safetensors import SafetensorError
+
         path = self.folder / piece.file
         try:
             # A slice is a view of the file, so only the requested rectangle is read.
@@ -121,18 +123,20 @@ class StepReader(contextlib.ExitStack):
             values: Tensor = stored[tuple(slice(i, i + n) for i, n in zip(start, size, strict=True))]
             if values.dtype != dtype:
                 raise DamagedCheckpoint(f"{piece.key} is stored as {values.dtype}, not {dtype}")
-        except (safetensors.SafetensorError, FileNotFoundError, DamagedCheckpoint) as error:
+        except (SafetensorError, FileNotFoundError, DamagedCheckpoint) as error:
             raise UserError(f"{path} is damaged ({error}); {self._advice}") from None
         return values
 
     def _open(self, path: Path) -> Any:
         """Opens a safetensors or torch file."""
+        from safetensors import safe_open
+
         if path not in self._files:
             if len(self._files) >= self._max_open_files:
                 self.close()
                 self._files.clear()
             is_torch = path.suffix in TORCH_FILES
-            file = TorchFile(path) if is_torch else safetensors.safe_open(path, framework="pt")
+            file = TorchFile(path) if is_torch else safe_open(path, framework="pt")
             self._files[path] = self.enter_context(file)
         return self._files[path]
 
