@@ -172,11 +172,9 @@ class _Overlaps:
 
     def __init__(self, record: TensorRecord) -> None:
         self.dtype, pieces = DTYPES[record.dtype], record.pieces
-        dimensions = len(pieces[0].start) if pieces else 0
+        axes = range(len(pieces[0].start) if pieces else 0)
         # The dimension with the most distinct starts. A scalar has no dimension, and one piece.
-        self._dimension = max(
-            range(dimensions), key=lambda d: len({p.start[d] for p in pieces}), default=None
-        )
+        self._dimension = max(axes, key=lambda d: len({p.start[d] for p in pieces}), default=None)
         self._pieces = sorted(pieces, key=lambda piece: self._start(piece.start))
         self._starts = [self._start(piece.start) for piece in self._pieces]
         # Running maximum of the ends: monotonic, so that it can be searched too.
@@ -194,8 +192,7 @@ class _Overlaps:
         first = bisect_right(self._ends, self._start(start))
         last = bisect_left(self._starts, self._end(start, size))
         for piece in self._pieces[first:last]:
-            common = overlap(start, size, piece.start, piece.shape)
-            if common is not None:
+            if (common := overlap(start, size, piece.start, piece.shape)) is not None:
                 yield piece, common
 
     def reads(self, target: Fragment) -> Iterator[_Read]:
