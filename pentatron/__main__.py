@@ -34,21 +34,14 @@ def leave_current_folder() -> None:
         return
     del sys.path[0]
     package = __file__.removesuffix("__main__.py")
-    if _package_origin() == f"{package}__init__.py":
+    # What `import pentatron` would load now. Asks the finders, because `sys.modules` already has the package.
+    specs = (finder.find_spec("pentatron", None) for finder in sys.meta_path)
+    if next((spec.origin for spec in specs if spec is not None), None) == f"{package}__init__.py":
         return
     checkout = package.removesuffix(f"{os.sep}pentatron{os.sep}")
     sys.path.append(checkout)
     before = os.environ.get("PYTHONPATH", "")
     os.environ["PYTHONPATH"] = f"{before}{os.pathsep}{checkout}" if before else checkout
-
-
-def _package_origin() -> str | None:
-    """Returns the file that `import pentatron` would load now.
-
-    Asks the finders, because `sys.modules` already has the package.
-    """
-    specs = (finder.find_spec("pentatron", None) for finder in sys.meta_path)
-    return next((spec.origin for spec in specs if spec is not None), None)
 
 
 if __name__ == "__main__":

@@ -77,13 +77,10 @@ class Device:
         return self.chip.teraflops(bytes_of_a_number == 2) * _TERA
 
 
-def _device(
-    name: str, gigabytes: float, link: float, network: float = 50, processor: Chip | None = None
-) -> Device:
-    chip = processor or find_chip(name)
+def _device(name: str, gigabytes: float, link: float, network: float = 50, cpu: Chip | None = None) -> Device:
+    chip = cpu or find_chip(name)
     assert chip is not None, f"{name} must be in the table of chips"
-    is_gpu = processor is None
-    return Device(name, chip, int(gigabytes * GIB), link * _GIGA, network * _GIGA, is_gpu)
+    return Device(name, chip, int(gigabytes * GIB), link * _GIGA, network * _GIGA, is_gpu=cpu is None)
 
 
 # Memory in GiB as the driver reports it; links and networks in GB/s.
@@ -100,14 +97,13 @@ DEVICES = {
     "v100": _device("V100 32 GB", 31.7, 150, 12.5),
     "rtx4090": _device("RTX 4090", 23.6, 32, 12.5),
     "rtx3090": _device("RTX 3090", 23.6, 32, 12.5),
-    "cpu": _device("CPU process", 8, 5, 1, processor=Chip(0.05, 0.1)),
+    "cpu": _device("CPU process", 8, 5, 1, cpu=Chip(0.05, 0.1)),
 }
 
 
 def find_device(name: str) -> Device:
     """Returns the device of this name in the table; UserError if it is unknown."""
-    device = DEVICES.get(name.lower().replace(" ", "").replace("_", "-"))
-    if device is None:
+    if (device := DEVICES.get(name.lower().replace(" ", "").replace("_", "-"))) is None:
         number = f" (a number of GPUs is --gpus {name})" if name.isdecimal() else ""
         raise UserError(
             f"--gpu {name} is not known here{number}; use one of {', '.join(DEVICES)}, or another with --gpu-memory GB"

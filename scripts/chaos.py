@@ -26,10 +26,10 @@ sys.path.insert(0, str(ROOT))
 # Before torch is imported: forked processes inherit the threads of its libraries.
 os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", GLOO_SOCKET_IFNAME="lo", PYTHONPATH=str(ROOT))
 
-from pentatron.checkpoint.compare import StateDigest, state_digest  # noqa: E402
 from pentatron.checkpoint.find import find_step  # noqa: E402
 from tests.chaos.campaign import Campaign, ChaosFailed, Log  # noqa: E402
 from tests.chaos.launching import prepare_to_fork, start_fresh, start_launcher  # noqa: E402
+from tests.checkpoint.digest import StateDigest, state_digest  # noqa: E402
 
 RANKS = 8
 INTERVAL = 3

@@ -1,24 +1,22 @@
-"""Compares the tensors of two checkpoints block by block, and computes digests of their state.
+"""Compares the tensors of two checkpoints block by block.
 
 The checkpoints may be of different layouts. At most one block of each side is in memory.
 """
 
-import hashlib
-import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pentatron.checkpoint.format import Manifest
-from pentatron.checkpoint.load import ROUTERS, WEIGHTS, StepReader
 from pentatron.checkpoint.tensor_file import ReadRectangle, TensorSpec, blocks
 from pentatron.parallel.sharding import Shape
 
+# Not part of the state: paths of data files (the fingerprint identifies the data) and the software
+# environment.
+NO_STATE = frozenset({"data_files", "environment"})
 # Integer dtypes by element size, to compare the bits of values.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -148,61 +146,3 @@ def differing_values(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iter
         # NaN is the only value that differs from itself; two NaN count as equal.
         elif a != b and not (a != a and b != b):
             yield key, a, b
-
-
-# --- digests of the state ---
-#
-# Equal printed losses do not prove equal states: weights can differ while losses agree in all printed digits.
-# A tensor's digest covers its elements in memory order, so it does not depend on the layout that saved it.
-
-
-# Prefix of the states of the random generators, one per rank.
-RANDOM = "rng/"
-# Not part of the state: paths of data files (the fingerprint identifies the data) and the software
-# environment.
-NO_STATE = frozenset({"data_files", "environment"})
-
-
-@dataclass(frozen=True)
-class StateDigest:
-    """SHA-256 digests of the parts of a state, in hexadecimal.
-
-    `weights` and `optimizer` do not depend on the layout. Random generator states belong to ranks, and the
-    cursor (position in the run) contains numbers that depend on the order of summation.
-    """
-
-    weights: str
-    optimizer: str
-    random: str
-    cursor: str
-
-    @property
-    def whole(self) -> str:
-        return _digest_lines(f"{name} {value}" for name, value in vars(self).items())
-
-    def parts(self) -> dict[str, str]:
-        return {**vars(self), "whole": self.whole}
-
-    def differences(self, other: "StateDigest") -> list[str]:
-        """Names of the parts that differ."""
-        return [name for name, value in vars(self).items() if value != vars(other)[name]]
-
-
-def state_digest(folder: Path, manifest: Manifest) -> StateDigest:
-    """Digests a saved step. Reads every byte, one block at a time."""
-    parts: dict[str, list[str]] = {"weights": [], "optimizer": [], "random": []}
-    with StepReader(folder, manifest) as reader:
-        for name, record in sorted(manifest.tensors.items()):
-            digest = hashlib.sha256(f"{record.dtype} {list(record.shape)}\n".encode())
-            for _, values in reader.read_blocks(name):
-                digest.update(values.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-            is_weight = name.startswith((WEIGHTS, ROUTERS))
-            part = "weights" if is_weight else "random" if name.startswith(RANDOM) else "optimizer"
-            parts[part].append(f"{name} {digest.hexdigest()}")
-    state = {key: value for key, value in manifest.run_state.items() if key not in NO_STATE}
-    cursor = _digest_lines([json.dumps({"step": manifest.step, "state": state}, sort_keys=True)])
-    return StateDigest(**{part: _digest_lines(lines) for part, lines in parts.items()}, cursor=cursor)
-
-
-def _digest_lines(lines: Iterable[str]) -> str:
-    return hashlib.sha256("".join(f"{line}\n" for line in lines).encode()).hexdigest()

@@ -59,8 +59,7 @@ class TensorRecord:
         """Returns why the pieces do not cover this tensor exactly once under the right keys, or None."""
         if self.dtype not in DTYPES:
             return f"its type {self.dtype} is unknown"
-        problem = cover_problem(self.shape, ((piece.start, piece.shape) for piece in self.pieces))
-        if problem is not None:
+        if problem := cover_problem(self.shape, ((piece.start, piece.shape) for piece in self.pieces)):
             return problem
         for piece in self.pieces:
             if piece.file.endswith(TORCH_FILES):
@@ -96,11 +95,8 @@ class Manifest:
         for name, record in self.tensors.items():
             # `dataclasses.asdict` copies deeply, which takes seconds for many thousand pieces.
             pieces = [{k: v for k, v in vars(piece).items() if v is not None} for piece in record.pieces]
-            tensors[name] = {"dtype": record.dtype, "shape": record.shape, "pieces": pieces}
-        files = {
-            name: {key: value for key, value in vars(file).items() if key != "crc32"}
-            for name, file in self.files.items()
-        }
+            tensors[name] = {**vars(record), "pieces": pieces}
+        files = {name: {k: v for k, v in vars(f).items() if k != "crc32"} for name, f in self.files.items()}
         content = {"format": FORMAT, "version": VERSION, **vars(self), "files": files, "tensors": tensors}
         signed = {**content, "sha256": _digest(content)}
         return "{\n" + ",\n".join(f"{json.dumps(k)}: {_json_lines(v)}" for k, v in signed.items()) + "\n}\n"
@@ -224,8 +220,7 @@ def _tensor_record(record: Mapping[str, Any]) -> TensorRecord:
 
 def _check_tensors(folder: Path, manifest: Manifest) -> None:
     for name, record in manifest.tensors.items():
-        problem = record.problem(name)
-        if problem is not None:
+        if (problem := record.problem(name)) is not None:
             raise DamagedCheckpoint(f"{folder / FILE_NAME}: {name}: {problem}")
         if not all(piece.file in manifest.files for piece in record.pieces):
             raise DamagedCheckpoint(f"{folder / FILE_NAME}: {name} lies in a file that is not listed")
@@ -271,13 +266,10 @@ def locate_damage(path: Path, manifest: Manifest, digest: str) -> tuple[list[str
 
     Tensors are located by their own CRC-32; without these, all tensors of the file are returned.
     """
-    pieces = {
-        piece.key: (name, piece)
-        for name, record in manifest.tensors.items()
-        for piece in record.pieces
-        if piece.file == path.name
-    }
     names = manifest.tensors_in(path.name)
+    pieces = {
+        p.key: (name, p) for name in names for p in manifest.tensors[name].pieces if p.file == path.name
+    }
     wrong = f"{path}: sha256 is {digest[:12]}…, not {manifest.files[path.name].sha256[:12]}…;"
     if not pieces or any(piece.crc32 is None for _, piece in pieces.values()):
         return names, f"{wrong} it holds {len(names)} tensors, from {names[0] if names else 'none'} on"
@@ -398,7 +390,6 @@ def merge_tensor_records(records: Iterable[tuple[str, TensorRecord]]) -> dict[st
     """Merges the records of all ranks. Raises ValueError unless the pieces cover every tensor exactly."""
     tensors = collect_tensor_records(records)
     for name, record in tensors.items():
-        problem = record.problem(name)
-        if problem is not None:
+        if (problem := record.problem(name)) is not None:
             raise ValueError(f"{name}: {problem}")
     return tensors

@@ -138,8 +138,7 @@ class NameTable:
         """Returns the row of a tensor and the values of its placeholders."""
         for row in self.rows:
             pattern = re.escape(row.ours).replace(r"\{layer\}", r"(?P<layer>\d+)")
-            match = re.fullmatch(pattern.replace(r"\{kind\}", "(?P<kind>weight|bias)"), ours)
-            if match:
+            if match := re.fullmatch(pattern.replace(r"\{kind\}", "(?P<kind>weight|bias)"), ours):
                 return row, match.groupdict()
         raise UserError(self.unknown.format(ours=ours))
 
@@ -308,7 +307,8 @@ def _reader(
         values = torch.empty(size, dtype=dtype)
         filled = 0
         for link, at, extent in parts:
-            region(values, _subtract(at, start), extent).copy_(_cast(dtype, part(link, at, extent), name))
+            inside = tuple(i - j for i, j in zip(at, start, strict=True))
+            region(values, inside, extent).copy_(_cast(dtype, part(link, at, extent), name))
             filled += math.prod(extent)
         assert filled == values.numel(), f"{filled} elements of {list(size)} have a source"
         return values
@@ -316,27 +316,11 @@ def _reader(
     return read
 
 
-def fill(target: Fragment, links: Iterable[Link], theirs: ReadRectangle) -> None:
-    """Overwrites a rectangle of our tensor in place; `links` are those of the tensor.
-
-    Copies block by block.
-    """
-    size, filled = tuple(target.values.shape), 0
-    for link in links:
-        if (common := link.shared_with_ours(target.start, size)) is None:
-            continue
-        at, extent = common
-        into = region(target.values.detach(), _subtract(at, target.start), extent)
-        for offset, block in blocks(extent, into.element_size()):
-            position = tuple(i + j for i, j in zip(at, offset, strict=True))
-            values = theirs(link.theirs, *link.their_rectangle(position, block))
-            region(into, offset, block).copy_(link.to_ours(values, block))
-        filled += math.prod(extent)
-    assert filled == math.prod(size), f"{target.tensor}: {filled} elements of {size} have a source"
-
-
-def _subtract(at: Shape, start: Shape) -> Shape:
-    return tuple(i - j for i, j in zip(at, start, strict=True))
+def fill(target: Fragment, read: ReadRectangle) -> None:
+    """Overwrites a rectangle of our tensor in place, block by block."""
+    for offset, size in blocks(tuple(target.values.shape), target.values.element_size()):
+        start = tuple(i + j for i, j in zip(target.start, offset, strict=True))
+        region(target.values.detach(), offset, size).copy_(read(target.tensor, start, size))
 
 
 def _cast(dtype: torch.dtype, values: Tensor, name: str) -> Tensor:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import torch
 from torch import Tensor
 
@@ -110,6 +109,9 @@ class StepReader(contextlib.ExitStack):
             region(read.into, start, size).copy_(self._rectangle(read.piece, read.dtype, position, size))
 
     def _rectangle(self, piece: StoredPiece, dtype: torch.dtype, start: Shape, size: Shape) -> Tensor:
+        # Imported here: a run that loads nothing does not need it.
+        from safetensors import SafetensorError
+
         path = self.folder / piece.file
         try:
             # A slice is a view of the file, so only the requested rectangle is read.
@@ -121,18 +123,20 @@ class StepReader(contextlib.ExitStack):
             values: Tensor = stored[tuple(slice(i, i + n) for i, n in zip(start, size, strict=True))]
             if values.dtype != dtype:
                 raise DamagedCheckpoint(f"{piece.key} is stored as {values.dtype}, not {dtype}")
-        except (safetensors.SafetensorError, FileNotFoundError, DamagedCheckpoint) as error:
+        except (SafetensorError, FileNotFoundError, DamagedCheckpoint) as error:
             raise UserError(f"{path} is damaged ({error}); {self._advice}") from None
         return values
 
     def _open(self, path: Path) -> Any:
         """Opens a safetensors or torch file."""
+        from safetensors import safe_open
+
         if path not in self._files:
             if len(self._files) >= self._max_open_files:
                 self.close()
                 self._files.clear()
             is_torch = path.suffix in TORCH_FILES
-            file = TorchFile(path) if is_torch else safetensors.safe_open(path, framework="pt")
+            file = TorchFile(path) if is_torch else safe_open(path, framework="pt")
             self._files[path] = self.enter_context(file)
         return self._files[path]
 
@@ -168,11 +172,9 @@ class _Overlaps:
 
     def __init__(self, record: TensorRecord) -> None:
         self.dtype, pieces = DTYPES[record.dtype], record.pieces
-        dimensions = len(pieces[0].start) if pieces else 0
+        axes = range(len(pieces[0].start) if pieces else 0)
         # The dimension with the most distinct starts. A scalar has no dimension, and one piece.
-        self._dimension = max(
-            range(dimensions), key=lambda d: len({p.start[d] for p in pieces}), default=None
-        )
+        self._dimension = max(axes, key=lambda d: len({p.start[d] for p in pieces}), default=None)
         self._pieces = sorted(pieces, key=lambda piece: self._start(piece.start))
         self._starts = [self._start(piece.start) for piece in self._pieces]
         # Running maximum of the ends: monotonic, so that it can be searched too.
@@ -190,8 +192,7 @@ class _Overlaps:
         first = bisect_right(self._ends, self._start(start))
         last = bisect_left(self._starts, self._end(start, size))
         for piece in self._pieces[first:last]:
-            common = overlap(start, size, piece.start, piece.shape)
-            if common is not None:
+            if (common := overlap(start, size, piece.start, piece.shape)) is not None:
                 yield piece, common
 
     def reads(self, target: Fragment) -> Iterator[_Read]:

@@ -118,8 +118,7 @@ class FolderLock:
             self.path.unlink(missing_ok=True)
 
     def _require_record(self) -> None:
-        recorded = read_owner(self.path)
-        if recorded is None:
+        if (recorded := read_owner(self.path)) is None:
             # Truncated or damaged; the kernel's lock on this inode is held.
             with contextlib.suppress(OSError):
                 self._record(self.owner)
@@ -130,8 +129,7 @@ class FolderLock:
 
     def _lock_again(self) -> None:
         """Locks the new file after `.lock` was deleted or replaced, unless another job was faster."""
-        folder = _stat(self.folder)
-        if folder is None:
+        if (folder := _stat(self.folder)) is None:
             self._lose(f"{self.folder} was moved or removed while this run wrote to it")
         if not os.path.samestat(folder, self._folder):
             self._lose(f"{self.folder} is another folder than the one that this run opened")
@@ -171,7 +169,7 @@ class FolderLock:
 @contextmanager
 def lock_folder(
     folder: Path,
-    say: Callable[[str], None] | None = None,
+    say: Callable[[str], None] = lambda text: None,
     way_out: str = "stop it, or choose another --run-dir",
 ) -> Iterator[FolderLock]:
     """Context manager that locks the folder for this process.
@@ -179,7 +177,6 @@ def lock_folder(
     `say` gets a message while waiting for the heartbeat of an owner on another machine. `way_out`: advice in
     the error for a locked folder.
     """
-    say = say or (lambda text: None)
     path = folder / FILE_NAME
     _require_lock_file(path)
     try:
@@ -187,15 +184,10 @@ def lock_folder(
     except BlockingIOError:
         raise _refusal(folder, str(read_owner(path) or "its owner is not recorded"), way_out) from None
     try:
-        previous = read_owner(path)
         # On a local file system, acquiring the kernel's lock proves that the owner is dead.
-        if (
-            previous is not None
-            and not previous.released
-            and previous.host != socket.gethostname()
-            and _file_system(folder) not in _LOCAL
-        ):
-            _wait_for_timeout(path, previous, say, way_out)
+        is_local, last = _file_system(folder) in _LOCAL, read_owner(path)
+        if last and not is_local and not last.released and last.host != socket.gethostname():
+            _wait_for_timeout(path, last, say, way_out)
         lock = FolderLock(folder, file, say)
     except BaseException:
         file.close()

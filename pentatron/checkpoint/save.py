@@ -196,8 +196,7 @@ class Saver:
         if self._pending is None:
             return None
         step, stages = self._pending
-        verdicts = stages.advance(wait)
-        if verdicts is None:
+        if (verdicts := stages.advance(wait)) is None:
             return None
         self._pending = None
         return SavedStep(step, self.store.outcome(step, verdicts), verdicts[0].note)

@@ -11,9 +11,7 @@ from pentatron.errors import UserError
 _LARGEST = 10**15
 # Types of the items of collections, where computations depend on them.
 _ITEM_TYPES: dict[str, Any] = {
-    "ordered_for": 0,
-    "valid_ordered_for": 0,
-    "drawn": 0,
+    **dict.fromkeys(("ordered_for", "valid_ordered_for", "drawn"), 0),
     "loss_scaling": 0.0,
     "data_files": {},
     "schedule": {},

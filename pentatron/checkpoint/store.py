@@ -17,13 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from pentatron.checkpoint import format, retention
-from pentatron.checkpoint.format import (
-    DamagedCheckpoint,
-    Manifest,
-    SaveResult,
-    read_manifest,
-    write_rank_file,
-)
+from pentatron.checkpoint.format import DamagedCheckpoint, Manifest, SaveResult, read_manifest
 from pentatron.checkpoint.verify import Check, VerificationProblem, verify_rank_share
 from pentatron.errors import FolderLost, SaveError, UserError
 from pentatron.files import free_name, fsync_folder, hidden_name, rename, write_new_synced
@@ -106,7 +100,7 @@ class CheckpointStore:
 
         Errors are returned as text, to be gathered on all ranks.
         """
-        return write_rank_file(temporary / f"rank-{rank:05d}.safetensors", parts)
+        return format.write_rank_file(temporary / f"rank-{rank:05d}.safetensors", parts)
 
     def bytes_of(self, part: Fragment) -> int:
         """Size of a fragment on disk."""
@@ -118,10 +112,8 @@ class CheckpointStore:
         Raises ValueError unless the fragments cover every tensor exactly.
         """
         files = {file.name: file for written in everyone for file in written.files}
-        tensors = format.merge_tensor_records(
-            record for written in everyone for record in written.tensors.items()
-        )
-        return replace(draft, files=files, tensors=tensors)
+        records = (record for written in everyone for record in written.tensors.items())
+        return replace(draft, files=files, tensors=format.merge_tensor_records(records))
 
     def outcome(self, step: int, verdicts: Sequence[Any] | None) -> Path:
         """Returns the folder of the saved step, or raises the error of the save on all ranks."""
@@ -259,10 +251,8 @@ class CheckpointStore:
         """
         steps, record = self.steps(), retention.read_base_steps(self.folder)
         saved = [step for step in steps if step.name not in record.steps]
-        if saved:
+        if saved or any(step.name not in record.steps for step in self.damaged()):
             return saved
-        if any(step.name not in record.steps for step in self.damaged()):
-            return []
         return sorted(steps, key=lambda step: record.origin is not None and step.name == record.origin.name)
 
     def newest_saved_step(self) -> int | None:
@@ -384,9 +374,8 @@ class RankSave:
             return None
         folder = Path(verdicts[0].final)
         try:
-            return verify_rank_share(
-                folder, read_manifest(folder), self.group.rank, self.group.size, cold=True
-            )
+            manifest = read_manifest(folder)
+            return verify_rank_share(folder, manifest, self.group.rank, self.group.size, cold=True)
         except (DamagedCheckpoint, UserError) as error:
             return VerificationProblem(str(error), is_damage=True)
 
@@ -440,8 +429,21 @@ class SaveStages:
         self._running = self._start(())
 
     def _start(self, previous: Sequence[Any]) -> "Future[Any]":
-        stage = self._remaining.pop(0)
-        return _run(lambda: stage(previous), self._background)
+        """Runs the next stage now or in a daemon thread, and returns a future of its result."""
+        stage, future = self._remaining.pop(0), Future[Any]()
+
+        def work() -> None:
+            try:
+                future.set_result(stage(previous))
+            except BaseException as error:
+                future.set_exception(error)
+
+        if self._background:
+            # Daemon, so that a second signal can end the process: a step being written is not committed yet.
+            threading.Thread(target=work, name="checkpoint", daemon=True).start()
+        else:
+            future.set_result(stage(previous))
+        return future
 
     def advance(self, wait: bool) -> Sequence[Any] | None:
         """Advances as far as all ranks are ready.
@@ -456,24 +458,6 @@ class SaveStages:
             if not self._remaining:
                 return results
             self._running = self._start(results)
-
-
-def _run(action: Callable[[], Any], background: bool) -> "Future[Any]":
-    """Runs an action now or in a daemon thread, and returns a future of its result."""
-    future: Future[Any] = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(action())
-        except BaseException as error:
-            future.set_exception(error)
-
-    if background:
-        # Daemon, so that a second signal can end the process: a step being written is not committed yet.
-        threading.Thread(target=work, name="checkpoint", daemon=True).start()
-    else:
-        future.set_result(action())
-    return future
 
 
 # --- names of steps ---
@@ -497,9 +481,7 @@ def _is_finished(path: Path) -> bool:
     match = retention.STEP_NAME.fullmatch(path.name)
     if match is None or not path.is_dir():
         return False
-    return match[3] is None or any(
-        next(path.glob(name), None) for name in (format.FILE_NAME, "rank-*.safetensors")
-    )
+    return match[3] is None or any(any(path.glob(name)) for name in (format.FILE_NAME, "rank-*.safetensors"))
 
 
 def _order(folder: Path) -> tuple[int, int]:

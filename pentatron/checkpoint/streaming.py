@@ -33,15 +33,9 @@ def save_streamed(
 
     On an error, the caller removes the folder that it created.
     """
-    tensors = {
-        name: TensorRecord(str(outline.dtype).removeprefix("torch."), outline.shape, ())
-        for name, outline in outlines.items()
-    }
+    tensors = {n: TensorRecord(str(o.dtype).removeprefix("torch."), o.shape, ()) for n, o in outlines.items()}
     contents = (
-        (
-            f"weights-{number:05d}.safetensors",
-            [(name, (0,) * len(o.shape), o.shape) for name, o in group.items()],
-        )
+        (f"weights-{number:05d}.safetensors", [(n, (0,) * len(o.shape), o.shape) for n, o in group.items()])
         for number, group in enumerate(split_into_files(outlines, file_bytes), 1)
     )
     source = Manifest(step, {}, tensors, dict(run_state), dict(config))

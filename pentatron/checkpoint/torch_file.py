@@ -161,9 +161,8 @@ class TorchFile:
         if not 0 <= offset <= offset + length <= len(self._memory):
             raise DamagedCheckpoint(f"the file ends before byte {offset + length}")
         try:
-            begin, dtype, size, strides = read_tensor_metadata(
-                memoryview(self._memory)[offset : offset + length]
-            )
+            archive = memoryview(self._memory)[offset : offset + length]
+            begin, dtype, size, strides = read_tensor_metadata(archive)
             flat = torch.empty(0, dtype=dtype)
             if count := _extent(size, strides):
                 flat = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset + begin)

@@ -14,16 +14,9 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
+from pentatron.data import sampling
 from pentatron.data.gpt_dataset import GPTDataset, TokenSource
-from pentatron.data.sampling import (
-    NO_CACHE,
-    Arrays,
-    Boundaries,
-    IndexCache,
-    Sample,
-    epoch_samples,
-    require_memory,
-)
+from pentatron.data.sampling import NO_CACHE, Arrays, Boundaries, IndexCache, Sample
 from pentatron.errors import UserError
 
 Floats = npt.NDArray[np.float64]
@@ -98,8 +91,8 @@ def build_blend(
     if len(members) == 1 and weights is None:
         return recipe.build(members[0], *((numbers[0], numbers[1:]) if numbers else (None,)))
     if weights is None:
-        sequences, length = [m.source.sequence_lengths for m in members], recipe.sequence_length
-        sizes = [epoch_samples(lengths, m.documents, length) for lengths, m in zip(sequences, members)]
+        length = recipe.sequence_length
+        sizes = [sampling.epoch_samples(m.source.sequence_lengths, m.documents, length) for m in members]
         if numbers is None:
             order = _with_places(exhaustive_order(sizes), len(members))
             return BlendedDataset([recipe.build(m, None) for m in members], order)
@@ -135,7 +128,7 @@ def _count_draws(order: Arrays, size: int, datasets: int) -> list[int]:
 
 
 def _cached_order(weights: list[float], size: int, cache: IndexCache) -> Arrays:
-    require_memory(size, 10 * size)
+    sampling.require_memory(size, 10 * size)
     key = {"weights": weights, "size": size}
     return cache.get(key, size, lambda: _with_places(greedy_order(weights, size), len(weights)))
 

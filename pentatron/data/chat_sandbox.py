@@ -98,7 +98,9 @@ class Template:
         """Renders with and without marker strings; returns the text and the spans marked as generated."""
         text = self._run(variables, size)
         content = json.dumps([variables["messages"], variables["tools"]], ensure_ascii=False)
-        begin, end = _marks_outside(content)
+        # Markers that do not occur in the messages.
+        marks = ((f"\ue000{number}\ue001", f"\ue002{number}\ue003") for number in count())
+        begin, end = next(pair for pair in marks if not any(mark in content for mark in pair))
         unmarked, spans = _unmark(self._run({**variables, _MARKS: (begin, end)}, size), begin, end)
         if unmarked != text:
             raise Refused("writes something else because of its own {% generation %} marks")
@@ -185,12 +187,6 @@ class _Generation(Extension):
 
     def _mark(self, marks: tuple[str, str], caller: Macro) -> str:
         return f"{marks[0]}{caller()}{marks[1]}"
-
-
-def _marks_outside(text: str) -> tuple[str, str]:
-    """Returns a begin and an end marker that do not occur in the text."""
-    marks = ((f"\ue000{number}\ue001", f"\ue002{number}\ue003") for number in count())
-    return next((begin, end) for begin, end in marks if begin not in text and end not in text)
 
 
 def _unmark(marked: str, begin: str, end: str) -> tuple[str, list[Span]]:

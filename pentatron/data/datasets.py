@@ -5,14 +5,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from pentatron.checkpoint.state import TrainState
 from pentatron.data import gpt_dataset
-from pentatron.data.blending import BlendMember, SampleRecipe, build_blend
+from pentatron.data.blending import BlendedDataset, BlendMember, SampleRecipe, build_blend
 from pentatron.data.gpt_dataset import SyntheticDataset
 from pentatron.data.identity import DataIdentity, require_same_data
 from pentatron.data.indexed import IndexedDataset
@@ -44,12 +43,6 @@ _COUNT_CHUNK = 1 << 22
 _FIRST_TEST_SAMPLE = 1 << 31
 
 
-class TrainingSamples(SampleSource, Protocol):
-    """A dataset that knows which member dataset each sample comes from."""
-
-    def origins(self, samples: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]: ...
-
-
 @dataclass(frozen=True)
 class Datasets:
     """The datasets of a run.
@@ -58,7 +51,7 @@ class Datasets:
     too small.
     """
 
-    train: TrainingSamples
+    train: SampleSource
     valid: SampleSource | None
     test: SampleSource | None
     tokenizer: Tokenizer | None
@@ -69,6 +62,7 @@ class Datasets:
         """Counts the training samples [first, stop) of each dataset."""
         if len(self.names) == 1:
             return Counter({self.names[0]: stop - first})
+        assert isinstance(self.train, BlendedDataset | EpochShuffle), "it has several datasets"
         counts = np.zeros(len(self.names), np.int64)
         for begin in range(first, stop, _COUNT_CHUNK):
             samples = np.arange(begin, min(stop, begin + _COUNT_CHUNK))
@@ -83,7 +77,7 @@ class Datasets:
 class SplitDatasets(NamedTuple):
     """The training, validation and test samples in order."""
 
-    train: TrainingSamples
+    train: SampleSource
     valid: SampleSource | None
     test: SampleSource | None
 
@@ -138,9 +132,7 @@ def open_data(config: RunConfig, world: World, data_folder: Path, display: Displ
         # The test set does not affect training, so it is not part of the identity.
         identity, split = DataIdentity.of_blends(train, valid), data.split if data.data_path else None
         return _open_files(config, (train, valid, test), configured, identity, split)
-    if data.mock_data:
-        return _open_mock(config)
-    return _open_synthetic(config, data.dataset_size or 0)
+    return _open_mock(config) if data.mock_data else _open_synthetic(config, data.dataset_size or 0)
 
 
 def build_datasets(
@@ -228,12 +220,11 @@ def _too_small(source: IndexedDataset, split: str, least: int) -> str:
 def _build_parts(config: RunConfig, parts: Parts, numbers: OrderSizes, cache: IndexCache) -> SplitDatasets:
     data, model, seed = config.data, config.model, config.run.seed
     recipe = SampleRecipe(model.seq_length, seed, model.vocab_size, data.mid_level_dataset_surplus, cache)
-    train: TrainingSamples
     members, weights = parts["train"]
     if data.dataloader_type == "cyclic":
         # Repeats one fixed set of samples; only a weighted blend needs a size for that set.
         once = build_blend(members, weights, numbers.train[:1] if weights else None, recipe)
-        train = EpochShuffle(once, seed)
+        train: SampleSource = EpochShuffle(once, seed)
     else:
         train = build_blend(members, weights, numbers.train, recipe)
     valid = test = None
@@ -257,10 +248,8 @@ def _open_conversations(config: RunConfig, world: World, folder: Path, display: 
 def _open_mock(config: RunConfig) -> OpenedData:
     vocabulary = config.model.vocab_size
     source = gpt_dataset.mock_sequences(vocabulary)
-    ends, shares = (
-        boundaries_of(config.data, lambda: source.eod),
-        gpt_dataset.split_documents(source, _MOCK_SPLIT),
-    )
+    ends = boundaries_of(config.data, lambda: source.eod)
+    shares = gpt_dataset.split_documents(source, _MOCK_SPLIT)
     parts: Parts = {
         name: ([BlendMember(source, documents or range(0), ends)], None)
         for name, documents, size in zip(SPLIT_NAMES, shares, required_samples(config), strict=True)
@@ -275,10 +264,9 @@ def _open_synthetic(config: RunConfig, size: int) -> OpenedData:
     length, wanted = config.model.seq_length, required_samples(config)
     synthetic = SyntheticDataset(size, vocabulary, length, seed)
     # Samples of the same cycle that training never reads, however long the run becomes.
-    valid, test = (
-        SyntheticDataset(count, vocabulary, length, seed, first) if count else None
-        for count, first in ((wanted.valid, size), (wanted.test, _FIRST_TEST_SAMPLE))
-    )
+    settings = vocabulary, length, seed
+    valid = SyntheticDataset(wanted.valid, *settings, size) if wanted.valid else None
+    test = SyntheticDataset(wanted.test, *settings, _FIRST_TEST_SAMPLE) if wanted.test else None
     datasets = SplitDatasets(EpochShuffle(synthetic, seed), valid, test)
     identity = DataIdentity(f"synthetic {size} {vocabulary}")
     return OpenedData(lambda *sizes: datasets, None, ("synthetic",), identity, depends_on_length=False)

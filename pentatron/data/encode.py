@@ -65,8 +65,7 @@ class Encoder:
             # Some text of the batch cannot be encoded: try the documents one by one to find it.
             encodable = []
             for line, document in documents:
-                reason = self._encoding_problem(document)
-                if reason is None:
+                if (reason := self._encoding_problem(document)) is None:
                     encodable.append(document)
                 else:
                     _add_bad_line(result, line, reason)

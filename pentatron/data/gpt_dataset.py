@@ -86,10 +86,6 @@ class GPTDataset:
         within = i - (self.ends[part] - len(index))
         return next_token_sample(self._tokens(index, int(index.shuffle[within])), self.boundaries)
 
-    def origins(self, samples: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
-        """Returns the dataset number of each of the given samples, which is 0."""
-        return np.zeros(len(samples), dtype=np.int16)
-
     def _tokens(self, index: SampleIndex, k: int) -> npt.NDArray[np.int64]:
         """Returns the L + 1 tokens of the k-th sample in document order, which may span several documents."""
         (position, offset), (last_position, last_offset) = index.starts[k : k + 2].tolist()
@@ -218,10 +214,7 @@ def mock_sequences(vocab_size: int, eod: int | None = None, sequences: int = 100
 
 def count_epoch_samples(prefixes: Sequence[str], split: str | None, seq_length: int) -> int:
     """Counts the samples of one epoch over the training share of files, reading only indices."""
-    total = 0
-    for prefix in prefixes:
-        # Without checksums: the run verifies the index when it opens the data.
-        source = IndexedDataset(prefix, with_sidecar=False)
-        documents = require_share(source, split, "train")
-        total += sampling.epoch_samples(source.sequence_lengths, documents, seq_length)
-    return total
+    # Without checksums: the run verifies the index when it opens the data.
+    sources = (IndexedDataset(prefix, with_sidecar=False) for prefix in prefixes)
+    shares = ((source.sequence_lengths, require_share(source, split, "train")) for source in sources)
+    return sum(sampling.epoch_samples(*share, seq_length) for share in shares)

@@ -68,10 +68,7 @@ class DataIdentity:
         files = tuple(read.values())
         if blends[0].weights is None and len(blends[0].prefixes) == 1 and blends == [blends[0]] * 2:
             return cls(files[0].fingerprint, files)
-        content = [
-            [list(blend.weights or ()), [read[prefix].fingerprint for prefix in blend.prefixes]]
-            for blend in blends
-        ]
+        content = [[list(b.weights or ()), [read[p].fingerprint for p in b.prefixes]] for b in blends]
         return cls(f"blend {hashlib.sha256(json.dumps(content).encode()).hexdigest()}", files)
 
     @classmethod

@@ -182,8 +182,7 @@ def publish(stem: Path, suffix: str, prefix: Path | str) -> None:
         return
     index.unlink(missing_ok=True)
     for part, target in (("bin", binary), ("meta", indexed.sidecar_path(prefix)), ("idx", index)):
-        temporary = Path(f"{stem}.{part}{suffix}")
-        if temporary.exists():
+        if (temporary := Path(f"{stem}.{part}{suffix}")).exists():
             commit(temporary, target)
 
 

@@ -239,15 +239,13 @@ class EpochShuffle:
         return self.dataset[int(self._order_of(epoch)[place])]
 
     def origins(self, samples: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
-        """Returns the dataset number of each of the given samples, 0 for a single dataset."""
-        dataset_origins = getattr(self.dataset, "origins", None)
-        origins = np.zeros(len(samples), dtype=np.int16)
-        if dataset_origins is None:
-            return origins
-        epochs, places = np.divmod(samples, len(self.dataset))
+        """Returns the dataset number of each of the given samples, if several datasets are repeated."""
+        repeated: Any = self.dataset
+        origins = np.empty(len(samples), dtype=np.int16)
+        epochs, places = np.divmod(samples, len(repeated))
         for epoch in np.unique(epochs).tolist():
             in_epoch = epochs == epoch
-            origins[in_epoch] = dataset_origins(self._order_of(epoch)[places[in_epoch]])
+            origins[in_epoch] = repeated.origins(self._order_of(epoch)[places[in_epoch]])
         return origins
 
     def _order_of(self, epoch: int) -> npt.NDArray[np.int64]:

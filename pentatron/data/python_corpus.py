@@ -66,13 +66,9 @@ def python_stdlib_files() -> list[Path]:
         # Modified in place, so that os.walk does not descend into site-packages, which is far larger than
         # the rest.
         subfolders[:] = [name for name in subfolders if name not in EXCLUDED_FOLDERS]
-        inside = Path(folder).relative_to(root)
-        kept += [inside / name for name in names if name.endswith(".py")]
-    return [
-        root / path
-        for path in sorted(kept, key=Path.as_posix)
-        if path.as_posix() not in GENERATED_FILES and not path.parts[0].startswith(GENERATED_PREFIXES)
-    ]
+        kept += [Path(folder).relative_to(root) / name for name in names if name.endswith(".py")]
+    written = [path for path in sorted(kept, key=Path.as_posix) if path.as_posix() not in GENERATED_FILES]
+    return [root / path for path in written if not path.parts[0].startswith(GENERATED_PREFIXES)]
 
 
 def prepare_python_corpus(

@@ -121,10 +121,8 @@ class IndexCache:
         path = self.folder / f"{hashlib.sha256(text.encode()).hexdigest()[:40]}{ENDING}"
         try:
             return read_arrays(path, verify=self.builds)
-        except FileNotFoundError:
-            pass
         except (DamagedIndexCache, OSError) as problem:
-            if self.builds:
+            if self.builds and not isinstance(problem, FileNotFoundError):
                 self.say(f"the order of samples in {path} cannot be used ({problem}); it is rebuilt")
         arrays = build()
         if self.builds:
@@ -215,11 +213,10 @@ def parse_split(text: str) -> tuple[float, float, float]:
 
 def split_ranges(shares: Sequence[float], sequences: int) -> tuple[range | None, ...]:
     """Returns the contiguous range of sequences of each split; None for a share of zero."""
-    bounds = list(accumulate(shares, initial=0.0))
     # round() rounds half to even, as in Megatron-LM, which determines the boundaries.
     return tuple(
         range(round(low * sequences), round(high * sequences)) if high > low else None
-        for low, high in pairwise(bounds)
+        for low, high in pairwise(accumulate(shares, initial=0.0))
     )
 
 

@@ -170,8 +170,7 @@ def _skip(path: Path, raw: BinaryIO, stream: _ByteStream, offset: int) -> None:
         return
     left = offset
     while left:
-        data = stream.read(min(left, 1 << 20))
-        if not data:
+        if not (data := stream.read(min(left, 1 << 20))):
             raise UserError(f"{path} is shorter than before; it has changed: add --overwrite to start over")
         left -= len(data)
 

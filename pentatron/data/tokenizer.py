@@ -331,13 +331,10 @@ def train_bpe(texts: Iterator[str], vocab_size: int) -> "tokenizers.Tokenizer":
     if vocab_size <= BYTE_VALUES:
         raise UserError(f"a byte-level vocabulary needs {BYTE_VALUES + 1} ids or more, found {vocab_size}")
     tokenizer = _byte_level(library.models.BPE())
-    trainer = library.trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        # Every byte has an id, so that any text can be encoded.
-        initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
+    # Every byte has an id, so that any text can be encoded.
+    alphabet = sorted(library.pre_tokenizers.ByteLevel.alphabet())
+    options = {"special_tokens": [END_OF_TEXT], "initial_alphabet": alphabet, "show_progress": False}
+    trainer = library.trainers.BpeTrainer(vocab_size=vocab_size, **options)
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 

@@ -46,8 +46,7 @@ class ConfigReader:
         self.read.add(key)
         if absent is not None and key not in self.config:
             return absent
-        value = self.config.get(key)
-        if value is None:
+        if (value := self.config.get(key)) is None:
             return default
         if not _has_type(value, kind):
             raise Problem(f"{key} {value!r:.200}, but it must be {_TYPE_NAMES[kind]}", self.where)
@@ -204,8 +203,7 @@ class Rotary:
             settings.assign(ORIGIN, rope_scaling_type=kind)
             for theirs in SCALINGS[kind]:
                 ours, of_kind = SCALING_KEYS[theirs]
-                scale = rope.get(theirs, of_kind)
-                if scale is not None:
+                if (scale := rope.get(theirs, of_kind)) is not None:
                     settings.assign(ORIGIN, **{ours: scale})
                 elif theirs in _REQUIRED_SCALING_KEYS:
                     raise Problem(f"rope_type {kind!r} without {theirs}; write it there", rope.where)
@@ -323,8 +321,7 @@ class WindowByLayer:
 
     def read(self, config: ConfigReader, settings: Settings) -> None:
         used, count = config.get("use_sliding_window", bool, False), settings.num_layers
-        kinds = config.get("layer_types", list)
-        if kinds is not None:
+        if (kinds := config.get("layer_types", list)) is not None:
             if unknown := [kind for kind in kinds if kind not in (_FULL, _WINDOW)]:
                 raise Problem(f"{unknown[0]!r} in layer_types, but only {_FULL} and {_WINDOW} are supported")
             if len(kinds) != count:

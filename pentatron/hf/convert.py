@@ -72,10 +72,9 @@ def import_folder(
         progress = Progress(display, "importing", total)
         read = progress.counting(lambda name, *at: values(name.removeprefix(WEIGHTS), *at))
         weights = {f"{WEIGHTS}{name}": outline for name, outline in outlines.items()}
-        state, settings = IMPORTED_RUN_STATE, config.nested()
         with new_folder(out, total) as new:
-            store = CheckpointStore(new, keep=None)
-            save_streamed(store, 0, weights, read, state, settings, options.file_bytes)
+            store, state = CheckpointStore(new, keep=None), IMPORTED_RUN_STATE
+            save_streamed(store, 0, weights, read, state, config.nested(), options.file_bytes)
             copy_files(files, new / FOLDER_NAME)
             seconds = progress.seconds
             if judge is not None:
@@ -160,9 +159,7 @@ def export_step(
 def trained_dtype(manifest: Manifest) -> torch.dtype | None:
     """Returns the half-precision dtype that the run computed in, or None."""
     saved = Settings.defaults(**manifest.config.get("precision", {}))
-    if saved.bf16:
-        return torch.bfloat16
-    return torch.float16 if saved.fp16 else None
+    return torch.bfloat16 if saved.bf16 else torch.float16 if saved.fp16 else None
 
 
 def stored_dtypes(manifest: Manifest) -> set[torch.dtype]:

@@ -7,15 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pentatron.hf.config_reader import (
-    Gpt2Widths,
-    Heads,
-    LayersWithExperts,
-    Part,
-    Rotary,
-    WindowByLayer,
-    WindowEverywhere,
-)
+from pentatron.hf import config_reader
+from pentatron.hf.config_reader import Heads, LayersWithExperts, Rotary, WindowByLayer, WindowEverywhere
 
 
 @dataclass(frozen=True)
@@ -41,7 +34,7 @@ class Family:
     architecture: str
     fixed: Mapping[str, Any]
     keys: tuple[Key, ...]
-    parts: tuple[Part, ...] = ()
+    parts: tuple[config_reader.Part, ...] = ()
     required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
@@ -84,7 +77,7 @@ def _expert_keys(experts: str, also: str, count: int, topk: int) -> tuple[Key, .
 def _llama_family(
     architecture: str,
     keys: tuple[Key, ...],
-    parts: tuple[Part, ...],
+    parts: tuple[config_reader.Part, ...],
     required: Mapping[str, tuple[Any, ...]] | None = None,
     **fixed: Any,
 ) -> Family:
@@ -114,7 +107,7 @@ FAMILIES: dict[str, Family] = {
             Key("attn_pdrop", "attention_dropout", float, 0.1),
             Key("tie_word_embeddings", "untie_embeddings_and_output_weights", bool, True, inverted=True),
         ),
-        (Gpt2Widths(),),
+        (config_reader.Gpt2Widths(),),
         {
             "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
             "scale_attn_weights": (True,),

@@ -34,8 +34,7 @@ def new_folder(path: Path, needs_bytes: int) -> Iterator[Path]:
         final.parent.mkdir(parents=True, exist_ok=True)
         # Before the check for space: leftovers of killed processes may fill the disk.
         files.remove_leftover_folders(final)
-        free = _free(final)
-        if free < needs_bytes:
+        if (free := _free(final)) < needs_bytes:
             raise UserError(
                 f"{final} would take {decimal_size(needs_bytes)} and {decimal_size(free)} are free there; make room, or choose "
                 f"another disk"

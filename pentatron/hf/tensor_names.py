@@ -8,7 +8,7 @@ import torch
 
 from pentatron.checkpoint import links
 from pentatron.checkpoint.links import Link, NameTable, Source, TableRow
-from pentatron.checkpoint.tensor_file import WEIGHT_DTYPES, blocks, represents_exactly
+from pentatron.checkpoint.tensor_file import WEIGHT_DTYPES, TensorSpec, blocks, represents_exactly
 from pentatron.errors import UserError
 from pentatron.hf.folder import HuggingFaceFolder
 from pentatron.hf.model_config import model_type_of
@@ -139,8 +139,7 @@ def tensor_links(
     """
     known = NAME_TABLES[model_type]
     bare = names is not None and not any(name.startswith(known.base) for name in names)
-    shapes = logical_shapes(model, moe)
-    return known.table.links(model, shapes, names, "" if bare else known.base)
+    return known.table.links(model, logical_shapes(model, moe), names, "" if bare else known.base)
 
 
 def load_weights(
@@ -158,25 +157,30 @@ def load_weights(
     model_type = model_type_of(folder.config)
     linked = tensor_links(model_type, model, moe, folder.tensors)
     require_matching_tensors(linked, folder, model_type)
-    by_tensor = links.by_ours(linked)
+    stored = {
+        ours: {link.theirs: WEIGHT_DTYPES[folder.tensors[link.theirs].dtype] for link in group}
+        for ours, group in links.by_ours(linked).items()
+    }
     targets = list(targets)
     for target in targets:
-        if target.tensor not in by_tensor:
+        if target.tensor not in stored:
             raise UserError(
                 f"this model has {target.tensor}, which no {model_type} model has, so {folder.path} cannot fill it; use the family's "
                 f"own layers, or start from other weights"
             )
-        for link in by_tensor[target.tensor]:
-            stored, kept = WEIGHT_DTYPES[folder.tensors[link.theirs].dtype], target.values.dtype
-            if not allow_narrowing and not represents_exactly(kept, stored):
-                names = [str(dtype).removeprefix("torch.") for dtype in (stored, kept)]
+        for theirs, dtype in stored[target.tensor].items():
+            if not allow_narrowing and not represents_exactly(target.values.dtype, dtype):
+                names = [str(kind).removeprefix("torch.") for kind in (dtype, target.values.dtype)]
                 raise UserError(
-                    f"{folder.path} holds {link.theirs} as {names[0]}, and {names[1]} cannot hold all of its values; to have them rounded, "
+                    f"{folder.path} holds {theirs} as {names[0]}, and {names[1]} cannot hold all of its values; to have them rounded, "
                     f"import the folder first (pentatron import {folder.path} OUT --dtype fp32 --allow-narrowing) and load OUT"
                 )
+    # Read in a dtype that holds all stored values; the copy to the target rounds them.
+    outlines = {ours: TensorSpec(links.common_dtype(dtypes.values()), ()) for ours, dtypes in stored.items()}
+    read = links.reads_ours(linked, folder.read, outlines)
     with torch.no_grad():
         for target in targets:
-            links.fill(target, by_tensor[target.tensor], folder.read)
+            links.fill(target, read)
 
 
 def require_matching_tensors(linked: Collection[Link], folder: HuggingFaceFolder, model_type: str) -> None:
@@ -184,8 +188,7 @@ def require_matching_tensors(linked: Collection[Link], folder: HuggingFaceFolder
     family, shapes = NAME_TABLES[model_type], links.their_shapes(linked)
     problems = []
     for name, shape in shapes.items():
-        stored = folder.tensors.get(name)
-        if stored is None:
+        if (stored := folder.tensors.get(name)) is None:
             hint = " (set tie_word_embeddings to true if it is the embedding)"
             problems.append(f"{name} is missing{hint if name == _HEAD else ''}")
         elif stored.shape != shape:

@@ -40,8 +40,7 @@ def settings_from_arguments(args: Mapping[str, Any], origin: str) -> dict[str, A
         settings["vocab_size"] = args.get("padded_vocab_size")
     settings |= _derived_schedule(resolved)
     required = ("num_layers", "hidden_size", "num_attention_heads")
-    missing = [name for name in required if name not in settings or not getattr(resolved, name)]
-    if missing:
+    if missing := [name for name in required if name not in settings or not getattr(resolved, name)]:
         raise UserError(f"{origin} does not describe its model: its arguments lack {', '.join(missing)}")
     settings["kv_channels"] = resolved.kv_channels or resolved.hidden_size // resolved.num_attention_heads
     settings["num_experts"] = resolved.num_experts
@@ -202,21 +201,17 @@ def _optimizer_state(state: Mapping[str, Any], optim: OptimConfig, of_experts: b
         "bias_correction": True,
         "step": state.get("updates", 0),
     }
-    return {
-        "optimizer": {"param_groups": [{**group, "wd_mult": wd_mult} for wd_mult in (1.0, 0.0)]},
-        "param_state_sharding_type": _SHARDING,
-    }
+    groups = [{**group, "wd_mult": wd_mult} for wd_mult in (1.0, 0.0)]
+    return {"optimizer": {"param_groups": groups}, "param_state_sharding_type": _SHARDING}
 
 
 def _scheduler_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """State of Megatron-LM's scheduler, which counts in samples as ours does."""
     schedule = state.get("schedule") or {}
     rate, decay = schedule.get("learning_rate", {}), schedule.get("weight_decay", {})
-    return {
-        **{theirs: rate.get(ours) for ours, theirs in _RATE_NAMES.items()},
-        "num_steps": state.get("scheduled_samples", 0),
-        **{theirs: decay.get(ours) for ours, theirs in _DECAY_NAMES.items()},
-    }
+    rates = {theirs: rate.get(ours) for ours, theirs in _RATE_NAMES.items()}
+    decays = {theirs: decay.get(ours) for ours, theirs in _DECAY_NAMES.items()}
+    return {**rates, "num_steps": state.get("scheduled_samples", 0), **decays}
 
 
 def run_state_of(common: Mapping[str, Any], arguments: Mapping[str, Any], iteration: int) -> dict[str, Any]:
@@ -253,10 +248,8 @@ def _schedule_of(scheduler: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     rate, decay = ({name: float(number) for name, number in part.items()} for part in (rate, decay))
     unused = {"init": 0.0, "wsd_style": "exponential", "wsd_samples": 0.0}
-    return {
-        "learning_rate": {"style": rate_style, **rate, **unused},
-        "weight_decay": {"style": decay_style, **decay},
-    }
+    learning_rate = {"style": rate_style, **rate, **unused}
+    return {"learning_rate": learning_rate, "weight_decay": {"style": decay_style, **decay}}
 
 
 def _updates(optimizer: Any, iteration: int) -> int:

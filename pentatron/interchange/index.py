@@ -271,8 +271,7 @@ def _record(contents: MegatronCheckpoint, ours: str, links: Iterable[Link], name
     shape: Shape = ()
     for link in links:
         name = f"{name_prefix}{link.theirs}"
-        stored = contents.tensors.get(name)
-        if stored is None:
+        if (stored := contents.tensors.get(name)) is None:
             raise UserError(
                 f"{contents.folder} lacks {name}, so it is not the model that its arguments describe; name another checkpoint"
             )
@@ -292,8 +291,7 @@ def _record(contents: MegatronCheckpoint, ours: str, links: Iterable[Link], name
         raise UserError(
             f"{contents.folder} contains {ours} as {' and '.join(sorted(dtypes))}, which cannot be read here"
         )
-    problem = cover_problem(shape, ((piece.start, piece.shape) for piece in pieces))
-    if problem is not None:
+    if (problem := cover_problem(shape, ((piece.start, piece.shape) for piece in pieces))) is not None:
         raise UserError(f"{contents.folder} lacks a part of {name_prefix}{ours}: {problem}")
     return TensorRecord(dtypes.pop(), shape, tuple(sorted(pieces, key=lambda piece: piece.start)))
 

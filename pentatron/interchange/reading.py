@@ -36,10 +36,8 @@ _EXPERT = re.compile(
 )
 # Tensors that are sharded over tensor parallel ranks along each axis. Others are replicated.
 _COLUMN_PARALLEL = [f"linear_{layer}.{kind}" for layer in ("qkv", "fc1") for kind in ("weight", "bias")]
-_SHARDED = (
-    ("word_embeddings.weight", "output_layer.weight", *_COLUMN_PARALLEL),
-    ("linear_proj.weight", "linear_fc2.weight"),
-)
+_ROW_PARALLEL = ("linear_proj.weight", "linear_fc2.weight")
+_SHARDED = (("word_embeddings.weight", "output_layer.weight", *_COLUMN_PARALLEL), _ROW_PARALLEL)
 
 
 @dataclass(frozen=True)
@@ -79,8 +77,7 @@ def open_legacy(folder: Path) -> MegatronCheckpoint:
     iteration = int(first["iteration"]) if isinstance(first.get("iteration"), int) else 0
     has_optimizer = "optimizer" in first or any(folder.glob("mp_rank_*/distrib_optim.pt"))
     remark = f"{folder} has its optimizer state in the order of the layout that saved it, so only the weights are read"
-    remarks = (remark,) if has_optimizer else ()
-    return MegatronCheckpoint(folder, iteration, stored, arguments, first, remarks)
+    return MegatronCheckpoint(folder, iteration, stored, arguments, first, (remark,) if has_optimizer else ())
 
 
 def _ranks(folder: Path) -> Iterator[_Rank]:
@@ -89,8 +86,7 @@ def _ranks(folder: Path) -> Iterator[_Rank]:
     if not folders:
         raise UserError(f"{folder} has no mp_rank_*/{LEGACY_NAME}; name a checkpoint that is complete")
     for path in folders:
-        match = _FOLDER.fullmatch(path.name)
-        if match is None:
+        if (match := _FOLDER.fullmatch(path.name)) is None:
             raise UserError(f"{path} is not named like a rank of Megatron-LM (mp_rank_TT_PPP_EEE)")
         content = unpickle_in_sandbox(path / LEGACY_NAME)
         if not isinstance(content, Mapping):
@@ -147,8 +143,7 @@ def _expert_of(name: str) -> str | None:
 
 def _whole_name(name: str, first_layer: int, first_expert: int) -> str:
     """Name of a tensor in the whole model: with global layer and expert numbers."""
-    match = _LAYER.fullmatch(name)
-    if match is None:
+    if (match := _LAYER.fullmatch(name)) is None:
         return name
     rest = match[2]
     if expert := _EXPERT.fullmatch(rest):
@@ -204,8 +199,7 @@ def _stored(folder: Path, name: str, parts: list[tuple[StoredRectangle, str]]) -
 
 def read_megatron(path: Path) -> tuple[Checkpoint, list[str]]:
     """Opens the newest checkpoint for the path. Also returns messages about data that is not read."""
-    step = find_megatron_checkpoint(path)
-    if step is None:
+    if (step := find_megatron_checkpoint(path)) is None:
         raise UserError(f"{path} contains no checkpoint of Megatron-LM")
     folder, kind = step
     if kind == "torch_dist" and not all((folder / name).is_file() for name in (INDEX_NAME, FORMAT)):

@@ -114,12 +114,9 @@ def open_torch_dist(folder: Path) -> MegatronCheckpoint:
 
 def _tensors(folder: Path, index: Mapping[str, Any]) -> dict[str, MegatronTensor]:
     """Returns the tensors of the index with the position of their pieces."""
-    sizes = {
-        (name, tuple(start)): tuple(size)
-        for name, record in index["tensors"].items()
-        for start, size in record["pieces"]
-    }
-    pieces: dict[str, list[StoredRectangle]] = {name: [] for name in index["tensors"]}
+    stored = index["tensors"]
+    sizes = {(name, tuple(start)): tuple(size) for name in stored for start, size in stored[name]["pieces"]}
+    pieces: dict[str, list[StoredRectangle]] = {name: [] for name in stored}
     for name, start, file, offset, length, transformed in index["places"]:
         if start is None or name not in pieces:
             continue
@@ -130,13 +127,12 @@ def _tensors(folder: Path, index: Mapping[str, Any]) -> dict[str, MegatronTensor
             )
         if transformed:
             raise UserError(f"{folder} contains {name} compressed or encrypted, which is not supported")
-        size = sizes.get((name, tuple(start)))
-        if size is None:
+        if (size := sizes.get((name, tuple(start)))) is None:
             raise UserError(f"{folder / INDEX_NAME} contradicts itself about {name} at {start}")
         pieces[name].append(StoredRectangle(tuple(start), size, file, torch_save_position(offset, length)))
     return {
         name: MegatronTensor(record["dtype"], tuple(record["shape"]), tuple(pieces[name]))
-        for name, record in index["tensors"].items()
+        for name, record in stored.items()
     }
 
 
@@ -168,18 +164,17 @@ class WrittenRectangle:
     length: int
 
 
-class HashedFile:
+class HashedFile(ChecksummedFile):
     """A new file that is hashed while it is written, and synced when it is finished."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._digest = path, hashlib.sha256()
         self._failure: OSError | None = None
-        self._file = path.open("xb")
-        self._summed = ChecksummedFile(self._file, self._digest)
+        super().__init__(path.open("xb"), self._digest)
 
     def write(self, data: Any) -> int:
         try:
-            return self._summed.write(data)
+            return super().write(data)
         except OSError as error:
             self._failure = error
             raise
@@ -189,19 +184,19 @@ class HashedFile:
 
     def save(self, value: Any) -> tuple[int, int]:
         """Appends torch.save of a value. Returns (first byte, size)."""
-        offset = self._summed.bytes
+        offset = self.bytes
         try:
             torch.save(value, self)  # type: ignore[arg-type]
         except RuntimeError as error:
             # torch reports an unexpected position instead of the I/O error of the write.
             raise (self._failure or error) from None
-        return offset, self._summed.bytes - offset
+        return offset, self.bytes - offset
 
     def finish(self) -> FileRecord:
         """Syncs and closes the file; returns its record."""
-        fsync(self._file)
-        self._file.close()
-        return FileRecord(self.path.name, self._summed.bytes, self._digest.hexdigest(), 0, SHA256)
+        fsync(self.file)
+        self.file.close()
+        return FileRecord(self.path.name, self.bytes, self._digest.hexdigest(), 0, SHA256)
 
     def __enter__(self) -> Self:
         return self
@@ -209,7 +204,7 @@ class HashedFile:
     def __exit__(self, *_: object) -> None:
         # Closing an unfinished file flushes its buffer, which may fail again.
         with contextlib.suppress(OSError):
-            self._file.close()
+            self.file.close()
 
 
 def write_hashed_file(path: Path, content: bytes) -> FileRecord:
@@ -242,10 +237,8 @@ def write_index(
         chunks.append(metadata.ChunkStorageMetadata(torch.Size(place.start), torch.Size(place.size)))
     index = metadata.Metadata(described, planner_data=None, storage_data=stored)
     # Pickle protocol 2, as in torch's own writer.
-    return [
-        write_hashed_file(folder / INDEX_NAME, pickle.dumps(index, protocol=2)),
-        write_hashed_file(folder / FORMAT, json.dumps(_FORMAT_TEXT).encode()),
-    ]
+    files = {INDEX_NAME: pickle.dumps(index, protocol=2), FORMAT: json.dumps(_FORMAT_TEXT).encode()}
+    return [write_hashed_file(folder / name, content) for name, content in files.items()]
 
 
 def write_common(folder: Path, common: Mapping[str, Any], arguments: Mapping[str, Any]) -> FileRecord:

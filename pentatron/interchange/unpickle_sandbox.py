@@ -52,9 +52,6 @@ class StandIn:
     state: Any
     items: list[Any]
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
     def __setstate__(self, state: Any) -> None:
         self.state = state
 

@@ -123,8 +123,7 @@ def take_extra_arguments(
     provider(parser)
     flags = FlagTable(entry)
     for action in parser._actions:
-        taken = [flag for flag in action.option_strings if flags.find(flag) is not None]
-        if taken:
+        if taken := [flag for flag in action.option_strings if flags.find(flag) is not None]:
             raise UserError(
                 f"extra_args_provider adds {taken[0]}, which is a flag already; give it another name"
             )
@@ -134,6 +133,4 @@ def take_extra_arguments(
 
 def notes_without_effect(**given: Any) -> list[str]:
     """Returns a note for each given function that is accepted and never called."""
-    return [
-        f"{name} is not called: {_WITHOUT_EFFECT[name]}" for name, value in given.items() if value is not None
-    ]
+    return [f"{name} is not called: {_WITHOUT_EFFECT[name]}" for name in given if given[name] is not None]

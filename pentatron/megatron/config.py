@@ -92,11 +92,8 @@ class TransformerConfig(ModelParallelConfig):
         """Converts a run's configuration; `layout` are the fields of ModelParallelConfig."""
         values = {**vars(core.moe), **vars(core), **layout, "num_moe_experts": core.moe.num_experts}
         names = {f.name for f in dataclasses.fields(cls)} & values.keys()
-        return cls(
-            **{name: _unpacked(values[name]) for name in names},
-            activation_func=F.silu if core.gated_linear_unit else F.gelu,
-            of_run=core,
-        )
+        shared = {name: _unpacked(values[name]) for name in names}
+        return cls(**shared, activation_func=F.silu if core.gated_linear_unit else F.gelu, of_run=core)
 
 
 def core_of(config: TransformerConfig | PentatronConfig) -> CoreTransformerConfig:

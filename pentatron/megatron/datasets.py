@@ -85,6 +85,7 @@ def core_gpt_dataset_config_from_args(args: SimpleNamespace) -> GPTDatasetConfig
     )
 
 
+@dataclass(eq=False)
 class BlendedMegatronDatasetBuilder:
     """Builds the train, validation and test datasets; `cls` is GPTDataset or MockGPTDataset, `sizes` are
     numbers of samples.
@@ -93,18 +94,13 @@ class BlendedMegatronDatasetBuilder:
     ignored.
     """
 
-    def __init__(
-        self,
-        cls: type[Any],
-        sizes: Sequence[int | None],
-        is_built_on_rank: Callable[[], bool],
-        config: GPTDatasetConfig,
-    ) -> None:
-        self.cls, self.sizes, self.config = cls, list(sizes), config
+    cls: type[Any]
+    sizes: Sequence[int | None]
+    is_built_on_rank: Callable[[], bool]
+    config: GPTDatasetConfig
 
     def build(self) -> "list[PlannedDataset | None]":
-        plan = state.current_run().data
-        if plan is None:
+        if (plan := state.current_run().data) is None:
             raise UserError(
                 "BlendedMegatronDatasetBuilder.build() knows its data only inside the dataset provider given to pretrain() or "
                 "build_train_valid_test_data_iterators(); call it there"
@@ -186,9 +182,6 @@ class UserSamples:
         filled = {"loss_mask": np.ones(length), "position_ids": np.arange(length)}
         filled |= {name: values for name, values in sample.items() if values is not None}
         return {name: _array(filled[name], dtype) for name, dtype in _SAMPLE_DTYPES.items()}
-
-    def origins(self, samples: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
-        return np.zeros(len(samples), dtype=np.int16)
 
 
 def provided_data(

@@ -83,18 +83,16 @@ class GPTModel(CausalLM):
             )
         shares = share_embeddings_and_output_weights
         changes: dict[str, Any] = {
+            "vocab_size": words,
+            "padded_vocab_size": vocab_size,
+            "max_position_embeddings": max_sequence_length,
             "position_embedding_type": position_embedding_type,
             "rotary_percent": rotary_percent,
             "rotary_base": rotary_base,
             "untie_embeddings_and_output_weights": None if shares is None else not shares,
         }
-        core = dataclasses.replace(
-            core,
-            vocab_size=words,
-            padded_vocab_size=vocab_size,
-            max_position_embeddings=max_sequence_length,
-            **{name: value for name, value in changes.items() if value is not None},
-        )
+        given = {name: value for name, value in changes.items() if value is not None}
+        core = dataclasses.replace(core, **given)
         part = _part(core, pre_process, post_process, vp_stage, groups)
         groups = groups or ProcessGroups(ONE_PROCESS, (part,))
         options = groups.options or DEFAULT_OPTIONS

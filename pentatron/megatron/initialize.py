@@ -72,8 +72,7 @@ class RateSchedule:
 
 def current_stepwise(model: bool = False, data: bool = False) -> Stepwise:
     """Returns the run that `initialize_megatron()` opened; raises if a required part is not set up."""
-    stepwise = current_run().stepwise
-    if stepwise is None:
+    if (stepwise := current_run().stepwise) is None:
         raise UserError(
             "pretrain() runs all steps itself; to call them one by one begin with initialize_megatron()"
         )
@@ -107,10 +106,8 @@ def initialize_megatron(
         sys.exit(code)
 
 
-def _begin(
-    provider: arguments.ExtraArguments | None, args_defaults: Mapping[str, Any], notes: list[str]
-) -> int:
-    entry, extra = arguments.script_entry_point(args_defaults)
+def _begin(provider: arguments.ExtraArguments | None, defaults: Mapping[str, Any], notes: list[str]) -> int:
+    entry, extra = arguments.script_entry_point(defaults)
     typed = sys.argv[1:]
     if "--help" in typed or "-h" in typed:
         say(entry_help(entry, None))
@@ -129,11 +126,7 @@ def _begin(
     try:
         with ExitStack() as opening:
             world, resolved = opening.enter_context(joined_process_group(prepared, worker))
-            options: SessionOptions = {
-                "launcher": launcher_pid(),
-                "program": program,
-                "attempt": prepared.attempt,
-            }
+            options = SessionOptions(launcher=launcher_pid(), program=program, attempt=prepared.attempt)
             session = opening.enter_context(open_session(resolved, world, entry.resumes, **options))
             current_run().stepwise = Stepwise(session, program)
             # Last, so that an exception above closes what was opened.
@@ -164,12 +157,8 @@ def _excepthook(previous: Callable[..., Any], config: RunConfig, worker: Worker)
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if is_running() and (stepwise := current_run().stepwise) is not None:
-            log_failure(
-                stepwise.session.folder,
-                current_run().world,
-                error,
-                lambda e: failure_log_message(e, config, worker.rank),
-            )
+            folder, world = stepwise.session.folder, current_run().world
+            log_failure(folder, world, error, lambda e: failure_log_message(e, config, worker.rank))
         # The process groups are abandoned, because closing them at exit would wait for the other ranks.
         if worker.world_size > 1:
             destroy_process_group(failed=True)

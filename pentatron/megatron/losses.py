@@ -164,6 +164,4 @@ def _parsed(result: Any) -> LossResult:
 def _described(result: Any) -> str:
     if isinstance(result, tuple):
         return f"({', '.join(type(part).__name__ for part in result)})"
-    if isinstance(result, Tensor):
-        return f"{result.numel()} numbers"
-    return f"a {type(result).__name__}"
+    return f"{result.numel()} numbers" if isinstance(result, Tensor) else f"a {type(result).__name__}"

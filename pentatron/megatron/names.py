@@ -48,10 +48,8 @@ def _use(module: ModuleType, row: str, wanted: str) -> Any:
 
 def _defined_in(module: ModuleType) -> list[str]:
     """Names of the public functions and classes that the module defines itself."""
-    own = {
-        name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__
-    }
-    return [name for name in own if not name.startswith("_")]
+    public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    return [name for name, value in public.items() if getattr(value, "__module__", None) == module.__name__]
 
 
 def as_megatron(replace: bool = True) -> bool:

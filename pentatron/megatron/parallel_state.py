@@ -127,6 +127,4 @@ def _selected(ignore_virtual: bool, vp_stage: int | None) -> tuple[int, ...]:
     run = current_run()
     if vp_stage is not None and not ignore_virtual:
         return (run.local_stages[vp_stage],)
-    if run.stage is None or ignore_virtual:
-        return run.local_stages
-    return (run.stage,)
+    return run.local_stages if run.stage is None or ignore_virtual else (run.stage,)

@@ -215,8 +215,7 @@ def save_checkpoint(
 
 def maybe_finalize_async_save(blocking: bool = False) -> None:
     """Commits an asynchronous save if all ranks have written their part; `blocking` waits for them."""
-    stepwise = current_stepwise(model=True, data=True)
-    stepwise.session.trainer.checkpoints.settle(blocking)
+    current_stepwise(model=True, data=True).session.trainer.checkpoints.settle(blocking)
 
 
 def preprocess_common_state_dict(common_state_dict: Mapping[str, Any]) -> dict[str, Any]:

@@ -86,9 +86,8 @@ class UserProgram(Program):
         device: torch.device,
         options: ModelOptions,
     ) -> dict[int, CausalLM]:
-        groups = ProcessGroups(
-            axes.with_linear(options.linear()), tuple(parts.values()), options, folded_ends(parts.values())
-        )
+        held = tuple(parts.values())
+        groups = ProcessGroups(axes.with_linear(options.linear()), held, options, folded_ends(held))
         run = state.current_run()
         # Older providers have no `vp_stage`; GPTModel then takes it from the run.
         takes_stage = accepts(self.model_provider, "vp_stage")

@@ -112,5 +112,4 @@ class Timers:
         }
         by_rank = gather_objects(local, self.everyone)
         if any(by_rank) and rank in (None, 0, self.everyone.rank):
-            tell = say if rank else self.say
-            tell(block_of(by_rank, "minmax"))
+            (say if rank else self.say)(block_of(by_rank, "minmax"))

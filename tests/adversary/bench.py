@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pentatron.checkpoint.compare import StateDigest
 from tests.adversary import shim
 from tests.adversary.shim import Mode, Record, read_journal
+from tests.checkpoint.digest import StateDigest
 from tests.faults.commands import Zygote
 from tests.faults.lab import free_port, state_of, write_corpus
 from tests.harness import processes

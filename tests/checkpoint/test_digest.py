@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pentatron.checkpoint.compare import StateDigest, state_digest
 from pentatron.checkpoint.format import read_manifest
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.parallel.collectives import Group
+from tests.checkpoint.digest import StateDigest, state_digest
 from tests.checkpoint.steps import ALONE, save, share, whole
 from tests.harness import run_distributed
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 import pentatron.checkpoint.store as store_module
+from pentatron.checkpoint import format
 from pentatron.checkpoint.format import Manifest
 from pentatron.checkpoint.save import Saver
 from pentatron.checkpoint.store import TRACKER, CheckpointStore
@@ -111,9 +112,9 @@ def test_what_a_killed_save_left_goes_before_the_next_one_is_written(
     save(store, 1)
     (tmp_path / ".step-00000002.abcd").mkdir()
     seen: list[list[Path]] = []
-    honest = store_module.write_rank_file
+    honest = format.write_rank_file
     monkeypatch.setattr(
-        store_module,
+        format,
         "write_rank_file",
         lambda path, parts: seen.append(list(tmp_path.glob(".step-*"))) or honest(path, parts),
     )

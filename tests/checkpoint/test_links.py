@@ -10,7 +10,6 @@ from pentatron.checkpoint.links import (
     NameTable,
     Source,
     TableRow,
-    by_ours,
     fill,
     reads_ours,
     reads_theirs,
@@ -84,7 +83,7 @@ def test_there_and_back(case: str) -> None:
         expected = region(values, at, size)
         assert torch.equal(ours_of(name, at, size), expected)
         target = Fragment(name, shape, at, torch.full(size, torch.nan))
-        fill(target, by_ours(links)[name], read)
+        fill(target, ours_of)
         assert torch.equal(target.values, expected)
         for link in links:
             if (common := link.shared_with_ours(at, size)) is not None:

@@ -5,8 +5,8 @@ import re
 import pytest
 import torch
 
-from pentatron.checkpoint.compare import StateDigest
 from pentatron.compare.trial import Trajectory
+from tests.checkpoint.digest import StateDigest
 from tests.cuda import trials
 from tests.cuda.catalogue import NOT_RUN, TABLES, TINY, Check, checks, measured, nothing_called
 from tests.cuda.trials import LOSS_MASK, ONE_WEIGHT, ROPE_BASE, Found

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from pentatron.checkpoint.compare import StateDigest, state_digest
 from pentatron.checkpoint.find import find_step
 from pentatron.generate.continue_text import Ranks
 from pentatron.generate.generate import Sampling
+from tests.checkpoint.digest import StateDigest, state_digest
 from tests.cuda import on_ranks
 from tests.cuda.trials import Found, Rows
 from tests.harness import run_distributed

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from pentatron.checkpoint.compare import StateDigest, state_digest
 from pentatron.checkpoint.format import read_manifest
 from pentatron.data.indexed_writer import IndexedDatasetWriter
+from tests.checkpoint.digest import StateDigest, state_digest
 from tests.faults.commands import MARK, Ran, Running, Zygote, environment, take_terminal
 from tests.faults.injection import ALONE, Fault, happened
 

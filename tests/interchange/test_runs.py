@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from pentatron.checkpoint.compare import state_digest
 from pentatron.checkpoint.find import find_step
 from pentatron.checkpoint.load import load_tensor
 from pentatron.cli.main import main
 from pentatron.errors import UserError
 from pentatron.interchange.reading import read_megatron
+from tests.checkpoint.digest import state_digest
 from tests.harness import run_distributed
 from tests.support import LLAMA
 from tests.train.test_loaded import losses, train, train_on_a_rank

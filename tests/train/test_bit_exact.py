@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pentatron.checkpoint.compare import StateDigest, state_digest
 from pentatron.checkpoint.find import find_step
 from pentatron.data.indexed_writer import IndexedDatasetWriter
 from pentatron.parallel.world import create_groups, single_process
 from pentatron.train.session import run_training
+from tests.checkpoint.digest import StateDigest, state_digest
 from tests.harness import run_distributed
 from tests.parity.cases import GROUPED, MIXTURES
 from tests.support import LLAMA, resolved
