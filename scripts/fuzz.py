@@ -157,7 +157,7 @@ def main() -> int:
     if words.replay is not None:
         seed, _, number = words.replay.partition(":")
         if not (seed.isdigit() and number.isdigit()):
-            print(f"--replay wants SEED:NUMBER, such as 1:17, not {words.replay}")
+            print(f"--replay must be SEED:NUMBER, such as 1:17, not {words.replay}")
             return 2
         return run_one(f"case {words.replay}", draw(int(seed), int(number)), words.shrink)
     campaign = Campaign(

@@ -153,7 +153,7 @@ def _check_targets(folder: Path, manifest: Manifest, targets: Sequence[Fragment]
         name, record = target.tensor, manifest.tensors[target.tensor]
         if tuple(target.shape) != record.shape:
             raise UserError(
-                f"checkpoint {folder} holds {name} as {list(record.shape)}, this model wants {list(target.shape)}; "
+                f"checkpoint {folder} holds {name} as {list(record.shape)}, this model needs {list(target.shape)}; "
                 f"check the parameters it was converted or trained with: the architecture must be the same, tensor and pipeline sizes need not"
             )
         dtype, stored, is_weight = target.values.dtype, DTYPES[record.dtype], name.startswith(WEIGHTS)

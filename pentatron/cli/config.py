@@ -21,7 +21,7 @@ _SCRIPTS = ", ".join(name for name in ENTRY_POINTS if name.endswith(".py"))
 def _entry_named(written: str, flag: str) -> str:
     if written not in ENTRY_POINTS:
         guess = did_you_mean(written, ENTRY_POINTS)
-        raise UserError(f"{flag} wants one of {', '.join(ENTRY_POINTS)}, not '{written}'{guess}")
+        raise UserError(f"{flag} must be one of {', '.join(ENTRY_POINTS)}, not '{written}'{guess}")
     return written
 
 

@@ -40,7 +40,7 @@ def _samples(written: str, flag: str) -> range:
     if begin < 0 or end < 0:
         raise UserError(f"{flag} counts samples from 0 on, as in 0:8 or 3; '{written}' is before the first")
     if begin >= end:
-        raise UserError(f"{flag} wants samples such as 0:8 or 3, not '{written}'")
+        raise UserError(f"{flag} must be samples such as 0:8 or 3, not '{written}'")
     return range(begin, end)
 
 

@@ -76,5 +76,5 @@ def _lines(findings: Sequence[machine.Finding]) -> list[str]:
         lines.append("")
     states = [finding.state for finding in findings]
     problems, notes = states.count(machine.PROBLEM), states.count(machine.NOTE)
-    verdict = f"{problems} to mend first (!)" if problems else "runs will start here"
-    return [*lines, verdict + (f"; {notes} worth knowing (~)" if notes else "")]
+    verdict = f"{problems} to fix first (!)" if problems else "runs will start here"
+    return [*lines, verdict + (f"; {notes} notes (~)" if notes else "")]

@@ -27,7 +27,9 @@ def _parse_token_ids(written: str, flag: str) -> tuple[tuple[int, ...], ...]:
     try:
         return tuple(tuple(int(part) for part in prompt.split(",")) for prompt in written.split(";"))
     except ValueError:
-        raise UserError(f"{flag} wants ids such as 1,2,3 (and ; between prompts), not '{written}'") from None
+        raise UserError(
+            f"{flag} must be ids such as 1,2,3 (and ; between prompts), not '{written}'"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class GenerateOptions(DeviceOptions, SamplingOptions, PromptOptions):
     def problems(self) -> Iterable[str]:
         yield from super().problems()
         if len(self.spec) not in (0, 2):
-            yield "--spec wants two words, MODULE FUNCTION; write it after the prompts"
+            yield "--spec needs two words, MODULE FUNCTION; write it after the prompts"
 
 
 USAGE = f"""usage: pentatron generate PATH [PROMPT ...] [--option value ...]
@@ -296,9 +298,9 @@ def _generate(request: Request, source: "ModelSource", config: "RunConfig", worl
     changed = [n for n in _RANDOM_SAMPLING if getattr(options, n) != getattr(GenerateOptions, n)]
     if changed and options.temperature == 0:
         flags = " ".join(f"{flag_of(name)} {getattr(options, name)}" for name in changed)
-        print_note(f"{flags}: the likeliest token is always taken, so this changes nothing")
+        print_note(f"{flags}: the likeliest token is always taken, so this has no effect")
     if options.master_port and config.grid.world_size == 1:
-        print_note(f"--master-port {options.master_port}: there is one process, so this changes nothing")
+        print_note(f"--master-port {options.master_port}: there is one process, so this has no effect")
     type_name = str(dtype).removeprefix("torch.")
     print_note(f"{request.folder}: {type_name} on {world.device.type}, {_layout_text(config)}")
     words.show(texts, options.json)

@@ -84,7 +84,7 @@ slurm alone:
   pentatron launch torchrun --nodes 2 --gpus-per-node 8 --master-addr 192.168.1.100 --preset llama3-8b --tp 8 --data-path DATA --train-iters 1000
 """
 # Options of Slurm, and why torchrun refuses them.
-_USE_SLURM = "is a matter of Slurm; leave it out, or use: pentatron launch slurm"
+_USE_SLURM = "is a Slurm option; leave it out, or use: pentatron launch slurm"
 _SLURM_ONLY = dict.fromkeys({*flags_of(SlurmOptions)} - {*flags_of(LaunchOptions)}, _USE_SLURM)
 
 
@@ -92,7 +92,7 @@ _SLURM_ONLY = dict.fromkeys({*flags_of(SlurmOptions)} - {*flags_of(LaunchOptions
 def launch_command(words: Sequence[str]) -> int:
     kind, rest = words[0], list(words[1:])
     if kind not in _KINDS:
-        raise UserError(f"pentatron launch wants slurm or torchrun, not '{kind}'{did_you_mean(kind, _KINDS)}")
+        raise UserError(f"pentatron launch needs slurm or torchrun, not '{kind}'{did_you_mean(kind, _KINDS)}")
     separator = rest.index("--") if "--" in rest else len(rest)
     rest, passed = rest[:separator], rest[separator + 1 :]
     refused = {} if kind == "slurm" else _SLURM_ONLY
@@ -117,7 +117,7 @@ def launch_command(words: Sequence[str]) -> int:
     say(f"{file}: {equation}")
     if redact(text) != text:
         key = "the script contains what looks like a key, so only you can read it"
-        say(f"note: {key}; better export that in your shell, jobs inherit it")
+        say(f"note: {key}; export it in your shell instead: jobs inherit the environment")
     # A value that the node computes itself is shell code, which is not shown.
     variables = [v.name if "$" in v.value else f"{v.name}={v.value}" for v in job.variables]
     say(f"it sets what you have not exported: {', '.join(variables)}")

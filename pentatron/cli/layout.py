@@ -50,7 +50,7 @@ class LayoutOptions(Options):
 
     def problems(self) -> Iterable[str]:
         if self.draw and not self.draw.endswith(".svg"):
-            yield f"--draw wants the name of a picture that ends in .svg, not '{self.draw}'"
+            yield f"--draw must name a picture that ends in .svg, not '{self.draw}'"
 
 
 USAGE = f"""{usage("pentatron layout [--world-size N]", LayoutOptions, "[--setting value ...]")}

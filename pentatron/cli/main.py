@@ -28,22 +28,22 @@ if TYPE_CHECKING:
 Command = Callable[[Sequence[str]], int]
 # By name: the module in this package with the function `NAME_command`, and the line in the help.
 _COMMANDS = {
-    "prepare": ("prepare", "turn text into the files that training reads"),
-    "data": ("data", "describe, verify and merge such files"),
+    "prepare": ("prepare", "tokenize text into the .bin/.idx files that training reads"),
+    "data": ("data", "describe, verify and merge .bin/.idx files"),
     "train": ("main", "train a model; with no flag at all, a small one on this machine's Python library"),
     "generate": ("generate", "continue a text with a trained model"),
-    "import": ("convert", "make a checkpoint of a Hugging Face folder or a model of the hub"),
+    "import": ("convert", "convert a Hugging Face folder or hub model to a checkpoint"),
     "export": ("convert", "write a checkpoint as a Hugging Face folder"),
-    "checkpoint": ("checkpoint", "look at checkpoints, verify, compare, rewrite and prune them"),
+    "checkpoint": ("checkpoint", "inspect, verify, compare, reshard and prune checkpoints"),
     "config": ("config", "show the settings a training command resolves to, and where each came from"),
     "layout": ("layout", "show which rank does what, and draw the pipeline's schedule"),
-    "plan": ("plan", "say what a model needs on some GPUs, and which layouts fit"),
+    "plan": ("plan", "estimate memory and time of a model on N GPUs, and find layouts that fit"),
     "verify": ("verify", "compare a layout with one process, number by number, on a small model"),
     "presets": ("config", "list the named models and their shapes"),
     "launch": ("launch", "write the script that trains on several machines, for Slurm or torchrun"),
     "bench": ("bench", "measure every layout of a number of processes against each other"),
-    "monitor": ("monitor", "watch a run, or look back at a finished one"),
-    "doctor": ("doctor", "say what this machine has for training, what is missing, and what to do"),
+    "monitor": ("monitor", "watch a run, or review a finished one"),
+    "doctor": ("doctor", "check this machine for training: what it has, what is missing, how to fix it"),
 }
 
 

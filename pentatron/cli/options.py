@@ -323,7 +323,7 @@ def entry_help(entry: EntryPoint, only: str | None = None) -> str:
     command = "pentatron config" if entry is TRAIN else f"pentatron config --as {entry.name}"
     lines += [
         "Flags take '-' or '_', '--flag value' or '--flag=value'; a switch is turned off by --no-SWITCH.",
-        "What an open value becomes stands in parentheses. Settings come from the preset, then --config FILE, then flags.",
+        "Parentheses give the value used when a setting is not given. Settings come from the preset, then --config FILE, then flags.",
         f"`{command}` with the same words shows the result and where each value came from.",
     ]
     return "\n".join(lines)
@@ -360,7 +360,7 @@ def _setting_notes(item: Setting, default: Any) -> list[str]:
     elif default not in (None, False, ()) or (default == 0 and default is not False):
         notes.append(f"default {' '.join(map(str, default)) if isinstance(default, tuple) else default}")
     if item.notice:
-        notes.append("accepted, changes nothing")
+        notes.append("accepted, has no effect")
     if item.not_yet:
         missing = [str(c) for c in item.choices if item.available and item.refuses(c)]
         notes.append(f"{', '.join(missing)} not available yet".strip())

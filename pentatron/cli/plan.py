@@ -37,7 +37,7 @@ def _gigabytes(written: str, flag: str) -> float:
     """Parses `80`, `80GB` or `79.1GiB`; all are in powers of two, as vendors and drivers mean them."""
     match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(?:gi?b?)?\s*", written.lower())
     if match is None or float(match[1]) <= 0:
-        raise UserError(f"{flag} wants a number above 0, not '{written}'")
+        raise UserError(f"{flag} must be a number above 0, not '{written}'")
     return float(match[1])
 
 

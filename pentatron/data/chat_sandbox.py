@@ -147,12 +147,12 @@ class Template:
             raise
         except SecurityError as error:
             raise Refused(
-                f"reaches for what no template needs ({_short(error)}), so it was stopped; use it only after reading it"
+                f"accesses a forbidden attribute ({_short(error)}), so it was stopped; read the template before you use it"
             ) from None
         except TemplateError as error:
             raise Refused(f"says: {_short(error)}") from None
         except RecursionError:
-            raise Refused("calls itself too deeply, so it was stopped") from None
+            raise Refused("recurses too deeply, so it was stopped") from None
         # Anything else a template can raise: a missing key, a wrong type, a range that is too long.
         except Exception as error:
             raise Refused(f"fails ({type(error).__name__}: {_short(error)})") from None

@@ -252,8 +252,8 @@ class EpochShuffle:
         if epoch != self._epoch:
             if epoch >= _MOST_EPOCHS:
                 raise UserError(
-                    f"sample {epoch * len(self.dataset)} is in epoch {epoch} of {len(self.dataset)} samples, and there are orders for "
-                    f"{_MOST_EPOCHS} epochs; load only the weights with --finetune if the checkpoint cannot have got that far"
+                    f"sample {epoch * len(self.dataset)} is in epoch {epoch} of {len(self.dataset)} samples, and at most "
+                    f"{_MOST_EPOCHS} epochs are supported; load only the weights with --finetune if the checkpoint cannot have got that far"
                 )
             # RandomState, not Generator: its stream is stable across NumPy versions.
             random = np.random.RandomState([self.seed, epoch])

@@ -167,7 +167,7 @@ def read_arrays(path: Path, verify: bool) -> Arrays:
     with path.open("rb") as file:
         start = file.read(header_start)
         if len(start) < header_start or not start.startswith(MAGIC):
-            raise DamagedIndexCache("it does not begin as such a file does")
+            raise DamagedIndexCache("its magic number is wrong")
         length, header_crc32 = _HEADER.unpack(start[len(MAGIC) :])
         header = file.read(min(length, size))
     if len(header) != length or crc32(header) != header_crc32:

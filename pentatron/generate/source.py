@@ -90,12 +90,11 @@ class Source:
         step, complaints = store.newest_valid(verify, set_aside, check)
         if step is None and (complaints or store.damaged()):
             reason = complaints[0] if complaints else f"{store.damaged()[0]} and others were set aside"
-            # A run may start over without its own damaged steps, but not without a model that it was told to
-            # load.
+            # A run may start over without its own damaged steps, but not without the model that it must load.
             may_start_over, other = set_aside or is_own, "name another folder, or one step of a run"
             instead = "start over with --fresh" if may_start_over else other
             raise UserError(
-                f"no checkpoint in {self.folder} is usable ({reason}); put a good one back, or {instead}"
+                f"no checkpoint in {self.folder} is usable ({reason}); restore an intact step, or {instead}"
             )
         return step, complaints
 

@@ -41,7 +41,7 @@ def resolve_folder(name: str, network: bool = True, files: Sequence[str] = WANTE
     except errors.RepositoryNotFoundError:
         raise UserError(
             f"there is no folder {name} here, and the hub has no model of that name that you may see; check the spelling, "
-            f"and for a closed model run `hf auth login`"
+            f"and for a gated or private model run `hf auth login`"
         ) from None
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
         raise _unavailable(name, "it is not in the cache and the hub cannot be reached") from None

@@ -198,7 +198,7 @@ def environment_notices(
     elif written:
         by_gloo = "messages go through gloo here, not through NCCL"
         reason = "one process sends no messages" if alone else by_gloo
-        lines.append(f"{written}: {reason}, so this changes nothing")
+        lines.append(f"{written}: {reason}, so this has no effect")
     connections = f"{CONNECTIONS}={environment.get(CONNECTIONS)}"
     if CONNECTIONS in given:
         read = f"CUDA reads from the environment: {connections}"

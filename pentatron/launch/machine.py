@@ -158,7 +158,7 @@ def _gpus() -> Iterator[Row]:
 def _peak(name: str) -> str:
     """Returns the vendor's peak throughput of a known GPU."""
     chip = find_chip(name)
-    return f", {chip.half:.0f} TFLOP/s in half precision by its maker" if chip is not None else ""
+    return f", {chip.half:.0f} TFLOP/s in half precision (vendor peak)" if chip is not None else ""
 
 
 def _hardware(folder: Path) -> Iterator[Row]:
@@ -212,7 +212,7 @@ def _variables(environment: Mapping[str, str]) -> list[Row]:
     names = (CONNECTIONS, *_LAUNCHER_VARIABLES)
     rows: list[Row] = [(n, v) for n, v in sorted(environment.items()) if n.startswith(prefixes) or n in names]
     if "RANK" in environment and "WORLD_SIZE" in environment:
-        advice = "a launcher's words are in this shell, so commands take themselves for its workers: unset RANK WORLD_SIZE"
+        advice = "RANK and WORLD_SIZE are set in this shell, so commands start as workers of a launcher: unset RANK WORLD_SIZE"
         rows.append(("launcher", f"rank {environment['RANK']} of {environment['WORLD_SIZE']}", NOTE, advice))
     return rows or [("NCCL, CUDA, launchers", "none is set; sensible values are used")]
 
@@ -261,7 +261,9 @@ def check_matmul(device: str, size: int = 512) -> Finding:
         return finding(reason, PROBLEM, "the build of torch does not fit this device or its driver")
     # TF32 rounds each factor to a mantissa of ten bits.
     if error > size * 2**-9:
-        return finding(f"off by {error:.3g}", PROBLEM, "the device computes wrongly: do not train on it")
+        return finding(
+            f"off by {error:.3g}", PROBLEM, "the device returned a wrong result: do not train on it"
+        )
     return finding(f"{2 * size**3 / seconds / 1e9:.0f} GFLOP/s in fp32, off by {error:.1e}")
 
 
@@ -277,7 +279,7 @@ def check_all_reduce(backend: str, size: int, environment: Mapping[str, str]) ->
     processes = [start([*words, str(rank), str(size), port]) for rank in range(size)]
     finding = partial(Finding, "trials", f"all-reduce, {backend}")
     if backend == "nccl":
-        advice = "export NCCL_DEBUG=INFO and look at its lines; NCCL_P2P_DISABLE=1 or NCCL_SHM_DISABLE=1 show which path is at fault"
+        advice = "export NCCL_DEBUG=INFO and read its output; NCCL_P2P_DISABLE=1 or NCCL_SHM_DISABLE=1 show which path is at fault"
     else:
         advice = "processes on this machine must reach each other through the loopback interface: look at firewalls and GLOO_SOCKET_IFNAME"
     try:

@@ -148,7 +148,7 @@ def _end(opened: ExitStack) -> None:
 
 
 def _not_given(*args: Any, **named: Any) -> Any:
-    """Stands for the functions that the program gives with its first steps."""
+    """Placeholder for the functions that the program passes with its first steps."""
     raise UserError("no model_provider or forward_step was given yet")
 
 

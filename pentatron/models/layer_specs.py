@@ -182,7 +182,7 @@ def _refuse(**wanted: bool) -> None:
 def _without_effect(**given: Any) -> None:
     for name, value in given.items():
         if value:
-            _warn(f"{name} changes nothing: there is one implementation of the layers here, in PyTorch")
+            _warn(f"{name} has no effect: there is one implementation of the layers here, in PyTorch")
 
 
 def _warn(sentence: str) -> None:

@@ -113,7 +113,7 @@ class TolerantRecorder(Recorder):
         except (OSError, RecorderUnavailable) as error:
             self._recorder = Recorder()
             reason = error.strerror or str(error) if isinstance(error, OSError) else str(error)
-            self.tell(f"warning: {self.name} fails ({reason}); training goes on without it")
+            self.tell(f"warning: {self.name} fails ({reason}); training continues without it")
 
 
 # --- performance summary ---

@@ -97,7 +97,7 @@ class CompiledLayers:
 
 
 def compiled_layers(compile: CompileOptions | None, layers: Iterable[nn.Module]) -> CompiledLayers | None:
-    """Returns a Together if it is configured and all layers are compiled as a whole."""
+    """Returns None unless graphs of several layers are configured and every layer is compiled whole."""
     if compile is None or compile.together == 1 or compile.documents or compilation_report(layers).left_out:
         return None
     return CompiledLayers(compile)

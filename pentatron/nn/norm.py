@@ -96,7 +96,7 @@ class LayerNorm(_Norm):
 
 
 class ConfiguredNorm(nn.Module):
-    """Stands in a spec for the norm that the configuration names."""
+    """Placeholder in a spec for the norm that the configuration names."""
 
 
 NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {norm.kind: norm for norm in (RMSNorm, LayerNorm)}

@@ -99,7 +99,7 @@ def build_module(slot: Slot, *args: Any, **kwargs: Any) -> Any:
     if isinstance(factory, FunctionType | functools.partial):
         return functools.partial(factory, **spec.params) if spec.params else factory
     if not isinstance(factory, type):
-        raise UserError(f"{spec}: a slot wants a class, a function or a ModuleSpec, not {_name(factory)}")
+        raise UserError(f"{spec}: a slot must be a class, a function or a ModuleSpec, not {_name(factory)}")
     named = {**kwargs, **spec.params}
     if spec.submodules is not None:
         named["submodules"] = spec.submodules

@@ -117,9 +117,9 @@ def advise(search: Search, base: Layout, layouts: list[Layout]) -> Advice:
     undivided = [layout for layout in layouts if layout.shape.grid.tensor * layout.shape.grid.pipeline == 1]
     fitting = [layout for layout in undivided if layout.fits]
     layer_bytes, depth = _layer_bytes(single), shape.config.model.num_layers
-    fits, must = ("yes", "is not a must") if layer_bytes < room else ("no", "is a must")
+    fits, must = ("yes", "is not required") if layer_bytes < room else ("no", "is required")
     layer = f"{fits}, it takes {binary_size(layer_bytes)}: tensor parallelism {must}"
-    deep = f"yes, {depth} layers: a pipeline is worth a thought" if depth > _DEEP else f"no, {depth} layers"
+    deep = f"yes, {depth} layers: consider pipeline parallelism" if depth > _DEEP else f"no, {depth} layers"
     tree = (
         Answer("Does it fit one GPU?", _fits_one(peak_rank_memory(single), room, fitting, search.world)),
         Answer("Does a single layer fit one GPU?", layer),

@@ -29,7 +29,7 @@ class AvailableMemory:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A sentence for the user. `impossible`: not even the static memory fits, so that the run must fail."""
+    """Result of a memory check: a message for the user. `impossible`: not even the static memory fits."""
 
     sentence: str
     impossible: bool

@@ -17,7 +17,7 @@ FP32 = 4
 
 
 def with_values(config: RunConfig, **values: Any) -> RunConfig:
-    """Returns the configuration with other values of some settings. The rules are not asked again."""
+    """Returns the configuration with other values of some settings. Does not check the rules."""
     sections: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         sections.setdefault(table()[name].section, {})[name] = value

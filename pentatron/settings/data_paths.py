@@ -25,8 +25,8 @@ class Blend:
     def parse(cls, words: Sequence[str], flag: str = "--data-path") -> "Blend":
         """Parses `P1 P2 P3` or `W1 P1 W2 P2`.
 
-        Words are weights if their number is even and one at an even index is a number; then all of those must
-        be.
+        Weights and prefixes alternate if the number of words is even and any word at an even index is a
+        number; all words at even indices must then be numbers.
         """
         if not words:
             raise UserError(f"{flag} names no data; give the prefix of a .bin/.idx pair")

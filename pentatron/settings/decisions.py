@@ -57,7 +57,7 @@ def decide(config: RunConfig, device: DeviceFacts, own_program: bool = False) ->
     experts, idle["moe_grouped_gemm"] = _experts(config, device)
     profiler, idle["use_pytorch_profiler"] = _torch_profiler(config, device)
     offloads, records = parallel.optimizer_cpu_offload, config.memory.record_memory_history
-    in_memory = "everything is in host memory already, so this changes nothing"
+    in_memory = "everything is in host memory already, so this has no effect"
     idle["optimizer_cpu_offload"] = in_memory if offloads and device.is_cpu else ""
     not_recorded = "only GPU allocations are recorded, and this run is on a CPU"
     idle["record_memory_history"] = not_recorded if records and device.is_cpu else ""
@@ -222,7 +222,7 @@ def _gate(config: RunConfig, device: DeviceFacts) -> tuple[GateDecision, str]:
 def _loss(config: RunConfig, device: DeviceFacts) -> tuple[LossDecision, str]:
     fusion, implementation = config.kernels.fused_cross_entropy, config.kernels.cross_entropy_fusion_impl
     reasons = {
-        "the loss is not fused (--no-cross-entropy-loss-fusion), so this changes nothing": fusion == "off",
+        "the loss is not fused (--no-cross-entropy-loss-fusion), so this has no effect": fusion == "off",
         "on a CPU the loss is fused only with --cross-entropy-loss-fusion": fusion == "auto"
         and device.is_cpu,
     }
@@ -247,7 +247,7 @@ def fit_grouped_matmul(*widths: int) -> bool:
 def _experts(config: RunConfig, device: DeviceFacts) -> tuple[ExpertsDecision, str]:
     moe = config.moe
     if not moe.num_experts:
-        return ExpertsDecision(False, False), "there are no experts (--num-experts), so this changes nothing"
+        return ExpertsDecision(False, False), "there are no experts (--num-experts), so this has no effect"
     shards, hidden = _ranks_per_expert(config), config.model.hidden_size
     inner = expert_sizes(config.model, moe, cut=shards).inner
     fits = fit_grouped_matmul(hidden, inner)

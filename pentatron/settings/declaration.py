@@ -254,7 +254,7 @@ def _coerce_one(setting: Setting, value: Any, what: str) -> Any:
     if value is None or value == "":
         raise UserError(f"{what} needs a value")
     if isinstance(value, list | tuple | dict):
-        raise UserError(f"{what} wants {_WANTED[kind]}, not {'several' if value else 'an empty list'}")
+        raise UserError(f"{what} must be {_WANTED[kind]}, not {'several' if value else 'an empty list'}")
     if isinstance(value, bool) and "on" in setting.choices:
         # YAML parses the words on and off as booleans.
         value = "on" if value else "off"
@@ -263,10 +263,10 @@ def _coerce_one(setting: Setting, value: Any, what: str) -> Any:
             raise ValueError
         converted = _CONVERTERS[kind](value)
     except (KeyError, ValueError, TypeError, OverflowError):
-        raise UserError(f"{what} wants {_WANTED[kind]}, not '{value}'") from None
+        raise UserError(f"{what} must be {_WANTED[kind]}, not '{value}'") from None
     if setting.choices and converted not in setting.choices:
         one_of = "one of " if len(setting.choices) > 1 else ""
-        raise UserError(f"{what} wants {one_of}{', '.join(map(str, setting.choices))}, not '{value}'")
+        raise UserError(f"{what} must be {one_of}{', '.join(map(str, setting.choices))}, not '{value}'")
     return converted
 
 
@@ -293,4 +293,4 @@ _CONVERTERS: dict[type, Callable[[Any], Any]] = {
     bool: lambda value: _SWITCHES[str(value).lower()],
     str: str,
 }
-_WANTED: dict[type, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+_WANTED: dict[type, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}

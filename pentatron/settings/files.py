@@ -73,7 +73,7 @@ def _value(item: Setting, spelling: Spelling, written: Any, what: str) -> Any:
     if written is None and item.base_type is bool and item.optional:
         return None
     if not isinstance(written, bool):
-        raise UserError(f"{what} wants true or false, not '{written}'")
+        raise UserError(f"{what} must be true or false, not '{written}'")
     off = not spelling.sets if isinstance(spelling.sets, bool) else item.default
     return spelling.sets if written else off
 

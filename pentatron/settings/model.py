@@ -85,21 +85,21 @@ class TransformerConfig:
     rotary_interleaved: bool = setting(False, "rotate adjacent channel pairs instead of halves", needs.ROPE)
     rope_scaling_type: str | None = setting(
         None,
-        "scaling of rotary frequencies for sequences longer than in the first training (none)",
+        "scaling of rotary frequencies for sequences longer than in pretraining (none)",
         needs.ROPE,
         choices=("linear", "llama3", "yarn"),
         sets={"--use-rope-scaling": "llama3"},
     )
     rope_scaling_factor: float = setting(
         None,
-        "how many times longer sequences become (llama3: 8)",
+        "RoPE scaling factor: new sequence length / original length (llama3: 8)",
         ONE_OR_MORE,
         needs.ROPE_SCALING,
         also="--yarn-rotary-scaling-factor",
     )
     rope_scaling_original_max_position_embeddings: int = setting(
         None,
-        "maximum sequence length of the first training (llama3: 8192)",
+        "maximum sequence length of pretraining (llama3: 8192)",
         POSITIVE,
         needs.ORIGINAL_LENGTH,
         also="--yarn-original-max-position-embeddings",
@@ -221,7 +221,7 @@ class MoEConfig:
     moe_use_legacy_grouped_gemm: bool = moe_training_setting(
         False,
         "an older grouped matmul",
-        notice="there is only one grouped matmul here, so this changes nothing",
+        notice="there is only one grouped matmul here, so this has no effect",
     )
     moe_expert_capacity_factor: float | None = moe_training_setting(
         None, "drop tokens above this multiple of an expert's equal share (none are dropped)", POSITIVE
@@ -261,10 +261,10 @@ class KernelConfig:
         "local",
         "implementation of the layers",
         choices=("local", "transformer_engine"),
-        notice="there is only one implementation here, in PyTorch, so this changes nothing",
+        notice="there is only one implementation here, in PyTorch, so this has no effect",
     )
     use_mcore_models: bool = setting(
-        False, "Megatron's newer models", notice="there is one family of models here, so this changes nothing"
+        False, "Megatron's newer models", notice="there is one family of models here, so this has no effect"
     )
     attention_backend: str = setting(
         "auto",
@@ -330,11 +330,13 @@ def moe_layers(written: str, num_layers: int) -> tuple[bool, ...]:
     """Returns whether each layer has experts. Raises `ValueError` with a message for an invalid pattern."""
     pattern = layer_pattern("--moe-layer-freq", written, num_layers, "[0]*1+[1]*26")
     if pattern == 0:
-        raise ValueError("--moe-layer-freq 0 gives no layer experts; use 1 or more")
+        raise ValueError("--moe-layer-freq 0 leaves no layer with experts; use 1 or more")
     if isinstance(pattern, int):
         return tuple(number % pattern == 0 for number in range(num_layers))
     if not any(pattern):
-        raise ValueError(f"--moe-layer-freq {written} gives no layer experts; use 1 for layers with experts")
+        raise ValueError(
+            f"--moe-layer-freq {written} leaves no layer with experts; use 1 for layers with experts"
+        )
     return tuple(bool(entry) for entry in pattern)
 
 

@@ -151,7 +151,7 @@ POSITION_RULES: dict[str, Rule] = {
     ),
     "yarn_original_length": refuse_if(
         lambda s: _scaling(s) == "yarn" and is_unset(s.rope_scaling_original_max_position_embeddings),
-        "--rope-scaling-type yarn needs the sequence length of the first training; "
+        "--rope-scaling-type yarn needs the sequence length of pretraining; "
         "give --rope-scaling-original-max-position-embeddings, for example 32768 for Qwen2.5",
     ),
     "llama3_wavelengths": refuse_if(
@@ -231,7 +231,7 @@ PRECISION_RULES: dict[str, Rule] = {
         lambda s: s.fp8_format is not None and not s.bf16,
         "--fp8 {s.fp8_format} is for matmuls of models in bf16; add --bf16, or leave it out",
     ),
-    # What the settings alone determine. `require_fp8` checks the GPU in the worker process.
+    # What the settings alone determine. `check_fp8_support` checks the GPU in the worker process.
     "fp8_on_a_cpu": refuse_if(
         lambda s: s.fp8_format is not None and s.device == "cpu",
         "--fp8 {s.fp8_format} needs a GPU with fp8 matmuls, and --device cpu has none; leave one of them out",

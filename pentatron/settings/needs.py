@@ -25,12 +25,12 @@ def one_data_source(s: Settings) -> str:
     reasons = {
         "each split has separate files (--train-data-path), so nothing is split": s.train_data_path,
         "mock data is split in three equal parts": s.mock_data,
-        "synthetic data is not split, so this changes nothing": not s.data_path and not s.corpus,
+        "synthetic data is not split, so this has no effect": not s.data_path and not s.corpus,
     }
     return first_reason(reasons)
 
 
-CORPUS = requires(lambda s: s.corpus, "there is no --corpus, so this changes nothing")
+CORPUS = requires(lambda s: s.corpus, "there is no --corpus, so this has no effect")
 
 
 def data_sources(s: Settings) -> list[str]:
@@ -52,7 +52,7 @@ def countable_epochs(s: Settings) -> str:
     if is_counted_in_run(s) or (s.facts.launcher and not why):
         how = "tokenized" if is_counted_in_run(s) else "counted"
         return f"the number of steps is known once the run has {how} its data"
-    return f"{why or 'the data is not read here'}; --train-iters {s.train_iters} decides"
+    return f"{why or 'the data is not read here'}; --train-iters {s.train_iters} sets the length"
 
 
 def validating(s: Settings) -> str:
@@ -154,12 +154,12 @@ def weighted_data(s: Settings) -> str:
 def documents(s: Settings) -> str:
     """Text whose documents end with end-of-document tokens."""
     if not (s.corpus or s.data_path or s.mock_data):
-        return "every synthetic sample is one document, so this changes nothing"
+        return "every synthetic sample is one document, so this has no effect"
     loss = "with --sft every conversation is a document and its loss is on the answers"
-    return f"{loss}, so this changes nothing" if s.sft else ""
+    return f"{loss}, so this has no effect" if s.sft else ""
 
 
-CONVERSATIONS = requires(lambda s: s.sft, "there are no conversations (--sft), so this changes nothing")
+CONVERSATIONS = requires(lambda s: s.sft, "there are no conversations (--sft), so this has no effect")
 
 
 def template(s: Settings) -> str:
@@ -173,7 +173,7 @@ def template(s: Settings) -> str:
 
 ROPE = requires(
     lambda s: s.position_embedding_type == "rope",
-    lambda s: f"positions are {s.position_embedding_type}, not rope, so this changes nothing",
+    lambda s: f"positions are {s.position_embedding_type}, not rope, so this has no effect",
 )
 
 
@@ -185,8 +185,8 @@ def _scaling(*kinds: str) -> Need:
         if (reason := ROPE(s)) or kind in kinds:
             return reason
         if kind is None:
-            return "rotary frequencies are not scaled (--rope-scaling-type), so this changes nothing"
-        return f"it is for {' and '.join(kinds)}, not for --rope-scaling-type {kind}, so this changes nothing"
+            return "rotary frequencies are not scaled (--rope-scaling-type), so this has no effect"
+        return f"it is for {' and '.join(kinds)}, not for --rope-scaling-type {kind}, so this has no effect"
 
     return check
 
@@ -200,9 +200,9 @@ NO_FACTOR = requires(
 )
 MSCALES = requires(
     lambda s: s.yarn_mscale and s.yarn_mscale_all_dim,
-    "--yarn-mscale and --yarn-mscale-all-dim act together, both above 0",
+    "--yarn-mscale and --yarn-mscale-all-dim have an effect only if both are above 0",
 )
-WINDOW = requires(lambda s: s.window_size, "no layer has a window (--window-size), so this changes nothing")
+WINDOW = requires(lambda s: s.window_size, "no layer has a window (--window-size), so this has no effect")
 
 
 def a_shorter_window(s: Settings) -> str:
@@ -228,7 +228,7 @@ PADDING_NOT_GIVEN = requires(
     lambda s: f"--padded-vocab-size {s.padded_vocab_size} is given and used as it is",
 )
 
-EXPERTS = requires(lambda s: s.num_experts, "there are no experts (--num-experts), so this changes nothing")
+EXPERTS = requires(lambda s: s.num_experts, "there are no experts (--num-experts), so this has no effect")
 EXPERT_BIAS = requires(
     lambda s: s.moe_router_enable_expert_bias, "there is no bias to update (--moe-router-enable-expert-bias)"
 )
@@ -261,7 +261,7 @@ def a_decay(s: Settings) -> str:
 
 WSD = requires(
     lambda s: s.lr_decay_style == "WSD",
-    lambda s: f"only --lr-decay-style WSD has such a decay, not {s.lr_decay_style}",
+    lambda s: f"it applies to --lr-decay-style WSD only, not to {s.lr_decay_style}",
 )
 WARMUP = requires(
     lambda s: s.lr_warmup_iters or s.lr_warmup_samples or s.lr_warmup_fraction,
@@ -314,7 +314,7 @@ def nonzero_loss_scale(s: Settings) -> str:
 
 TENSOR_AXIS = requires(
     lambda s: not s.sequence_parallel or s.tensor_model_parallel_size > 1,
-    "there is one tensor rank (--tensor-model-parallel-size 1), so this changes nothing",
+    "there is one tensor rank (--tensor-model-parallel-size 1), so this has no effect",
 )
 PIPELINE = requires(
     lambda s: s.pipeline_model_parallel_size > 1, "there is one pipeline stage, so no schedule is needed"

@@ -19,7 +19,9 @@ class RunSettings:
     fresh: bool = setting(False, "start a new run; an earlier one in the folder is moved aside", SILENT)
     seed: int = setting(1234, "seed of initial weights, sample order and dropout", SEED, ORDER)
     sample_prompt: str | None = setting(None, "prompt to continue at the end", needs.a_tokenizer, FREE)
-    sample_tokens: int = setting(120, "tokens to generate for it (0: none)", NON_NEGATIVE, needs.prompt, FREE)
+    sample_tokens: int = setting(
+        120, "tokens to generate for --sample-prompt (0: none)", NON_NEGATIVE, needs.prompt, FREE
+    )
 
 
 @dataclass(frozen=True)
@@ -123,14 +125,26 @@ class LogConfig:
     tensorboard_log_interval: int = setting(
         1, "steps between points in TensorBoard and Weights & Biases", POSITIVE, needs.A_DASHBOARD
     )
-    log_timers_to_tensorboard: bool = setting(False, "throughput and step time there too", needs.A_DASHBOARD)
-    log_memory_to_tensorboard: bool = setting(False, "memory there too", needs.A_DASHBOARD)
-    log_world_size_to_tensorboard: bool = setting(False, "the world size there too", needs.A_DASHBOARD)
-    log_validation_ppl_to_tensorboard: bool = setting(False, "perplexity there too", needs.A_DASHBOARD)
+    log_timers_to_tensorboard: bool = setting(
+        False, "log throughput and step time to TensorBoard and Weights & Biases", needs.A_DASHBOARD
+    )
+    log_memory_to_tensorboard: bool = setting(
+        False, "log memory to TensorBoard and Weights & Biases", needs.A_DASHBOARD
+    )
+    log_world_size_to_tensorboard: bool = setting(
+        False, "log the world size to TensorBoard and Weights & Biases", needs.A_DASHBOARD
+    )
+    log_validation_ppl_to_tensorboard: bool = setting(
+        False, "log validation perplexity to TensorBoard and Weights & Biases", needs.A_DASHBOARD
+    )
     wandb_project: str | None = setting(None, "project of Weights & Biases (WANDB_MODE=offline: no network)")
-    wandb_exp_name: str | None = setting(None, "name of the run there (name of the run folder)", needs.WANDB)
-    wandb_entity: str | None = setting(None, "team or user there", needs.WANDB)
-    wandb_save_dir: str | None = setting(None, "folder for its files (RUN_DIR/wandb)", needs.WANDB)
+    wandb_exp_name: str | None = setting(
+        None, "run name in Weights & Biases (name of the run folder)", needs.WANDB
+    )
+    wandb_entity: str | None = setting(None, "team or user of Weights & Biases", needs.WANDB)
+    wandb_save_dir: str | None = setting(
+        None, "folder for the files of Weights & Biases (RUN_DIR/wandb)", needs.WANDB
+    )
     monitor_memory_continuously: bool = setting(False, "write each rank's memory over time to RUN_DIR/memory")
     memory_monitor_interval: float = setting(1.0, "seconds between memory samples", POSITIVE, needs.MEMORY)
     save_performance_summary: bool = setting(False, "write RUN_DIR/performance_summary.json at the end")

@@ -143,7 +143,9 @@ class MemoryConfig:
         False, "record GPU allocations with stack traces, for pytorch.org/memory_viz"
     )
     memory_snapshot_path: str = setting(
-        "snapshot.pickle", "file of it in the run folder; the rank is added to its name", needs.HISTORY
+        "snapshot.pickle",
+        "file name of the memory snapshot in the run folder; the rank is added to it",
+        needs.HISTORY,
     )
 
 
@@ -279,7 +281,7 @@ class LaunchConfig:
     check_memory: bool = setting(True, "before starting, compare the estimated memory with the device's")
     local_rank: int | None = setting(
         None,
-        "local rank, as older launchers pass it",
+        "local rank (accepted for torch.distributed.launch)",
         NON_NEGATIVE,
         notice="LOCAL_RANK, which the launcher sets in the environment, is used instead",
     )
@@ -289,5 +291,5 @@ class LaunchConfig:
     enable_ft_package: bool = setting(
         False,
         "NVIDIA's fault-tolerance client",
-        notice="this program does not use NVIDIA's rank monitor, so this changes nothing",
+        notice="this program does not use NVIDIA's rank monitor, so this has no effect",
     )

@@ -62,7 +62,9 @@ class DataConfig:
     vocab_file: str | None = setting(None, "GPT-2 vocabulary (vocab.json)", needs.gpt2_tokenizer)
     merge_file: str | None = setting(None, "GPT-2 merges (merges.txt)", needs.gpt2_tokenizer)
     num_workers: int = setting(0, "data loading processes of one rank", NON_NEGATIVE)
-    prefetch_factor: int = setting(2, "batches each one prefetches", POSITIVE, needs.READER_PROCESSES)
+    prefetch_factor: int = setting(
+        2, "batches that each data loading process prefetches", POSITIVE, needs.READER_PROCESSES
+    )
     dataloader_type: str = setting(
         "single",
         "order of samples: one order for the whole run (single), or a new shuffle in every epoch (cyclic)",
@@ -194,7 +196,7 @@ class OptimConfig:
     end_weight_decay: float = setting(None, "weight decay at the end (weight-decay)", NON_NEGATIVE)
     weight_decay_incr_style: str = setting(
         "constant",
-        "how weight decay changes between the two",
+        "how weight decay changes from --start- to --end-weight-decay",
         needs.changing_weight_decay,
         choices=("constant", "linear", "cosine"),
     )
@@ -276,11 +278,11 @@ class LoopConfig:
         notice="this package is not used; app_metrics.json has the times it would report",
     )
     retro_project_dir: str | None = setting(
-        None, "retrieval data", notice="models with retrieval are not built here, so this changes nothing"
+        None, "retrieval data", notice="models with retrieval are not built here, so this has no effect"
     )
     retro_cyclic_train_iters: int | None = setting(
         None,
         "samples before the data repeats",
         POSITIVE,
-        notice="data always repeats after its end (--dataloader-type), so this changes nothing",
+        notice="data always repeats after its end (--dataloader-type), so this has no effect",
     )

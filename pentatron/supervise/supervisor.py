@@ -49,7 +49,7 @@ class Supervisor:
     saved_step: Callable[[], int | None]
     tell: Callable[[str], None]
     sleep: Callable[[float], None] = time.sleep
-    resume_hint: str = "the same command goes on from there"
+    resume_hint: str = "the same command resumes from there"
     # Whether another job holds the folder, which is then not written to.
     _in_use: bool = False
 
@@ -92,7 +92,9 @@ class Supervisor:
         first = ended.failures[0]
         records = self._keep(ended.failures, restarts)
         when = f"after step {ended.step}" if ended.advanced else "before its first step was done"
-        others = f"; {self.folder / 'ranks'} has what the other ranks said" if len(records) > 1 else ""
+        others = (
+            f"; {self.folder / 'ranks'} has the tracebacks of the other ranks" if len(records) > 1 else ""
+        )
         story = ended.story(self.ranks, when)
         self.tell(f"{story}\n(rank {first.rank} failed first{others})" if first.text else f"{story}{others}")
         self._log(f"{ERROR_PREFIX}{first.sentence(self.ranks, when)}")
@@ -109,7 +111,7 @@ class Supervisor:
         if self.limit == 0:
             return "not started again (--max-restarts 0)"
         if restarts == 0 and not ended.advanced and ended.exit_code >= 0:
-            return "not started again: what fails before the first step would fail again"
+            return "not started again: a failure before the first step would repeat"
         if in_vain >= self.limit:
             tried = "the restart has" if in_vain == 1 else f"{in_vain} restarts in a row have"
             return f"not started again: {tried} reached no new checkpoint (--max-restarts {self.limit}), and it failed after step {ended.step}"
@@ -117,7 +119,7 @@ class Supervisor:
 
     def _requested_stop(self, ended: JobResult) -> str | None:
         number = ended.stop_signal or self.signals.first
-        return None if number is None else f"not started again, as {signal_name(number)} asked for an end"
+        return None if number is None else f"not started again, as {signal_name(number)} requested a stop"
 
     def _wait(self, seconds: int) -> None:
         """Sleeps; returns early upon a signal."""

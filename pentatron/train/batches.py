@@ -58,7 +58,7 @@ class CopyToGPU:
         return batch.map(recorded)
 
 
-# A batch on its way, or what `__next__` raises in its place.
+# A prefetched batch with the event of its copy, or the exception that `__next__` raises.
 _Item = tuple[Batch, torch.cuda.Event] | Exception
 
 

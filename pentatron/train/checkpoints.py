@@ -154,7 +154,7 @@ class Checkpoints:
         """Training continues: the next save may succeed; stopping would lose the steps since the last."""
         self._started = self.saved
         self.output.say(
-            f"warning: {failure.what}; {self.last}. Training goes on and the next save tries again"
+            f"warning: {failure.what}; {self.last}. Training continues and the next save tries again"
         )
 
     def settle_after_error(self, error: Exception) -> None:

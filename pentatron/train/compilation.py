@@ -152,7 +152,7 @@ def _in_one_line(message: str) -> str:
         next((line.removeprefix(begin).strip() for line in lines if line.startswith(begin)), "unknown")
         for begin in ("function:", "last reason:")
     )
-    return f"torch compiles no more versions of {what}, which runs as it is where it needs another ({reason[:200]})"
+    return f"torch's recompile limit is reached for {what}, so further shapes run uncompiled ({reason[:200]})"
 
 
 def _trial(device: torch.device) -> str:

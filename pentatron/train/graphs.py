@@ -56,7 +56,7 @@ class CudaGraphs:
         if self._pool is not None or needed + self.beside <= _ROOM * free:
             return ""
         return (
-            f"it would hold {binary_size(needed)}, the run needs {binary_size(self.beside)} beside it, and {binary_size(free)} "
+            f"the graphs need {binary_size(needed)}, the rest of the run {binary_size(self.beside)}, and {binary_size(free)} "
             f"are free"
         )
 
@@ -227,12 +227,12 @@ class GraphReplay:
         if ends:
             how = "on" if self.required else "auto"
             raise UserError(
-                f"--cuda-graphs {how}: a micro-batch cannot be recorded ({problem}); use --cuda-graphs off"
+                f"--cuda-graphs {how}: a micro-batch cannot be captured ({problem}); use --cuda-graphs off"
             )
         self.recorder = None
         self._graphs.clear()
         self._news = [
-            f"note: CUDA graphs are left out, each kernel is launched by itself: a micro-batch cannot be recorded ({problem}); --cuda-graphs "
+            f"note: CUDA graphs are not used: a micro-batch cannot be captured ({problem}); --cuda-graphs "
             f"off runs without this line"
         ]
 

@@ -186,17 +186,21 @@ class NumericsCheck:
         again, origin = repeat_step(self.model, self.optimizer, batches, step, scale)
         if again.updated:
             return NonFiniteError(
-                f"{event}{first}. Computed again, the loss is {again.loss:.6g} and the norm {again.gradient_norm:.6g}: a transient "
+                f"{event}{first}. Recomputed, the loss is {again.loss:.6g} and the norm {again.gradient_norm:.6g}: a transient "
                 f"fault of a machine rather than of the data; check that rank's memory and GPU; {last_saved}",
                 NonFiniteError.TRANSIENT,
             )
-        saved = "Nothing was trained before"
+        saved = "This is the first step"
         if step:
             saves = self.config.checkpoint.save_checkpoints
-            saved = f"The checkpoint of step {step} has everything before it" if saves else "Nothing is saved"
+            saved = (
+                f"The checkpoint of step {step} holds the state before this step"
+                if saves
+                else "Nothing is saved"
+            )
         begin = "" if origin is None else f", and begins with {origin.sentence()}"
         return NonFiniteError(
-            f"{event}. Computed again, it is the same{begin}. {_ADVICE}; --iterations-to-skip {step + 1} leaves this step out. {saved}",
+            f"{event}. Recomputing the step reproduces it{begin}. {_ADVICE}; --iterations-to-skip {step + 1} leaves this step out. {saved}",
             NonFiniteError.REPRODUCIBLE,
         )
 

@@ -92,8 +92,8 @@ def print_summary(config: RunConfig, folder: RunFolder, datasets: Datasets, outp
     updates = [row for row in tried if not row.get("skipped") and "loss" in row]
     if tried and not updates:
         output.say(
-            "finished, but no update was made: every step was skipped, because fp16 overflows with the loss scale it had. Train for "
-            "more steps, in which it becomes smaller, or begin with a smaller one (--initial-loss-scale)"
+            "finished, but no update was made: every step was skipped, because fp16 overflows at its loss scale. Train longer, "
+            "so that the loss scale decreases, or lower --initial-loss-scale"
             if config.precision.fp16 and not config.precision.loss_scale
             else "finished, but no update was made: every step was skipped, because its loss or a gradient was NaN or inf. Lower --lr, or "
             "check the data"
@@ -134,7 +134,7 @@ def _show_sample(config: RunConfig, folder: RunFolder, datasets: Datasets, outpu
         "".join(c if c.isprintable() or c == "\t" else "·" for c in line) for line in sample.splitlines()
     )
     shown = "\n".join(f"    {line}" for line in lines)
-    output.say(f"a sample of what it writes now:\n{shown}")
+    output.say(f"a sample of generated text:\n{shown}")
 
 
 def _fall(losses: Sequence[float]) -> str:

@@ -142,7 +142,7 @@ class StartPointLoader:
         flags = [f"--load {self.config.checkpoint.load}"] * elsewhere + self.given_choices
         if flags:
             began.notes.append(
-                f"{' '.join(flags)} chose what this run began with; it resumes from its own step {began.state.step}"
+                f"{' '.join(flags)} has no effect: the run resumes from its own step {began.state.step}"
             )
         return replace(began, is_saved=True)
 
@@ -199,7 +199,7 @@ class StartPointLoader:
         if self.given_choices:
             # Recorded for restarts: what this run saves is then its own, whatever these flags choose.
             self._record(None, Source(self.store.folder, is_huggingface=False))
-            notes.append(f"{' '.join(self.given_choices)}: nothing is loaded, so this changes nothing")
+            notes.append(f"{' '.join(self.given_choices)}: nothing is loaded, so this has no effect")
         return StartPoint(self._initial_state(), notes, is_saved=False)
 
     # --- their parts ---
@@ -211,11 +211,11 @@ class StartPointLoader:
         notes = [f"the weights come from {origin}; training begins at step 0", *self._unused_data_flag()]
         if has_weights_only and self.given_choices:
             flags = " ".join(self.given_choices)
-            notes.append(f"{flags}: there are weights alone in {origin}, so this changes nothing")
+            notes.append(f"{flags}: there are weights alone in {origin}, so this has no effect")
         return StartPoint(self._initial_state(), notes, False, replaces_training)
 
     def _unused_data_flag(self) -> list[str]:
-        note = "--allow-changed-data: no data was read before, so this changes nothing"
+        note = "--allow-changed-data: no data was read before, so this has no effect"
         return [note] * self.config.checkpoint.allow_changed_data
 
     def _initial_state(self) -> TrainState:
@@ -282,7 +282,7 @@ class StartPointLoader:
         if state.loss_scaling and "initial_loss_scale" in settings:
             scale = state.loss_scaling["scale"]
             notes.append(
-                f"--initial-loss-scale is where a new run begins: the loss scale continues at {scale:g}"
+                f"--initial-loss-scale applies to new runs only: the loss scale continues at {scale:g}"
             )
         return StartPoint(state, notes, is_saved=False, resumed_from=found.folder, remarks=remarks)
 
@@ -352,7 +352,7 @@ def require_same_data(
     now = data.identity.with_checksums_of(before)
     state.data_fingerprint, state.data_files = now.fingerprint, now.files_as_json()
     if not changed:
-        note = "--allow-changed-data: the data is what it was, so this changes nothing"
+        note = "--allow-changed-data: the data is what it was, so this has no effect"
         return [note] * chosen.allow_changed_data
     state.drawn = {**dict.fromkeys(data.names, 0), **state.drawn}
     return [
@@ -438,9 +438,12 @@ def changes_since(
     acting = [d for d in different if d.setting.resume not in (FREE, SILENT) and d not in layout]
     if acting:
         ordering = [d.setting.flag for d in acting if d.setting.resume is ORDER]
-        order = f"; {' and '.join(ordering)} {'draw' if len(ordering) > 1 else 'draws'} the order of samples, so that "
-        order = f"{order}from here on it may be another one" if ordering else ""
-        notes.append(f"settings that are not the checkpoint's: {_listed(acting)}{order}")
+        order = (
+            f"; {' and '.join(ordering)} {'change' if len(ordering) > 1 else 'changes'} the sample order from here on"
+            if ordering
+            else ""
+        )
+        notes.append(f"settings differ from the checkpoint's: {_listed(acting)}{order}")
     others = [d for d in different if d.setting.resume is FREE]
     remark = f"changed since the checkpoint, without an effect on its numbers: {_listed(others)}"
     return notes, [remark] * bool(others), {d.setting.name for d in acting}

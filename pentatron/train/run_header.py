@@ -68,7 +68,7 @@ def _without_kernels(world: World) -> list[str]:
         return []
     return [
         f"Triton's kernels cannot run here ({problem}), so torch's own operations take their place, which are slower; install what is missing "
-        f"(Triton wants a C compiler and Python's headers too)"
+        f"(Triton needs a C compiler and Python's headers too)"
     ]
 
 

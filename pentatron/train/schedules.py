@@ -107,7 +107,7 @@ def update_schedule(config: RunConfig, state: TrainState) -> list[str]:
         state.schedule = now.to_json()
         given = [_USE] * chosen.use_checkpoint_opt_param_scheduler
         given += [_OVERRIDE] * chosen.override_opt_param_scheduler
-        return [f"{flag}: no schedule is loaded, so this changes nothing" for flag in given]
+        return [f"{flag}: no schedule is loaded, so this has no effect" for flag in given]
     before = Schedule.from_json(state.schedule)
     different = list(before.differences(now))
     if chosen.use_checkpoint_opt_param_scheduler:

@@ -310,7 +310,7 @@ def _log_position(config: RunConfig, start_point: StartPoint, output: Output) ->
         return
     last = config.train.train_iters
     if last == 0:
-        output.say("no steps are asked for (--train-iters 0): the weights are saved as they are")
+        output.say("--train-iters 0: no training; the loaded weights are saved")
     elif state.step >= last:
         either = "--epochs or --train-iters, whichever ended it,"
         limit = "--train-iters" if config.train.epochs is None else either

@@ -217,8 +217,8 @@ class Trainer:
             self.state.count_update(self.batch_size)
         elif self.scaler.cannot_recover:
             raise AgreedError(
-                f"step {self.state.step + 1}: fp16 overflows whatever the loss scale is (now {self.scaler.scale:g}), so the "
-                f"weights stand still. Lower --lr, use --bf16, or check the data; {self.checkpoints.last}"
+                f"step {self.state.step + 1}: fp16 overflows at every loss scale (now {self.scaler.scale:g}), so no "
+                f"update is possible. Lower --lr, use --bf16, or check the data; {self.checkpoints.last}"
             )
         elif self.scaler.is_dynamic or not self.config.loop.check_for_nan_in_loss_and_grad:
             self.state.count_skipped(not math.isfinite(result.loss))

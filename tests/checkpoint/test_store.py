@@ -190,7 +190,7 @@ def test_wrong_shape_and_missing_tensor_are_named(tmp_path: Path) -> None:
     def want(name: str, tensor: torch.Tensor) -> None:
         load_fragments(found.folder, found.manifest, [whole(name, tensor)])
 
-    with pytest.raises(UserError, match=r"weights/a as \[3, 4\], this model wants \[4, 4\]"):
+    with pytest.raises(UserError, match=r"weights/a as \[3, 4\], this model needs \[4, 4\]"):
         want("weights/a", torch.empty(4, 4))
     with pytest.raises(UserError, match="holds weights/a as float32, this run keeps it as bfloat16"):
         want("weights/a", torch.empty(3, 4, dtype=torch.bfloat16))

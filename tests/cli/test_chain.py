@@ -85,6 +85,6 @@ def test_a_resumed_fine_tuning_does_not_call_its_own_tokenizer_another_one(
     shown = capsys.readouterr().out
     assert f"note: tokenizer from {tmp_path / 'run'}" in shown
     changed = (
-        "note: settings that are not the checkpoint's: --train-iters 4 (was 2), --lr-decay-iters 4 (was 2)\n"
+        "note: settings differ from the checkpoint's: --train-iters 4 (was 2), --lr-decay-iters 4 (was 2)\n"
     )
     assert changed in shown, "nobody named another tokenizer"

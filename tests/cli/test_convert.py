@@ -115,7 +115,7 @@ def test_what_was_not_said(folder: Path, tmp_path: Path, capsys: pytest.CaptureF
         ("import a", "say which folder to import"),
         ("export a", "say which checkpoint to export"),
         ("import a b --dtyp fp32", r"unknown flag --dtyp (did you mean --dtype?)"),
-        ("import a b --dtype int8", "--dtype wants one of fp32, bf16, fp16, not 'int8'"),
+        ("import a b --dtype int8", "--dtype must be one of fp32, bf16, fp16, not 'int8'"),
         ("import a b --allow-narrowing", "--allow-narrowing: set the type"),
         ("export a b --max-shard-size many", "--max-shard-size many: write a size such as 5GB"),
         ("import none b", "none is not a folder"),

@@ -108,7 +108,7 @@ def test_what_cannot_be_shown(prefix: Path, capsys: pytest.CaptureFixture[str]) 
     data = f"--data-path {prefix} --seq-length 16 --split 1 --vocab-size 257"
     synthetic = "--dataset-size 5 --vocab-size 9 --seq-length 16 --global-batch-size 4"
     for words, message in (
-        (f"{data} --index 8:3", "--index wants samples such as 0:8 or 3, not '8:3'"),
+        (f"{data} --index 8:3", "--index must be samples such as 0:8 or 3, not '8:3'"),
         (f"{data} --index=-1", "--index counts samples from 0 on, as in 0:8 or 3; '-1' is before the first"),
         (
             f"{data} --index 0:11 --train-samples 10",
@@ -124,10 +124,10 @@ def test_what_cannot_be_shown(prefix: Path, capsys: pytest.CaptureFixture[str]) 
             "and this machine has",
         ),
         (f"{data} --train-samples 3 --global-batch-size 4", "fewer than the 4 samples of the first step"),
-        (f"{data} --train-samples x", "--train-samples wants a whole number"),
+        (f"{data} --train-samples x", "--train-samples must be a whole number"),
         (f"{data} --part valid", "there is nothing to validate with"),
         (f"{data} --part test", "there is nothing to test with; give --split 1 a third share"),
-        (f"{data} --part all", "--part wants one of train, valid, test"),
+        (f"{data} --part all", "--part must be one of train, valid, test"),
         (f"--data-path {prefix} --vocab-size 7 --seq-length 16", "outside the vocabulary of 7"),
         ("--seq-length 16", "no data is named"),
     ):

@@ -60,7 +60,7 @@ def test_what_is_amiss_has_advice_and_the_exit_code_says_so(
     assert "pip install wandb for --wandb-project" in found["packages", "wandb"]["value"]
     assert main(["doctor", "--no-trials"]) == 1
     shown = capsys.readouterr().out
-    assert "! numpy" in shown and "→ pip install numpy" in shown and "2 to mend first (!)" in shown
+    assert "! numpy" in shown and "→ pip install numpy" in shown and "2 to fix first (!)" in shown
 
 
 @pytest.mark.parametrize(
@@ -87,5 +87,5 @@ def test_two_processes_add_up() -> None:
 
 @pytest.mark.parametrize(("name", "figure"), [("NVIDIA GeForce RTX 3090", "71"), ("NVIDIA H100 PCIe", "756")])
 def test_a_gpu_has_its_own_makers_figure(name: str, figure: str) -> None:
-    assert _peak(name) == f", {figure} TFLOP/s in half precision by its maker"
+    assert _peak(name) == f", {figure} TFLOP/s in half precision (vendor peak)"
     assert _peak("NVIDIA RTX A6000") == ""

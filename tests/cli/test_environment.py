@@ -189,7 +189,7 @@ def test_no_meeting_point(environment: dict[str, str]) -> None:
     with pytest.raises(UserError) as error:
         export_rank_variables(Worker(0, 4, 0, 4, "Slurm"), None)
     assert str(error.value) == (
-        "Slurm started 4 processes but no meeting point is known; export MASTER_ADDR and MASTER_PORT, "
+        "Slurm started 4 processes but no rendezvous address is set; export MASTER_ADDR and MASTER_PORT, "
         "or give --init-method tcp://HOST:PORT"
     )
 

@@ -179,12 +179,12 @@ def test_a_run_its_checkpoints_and_one_step(run: Path, capsys: pytest.CaptureFix
 def test_what_has_nothing_to_act_on_is_told(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, err = say(capsys, run, "--tokens", "1", "--greedy", "--top-k", "3", "--top-p", "0.5", *QUICK)
     assert (
-        "note: --top-k 3 --top-p 0.5 --seed 1: the likeliest token is always taken, so this changes nothing"
+        "note: --top-k 3 --top-p 0.5 --seed 1: the likeliest token is always taken, so this has no effect"
         in err
     )
     _, err = say(capsys, run, "--tokens", "1", *QUICK, "--master-port", "29555")
     assert (
-        "note: --master-port 29555: there is one process, so this changes nothing" in err
+        "note: --master-port 29555: there is one process, so this has no effect" in err
         and "--seed" not in err
     )
 
@@ -204,7 +204,7 @@ def test_a_name_of_the_hub_is_its_folder(
         ("", "say which model to use"),
         ("nowhere x", "the folder nowhere does not exist"),
         ("RUN x", "has no tokenizer; give one with --tokenizer-model DIR, or token ids with --tokens"),
-        ("RUN --tokens 1,x", "--tokens wants ids such as 1,2,3"),
+        ("RUN --tokens 1,x", "--tokens must be ids such as 1,2,3"),
         ("RUN x --tokens 1", "--tokens are the prompts"),
         ("RUN --tokens 1,99", "token 99, and the model knows the tokens 0 to 60"),
         ("RUN --tokens 1 --top-p 0", "--top-p 0.0 must be above 0 and at most 1"),
@@ -212,7 +212,7 @@ def test_a_name_of_the_hub_is_its_folder(
         ("RUN --tokens 1 --temperature -1", "--temperature -1.0 must be 0 or more"),
         (
             "RUN --tokens 1 --dtype int8",
-            "--dtype wants one of auto, float32, fp32, bfloat16, bf16, not 'int8'",
+            "--dtype must be one of auto, float32, fp32, bfloat16, bf16, not 'int8'",
         ),
         (
             "RUN --tokens 1 --tp 3",
@@ -224,7 +224,7 @@ def test_a_name_of_the_hub_is_its_folder(
             "was made without layers of its own; leave --spec some module out",
         ),
         ("RUN --tokens 1 --greedy --temperature 0.5", "--greedy is --temperature 0, but --temperature 0.5"),
-        ("RUN --tokens 1 --json=maybe", "--json wants true or false, not 'maybe'"),
+        ("RUN --tokens 1 --json=maybe", "--json must be true or false, not 'maybe'"),
         ("RUN --tokens 1 --temprature 0", "did you mean --temperature"),
         ("RUN --prompt-file nowhere", "--prompt-file nowhere cannot be read"),
     ],

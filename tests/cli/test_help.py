@@ -111,7 +111,7 @@ def line_of(text: str, flag: str) -> str:
         ("--verify-checkpoint", "--verify-checkpoint, --no-verify-checkpoint verify checksums before resuming, and of a "
                                 "new checkpoint before the last verified one is deleted; default on"),
         ("--bf16", "--bf16 bf16 weights and activations, fp32 master weights and gradients"),
-        ("--rope-fusion", "--rope-fusion, --no-rope-fusion fused rotary kernel; default on; accepted, changes nothing"),
+        ("--rope-fusion", "--rope-fusion, --no-rope-fusion fused rotary kernel; default on; accepted, has no effect"),
         ("--tokenizer-type", "--tokenizer-type TEXT kind of tokenizer; one of HuggingFaceTokenizer, HFTokenizer, "
                              "GPT2BPETokenizer, SentencePieceTokenizer, GPTSentencePieceTokenizer, Llama2Tokenizer, "
                              "ByteTokenizer, NullTokenizer, SFTTokenizer"),
@@ -191,7 +191,7 @@ def test_train_help_through_the_command(capsys: pytest.CaptureFixture[str]) -> N
         ("monitor --interval", "--interval needs a value"),
         ("data show --indx 3", "unknown flag --indx (did you mean --index?); pentatron data show --help"),
         ("config --al", "unknown flag --al (did you mean --all?)"),
-        ("train --lr x", "--lr wants a number, not 'x'"),
+        ("train --lr x", "--lr must be a number, not 'x'"),
         ("train --config nowhere.yaml", "configuration file nowhere.yaml does not exist; check the path given to --config"),
         ("config --preset demoo", "unknown preset 'demoo' (did you mean demo?); there are: demo, "),
         ("presets demo", "pentatron presets takes no words; use one with: pentatron train --preset NAME"),
@@ -214,7 +214,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 def test_mistakes_of_a_small_command_are_told_together(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["prepare", "--workers", "x", "--output-prefx=o"]) == 2
     assert capsys.readouterr().err.splitlines()[1:] == [
-        "  1. --workers wants a whole number, not 'x'",
+        "  1. --workers must be a whole number, not 'x'",
         "  2. unknown flag --output-prefx (did you mean --output-prefix?); pentatron prepare --help lists them",
     ]
 
@@ -223,23 +223,23 @@ def test_mistakes_of_a_small_command_are_told_together(capsys: pytest.CaptureFix
     ("words", "told"),
     [
         ("plan --gpus x --prest llama3-8b",
-         ["unknown flag --prest (did you mean --preset?)", "--gpus wants a whole number, not 'x'"]),
+         ["unknown flag --prest (did you mean --preset?)", "--gpus must be a whole number, not 'x'"]),
         ("data show --part x --data-pth y",
-         ["unknown flag --data-pth (did you mean --data-path?)", "--part wants one of train, valid, test, not 'x'"]),
+         ["unknown flag --data-pth (did you mean --data-path?)", "--part must be one of train, valid, test, not 'x'"]),
         ("bench --steps many --warmup=few --prest demo",
-         ["unknown flag --prest", "--steps wants a whole number", "--warmup wants a whole number"]),
+         ["unknown flag --prest", "--steps must be a whole number", "--warmup must be a whole number"]),
         ("launch torchrun --time 3 --nodes two --gpus-per-node 2 --prest demo",
-         ["unknown flag --prest", "--time is a matter of Slurm; leave it out", "--nodes wants a whole number"]),
-        ("config --as nobody --num-layer 3", ["unknown flag --num-layer", "--as wants one of pentatron train"]),
-        ("layout --all=perhaps --tp_siz 2", ["unknown flag --tp_siz", "--all wants true or false, not 'perhaps'"]),
-        ("verify --everything=so --tp_siz 2", ["unknown flag --tp_siz", "--everything wants true or false"]),
+         ["unknown flag --prest", "--time is a Slurm option; leave it out", "--nodes must be a whole number"]),
+        ("config --as nobody --num-layer 3", ["unknown flag --num-layer", "--as must be one of pentatron train"]),
+        ("layout --all=perhaps --tp_siz 2", ["unknown flag --tp_siz", "--all must be true or false, not 'perhaps'"]),
+        ("verify --everything=so --tp_siz 2", ["unknown flag --tp_siz", "--everything must be true or false"]),
         ("checkpoint reshard a b --no-chek --progress-bar so",
-         ["unknown flag --no-chek (did you mean --no-check?)", "--progress-bar wants one of auto, on, off, not 'so'"]),
-        ("checkpoint diff a b --tolerance x --jsn", ["--tolerance wants a number, not 'x'", "unknown flag --jsn"]),
-        ("monitor --interval soon --onse", ["--interval wants a number", "unknown flag --onse"]),
+         ["unknown flag --no-chek (did you mean --no-check?)", "--progress-bar must be one of auto, on, off, not 'so'"]),
+        ("checkpoint diff a b --tolerance x --jsn", ["--tolerance must be a number, not 'x'", "unknown flag --jsn"]),
+        ("monitor --interval soon --onse", ["--interval must be a number", "unknown flag --onse"]),
         ("generate model --top-p 2 --batch-size 0 --seed -1",
          ["--top-p 2.0 must be above 0 and at most 1", "--seed -1 must be from 0", "--batch-size 0 must be 1 or more"]),
-        ("import a b --dtype int8 --verify=never", ["--dtype wants one of fp32, bf16, fp16", "--verify wants true or false"]),
+        ("import a b --dtype int8 --verify=never", ["--dtype must be one of fp32, bf16, fp16", "--verify must be true or false"]),
         ("doctor --jsn --no_trails", ["unknown flag --jsn", "unknown flag --no_trails (did you mean --no-trials?)"]),
     ],
 )  # fmt: skip

@@ -203,7 +203,7 @@ def test_the_written_script_trains_on_two_machines(here: Path) -> None:
     everything = {n: v for n, v in environment().items() if n.startswith("NCCL_")} | OF_THE_GUIDES
     given = ", ".join(f"{name}={value}" for name, value in sorted(everything.items()))
     said = ended[0][1]
-    assert f"note: {given}: messages go through gloo here, not through NCCL, so this changes nothing" in said
+    assert f"note: {given}: messages go through gloo here, not through NCCL, so this has no effect" in said
     assert "note: CUDA_DEVICE_MAX_CONNECTIONS=1: there is no GPU here" in said
 
 

@@ -282,7 +282,7 @@ def test_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
             "--tp_siz 2",
             "unknown flag --tp_siz (did you mean --tp-size?); pentatron layout --help lists them all",
         ),
-        ("--draw a.png", "--draw wants the name of a picture that ends in .svg, not 'a.png'"),
+        ("--draw a.png", "--draw must name a picture that ends in .svg, not 'a.png'"),
         (
             "--draw /nowhere/a.svg",
             "--draw /nowhere/a.svg: No such file or directory; name a file that can be written",

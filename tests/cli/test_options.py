@@ -94,12 +94,12 @@ def test_positional_words() -> None:
 
 def test_what_cannot_be_read_is_told_at_once_and_what_is_not_possible_after_that() -> None:
     assert problems("--steps x --outt --rate --kind odd --span 3 --everything=so --old 3 --out") == [
-        "--steps wants a whole number, not 'x'",
+        "--steps must be a whole number, not 'x'",
         "unknown flag --outt (did you mean --out?); cmd --help lists them",
         "--rate needs a value",
-        "--kind wants one of fast, slow, not 'odd'",
+        "--kind must be one of fast, slow, not 'odd'",
         "--span wants two numbers, not '3'",
-        "--everything wants true or false, not 'so'",
+        "--everything must be true or false, not 'so'",
         "unknown flag --old; cmd --help lists them",
         "--out needs a value",
     ]
@@ -110,7 +110,7 @@ def test_what_cannot_be_read_is_told_at_once_and_what_is_not_possible_after_that
 def test_flags_that_are_refused_take_their_values_with_them() -> None:
     with pytest.raises(ConfigError) as error:
         parse_options(Made, "--out o --old a b --steps x".split(), "cmd", {"old": "is gone"})
-    assert error.value.problems == ["--old is gone", "--steps wants a whole number, not 'x'"]
+    assert error.value.problems == ["--old is gone", "--steps must be a whole number, not 'x'"]
 
 
 def test_among_settings() -> None:
@@ -121,8 +121,8 @@ def test_among_settings() -> None:
     with pytest.raises(ConfigError) as error:
         parse_options_and_settings(Made, "--steps x --out --tp 2 --lr many".split(), TRAIN)
     assert error.value.problems == [
-        "--lr wants a number, not 'many'",
-        "--steps wants a whole number, not 'x'",
+        "--lr must be a number, not 'many'",
+        "--steps must be a whole number, not 'x'",
         "--out needs a value",
     ]
 

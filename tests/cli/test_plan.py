@@ -202,7 +202,7 @@ def test_what_fits_nowhere_is_said() -> None:
         ),
         (
             "--preset llama3.1-70b --gpus 64",
-            ("no, weights", "yes, 80 layers: a pipeline is worth a thought"),
+            ("no, weights", "yes, 80 layers: consider pipeline parallelism"),
             "PP",
         ),
         (
@@ -295,10 +295,10 @@ def test_json_has_it_all(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("--gpus 8", "which model"),
         ("--preset llama3-8b --gpu pentium", "is not known here"),
-        ("--preset llama3-8b --gpus eight", "--gpus wants a whole number, not 'eight'"),
+        ("--preset llama3-8b --gpus eight", "--gpus must be a whole number, not 'eight'"),
         ("--preset llama3-8b --gpus 0", "--gpus 0 must be 1 or more"),
-        ("--preset llama3-8b --gpu-memory 0", "--gpu-memory wants a number above 0, not '0'"),
-        ("--preset llama3-8b --gpu-memory lots", "--gpu-memory wants a number"),
+        ("--preset llama3-8b --gpu-memory 0", "--gpu-memory must be a number above 0, not '0'"),
+        ("--preset llama3-8b --gpu-memory lots", "--gpu-memory must be a number"),
         ("--preset llama3-8b --efficiency 2", "--efficiency 2.0 must be a share of the peak"),
         ("nowhere/at/all", "does not exist"),
     ],

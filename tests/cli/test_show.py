@@ -108,7 +108,7 @@ def test_as_another_program(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("words", ["--as train", "--as=x"])
 def test_as_an_unknown_program(capsys: pytest.CaptureFixture[str], words: str) -> None:
     assert main(["config", *words.split()]) == 2
-    assert "--as wants one of pentatron train, pretrain_gpt.py, " in capsys.readouterr().err
+    assert "--as must be one of pentatron train, pretrain_gpt.py, " in capsys.readouterr().err
 
 
 def test_as_no_program(capsys: pytest.CaptureFixture[str]) -> None:

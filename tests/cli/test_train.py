@@ -316,7 +316,7 @@ def test_an_error_in_our_own_code_shows_its_traceback_once_with_the_rank(tmp_pat
     assert code == 1
     assert err.count("RuntimeError: a bug") == 1
     assert "rank 1 of 2 failed with exit code 1 before its first step was done:\nTraceback" in err
-    assert "not started again: what fails before the first step would fail again" in err
+    assert "not started again: a failure before the first step would repeat" in err
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ def test_variables_are_reported_to_whom_they_concern() -> None:
         "NCCL reads from the environment: NCCL_DEBUG=WARN"
     ]
     assert environment_notices(GUIDE, GUIDE, False, False, alone=False)[0].endswith(
-        "through gloo here, not through NCCL, so this changes nothing"
+        "through gloo here, not through NCCL, so this has no effect"
     )
     assert environment_notices(GUIDE, GUIDE, False, False, alone=True)[0].endswith(
-        "one process sends no messages, so this changes nothing"
+        "one process sends no messages, so this has no effect"
     )
     assert environment_notices({"HOME": "/root"}, {}, True, True, False) == []
     one = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}

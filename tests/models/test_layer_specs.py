@@ -92,9 +92,9 @@ def test_a_block_has_experts_where_the_configuration_has_them() -> None:
 
 
 def test_what_has_no_effect_is_said() -> None:
-    with pytest.warns(UserWarning, match="use_kitchen changes nothing"):
+    with pytest.warns(UserWarning, match="use_kitchen has no effect"):
         get_gpt_layer_with_transformer_engine_spec(use_kitchen=True)
-    with pytest.warns(UserWarning, match="use_te_op_fuser changes nothing"):
+    with pytest.warns(UserWarning, match="use_te_op_fuser has no effect"):
         get_gpt_layer_with_transformer_engine_spec(use_te_op_fuser=True)
     with pytest.warns(UserWarning, match="moe_grouped_gemm has no effect in a layer without experts"):
         get_gpt_layer_local_spec(moe_grouped_gemm=True)

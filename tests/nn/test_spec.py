@@ -74,7 +74,7 @@ def test_a_class_may_be_named_by_its_path(tmp_path: Path, monkeypatch: pytest.Mo
             ModuleSpec(Part, params={"width": 1}),
             r"ModuleSpec\(Part\): Part cannot be built from .*multiple values",
         ),
-        (IdentityOp(), r"a slot wants a class, a function or a ModuleSpec, not IdentityOp"),
+        (IdentityOp(), r"a slot must be a class, a function or a ModuleSpec, not IdentityOp"),
     ],
 )
 def test_a_wrong_spec_gets_a_sentence(slot: object, said: str) -> None:

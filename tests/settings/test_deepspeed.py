@@ -125,7 +125,7 @@ def test_the_file_of_this_repository_is_read_whole() -> None:
         ({"optimizer": {"params": {"betas": [0.9]}}}, "optimizer.params.betas"),
         (
             {"zero_optimization": {"stage": 9}},
-            "ds_config.json: zero_optimization.stage: wants one of 0, 1, 2, 3",
+            "ds_config.json: zero_optimization.stage: must be one of 0, 1, 2, 3",
         ),
         (["stage"], "one JSON object"),
     ],

@@ -101,24 +101,24 @@ def test_the_source_is_the_flag_as_typed() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--num-layers x", "--num-layers wants a whole number, not 'x'"),
-        ("--num_layers 2.5", "--num_layers wants a whole number, not '2.5'"),
-        ("--num-layers true", "--num-layers wants a whole number, not 'true'"),
-        ("--num-layers inf", "--num-layers wants a whole number, not 'inf'"),
-        ("--lr fast", "--lr wants a number, not 'fast'"),
-        ("--lr nan", "--lr wants a number, not 'nan'"),
-        ("--lr=inf", "--lr wants a number, not 'inf'"),
+        ("--num-layers x", "--num-layers must be a whole number, not 'x'"),
+        ("--num_layers 2.5", "--num_layers must be a whole number, not '2.5'"),
+        ("--num-layers true", "--num-layers must be a whole number, not 'true'"),
+        ("--num-layers inf", "--num-layers must be a whole number, not 'inf'"),
+        ("--lr fast", "--lr must be a number, not 'fast'"),
+        ("--lr nan", "--lr must be a number, not 'nan'"),
+        ("--lr=inf", "--lr must be a number, not 'inf'"),
         ("--lr=", "--lr needs a value"),
         ("--lr", "--lr needs a value"),
         ("--lr --bf16", "--lr needs a value"),
         ("--data-path --bf16", "--data-path needs a value"),
-        ("--bf16=maybe", "--bf16 wants true or false, not 'maybe'"),
+        ("--bf16=maybe", "--bf16 must be true or false, not 'maybe'"),
         ("--use-distributed-optimizer=2", "--use-distributed-optimizer takes no value"),
-        ("--normalization rms", "--normalization wants one of LayerNorm, RMSNorm, not 'rms'"),
-        ("--corpus c", "--corpus wants python, not 'c'"),
-        ("--zero-stage 4", "--zero-stage wants one of 0, 1, 2, 3, not '4'"),
+        ("--normalization rms", "--normalization must be one of LayerNorm, RMSNorm, not 'rms'"),
+        ("--corpus c", "--corpus must be python, not 'c'"),
+        ("--zero-stage 4", "--zero-stage must be one of 0, 1, 2, 3, not '4'"),
         ("--recompute-modules core_attn mlpp",
-         "--recompute-modules wants one of core_attn, moe_act, layernorm, mlp, moe, shared_experts, not 'mlpp'"),
+         "--recompute-modules must be one of core_attn, moe_act, layernorm, mlp, moe, shared_experts, not 'mlpp'"),
         ("train", "'train' is no flag; write --name value (a value with spaces needs quotes)"),
         ("llama3-8b", "'llama3-8b' is no flag; write --preset llama3-8b"),
         ("lr=3", "'lr=3' is no flag; write --lr=3"),
@@ -174,7 +174,7 @@ def test_several_problems_are_numbered() -> None:
     with pytest.raises(ConfigError) as error:
         parse_flags("--lr x --seed y".split(), TRAIN)
     assert str(error.value) == (
-        "2 problems in the configuration:\n  1. --lr wants a number, not 'x'\n  2. --seed wants a whole number, not 'y'"
+        "2 problems in the configuration:\n  1. --lr must be a number, not 'x'\n  2. --seed must be a whole number, not 'y'"
     )
     assert str(ConfigError(["one thing"])) == "one thing"
 

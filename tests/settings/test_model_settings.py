@@ -26,7 +26,7 @@ RULES: list[tuple[str, str, str, str]] = [
     ("factor", f"{ROPE} --rope-scaling-type yarn {LENGTH}",
      "--rope-scaling-type yarn needs a factor; give --rope-scaling-factor", YARN),
     ("yarn_original_length", "--position-embedding-type yarn --rope-scaling-factor 4",
-     "--rope-scaling-type yarn needs the sequence length of the first training; give --rope-scaling-original-max-position-embeddings, for example 32768 for Qwen2.5",
+     "--rope-scaling-type yarn needs the sequence length of pretraining; give --rope-scaling-original-max-position-embeddings, for example 32768 for Qwen2.5",
      f"--position-embedding-type yarn --rope-scaling-factor 4 {LENGTH}"),
     ("llama3_wavelengths", f"{LLAMA3} --rope-scaling-low-freq-factor 4",
      "--rope-scaling-low-freq-factor 4.0 must be below --rope-scaling-high-freq-factor 4.0: wavelengths between them "

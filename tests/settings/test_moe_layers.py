@@ -28,7 +28,7 @@ def test_written(written: str, layers: int, expected: str) -> None:
 @pytest.mark.parametrize(
     ("written", "sentence"),
     [
-        ("0", "--moe-layer-freq 0 gives no layer experts; use 1 or more"),
+        ("0", "--moe-layer-freq 0 leaves no layer with experts; use 1 or more"),
         *(
             (
                 written,
@@ -57,7 +57,7 @@ def test_written(written: str, layers: int, expected: str) -> None:
         ),
         ("[1]*5", "--moe-layer-freq [1]*5 names 5 layers, but --num-layers is 4; use 4 entries"),
         ("[]", "--moe-layer-freq [] names 0 layers, but --num-layers is 4; use 4 entries"),
-        ("[0]*4", "--moe-layer-freq [0]*4 gives no layer experts; use 1 for layers with experts"),
+        ("[0]*4", "--moe-layer-freq [0]*4 leaves no layer with experts; use 1 for layers with experts"),
         (
             "[1]*10000*10000*10000",
             "--moe-layer-freq [1]*10000*10000*10000 names more than 10000 layers, but --num-layers is 4; use 4 entries",

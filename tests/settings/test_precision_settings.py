@@ -53,7 +53,7 @@ def test_a_fixed_scale_is_for_every_precision() -> None:
         ("--fp16 --backoff-factor 1", "--loss-scale-backoff-factor 1.0 must be more than 0 and below 1"),
         ("--fp16 --hysteresis 0", "--hysteresis 0 must be more than 0"),
         ("--optimizer sgd --sgd-momentum 1", "--sgd-momentum 1.0 must be at least 0 and below 1"),
-        ("--optimizer lion", "--optimizer wants one of adam, sgd, not 'lion'"),
+        ("--optimizer lion", "--optimizer must be one of adam, sgd, not 'lion'"),
     ],
 )
 def test_what_is_refused(words: str, sentence: str) -> None:

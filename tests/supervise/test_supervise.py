@@ -102,7 +102,7 @@ def test_ranks_that_never_began_are_told_and_not_started_again(
         story.said[0]
         == "rank 0 of 2 ended with exit code 0 and unfinished work before its first step was done"
     )
-    assert "not started again: what fails before the first step would fail again" in story.said[1]
+    assert "not started again: a failure before the first step would repeat" in story.said[1]
 
 
 def test_sigquit_asks_every_rank_for_its_stacks_and_the_job_continues(
@@ -268,7 +268,7 @@ def test_a_rank_that_dies_while_the_job_is_to_stop_is_named(tmp_path: Path) -> N
     said, restarts = told(killed, tmp_path)
     assert said[0].startswith("rank 1 of 2 was killed by SIGKILL") and restarts == [0]
     assert said[1] == (
-        "not started again, as SIGTERM asked for an end. The last checkpoint, step 9, is intact: the same command goes on from there"
+        "not started again, as SIGTERM asked for an end. The last checkpoint, step 9, is intact: the same command resumes from there"
     )
     assert killed.status == 1
     # By a signal that it was not yet listening to.

@@ -225,7 +225,7 @@ def test_a_changed_schedule_is_said_and_the_checkpoints_can_be_kept(
 def test_nothing_to_keep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_alone(tmp_path / "a", "--use-checkpoint-opt-param-scheduler --lr-decay-iters 9 --train-iters 1")
     shown = capsys.readouterr().out
-    assert "--use-checkpoint-opt-param-scheduler: no schedule is loaded, so this changes nothing" in shown
+    assert "--use-checkpoint-opt-param-scheduler: no schedule is loaded, so this has no effect" in shown
 
 
 def test_a_rate_that_is_the_same_for_now_is_not_called_another(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def test_a_changed_blend_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert f"the data has changed ({b} is no longer read); --allow-changed-data: from sample 16 on" in said
     assert newest(tmp_path / "r")[0].drawn == {str(a): 11 + 16, str(b): 5}
     run(tmp_path / "r", f"--data-path {a} --allow-changed-data --train-iters 6")
-    assert "--allow-changed-data: the data is what it was, so this changes nothing" in capsys.readouterr().out
+    assert "--allow-changed-data: the data is what it was, so this has no effect" in capsys.readouterr().out
     run(tmp_path / "r", f"--data-path {a} --train-iters 7")
     assert newest(tmp_path / "r")[0].drawn == {str(a): 11 + 40, str(b): 5}
     run(tmp_path / "new", f"--data-path {a} --train-iters 1 --allow-changed-data")

@@ -103,7 +103,7 @@ def test_a_run_learns_as_in_bf16_and_resumes(tmp_path: Path, monkeypatch: pytest
     assert all(abs(a - b) < 0.05 * a for a, b in zip(plain, hybrid, strict=True)), list(zip(plain, hybrid))
     run("bf16", f"{FP8} --train-iters 41")
     told = (tmp_path / "bf16" / "train.log").read_text()
-    assert "settings that are not the checkpoint's: " in told and "--fp8-format hybrid (was unset)" in told
+    assert "settings differ from the checkpoint's: " in told and "--fp8-format hybrid (was unset)" in told
     assert "bf16 with fp8 matmuls (hybrid)" in told
 
 

@@ -139,7 +139,7 @@ def test_a_passing_fault_is_told_from_one_that_repeats(
 ) -> None:
     Poison(2, lambda call: call == 11).install(monkeypatch)
     with pytest.raises(
-        NonFiniteError, match=r"the loss of rank 0\). Computed again, the loss is [1-9].*a transient fault"
+        NonFiniteError, match=r"the loss of rank 0\). Recomputed, the loss is [1-9].*a transient fault"
     ) as error:
         run(tmp_path / "a")
     assert error.value.exit_code == NonFiniteError.TRANSIENT == 17

@@ -199,7 +199,7 @@ def test_changed_settings_are_told(tmp_path: Path, capsys: pytest.CaptureFixture
     run(tmp_path / "a", "--train-iters 2")
     run(tmp_path / "a", "--lr 0.5 --clip-grad 2 --log-interval 3")
     shown, log = capsys.readouterr().out, (tmp_path / "a" / "train.log").read_text()
-    line = "note: settings that are not the checkpoint's: --train-iters 6 (was 2), --lr 0.5 (was 0.01), --lr-decay-iters 6 (was 2), --clip-grad 2.0 (was 0.5)\n"
+    line = "note: settings differ from the checkpoint's: --train-iters 6 (was 2), --lr 0.5 (was 0.01), --lr-decay-iters 6 (was 2), --clip-grad 2.0 (was 0.5)\n"
     assert line in shown and line in log
     assert (
         "\nchanged since the checkpoint, without an effect on its numbers: --log-interval 3 (was 2)\n" in log

@@ -117,7 +117,7 @@ def test_text_is_generated_by_own_layers_that_are_named(
     assert main(command.split()) == 0
     assert len(json.loads(capsys.readouterr().out)[0]["tokens"]) == 3
     assert main(f"generate run {words} a".split()) == 2
-    assert "--spec wants two words" in capsys.readouterr().err
+    assert "--spec needs two words" in capsys.readouterr().err
 
 
 def test_a_checkpoint_does_not_choose_what_runs(
