@@ -262,7 +262,8 @@ def find_chat_template(folder: Path) -> tuple[str, Path] | None:
     if file.is_file():
         return file.read_text(encoding="utf-8"), file
     config = folder / CONFIG_FILE
-    template = _read_object(config).get("chat_template")
+    tokenizer_config = _read_object(config)
+    template = tokenizer_config.get("chat_template")
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         if DEFAULT_NAME not in named:

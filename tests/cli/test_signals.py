@@ -62,7 +62,7 @@ def test_readers_leave_signals_to_the_rank_and_one_that_dies_is_a_sentence(tmp_p
     code, _, err = finish(run)
     stacks, _, err = err.rpartition("\npentatron: ")
     # Without "Current thread" if a thread of a library received the signal.
-    assert "most recent call first" in stacks and "session.py" in stacks
+    assert "most recent call first" in stacks and "trainer.py" in stacks
     assert (code, err.count("\n")) == (2, 1), err
     assert "a process that reads data has died (killed by SIGKILL): not enough memory" in err
     assert "training can resume from the newest one, perhaps with fewer --num-workers" in err
