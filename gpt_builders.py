@@ -50,7 +50,9 @@ def gpt_builder(
 def _spec(
     args: SimpleNamespace, config: TransformerConfig, vp_stage: int | None
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """Experts may be in some layers only, so such a model has a spec for each; otherwise one stands for all."""
+    """Experts may be in some layers only, so such a model has a spec for each; otherwise one stands
+    for all.
+    """
     use_te = args.transformer_impl == "transformer_engine"
     if args.num_experts:
         return get_gpt_decoder_block_spec(

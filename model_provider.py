@@ -17,7 +17,8 @@ def model_provider(
     config: Any = None,
     pg_collection: Any = None,
 ) -> Any:
-    """Builds the model, or a stage of it, of the run under way; of a resolved configuration (`config`), without any run."""
+    """Builds the model, or a stage of it, of the run under way; of a resolved configuration (`config`),
+    without any run."""
     if isinstance(model_builder, bool):
         # The older form has no builder in front: model_provider(pre_process, post_process).
         return model_provider(gpt_builder, model_builder, pre_process, vp_stage, config, pg_collection)

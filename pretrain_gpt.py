@@ -1,4 +1,5 @@
-"""GPT pretraining with Megatron's flags, and the example of its API: change any of the functions below to your own."""
+"""GPT pretraining with Megatron's flags, and the example of its API: change any of the functions below to
+your own."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -25,7 +26,10 @@ if __name__ == "__main__":
 
 
 def get_batch(data_iterator: Iterator[dict[str, Tensor]]) -> tuple[Tensor | None, ...]:
-    """The next micro-batch: tokens, labels, loss_mask, attention_mask, position_ids. Inner pipeline stages need none."""
+    """The next micro-batch: tokens, labels, loss_mask, attention_mask, position_ids.
+
+    Inner pipeline stages need none.
+    """
     if not mpu.is_pipeline_first_stage() and not mpu.is_pipeline_last_stage():
         return None, None, None, None, None
     batch = get_batch_on_this_cp_rank(get_batch_on_this_tp_rank(data_iterator))
@@ -33,7 +37,8 @@ def get_batch(data_iterator: Iterator[dict[str, Tensor]]) -> tuple[Tensor | None
 
 
 def loss_func(loss_mask: Tensor, output_tensor: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The summed loss of this rank's tokens and their number; for the report, both summed over data-parallel ranks."""
+    """The summed loss of this rank's tokens and their number; for the report, both summed over data-parallel
+    ranks."""
     losses = output_tensor.view(-1).float()
     loss_mask = loss_mask.view(-1).float()
     loss = torch.sum(losses * loss_mask)

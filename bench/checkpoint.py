@@ -1,11 +1,13 @@
 """Measures saving and loading a checkpoint against the disk and against torch.distributed.checkpoint.
 
-One state, weights and two moments of a Llama-like model in fp32 as two tensor-parallel ranks would hold it, is saved and loaded in turns,
-in a temporary folder. The disk of the machine is what varies most: many take the first GB several times as fast as what follows, and are that fast again
-after a rest. So before every write that is timed as many bytes are written without a clock, and every round measures every way, in an order of its own. Even so
-some writes take four times as long as others, whoever makes them; ratios are those of the fastest round of each way, in which the disk hides least of what the
-processor does. The spread is that of single rounds. One line, for information, has what the disk does at first: one way in each round, before anything else
-is written. Reads are cold: what was written is flushed, and the system forgets it.
+One state, weights and two moments of a Llama-like model in fp32 as two tensor-parallel ranks would hold it,
+is saved and loaded in turns, in a temporary folder. The disk of the machine is what varies most: many take
+the first GB several times as fast as what follows, and are that fast again after a rest. So before every
+write that is timed as many bytes are written without a clock, and every round measures every way, in an order
+of its own. Even so some writes take four times as long as others, whoever makes them; ratios are those of the
+fastest round of each way, in which the disk hides least of what the processor does. The spread is that of
+single rounds. One line, for information, has what the disk does at first: one way in each round, before
+anything else is written. Reads are cold: what was written is flushed, and the system forgets it.
 
     python bench/checkpoint.py --gigabytes 0.4 --repeats 20
 """
@@ -54,7 +56,8 @@ GOALS = {
     "dcp load": (1.00, "a cold load by torch.distributed.checkpoint, in times of ours"),
 }
 AT_MOST = ("hash", "stall")
-# Seconds that are no time of all the bytes; and the mark of what was measured before the disk had anything to do.
+# Seconds that are no time of all the bytes; and the mark of what was measured before the disk had anything to
+# do.
 NO_RATES, RESTED = ("held", "slower"), " (rested)"
 
 
@@ -88,7 +91,8 @@ def make_state(total: float) -> dict[str, Tensor]:
 
 
 def halves(state: dict[str, Tensor], rank: int) -> list[Fragment]:
-    """What one of two tensor-parallel ranks holds: rows or columns of matrices; the second one has no vectors."""
+    """What one of two tensor-parallel ranks holds: rows or columns of matrices; the second one has no
+    vectors."""
     found = []
     for name, values in state.items():
         if values.dim() == 1:
@@ -225,7 +229,8 @@ class Bench:
         }
 
     def rested(self, number: int) -> dict[str, float]:
-        """One way, each in its turn, when all before it was read: what the disk takes fast is there again, in part at least."""
+        """One way, each in its turn, when all before it was read: what the disk takes fast is there again, in
+        part at least."""
         name, way = list(self.ways_to_write().items())[number % len(self.ways_to_write())]
         found = timed(way)
         shutil.rmtree(self.folder / name)
@@ -242,7 +247,8 @@ class Bench:
         return {name: found[name] for name in self.ways_to_write()}
 
     def background(self, step: int) -> dict[str, float]:
-        """Seconds that a save in the background holds training up, and those by which it makes computing slower."""
+        """Seconds that a save in the background holds training up, and those by which it makes computing
+        slower."""
         alone = timed(self.training.compute)
         held = timed(lambda: self.saver.begin(step, whole(self.state), [], {}, {}, {}))
         beside = timed(self.training.compute)

@@ -2,8 +2,10 @@
 
     python bench/compile_split.py [--width 128] [--tokens 256] [--backend inductor]
 
-A layer of norm, two matrices and an activation, forward and backward, in six ways in one run. Says for each how long it takes against the
-plain eager one, into how many graphs it was cut, and whether its weight gradients still wait for the second half.
+A layer of norm, two matrices and an activation, forward and backward, in six ways in one run. Says for each
+how long it takes against the plain eager one, into how many graphs it was cut, and whether its weight
+gradients still wait for the second
+half.
 """
 
 import argparse
@@ -40,7 +42,8 @@ class Layer(nn.Module):
 
 
 def custom_operator(deferred: DeferredGradients) -> Multiply:
-    """The product as an operator that the compiler does not look into; its backward is a second one, which has the queue.
+    """The product as an operator that the compiler does not look into; its backward is a second one, which
+    has the queue.
 
     An operator sees tensors, not parameters, so weights are found again by where they lie.
     """

@@ -1,8 +1,8 @@
 """Measures import and export against a plain copy of the same folder.
 
-Makes a Llama-like model of random bf16 weights in a temporary folder, then measures, one after the other: a copy of its
-files, each flushed to disk; `pentatron import`; `pentatron export`. Each runs in a process of its own, whose anonymous memory
-is sampled. The folder's files are in the page cache for all three.
+Makes a Llama-like model of random bf16 weights in a temporary folder, then measures, one after the other: a
+copy of its files, each flushed to disk; `pentatron import`; `pentatron export`. Each runs in a process of its
+own, whose anonymous memory is sampled. The folder's files are in the page cache for all three.
 
     python bench/convert.py --gigabytes 2.5 --repeats 3
 """
@@ -63,7 +63,8 @@ LEAST_SHARE = 0.5
 
 @dataclass(frozen=True)
 class Measured:
-    """The seconds of the fastest and of the middle run, bytes per second of the latter, and the most memory of any."""
+    """The seconds of the fastest and of the middle run, bytes per second of the latter, and the most memory
+    of any."""
 
     best_seconds: float
     seconds: float
@@ -87,7 +88,8 @@ def make_model(folder: Path, wanted: float) -> tuple[int, int]:
     (folder / "config.json").write_text(json.dumps(description))
     groups = list(split_into_files(outlines, SHARD_BYTES))
     names = [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
-    # Random once: a disk does not mind the same block again, and making numbers takes longer than writing them.
+    # Random once: a disk does not mind the same block again, and making numbers takes longer than writing
+    # them.
     values = torch.randn(BLOCK_BYTES // 2).bfloat16()
 
     def block(_: str, start: Shape, size: Shape) -> Tensor:
@@ -122,7 +124,8 @@ def anonymous(pid: int) -> int:
 
 
 def measure(total: int, folder: Path, repeats: int) -> dict[str, Measured]:
-    """The ways take turns, with a copy before and after each: a disk may be several times slower after some GB than before."""
+    """The ways take turns, with a copy before and after each: a disk may be several times slower after some
+    GB than before."""
     pentatron = [sys.executable, "-m", "pentatron"]
     source, made = folder / "theirs", {way: folder / way for way in ("copy", "import", "export")}
     commands = {

@@ -1,10 +1,13 @@
-"""Measures a training step on the CPU against the same model in transformers (eager), each in its own process, in turns.
+"""Measures a training step on the CPU against the same model in transformers (eager), each in its own
+process, in turns.
 
-Ours goes the way of `pentatron train` (its session, optimizer and trainer); the other is a Qwen2 model of the same sizes, whose weights are in the
-same precision, with fp32 state and clipping at 1.0. A round times each of them for some steps, and every other round begins with the other
-one. Rates are those of the median step; the ratio is that of the median round, so that what else runs on the machine for a while falls on both alike.
-Beside it stands the ratio of CPU seconds, over all threads, which other work on the machine disturbs less; threads that wait for each other count too.
-In fp32 most of a step is spent in the same matmuls, so expect little more than 1; on a machine that has other work to do, the ratio says nothing.
+Ours goes the way of `pentatron train` (its session, optimizer and trainer); the other is a Qwen2 model of the
+same sizes, whose weights are in the same precision, with fp32 state and clipping at 1.0. A round times each
+of them for some steps, and every other round begins with the other one. Rates are those of the median step;
+the ratio is that of the median round, so that what else runs on the machine for a while falls on both alike.
+Beside it stands the ratio of CPU seconds, over all threads, which other work on the machine disturbs less;
+threads that wait for each other count too. In fp32 most of a step is spent in the same matmuls, so expect
+little more than 1; on a machine that has other work to do, the ratio says nothing.
 
     python bench/cpu.py --threads 2 --rounds 20
 """
@@ -143,14 +146,17 @@ def _update_of_copies(model: nn.Module) -> Callable[[], None]:
 
 @dataclasses.dataclass
 class Times:
-    """Of one contestant, in every round: seconds of the median step, and CPU seconds of all threads for a step."""
+    """Of one contestant, in every round: seconds of the median step, and CPU seconds of all threads for a
+    step."""
 
     wall: list[float] = dataclasses.field(default_factory=list)
     cpu: list[float] = dataclasses.field(default_factory=list)
 
 
 class Contestant:
-    """A process that computes steps when it is asked to: what one does to its memory is not the other's gain."""
+    """A process that computes steps when it is asked to: what one does to its memory is not the
+    other's gain.
+    """
 
     def __init__(self, who: str, sizes: Sizes, precision: str, flags: str, threads: int) -> None:
         context = multiprocessing.get_context("spawn")

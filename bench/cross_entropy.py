@@ -1,9 +1,11 @@
-"""Measures the head and its cross entropy on a GPU, forward and backward: time, memory and error of each implementation.
+"""Measures the head and its cross entropy on a GPU, forward and backward: time, memory and error of each
+implementation.
 
     python bench/cross_entropy.py [--tokens 16384] [--width 4096 1536] [--vocabulary 151936] [--dtype bfloat16]
 
-The floor are the head's three matmuls by themselves. Memory is what is taken beside the weight and the stream: logits, gradients, and what
-passes. Errors are those of a small head against fp64, over losses, gradients of the stream and of the weight.
+The floor are the head's three matmuls by themselves. Memory is what is taken beside the weight and the
+stream: logits, gradients, and what passes. Errors are those of a small head against fp64, over losses,
+gradients of the stream and of the weight.
 """
 
 import argparse
@@ -78,7 +80,8 @@ def speed(way: Way, tokens: int, width: int, words: int, dtype: torch.dtype) -> 
 
 
 def errors(way: Way, dtype: torch.dtype) -> list[float]:
-    """Of losses, gradients of the stream and of the weight: the norm of the difference, as a share of that of the exact one."""
+    """Of losses, gradients of the stream and of the weight: the norm of the difference, as a share of that of
+    the exact one."""
     torch.manual_seed(1)
     rows, words, width, tokens = 3072, 3000, 256, 999
     head, x = head_of(rows, words, width, dtype), torch.randn(1, tokens, width, device="cuda").to(dtype) * 2

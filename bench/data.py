@@ -1,9 +1,10 @@
 """Measures `pentatron prepare` against the tokenizers library on the same cores, and its memory at two sizes.
 
-The text is the source of Python's standard library, repeated up to the asked size; the vocabulary is trained on it. The library's rate is
-that of one `encode_batch_fast` over texts that are in memory already, with as many threads as prepare has workers; reading, parsing,
-writing, checksums and the start of the processes are what `pentatron prepare` does besides. On a machine that does other work too, the
-ratio of processor seconds is the one to look at.
+The text is the source of Python's standard library, repeated up to the asked size; the vocabulary is trained
+on it. The library's rate is that of one `encode_batch_fast` over texts that are in memory already, with as
+many threads as prepare has workers; reading, parsing, writing, checksums and the start of the processes are
+what `pentatron prepare` does besides. On a machine that does other work too, the ratio of processor seconds
+is the one to look at.
 
     python bench/data.py --megabytes 160 --workers 2
 """
@@ -53,7 +54,10 @@ def write_texts(path: Path, megabytes: float) -> float:
 
 
 def encode_raw(folder: Path) -> None:
-    """Runs in a process of its own: how many threads the library takes is read once. Prints seconds and processor seconds."""
+    """Runs in a process of its own: how many threads the library takes is read once.
+
+    Prints seconds and processor seconds.
+    """
     with (folder / "text.jsonl").open() as file:
         texts = [json.loads(line)["text"] for line in file]
     tokenizer = FileTokenizer(folder)._tokenizer

@@ -1,7 +1,8 @@
 """Measures how far the losses of equal runs drift apart: rounding errors, and how training amplifies them.
 
-Trains the demo's model in several ways that compute the same numbers up to rounding, and prints the relative gap of their
-losses to the first one's. Accumulation on one process is the yardstick: what a layout adds must be no more than that.
+Trains the demo's model in several ways that compute the same numbers up to rounding, and prints the relative
+gap of their losses to the first one's. Accumulation on one process is the yardstick: what a layout adds must
+be no more than that.
 
     python bench/drift.py --steps 100
 """

@@ -1,9 +1,10 @@
-"""Measures one layer of experts, forward and backward: token counts on the host, on the device, and dense products.
+"""Measures one layer of experts, forward and backward: token counts on the host, on the device, and dense
+products.
 
     python bench/experts.py [--experts 128] [--topk 8] [--hidden 2048] [--inner 768] [--tokens 16384] [--kernels]
 
-Prints for each way its time, how often it waits for the GPU, and what it keeps for backward; and how far its numbers are from those
-of experts multiplied one by one. `--kernels` lists the kernels of the last way.
+Prints for each way its time, how often it waits for the GPU, and what it keeps for backward; and how far its
+numbers are from those of experts multiplied one by one. `--kernels` lists the kernels of the last way.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """Measures greedy generation against `transformers`: same tokens, tokens per second.
 
-A model of a preset's shape with random weights is saved by `transformers`, loaded by both, and continues the same prompts of
-different lengths. In fp32 the tokens must be the same; in bf16 a tie may fall either way, so the first difference is shown.
+A model of a preset's shape with random weights is saved by `transformers`, loaded by both, and continues the
+same prompts of different lengths. In fp32 the tokens must be the same; in bf16 a tie may fall either way, so
+the first difference is shown.
 
-Both run in turns, every other round beginning with the other one. The ratios are those of the median round: by the clock, and in CPU seconds of
-all threads, which other work on the machine disturbs less. Rates are those of the median runs.
+Both run in turns, every other round beginning with the other one. The ratios are those of the median round:
+by the clock, and in CPU seconds of all threads, which other work on the machine disturbs less. Rates are
+those of the median runs.
 
     python bench/generate.py [--preset qwen2.5-0.5b] [--layers 24] [--flags "--vocab-size 8192"] [--dtype bfloat16] [--batch 8]
         [--tokens 128] [--device cuda] [--threads 1] [--rounds 5]

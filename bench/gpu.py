@@ -5,12 +5,17 @@
     python bench/gpu.py --through-train --shape qwen2.5-1.5b --micro-batch 4
     python bench/gpu.py --write-from bench/results      # what other commands kept too; all of them: bench/whole_page.py
 
-A case is `ours`, `ours:fp8` (or another name of VARIANTS in bench/ours.py), `ours:--compile off` (any flags of `pentatron train`), or one of
-bench/peers.py. Every case has a process of its own, compiled once. They compute in turns, two and two (`--at-once`: a GPU
-that is nearly full makes some of them give memory back in every step), three blocks of eight steps each after
-four steps that do not count; times are of CUDA events around a whole step: forward, loss, backward, clipping at 1.0, AdamW. The rate is that
-of the median step, `spread` compares the medians of the blocks. `--peers` names a folder in which the others' wheels are unpacked.
-`--json FOLDER` keeps every line as a file; `--write-from FOLDER` makes the tables of docs/performance.md of such files.
+A case is `ours`, `ours:fp8` (or another name of VARIANTS in bench/ours.py), `ours:--compile off` (any flags
+of `pentatron train`), or one of bench/peers.py. Every case has a process of its own, compiled once. They
+compute in turns, two and two (`--at-once`: a GPU that is nearly full makes some of them give memory back in
+every step), three blocks of eight steps each after four steps that do not count; times are of CUDA events
+around a whole step: forward, loss, backward, clipping at 1.0, AdamW. The rate is that of the median step,
+`spread` compares the medians of the blocks. `--peers` names a folder in which the others' wheels are
+unpacked. `--json FOLDER` keeps every
+line as a file;
+`--write-from FOLDER` makes the tables of
+docs/performance.md of
+such files.
 """
 
 import argparse

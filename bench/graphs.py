@@ -1,9 +1,12 @@
-"""Measures the largest gain of CUDA graphs for a small model: kernels launched one by one against a replayed graph.
+"""Measures the largest gain of CUDA graphs for a small model: kernels launched one by one against a replayed
+graph.
 
     python bench/graphs.py [--micro-batch 8 32]
 
-GPT-2 124M, 1024 tokens a sequence, bf16, without the update: eager layers and compiled ones, each launched by the host and replayed.
-A replay is a bound: it leaves out whatever Python does in a step. What a step of the trainer gains: bench/gpu.py with `--cuda-graphs`.
+GPT-2 124M, 1024 tokens a sequence, bf16, without the update: eager layers and compiled ones, each launched by
+the host and replayed. A replay is a bound: it leaves out whatever Python does in a step. What a step of the
+trainer gains:
+bench/gpu.py with `--cuda-graphs`.
 """
 
 from __future__ import annotations

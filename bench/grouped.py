@@ -1,4 +1,5 @@
-"""Measures experts in one grouped matmul against one by one, and against a dense product of as many operations.
+"""Measures experts in one grouped matmul against one by one, and against a dense product of as many
+operations.
 
     python bench/grouped.py [--experts 64] [--rows 65536] [--hidden 2048] [--inner 1536]
 

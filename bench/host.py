@@ -1,9 +1,11 @@
 """Measures the host time of a training step against transformers (eager), with tiny tensors.
 
-Twelve layers of a GPT-2 of hidden size 16, one sequence of eight tokens, fp32 (in bf16 the small products of a CPU take longer than everything around them), one
-thread. Ours goes the way of `pentatron train`; the other is the least that one could write: clipping at 1.0 and torch's fused AdamW. A round times each of them for some steps, and
-every other round begins with the other one; the ratio is that of the median round. On a CPU the process's own time counts, which what else runs on the machine disturbs less;
-on a GPU (`--device cuda`) the time until a step's loss is known.
+Twelve layers of a GPT-2 of hidden size 16, one sequence of eight tokens, fp32 (in bf16 the small products of
+a CPU take longer than everything around them), one thread. Ours goes the way of `pentatron train`; the other
+is the least that one could write: clipping at 1.0 and torch's fused AdamW. A round times each of them for
+some steps, and every other round begins with the other one; the ratio is that of the median round. On a CPU
+the process's own time counts, which what else runs on the machine disturbs less; on a GPU (`--device cuda`)
+the time until a step's loss is known.
 
     python bench/host.py
     python bench/host.py --flags "--compile on --compile-layers-together 4" --profile 30

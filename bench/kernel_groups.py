@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-# Put around parts of a step by whoever builds it, so that kernels without a telling name are counted where they belong.
+# Put around parts of a step by whoever builds it, so that kernels without a telling name are counted where
+# they belong.
 OPTIMIZER, GRADIENT_NORM, LOSS = "bench: optimizer", "bench: gradient norm", "bench: loss"
 GROUPS = (
     "matmul",
@@ -72,7 +73,10 @@ def breakdown(step: Callable[[], Any], steps: int) -> dict[str, Any]:
 
 
 def grouped(events: Iterable[Mapping[str, Any]], steps: int) -> dict[str, Any]:
-    """From the events of a trace. Gaps are what lies between the first and the last kernel of all steps and is covered by none."""
+    """From the events of a trace.
+
+    Gaps are what lies between the first and the last kernel of all steps and is covered by none.
+    """
     kernels, marks = [], defaultdict(list)
     for event in events:
         kind = event.get("cat", "")

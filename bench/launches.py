@@ -1,9 +1,11 @@
-"""Measures the host time to launch one operation, in microseconds: torch's and ours, as a compiled layer calls them.
+"""Measures the host time to launch one operation, in microseconds: torch's and ours, as a compiled layer
+calls them.
 
     python bench/launches.py                   # on a GPU; nobody waits for its results
     python bench/launches.py --device cpu      # the operations themselves included, on matrices of 16 × 16
 
-Beside rounding to fp8 stand its work alone, without the way through torch's dispatcher, and the same function as a `custom_op`.
+Beside rounding to fp8 stand its work alone, without the way through torch's dispatcher, and the same function
+as a `custom_op`.
 """
 
 import argparse

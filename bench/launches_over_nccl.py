@@ -1,7 +1,10 @@
-"""Measures how a posted NCCL receive delays the launches after it (decision 0057). Needs a GPU, which two processes share.
+"""Measures how a posted NCCL receive delays the launches after it (decision 0057).
 
-Rank 1 posts a receive and then does something that may synchronise its device; prints how long that took, and whether both ranks end.
-`early` cases post the receive before the work that its sender waits for, `late` cases after it.
+Needs a GPU, which two processes share.
+
+Rank 1 posts a receive and then does something that may synchronise its device; prints how long that took, and
+whether both ranks end. `early` cases post the receive before the work that its sender waits for, `late` cases
+after it.
 
     python bench/launches_over_nccl.py [--only early]
 """

@@ -2,9 +2,10 @@
 
     python bench/layer.py [--shape qwen2.5-1.5b] [--micro-batch 4] [--sequence 4096] [--options] [--fp8] [--kernels]
 
-Four layers run one after the other, as in a model, in bf16. Says for each way how long a layer takes, what it keeps for backward, how many graphs
-and breaks there are, and what the first run took; with `--options` for settings of the compiler too, with `--fp8` only compiled layers in bf16
-and in fp8 by tensor and by row, with `--kernels` where the time goes.
+Four layers run one after the other, as in a model, in bf16. Says for each way how long a layer takes, what it
+keeps for backward, how many graphs and breaks there are, and what the first run took; with `--options` for
+settings of the compiler too, with `--fp8` only compiled layers in bf16 and in fp8 by tensor and by row, with
+`--kernels` where the time goes.
 """
 
 import argparse

@@ -3,9 +3,10 @@
     python bench/matmul.py [--shape qwen3-8b-8l qwen2.5-1.5b] [--tokens 16384]
     python bench/matmul.py --parts 1 2 4      # the rows of every weight in so many products: the library's choice of kernel depends on sizes
 
-Forward, gradient of the stream and gradient of the weight of every matrix of a layer and of the head, in bf16, and in fp8 with one scale
-a tensor and with one a row. Each is repeated for a fifth of a second, so that the clock falls to what the power limit allows, as it
-does in training; the clock and the power drawn are printed with every shape.
+Forward, gradient of the stream and gradient of the weight of every matrix of a layer and of the head, in
+bf16, and in fp8 with one scale a tensor and with one a row. Each is repeated for a fifth of a second, so that
+the clock falls to what the power limit allows, as it does in training; the clock and the power drawn are
+printed with every shape.
 """
 
 import argparse
@@ -47,7 +48,8 @@ Products = dict[str, Callable[[], Tensor]]
 
 
 def bf16_products(tokens: int, rows: int, columns: int, parts: int = 1) -> Products:
-    """Each the whole product, or as many products as there are parts of the weight's rows, whose results are one tensor."""
+    """Each the whole product, or as many products as there are parts of the weight's rows, whose results are
+    one tensor."""
     x, weight, gradient = (_random(*size) for size in ((tokens, columns), (rows, columns), (tokens, rows)))
     if parts == 1:
         return {

@@ -1,7 +1,9 @@
-"""Measures the order of samples: building it against megatron-core's compiled helper, loading it from the cache, reading samples.
+"""Measures the order of samples: building it against megatron-core's compiled helper, loading it from the
+cache, reading samples.
 
-All three indices (documents, samples, shuffle) of a corpus of a million documents and a billion tokens, in turns with theirs where
-megatron-core is installed, in processor time of one core; then the same from a file, the order of a blend, and a loader's rate.
+All three indices (documents, samples, shuffle) of a corpus of a million documents and a billion tokens, in
+turns with theirs where megatron-core is installed, in processor time of one core; then the same from a file,
+the order of a blend, and a loader's rate.
 
     python bench/order.py
 """
@@ -117,7 +119,8 @@ def write_corpus(prefix: Path, documents: int) -> None:
 
 
 def read_all(prefix: Path, documents: int, length: int) -> tuple[int, float]:
-    """Every sample through the loader: tokens, and by how many MB of its own the process grew meanwhile at most."""
+    """Every sample through the loader: tokens, and by how many MB of its own the process grew meanwhile at
+    most."""
     before = anonymous_memory()
     dataset = GPTDataset(
         IndexedDataset(prefix, 50_257), range(documents), None, length, SEED, vocab_size=50_257

@@ -1,4 +1,5 @@
-"""Runs the step of `pentatron train` alone: same settings, session, model, optimizer and trainer, with one batch repeated.
+"""Runs the step of `pentatron train` alone: same settings, session, model, optimizer and trainer, with one
+batch repeated.
 
 Started by bench/gpu.py, which says when to compute:
 

@@ -1,7 +1,9 @@
-"""Defines steps of other libraries, measured by the same clock: transformers, transformers with liger-kernel, torchtitan.
+"""Defines steps of other libraries, measured by the same clock: transformers, transformers with liger-kernel,
+torchtitan.
 
-Started by bench/gpu.py, which says when to compute. Nothing of Pentatron is in these steps. torchtitan and liger-kernel are looked for on the
-Python path (`pip install`, or wheels unpacked in a folder that bench/gpu.py is given as --peers).
+Started by bench/gpu.py, which says when to compute. Nothing of Pentatron is in these steps. torchtitan and
+liger-kernel are looked for on the Python path (`pip install`, or wheels unpacked in a folder that
+bench/gpu.py is given as --peers).
 
     python bench/gpu.py --compare titan:compile hf:liger hf:eager --shape qwen3-8b-8l
 """
@@ -125,7 +127,8 @@ def transformers_step(case: Case, way: str) -> Step:
 
 
 def _without_initialisation(name: str, folder: Path) -> None:
-    """A package of which modules can be imported while its own first lines, with data sets and loggers, are left out."""
+    """A package of which modules can be imported while its own first lines, with data sets and loggers, are
+    left out."""
     package = types.ModuleType(name)
     package.__path__ = [str(folder)]
     sys.modules[name] = package

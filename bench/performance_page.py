@@ -1,4 +1,5 @@
-"""Writes the tables of docs/performance.md from results that bench/gpu.py and other commands of bench/whole_page.py kept."""
+"""Writes the tables of docs/performance.md from results that bench/gpu.py and other commands of
+bench/whole_page.py kept."""
 
 import json
 import re
@@ -92,9 +93,12 @@ def divided(results: Sequence[Result]) -> tuple[list[Result], list[Result]]:
 
 
 def beside_reference(results: Sequence[Result]) -> list[tuple[Result, float | None]]:
-    """What was measured where torchtitan was, each with its rate against torchtitan's where the same command measured both.
+    """What was measured where torchtitan was, each with its rate against torchtitan's where the same command
+    measured both.
 
-    Against its fastest block: where memory is short beside the others, those of one case may differ by a tenth."""
+    Against its fastest block: where memory is short beside the others, those of one case may differ by a
+    tenth.
+    """
     measured, _ = divided(results)
     rates = {_run(r): max(r["blocks"]) for r in measured if r["case"] == REFERENCE and "tok_s" in r}
     return [(r, r["tok_s"] / rates[_run(r)] if "tok_s" in r and _run(r) in rates else None) for r in measured]
@@ -150,7 +154,8 @@ def others(results: Sequence[Result]) -> str:
 
 
 def _compared(result: Result, measured: Sequence[Result]) -> str:
-    """Experts with the dense model in TFLOP/s, which are those of one command or of two; others with who was measured beside them."""
+    """Experts with the dense model in TFLOP/s, which are those of one command or of two; others with who was
+    measured beside them."""
     dense = DENSE_OF.get(result["shape"])
     for r in measured:
         if "tok_s" not in r:

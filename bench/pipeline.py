@@ -1,7 +1,8 @@
-"""Measures the overhead of the pipeline executor against torch.distributed.pipelining, with stages that compute nothing.
+"""Measures the overhead of the pipeline executor against torch.distributed.pipelining, with stages that
+compute nothing.
 
-Both run the same schedule over the same process group in the same processes, in turns. A stage multiplies by one
-number, so that what is measured is messages, bookkeeping and autograd's own overhead.
+Both run the same schedule over the same process group in the same processes, in turns. A stage multiplies by
+one number, so that what is measured is messages, bookkeeping and autograd's own overhead.
 
     python bench/pipeline.py --repeats 15
 """

@@ -2,16 +2,17 @@
 
 Trains the demo's model on the demo's corpus, again and again:
 
-- **Precision.** fp32 with two seeds, bf16 and fp16 with the first seed. Curves are means over windows of steps. How far two seeds of
-  fp32 are apart is what a rounded curve may be away from the exact one.
-- **Layouts.** Runs in bf16 of the same seed over the same data, so that losses can be compared step by step. One process with other
-  micro-batches adds up in another order and nothing else: how far such runs are apart, pair by pair, is what layouts may be apart. A run
-  with another learning rate shows that the measure would notice.
-- **fp8** (only on a GPU that has it). A wider model in bf16 with two seeds, and with the first seed in every format and recipe of fp8; how far
-  the two seeds are apart is what fp8 may be away from bf16.
+- **Precision.** fp32 with two seeds, bf16 and fp16 with the first seed. Curves are means over windows of
+  steps. How far two seeds of fp32 are apart is what a rounded curve may be away from the exact one.
+- **Layouts.** Runs in bf16 of the same seed over the same data, so that losses can be compared step by step.
+  One process with other micro-batches adds up in another order and nothing else: how far such runs are apart,
+  pair by pair, is what layouts may be apart. A run with another learning rate shows that the measure would
+  notice.
+- **fp8** (only on a GPU that has it). A wider model in bf16 with two seeds, and with the first seed in every
+  format and recipe of fp8; how far the two seeds are apart is what fp8 may be away from bf16.
 
-Where several processes share one GPU they exchange through the host. On a CPU fp16 is left out unless asked for by name: multiplying in it is
-hundreds of times slower there.
+Where several processes share one GPU they exchange through the host. On a CPU fp16 is left out unless asked
+for by name: multiplying in it is hundreds of times slower there.
 
     python bench/precision.py --steps 400                    # on a GPU if there is one
     python bench/precision.py --steps 100 --only fp8
@@ -73,7 +74,8 @@ FP8 = {
     "e4m3 rowwise, the head too": "--fp8 e4m3 --fp8-recipe rowwise --fp8-output-layer",
 }
 OTHER = "--lr 0.00306"
-# Pairs of layouts may be so many times as far apart as the furthest pair of the same layout: each is a single draw.
+# Pairs of layouts may be so many times as far apart as the furthest pair of the same layout: each is a single
+# draw.
 ALLOWED = 1.5
 
 

@@ -1,4 +1,5 @@
-"""Defines what is measured of a training step: shapes, FLOPs, timed blocks, and a process that answers a driver.
+"""Defines what is measured of a training step: shapes, FLOPs, timed blocks, and a process that answers a
+driver.
 
 Imports nothing of the package, so that others are measured by it as well.
 """
@@ -26,7 +27,10 @@ WARM_UPS, LATER_WARM_UPS = 4, 2
 
 @dataclass(frozen=True)
 class Shape:
-    """An architecture in the numbers that its arithmetic depends on. `experts`: how many there are, a token's, and their width."""
+    """An architecture in the numbers that its arithmetic depends on.
+
+    `experts`: how many there are, a token's, and their width.
+    """
 
     family: str
     layers: int
@@ -54,7 +58,8 @@ SHAPES = {
     "qwen2.5-1.5b": Shape("qwen2", 28, 1536, 8960, 12, 2, 128, 151936, True),
     "qwen3-8b-8l": Shape("qwen3", 8, 4096, 12288, 32, 8, 128, 151936, False),
     "qwen3-30b-a3b-4l": Shape("qwen3_moe", 4, 2048, 6144, 32, 4, 128, 151936, False, experts=(128, 8, 768)),
-    # As many multiplications a token as the one with experts, in one matrix each: the rate to compare it with.
+    # As many multiplications a token as the one with experts, in one matrix each: the rate to compare it
+    # with.
     "qwen3-dense-a3b-4l": Shape("qwen3", 4, 2048, 6144, 32, 4, 128, 151936, False),
     "gpt2-124m": Shape("gpt2", 12, 768, 3072, 12, 12, 64, 50304, True),
     # For trying these programs where there is no GPU.
@@ -81,7 +86,10 @@ Step = Callable[[], Any]
 
 
 class Timed:
-    """A step in timed blocks. The step returns its loss, as a number or as a tensor that is read after the block."""
+    """A step in timed blocks.
+
+    The step returns its loss, as a number or as a tensor that is read after the block.
+    """
 
     def __init__(self, step: Step, device: str) -> None:
         self.step, self.on_gpu = step, device == "cuda"
@@ -120,7 +128,10 @@ class Timed:
 def milliseconds(
     work: Callable[[], object], times: int = 10, before: Callable[[], object] = lambda: None
 ) -> float:
-    """Of GPU time, the median, after three to warm up. `before`: what the GPU does while the work is launched."""
+    """Of GPU time, the median, after three to warm up.
+
+    `before`: what the GPU does while the work is launched.
+    """
     found = []
     for _ in range(times + 3):
         before()
@@ -164,7 +175,10 @@ def synchronisations(step: Step) -> list[str]:
 
 
 class Server:
-    """Answers one JSON line for each that it reads: blocks of steps, a breakdown, the end. Whatever else is printed goes to stderr."""
+    """Answers one JSON line for each that it reads: blocks of steps, a breakdown, the end.
+
+    Whatever else is printed goes to stderr.
+    """
 
     def __init__(
         self, case: Case, build: Callable[[], Step], leave: Callable[[], Any] = lambda: None
@@ -233,8 +247,11 @@ class Server:
 
 
 def _memory(device: str) -> tuple[int, int, int]:
-    """The most that was allocated at once, what is still held when the rest is given back, and all of the device. What a CUDA graph uses
-    counts as held alone."""
+    """The most that was allocated at once, what is still held when the rest is given back, and all of the
+    device.
+
+    What a CUDA graph uses counts as held alone.
+    """
     if device != "cuda":
         return 0, 0, 0
     peak = torch.cuda.max_memory_allocated()
@@ -248,8 +265,11 @@ def _memory(device: str) -> tuple[int, int, int]:
 
 
 def record(case: Case, blocks: Sequence[Sequence[float]], last: dict[str, Any]) -> dict[str, Any]:
-    """One line of results. The rate is that of the median step of all blocks; `spread`: of the blocks' medians, largest
-    against smallest."""
+    """One line of results.
+
+    The rate is that of the median step of all blocks; `spread`: of the blocks' medians, largest against
+    smallest.
+    """
     median = statistics.median(second for block in blocks for second in block)
     of_blocks = [statistics.median(block) for block in blocks]
     rate = case.tokens / median

@@ -60,7 +60,8 @@ def through_train(
     rows = [row for row in read_metrics(folder / "run" / "metrics.jsonl") if row["step"] > _WARM_UPS]
     seconds = statistics.median(row["seconds"] for row in rows)
     rate = case.tokens / seconds
-    # Without a wait for every single step a loop is free to run ahead: the mean shows what the median may hide.
+    # Without a wait for every single step a loop is free to run ahead: the mean shows what the median may
+    # hide.
     mean = case.tokens / statistics.mean(row["seconds"] for row in rows)
     share = rate / bare["tok_s"]
     return named | {

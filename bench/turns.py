@@ -94,8 +94,9 @@ Start = Callable[[Case], Competitor]
 
 
 class Turns:
-    """Rounds of one block each, of so many cases at a time; those for which there is no room beside the others come after
-    them, each alone."""
+    """Rounds of one block each, of so many cases at a time; those for which there is no room beside the
+    others come after them, each alone.
+    """
 
     def __init__(
         self, start: Start, blocks: int, steps: int, timeout: float, breakdown: int = 0, at_once: int = 2

@@ -2,8 +2,10 @@
 
     python bench/update.py [--layers 8] [--width 4096] [--inner 12288] [--vocabulary 151936] [--blocks 1024:4 8192:16]
 
-Weights and gradients are bf16, masters and moments fp32. The update reads 14 and writes 14 bytes of each parameter; torch's way has fp32 gradients
-(as after a cast of them), clips them, updates and rounds. Between two measurements the GPU multiplies matrices, as in a step.
+Weights and gradients are bf16, masters and moments fp32. The update reads 14 and writes 14 bytes of each
+parameter; torch's way has fp32 gradients (as after a cast of them), clips them, updates and rounds. Between
+two measurements the GPU multiplies
+matrices, as in a step.
 """
 
 import argparse

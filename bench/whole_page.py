@@ -3,8 +3,8 @@
     python bench/whole_page.py --list
     python bench/whole_page.py --only gpt2        # the commands that contain this; the tables of the others stay as their files are
 
-What fails or takes too long is told at the end, and the others run all the same. The folders are `peers` and `bench/results`, as on the page. Without a folder
-`peers` the cases that need one are left out.
+What fails or takes too long is told at the end, and the others run all the same. The folders are `peers` and
+`bench/results`, as on the page. Without a folder `peers` the cases that need one are left out.
 """
 
 import argparse

@@ -6,9 +6,9 @@ manipulation.
 
 Two formats use the same blocks. The sidecar of a data file stores the CRC-32 of every block, so that a block
 can be checked when it is first read. The manifest of a checkpoint stores one SHA-256 over them per file. A
-data file is written by one thread and may be continued by another process, so the state of `BlockChecksums` can be
-stored. A checkpoint is written at disk speed, so `ThreadedBlockChecksums` computes the blocks in a thread pool and
-combines the CRCs of their parts.
+data file is written by one thread and may be continued by another process, so the state of `BlockChecksums`
+can be stored. A checkpoint is written at disk speed, so `ThreadedBlockChecksums` computes the blocks in a
+thread pool and combines the CRCs of their parts.
 """
 
 import functools

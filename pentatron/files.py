@@ -1,9 +1,9 @@
 """Durable file writes: temporary names, fsync and atomic rename.
 
 A file is written under a temporary name in the same folder (a rename cannot cross file systems), synced with
-fsync and renamed; then the folder, which stores the name, is synced. `write_file` and `atomic_write` do this for
-one file, `atomic_folder` for a folder. Checkpoints and data files consist of several files; their protocols
-(checkpoint/store.py, data/indexed_writer.py) are built from the functions here.
+fsync and renamed; then the folder, which stores the name, is synced. `write_file` and `atomic_write` do this
+for one file, `atomic_folder` for a folder. Checkpoints and data files consist of several files; their
+protocols (checkpoint/store.py, data/indexed_writer.py) are built from the functions here.
 
 A killed process leaves its temporary files behind. The next writer removes them, unless a live process holds
 their lock.

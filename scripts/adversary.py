@@ -1,7 +1,7 @@
 """Runs trials drawn from a seed: failing disks, power cuts, damaged folders, hostile files, lost output.
 
-Prints a line for each group, each defect with the command that repeats it, and a table; writes the table into docs/faults.md, and ends
-with code 1 if there was a defect.
+Prints a line for each group, each defect with the command that repeats it, and a table; writes the table into
+docs/faults.md, and ends with code 1 if there was a defect.
 
     python scripts/adversary.py [--seed 1 2 3] [--all] [--only faults --case 37] [--jobs 2] [--list] [--keep] [--no-page]
 """

@@ -1,12 +1,13 @@
-"""Kills random ranks and the launcher of one TP2×PP2×DP2 run and compares the final state with an undisturbed run.
+"""Kills random ranks and the launcher of one TP2×PP2×DP2 run and compares the final state with an undisturbed
+run.
 
-The run must come to its end with the state of an undisturbed one, bit for bit, and leave no process behind. What the kills cost is
-printed. Ends with code 1 if anything of that does not hold.
+The run must come to its end with the state of an undisturbed one, bit for bit, and leave no process behind.
+What the kills cost is printed. Ends with code 1 if anything of that does not hold.
 
     python scripts/chaos.py [--kills 50] [--seed 1] [--steps 200] [--fresh-processes] [--keep] [-- further settings]
 
-Ranks are forked from this process, as importing torch eight times costs more than all the rest; --fresh-processes starts them as
-a user does.
+Ranks are forked from this process, as importing torch eight times costs more than all the rest;
+--fresh-processes starts them as a user does.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Writes the contract scoreboard: which items of the guides are shown to hold.
 
 Reads docs/contract/items.yaml, runs the tests and commands listed there, prints the count and writes
-docs/contract.md. Exit code 0: nothing broken; 1: a listed item is broken; 2: the data file or the call is wrong.
+docs/contract.md. Exit code 0: nothing broken; 1: a listed item is broken; 2: the data file or the call is
+wrong.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Draws the pictures of docs/ from our own schedules, grids, layouts and kept results (`make pictures`); a test compares them with the files.
+"""Draws the pictures of docs/ from our own schedules, grids, layouts and kept results (`make pictures`); a
+test compares them with the files.
 
 python scripts/draw_pictures.py [folder]    # docs/images
 """

@@ -1,7 +1,7 @@
 """Compares every model family with `transformers`, layout by layout, trained from the same folder.
 
-Prints, for each cell, how far logits, gradients and twenty steps are apart, as a share of what is allowed; writes
-docs/families.md, and ends with code 1 if any cell is out of tolerance.
+Prints, for each cell, how far logits, gradients and twenty steps are apart, as a share of what is allowed;
+writes docs/families.md, and ends with code 1 if any cell is out of tolerance.
 
     python scripts/families.py [--only qwen3] [--layouts tp2] [--jobs 4] [--no-page]
 """

@@ -1,6 +1,7 @@
 """Runs the fault matrix: injects faults into real processes and files and judges the outcome.
 
-Prints the table, writes docs/faults.md, and ends with code 1 if a case does not hold or a fault was accepted in silence.
+Prints the table, writes docs/faults.md, and ends with code 1 if a case does not hold or a fault was accepted
+in silence.
 
     python scripts/faults.py [--only storage] [--list] [--jobs 2] [--keep] [--no-page]
 """

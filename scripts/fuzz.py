@@ -1,7 +1,7 @@
 """Compares random models in random layouts with the same model on one process.
 
-A case that disagrees, raises or hangs is made smaller and printed as one command that runs exactly it. Ends with code 1
-if there was one. Every whole run is added to docs/fuzz.csv and counted in docs/parity.md.
+A case that disagrees, raises or hangs is made smaller and printed as one command that runs exactly it. Ends
+with code 1 if there was one. Every whole run is added to docs/fuzz.csv and counted in docs/parity.md.
 
     python scripts/fuzz.py [--cases 500] [--seed 1] [--minutes 10] [--only zbv] [--jobs 4] [--keep-going]
     python scripts/fuzz.py --replay SEED:NUMBER

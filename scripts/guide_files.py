@@ -1,4 +1,6 @@
-"""Creates the files that the guides expect: a small Qwen with its tokenizer, a GPT-2 vocabulary, and texts."""
+"""Creates the files that the guides expect: a small Qwen with its tokenizer, a GPT-2 vocabulary,
+and texts.
+"""
 
 import json
 import sys

@@ -2,8 +2,9 @@
 
 References are the CPU, plain layers and transformers. Processes of a layout share the GPU.
 
-Prints a line for every comparison, the largest gap as a share of what is allowed and what the smallest planted mistake makes of it, and
-ends with code 1 if one fails. With --write the tables become docs/cuda.md, with what was not run.
+Prints a line for every comparison, the largest gap as a share of what is allowed and what the smallest
+planted mistake makes of it, and ends with code 1 if one fails. With --write the tables become docs/cuda.md,
+with what was not run.
 
     python scripts/on_gpu.py [--write] [--only "fp8"] [--table layouts]
     python scripts/on_gpu.py --device cpu --only "qwen3, tiny"     # a rehearsal without a GPU; never written

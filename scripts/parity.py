@@ -1,7 +1,8 @@
 """Writes the parity table: families × layouts, each against the same model on one process.
 
-Five training steps per cell: losses, gradient norms, every gradient at steps 1 and 5, every weight at the end, and the
-validation loss. Prints the table, writes docs/parity.md, and ends with code 1 if any cell is out of tolerance.
+Five training steps per cell: losses, gradient norms, every gradient at steps 1 and 5, every weight at the
+end, and the validation loss. Prints the table, writes docs/parity.md, and ends with code 1 if any cell is out
+of tolerance.
 
     python scripts/parity.py [--families gpt,llama] [--only tp2] [--largest 4] [--device cuda] [--backend nccl] [--jobs 4] [--no-page]
     python scripts/parity.py --only "tp2 sp" --families qwen3 --largest 2 --also "--num-layers 5 --lr 1e-2"
@@ -81,7 +82,8 @@ def plant_all(jobs: int) -> list[tuple[str, Cell]]:
 
 @dataclass(frozen=True)
 class Rounded:
-    """A layout in bf16 or fp16: how many times as far from fp32 as one process in the same precision, at the worst."""
+    """A layout in bf16 or fp16: how many times as far from fp32 as one process in the same precision, at the
+    worst."""
 
     precision: str
     layout: str

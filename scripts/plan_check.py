@@ -1,10 +1,13 @@
-"""Compares a plan with a real step, layout by layout: bytes of weights, gradients, optimizer state and activations.
+"""Compares a plan with a real step, layout by layout: bytes of weights, gradients, optimizer state and
+activations.
 
-Weights, gradients and optimizer state are the memory behind the tensors a rank holds; activations the most memory behind what
-autograd saves between forward and backward. Prints the table and ends with code 1 if a number is off by more than 5 %.
+Weights, gradients and optimizer state are the memory behind the tensors a rank holds; activations the most
+memory behind what autograd saves between forward and backward. Prints the table and ends with code 1 if a
+number is off by more than 5 %.
 
-On a GPU it is the allocator that is asked, in steps of real shapes on one GPU: what a step needs at most against what the model needs by
-formula (weights, optimizer state, gradients, saved activations, logits), and what one layer keeps.
+On a GPU it is the allocator that is asked, in steps of real shapes on one GPU: what a step needs at most
+against what the model needs by formula (weights, optimizer state, gradients, saved activations, logits), and
+what one layer keeps.
 
     python scripts/plan_check.py [--only "PP 2"]
     python scripts/plan_check.py --device cuda [--only Qwen3] [--json FOLDER]
@@ -69,7 +72,10 @@ def on_a_cpu(only: str) -> int:
 
 
 def on_a_gpu(only: str, folder: str | None = None) -> int:
-    """Each case in a process of its own, as nothing of another may be left in its memory. `folder`: where the numbers are kept, in bytes."""
+    """Each case in a process of its own, as nothing of another may be left in its memory.
+
+    `folder`: where the numbers are kept, in bytes.
+    """
     rows: list[dict[str, Any]] = []
     wanted = {name: words for name, words in on_gpu.CASES.items() if only in name}
     if not wanted:

@@ -1,8 +1,8 @@
 """Records what a refactoring must not change, or compares two recordings.
 
-Outputs of the commands, exit codes, help pages, settings with their origins, refusals, plans, layouts, and the
-files that short CPU runs leave, one file each, without times, paths and other noise. `--tree` records the code of
-another checkout. Compare recordings of one machine: numbers depend on the processor and on torch.
+Outputs of the commands, exit codes, help pages, settings with their origins, refusals, plans, layouts, and
+the files that short CPU runs leave, one file each, without times, paths and other noise. `--tree` records the
+code of another checkout. Compare recordings of one machine: numbers depend on the processor and on torch.
 """
 
 import argparse

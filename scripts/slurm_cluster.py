@@ -13,7 +13,8 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scan
 # Names that are addresses of the loopback interface, so that what scontrol answers can be reached.
 NODES = ("127.0.0.1", "127.0.0.2")
 
-# `linuxproc` signals every process of a job, as cgroups do on a real cluster. Jobs in `low` make room for those in `high`.
+# `linuxproc` signals every process of a job, as cgroups do on a real cluster. Jobs in `low` make room for
+# those in `high`.
 CONFIGURATION = """\
 ClusterName=trial
 SlurmctldHost={host}(127.0.0.1)
@@ -66,7 +67,9 @@ def free_ports(count: int) -> list[int]:
 
 
 class Cluster:
-    """Daemons in the foreground, as children of this process: no pid file of somebody else is ever touched."""
+    """Daemons in the foreground, as children of this process: no pid file of somebody else is ever
+    touched.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

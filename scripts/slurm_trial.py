@@ -1,7 +1,10 @@
-"""Tests the written batch scripts under a real Slurm: two nodes on this machine, each with torchrun, TP 2 × PP 2.
+"""Tests the written batch scripts under a real Slurm: two nodes on this machine, each with torchrun, TP 2 ×
+PP 2.
 
-A run is warned of its end, another makes room for a job of higher priority, a third is cancelled: each must save, the
-first two go back into the queue and end with the losses of a run that nobody disturbed. Then the guides' templates run.
+A run is warned of its end, another makes room for a job of higher priority, a third is cancelled: each must
+save, the first two go back into the queue and end with the losses of a run that nobody disturbed. Then the
+guides'
+templates run.
 """
 
 from __future__ import annotations
@@ -116,7 +119,8 @@ class Trial:
         self.until(lambda: self.cluster.job(job)["Restarts"] == "1", f"{name} is back in the queue")
         step = self.saved_at(name, job)
         self.until_state(job, "PENDING")
-        # Slurm lets a job rest for two minutes. Less will do, but not nothing: the nodes still refuse its old credential.
+        # Slurm lets a job rest for two minutes. Less will do, but not nothing: the nodes still refuse its old
+        # credential.
         time.sleep(10)
         self.cluster.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
         self.until_state(job, "COMPLETED", "FAILED")

@@ -1,4 +1,5 @@
-"""Lists the package files that four walks through the code cross: a forward step, a save, a batch, supervision.
+"""Lists the package files that four walks through the code cross: a forward step, a save, a batch,
+supervision.
 
     python scripts/walks.py            # prints the files of each walk, from short CPU runs
     python scripts/walks.py --only forward save
@@ -74,7 +75,8 @@ def save_walk(found: dict[str, list[str]]) -> None:
 
 
 def batch_walk(found: dict[str, list[str]]) -> None:
-    """Collects the stacks below the trainer where tokens are read, the forward begins, gradients are reduced and weights updated."""
+    """Collects the stacks below the trainer where tokens are read, the forward begins, gradients are reduced
+    and weights updated."""
     from pentatron.data.indexed import IndexedDataset
     from pentatron.models.causal_lm import CausalLM
     from pentatron.optim.update_rules import Adam

@@ -20,8 +20,9 @@ def pytest_configure() -> None:
     further = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     others = [path for path in further if path not in ("", str(REPOSITORY))]
     os.environ["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), *others])
-    # One thread each, here and in the programs that tests start, unless they say otherwise: models are tiny, and threads that wait
-    # for each other take the cores from the tests beside them. Torch reads this when it is imported.
+    # One thread each, here and in the programs that tests start, unless they say otherwise: models are tiny,
+    # and threads that wait for each other take the cores from the tests beside them. Torch reads this when it
+    # is imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Also where somebody runs the tests under `nohup`: some send that signal.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -29,8 +30,9 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection(session: pytest.Session) -> None:
-    # From here on, for imports of test modules and fixtures of whole modules too, nothing is read from or left in the repository by
-    # a relative path. Not before: pytest has to find its arguments, and xdist starts its workers where the controller is.
+    # From here on, for imports of test modules and fixtures of whole modules too, nothing is read from or
+    # left in the repository by a relative path. Not before: pytest has to find its arguments, and xdist
+    # starts its workers where the controller is.
     if session.config.pluginmanager.hasplugin("dsession"):
         return  # the controller of xdist, which collects nothing
     folders = Path(tempfile.mkdtemp(prefix="pentatron-tests-")).resolve()
@@ -50,8 +52,8 @@ def working_directory(request: pytest.FixtureRequest) -> Iterator[Path]:
 
 
 def pytest_collection_finish() -> None:
-    # What was imported stays. Without this every collection of garbage, such as the one a command ends with, would walk over the
-    # million objects of all libraries, which takes longer than most tests.
+    # What was imported stays. Without this every collection of garbage, such as the one a command ends with,
+    # would walk over the million objects of all libraries, which takes longer than most tests.
     gc.collect()
     gc.freeze()
 

@@ -19,7 +19,10 @@ def translated(page: Path) -> Path:
 
 
 def outline(page: Path, text: str) -> dict[str, list[str]]:
-    """What two pages must have in common. A link to a page that is translated counts as one to the English one."""
+    """What two pages must have in common.
+
+    A link to a page that is translated counts as one to the English one.
+    """
     prose = BLOCK.sub("", SWITCH.sub("", text))
     targets = [target.partition("#") for target in re.findall(r"\]\(([^)\s]+)\)", prose)]
     found = [Path(os.path.normpath(page.parent / path)) if path else page for path, _, _ in targets]

@@ -1,4 +1,5 @@
-"""What was decided is what is built, and a line appears exactly when a setting that was given changes nothing."""
+"""What was decided is what is built, and a line appears exactly when a setting that was given changes
+nothing."""
 
 import dataclasses
 import itertools
@@ -150,7 +151,8 @@ def test_the_line_appears_exactly_when_the_setting_changes_nothing(name: str, ev
 
 
 def said(config: RunConfig, decisions: Decisions, name: str) -> list[str]:
-    """The lines about a setting that a flag asked for; those about what nobody asked for are the same without it."""
+    """The lines about a setting that a flag asked for; those about what nobody asked for are the same without
+    it."""
     settings = config.settings.copy()
     assert notices_of_decisions(settings, decisions) == decisions.remarks
     settings.assign(f"flag {table()[name].flag}", **{name: getattr(settings, name)})
@@ -372,7 +374,8 @@ def test_experts_are_one_matmul_where_it_was_decided() -> None:
 
 
 def overlaps(words: str) -> tuple[tuple[object, ...], ...]:
-    """Which reductions and gatherings overlap on this rank, whether modules wait for weights, and what was decided."""
+    """Which reductions and gatherings overlap on this rank, whether modules wait for weights, and what was
+    decided."""
     world_size = torch.distributed.get_world_size()
     config = resolved(words, world_size).config
     model = build_parallel_model(config, here(config.grid))

@@ -1,4 +1,6 @@
-"""The documents: what they show as output is output, their links lead somewhere, both READMEs say the same."""
+"""The documents: what they show as output is output, their links lead somewhere, both READMEs say
+the same.
+"""
 
 import re
 import shlex

@@ -1,4 +1,7 @@
-"""Temporary and free names, and a folder that is complete or not there at all. Of single files: tests/data/test_leftovers.py."""
+"""Temporary and free names, and a folder that is complete or not there at all.
+
+Of single files: tests/data/test_leftovers.py.
+"""
 
 import os
 import re

@@ -1,4 +1,5 @@
-"""The harness tested: what a distributed test can do, how each kind of failure reads, and that nothing is left over."""
+"""The harness tested: what a distributed test can do, how each kind of failure reads, and that nothing is
+left over."""
 
 import contextlib
 import os
@@ -21,7 +22,8 @@ from tests.harness.processes import child_pids, is_running, open_descriptors
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind() -> Iterator[None]:
-    """After every test here: the zygote has no child, its scratch directory no file, itself no new descriptor."""
+    """After every test here: the zygote has no child, its scratch directory no file, itself no new
+    descriptor."""
     before = session_zygote().zygote()
     descriptors = open_descriptors(before.pid)
     yield

@@ -28,7 +28,8 @@ def breaches(nodes: Iterable[ast.AST]) -> list[tuple[int, str]]:
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
             found += [(node.lineno, f"os.{node.attr}")] * (node.attr in OF_OS)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not _is_os(node.func):
-            # `str.replace` takes two texts, and `datetime.replace` and `dataclasses.replace` name what they change.
+            # `str.replace` takes two texts, and `datetime.replace` and `dataclasses.replace` name what they
+            # change.
             one = len(node.args) == 1 and not node.keywords
             found += [(node.lineno, f".{node.func.attr}()")] * (
                 one and node.func.attr in ("rename", "replace")

@@ -1,4 +1,6 @@
-"""The packages for other formats read our settings as attributes; only the keys of a foreign file are text."""
+"""The packages for other formats read our settings as attributes; only the keys of a foreign file
+are text.
+"""
 
 import ast
 from collections.abc import Iterator
@@ -10,8 +12,8 @@ from pentatron.settings.run_config import table
 
 PACKAGE = Path(__file__).parent.parent / "pentatron"
 FORMATS = sorted(path for name in ("hf", "interchange") for path in (PACKAGE / name).rglob("*.py"))
-# A config.json and its part about rotary positions; Megatron-LM's arguments, common.pt and scheduler; and the schedule in the state of
-# a run of ours, whose keys are not settings.
+# A config.json and its part about rotary positions; Megatron-LM's arguments, common.pt and scheduler; and the
+# schedule in the state of a run of ours, whose keys are not settings.
 FOREIGN = frozenset({"config", "rope", "args", "arguments", "common", "scheduler", "schedule"})
 
 

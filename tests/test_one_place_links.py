@@ -1,4 +1,5 @@
-"""Tensors of other layouts are sliced, joined and transposed in one place: along the links of `pentatron/checkpoint`."""
+"""Tensors of other layouts are sliced, joined and transposed in one place: along the links of
+`pentatron/checkpoint`."""
 
 import ast
 from collections.abc import Iterator

@@ -1,4 +1,7 @@
-"""`settings/parameters.py` alone says which parameters a model has. Layers hold these, and plans count them."""
+"""`settings/parameters.py` alone says which parameters a model has.
+
+Layers hold these, and plans count them.
+"""
 
 import ast
 from collections.abc import Iterator

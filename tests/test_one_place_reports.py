@@ -1,4 +1,5 @@
-"""Sizes are formatted by `text.py`, JSON is printed by `cli/output.py`, and options are read by `cli/options.py`."""
+"""Sizes are formatted by `text.py`, JSON is printed by `cli/output.py`, and options are read by
+`cli/options.py`."""
 
 import ast
 import re

@@ -21,7 +21,8 @@ OTHER_MAPPINGS = {
     "scheduler": "the state of Megatron-LM's scheduler",
     "common": "the common state in a checkpoint of Megatron-LM",
 }
-# Foreign configurations: `config.json` of Hugging Face and the arguments of Megatron-LM share names with our settings.
+# Foreign configurations: `config.json` of Hugging Face and the arguments of Megatron-LM share names with our
+# settings.
 FOREIGN = {"config", "args", "arguments", "theirs", "written", "content"}
 TRANSLATES = ("hf", "interchange")
 

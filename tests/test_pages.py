@@ -1,4 +1,5 @@
-"""The pages under docs/how-it-works and docs/guides: the code they name exists, and their pictures are what the code draws."""
+"""The pages under docs/how-it-works and docs/guides: the code they name exists, and their pictures are what
+the code draws."""
 
 import ast
 import re
@@ -171,7 +172,10 @@ SHOWN = re.compile(r"^```python\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?", re.MUL
 
 
 def test_the_front_page_shows_code_that_runs_and_code_that_exists(capsys: pytest.CaptureFixture[str]) -> None:
-    """A block with an output prints it. In other blocks a comment `# FILE` comes before lines of that file."""
+    """A block with an output prints it.
+
+    In other blocks a comment `# FILE` comes before lines of that file.
+    """
     blocks = SHOWN.findall(FRONT_PAGE.read_text(encoding="utf-8"))
     assert [bool(output) for _, output in blocks] == [True, True, False, True, False]
     for code, output in blocks:

@@ -1,4 +1,5 @@
-"""Recordings of outputs: noise is removed and nothing else, and every difference between two recordings is reported."""
+"""Recordings of outputs: noise is removed and nothing else, and every difference between two recordings is
+reported."""
 
 import json
 import sys

@@ -1,4 +1,5 @@
-"""No test depends on what the repository's root holds: where tests, their ranks and the programs they start find themselves."""
+"""No test depends on what the repository's root holds: where tests, their ranks and the programs they start
+find themselves."""
 
 import ast
 import subprocess

@@ -85,8 +85,8 @@ class CheckpointStore:
     ) -> "SaveStages":
         """Starts a save and returns its stages: write, commit, read back, remove old steps.
 
-        `draft` has no files and tensors yet. `outcome` takes the result of the last stage. The folder must not
-        be used otherwise until then.
+        `draft` has no files and tensors yet. `outcome` takes the result of the last stage. The folder must
+        not be used otherwise until then.
         """
         task = RankSave(self, draft, self._make_temporary(draft.step, group), group)
 

@@ -70,7 +70,10 @@ _BAR = 24
 
 @dataclass(frozen=True)
 class LayoutReport:
-    """A layout and what follows from it. `is_assumed_model`: no model was named, so that its shape is assumed."""
+    """A layout and what follows from it.
+
+    `is_assumed_model`: no model was named, so that its shape is assumed.
+    """
 
     config: RunConfig
     per_machine: int | None

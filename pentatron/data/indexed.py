@@ -392,7 +392,9 @@ class IndexedDataset:
 
 
 def _read_header(path: Path) -> tuple[np.dtype[Any], int]:
-    """Returns type and number of sequences; checks both and the number of boundaries against the file size."""
+    """Returns type and number of sequences; checks both and the number of boundaries against the
+    file size.
+    """
     size = path.stat().st_size
     with path.open("rb") as file:
         header = file.read(HEADER.size)

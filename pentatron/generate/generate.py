@@ -68,7 +68,8 @@ def choose_tokens(
     if not sampling.greedy:
         rows = zip(logits_BV, generators, finite_B.tolist())
         return [_sampled(row, sampling, each) if fine else None for row, each, fine in rows]
-    # In the precision of the logits; fp64 would be slower than a small model. The log probability of the largest logit needs only the sum of exponentials.
+    # In the precision of the logits; fp64 would be slower than a small model. The log probability of the
+    # largest logit needs only the sum of exponentials.
     sums_B = (logits_BV - greatest_B[:, None]).exp_().sum(1).double()
     # One copy to the host; fp64 represents any token id exactly.
     columns = torch.stack((logits_BV.argmax(1).double(), -sums_B.log(), finite_B.double())).tolist()

@@ -276,7 +276,8 @@ def _record(contents: MegatronCheckpoint, ours: str, links: Iterable[Link], name
                 f"{contents.folder} lacks {name}, so it is not the model that its arguments describe; name another checkpoint"
             )
         expected = tuple(i + n for i, n in zip(link.start, link.their_size))
-        # The vocabulary may be padded. The link of one layer requires as many stacked layers as its own index.
+        # The vocabulary may be padded. The link of one layer requires as many stacked layers as its own
+        # index.
         may_be_longer = link.ours in VOCABULARY or link.stacked
         is_longer = stored.shape[1:] == expected[1:] and stored.shape[0] >= expected[0]
         if stored.shape != expected and not (may_be_longer and is_longer):

@@ -21,7 +21,8 @@ _WORD = re.compile(r"[^\s\x00-\x1f\x7f'\"\\`$;&|<>{}()#]+")
 _SET_BY_SCRIPT = (
     "nodes", "ntasks-per-node", "ntasks", "signal", "requeue", "no-requeue", "open-mode", "array",
 )  # fmt: skip
-# sbatch options that have a flag here, which checks them and counts the threads of the workers: fields of `Job`.
+# sbatch options that have a flag here, which checks them and counts the threads of the workers: fields of
+# `Job`.
 SBATCH_FIELDS = (
     "job-name", "cpus-per-task", "gres", "mem", "time", "partition", "account", "qos", "constraint", "output",
 )  # fmt: skip

@@ -1,8 +1,10 @@
 """Pipeline schedules: the order in which every pipeline rank computes, sends, receives and reduces.
 
 A schedule is made in two steps: a compute order (forwards and backwards of each rank, nothing else), which is
-what distinguishes one schedule from another, and `add_communication`, which adds the messages and the reductions.
-`pentatron.layout.check` proves the result sound. A new schedule is an entry of `SCHEDULES` with its compute order.
+what distinguishes one schedule from another, and `add_communication`, which adds the messages and the
+reductions. `pentatron.layout.check` proves the result sound. A new schedule is an entry of `SCHEDULES` with
+its compute
+order.
 """
 
 import bisect
@@ -77,8 +79,8 @@ def zbv_orders(ranks: int, micro_batches: int) -> Orders:
 
 @dataclass
 class _RankState:
-    """Scheduler state of one rank: what is left of its lanes, its order so far, pending weight gradients, held
-    micro-batches.
+    """Scheduler state of one rank: what is left of its lanes, its order so far, pending weight gradients,
+    held micro-batches.
     """
 
     lanes: Sequence[deque[Computation]]
@@ -293,7 +295,10 @@ def warmup_forwards(
 
 
 def _zero_bubble_orders(placement: Placement, micro_batches: int, group: int | None) -> Orders:
-    """Splits the backwards of 1F1B, or of interleaved. With as many micro-batches as ranks 1F1B becomes ZB-H1."""
+    """Splits the backwards of 1F1B, or of interleaved.
+
+    With as many micro-batches as ranks 1F1B becomes ZB-H1.
+    """
     ranks, virtual = placement.ranks, placement.stages // placement.ranks
     base = "1f1b" if virtual == 1 else "interleaved"
     halves = {Kind.FORWARD: Kind.FORWARD, Kind.BACKWARD: Kind.INPUT}
@@ -392,7 +397,9 @@ def _begin_times(placement: Placement, orders: Orders) -> dict[Computation, floa
 
 
 def _neighbours(placement: Placement, computation: Computation) -> tuple[int | None, int | None]:
-    """Returns the stages that a computation's input comes from and its result goes to; None if there is none."""
+    """Returns the stages that a computation's input comes from and its result goes to; None if
+    there is none.
+    """
     kind, stage, _ = computation
     if kind is Kind.WEIGHT:
         return None, None

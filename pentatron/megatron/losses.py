@@ -61,8 +61,8 @@ def call_loss_function(loss_function: LossFunction, output: Tensor, context: Gro
 def counting_terms_once(
     loss_function: LossFunction, output: Tensor, module: nn.Module, world: World
 ) -> LossResult:
-    """`call_loss_function` for sequence parallelism, where the ranks of the tensor axis have parts of the hidden
-    states.
+    """`call_loss_function` for sequence parallelism, where the ranks of the tensor axis have parts of the
+    hidden states.
 
     Gradients of weights that act on these parts are summed over the tensor axis. A loss term that depends on
     such a weight without passing through `output`, such as a regularizer, is complete on every rank, so its
@@ -72,7 +72,8 @@ def counting_terms_once(
     returned = call_loss_function(loss_function, leaf.view_as(leaf), world.group("context"))
     if not returned.loss.requires_grad:
         return returned
-    # What the loss may depend on: as autograd sees it, as the step sees it, and the ranks that repeat its term.
+    # What the loss may depend on: as autograd sees it, as the step sees it, and the ranks that repeat its
+    # term.
     sources: list[tuple[Tensor, Tensor, int]] = [(leaf, output, 1)] if leaf.requires_grad else []
     for held in sharded_parameters(module):
         is_summed = any("tensor" in piece.partial_over for piece in held.declared.pieces)

@@ -1,15 +1,15 @@
 """The tables of Megatron-LM's modules: where their names are imported from.
 
 `import pentatron.megatron.core.transformer.mlp` finds a module made from the row "core.transformer.mlp".
-To add a name, write it behind the module that defines it, as in an import statement. Every package needs a row
-before those of its modules, even without names.
+To add a name, write it behind the module that defines it, as in an import statement. Every package needs a
+row before those of its modules, even without names.
 """
 
 _OF_THE_RUN = "get_args, get_one_logger, get_tensorboard_writer, get_timers, get_tokenizer, get_wandb_writer"
 _NO_WRAPPER = "setup_model_and_optimizer() returns models whose gradients the loop and train_step() reduce themselves; leave it out"
 
-# For each module: the modules of Pentatron its names come from, and "name, name as other" from each, or "*" for
-# all public names that it defines.
+# For each module: the modules of Pentatron its names come from, and "name, name as other" from each, or "*"
+# for all public names that it defines.
 MODULES: dict[str, dict[str, str]] = {
     "core": {"megatron.core": "parallel_state as mpu, parallel_state"},
     "core.parallel_state": {"megatron.parallel_state": "*"},

@@ -175,7 +175,9 @@ class Experts(nn.Module):
         return output
 
     def can_run_on_device(self, x_TD: Tensor) -> bool:
-        """Whether the host need not know the groups: all experts are here and the kernel supports the sizes."""
+        """Whether the host need not know the groups: all experts are here and the kernel supports
+        the sizes.
+        """
         widths = (*self.linear_fc1.weight.shape[1:], *self.linear_fc2.weight.shape[1:])
         all_here = len(self.linear_fc1.weight) == self.count
         return self.grouped and all_here and linear.grouped_mm_supports(x_TD, *widths)

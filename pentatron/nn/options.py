@@ -62,8 +62,8 @@ class AttentionKernels:
     def around(self) -> AbstractContextManager[None]:
         """Returns a context manager.
 
-        Entering `sdpa_kernel` takes longer than a kernel launch, so nested uses inside a model do not enter it
-        a second time. While compiling they do, because the compiler cannot trace the flag.
+        Entering `sdpa_kernel` takes longer than a kernel launch, so nested uses inside a model do not enter
+        it a second time. While compiling they do, because the compiler cannot trace the flag.
         """
         if self.chosen is None:
             return nullcontext()

@@ -114,7 +114,8 @@ class RouterLoad(nn.Module):
         tokens = batch * of_sequence
         match name:
             case "aux_loss":
-                # E · Σ f·P over the experts: fraction of the choices times mean score, both over the micro-batch.
+                # E · Σ f·P over the experts: fraction of the choices times mean score, both over the
+                # micro-batch.
                 counts_E = axis.sum_over_micro_batch(counts_BE.sum(0))
                 scale = self.experts / (self.topk * tokens * tokens)
                 return (scores_BSE.sum((0, 1)) * counts_E).sum() * scale

@@ -111,8 +111,8 @@ class OptimizerBase(ABC):
         """Starts an update that the device skips if loss or norm are NaN or inf, without a host
         synchronization.
 
-        `loss_and_norm` has the loss and the squared norm of the scaled gradients, on the device. `finish_step` must
-        report the outcome later.
+        `loss_and_norm` has the loss and the squared norm of the scaled gradients, on the device.
+        `finish_step` must report the outcome later.
         """
         self.wait_for_weights()
         decay = self.config.weight_decay if weight_decay is None else weight_decay

@@ -154,7 +154,8 @@ class UpdateRule(ABC):
     def start(
         self, gradients: Gradients, learning_rate: float, loss_and_norm: Tensor, scale: float, decay: float
     ) -> None:
-        """Starts an update that the device skips if loss or squared norm, in `loss_and_norm` (fp64), are NaN or inf.
+        """Starts an update that the device skips if loss or squared norm, in `loss_and_norm` (fp64), are NaN
+        or inf.
 
         The norm includes `scale`. An optional third element is a factor that the norm includes and
         the gradients lack. `settle` must report later whether the update was made. Does not synchronize with

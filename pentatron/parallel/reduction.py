@@ -146,8 +146,8 @@ class Reduction(ABC):
         return self._buffers[number]
 
     def _reduce_complete(self) -> None:
-        """Starts the reduction of the next buckets until one lacks gradients; of all that are left unless buckets
-        are reduced as they fill.
+        """Starts the reduction of the next buckets until one lacks gradients; of all that are left unless
+        buckets are reduced as they fill.
         """
         while self._next < len(self.buckets) and not (self._missing and self._missing[self._next]):
             if self.buckets[self._next].copies.size > 1:

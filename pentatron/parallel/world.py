@@ -208,7 +208,8 @@ def create_groups(
 ) -> World:
     """Creates the process groups of all axes inside the initialized default process group.
 
-    New groups do not inherit the `timeout` of the default group. `key` is the one that `init_process_group` returned.
+    New groups do not inherit the `timeout` of the default group. `key` is the one that `init_process_group`
+    returned.
     """
     if grid.world_size == 1:
         return single_process(device, whereabouts)

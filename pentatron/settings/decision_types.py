@@ -32,9 +32,9 @@ class DeviceFacts:
 class CompileDecision:
     """What `torch.compile` is applied to.
 
-    `required`: stop the run if a layer cannot be compiled. `disabled_reason`: why layers on a GPU are not compiled
-    by default. `together`: maximum number of layers in one compiled function. `documents`: attention masks
-    depend on the documents in a batch.
+    `required`: stop the run if a layer cannot be compiled. `disabled_reason`: why layers on a GPU are not
+    compiled by default. `together`: maximum number of layers in one compiled function. `documents`: attention
+    masks depend on the documents in a batch.
     """
 
     on: bool
@@ -90,9 +90,9 @@ class ExpertsDecision:
 class Fp8Decision:
     """Which matmuls run in fp8.
 
-    `layers`: layers with fp8 matmuls. `head`: the output layer too. `experts_in_bf16`: experts of these layers
-    stay in bf16. `by_rows`: one scale per row instead of per tensor. `lacking`: why the device has no fp8
-    matmuls.
+    `layers`: layers with fp8 matmuls. `head`: the output layer too. `experts_in_bf16`: experts of these
+    layers stay in bf16. `by_rows`: one scale per row instead of per tensor. `lacking`: why the device has no
+    fp8 matmuls.
     """
 
     format: str | None
@@ -107,9 +107,9 @@ class Fp8Decision:
 class GraphsDecision:
     """Whether micro-batches are captured as CUDA graphs.
 
-    `required`: stop the run if they cannot be. `if_memory_allows`: capture if there is enough GPU memory. `problem`:
-    why a required capture is impossible. `left_out`: why there is none although kernel launches limit the
-    GPU.
+    `required`: stop the run if they cannot be. `if_memory_allows`: capture if there is enough GPU memory.
+    `problem`: why a required capture is impossible. `left_out`: why there is none although kernel launches
+    limit the GPU.
     """
 
     required: bool = False

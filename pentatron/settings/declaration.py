@@ -171,14 +171,14 @@ def setting(
 ) -> Any:
     """Declares a setting as a dataclass field.
 
-    `conditions`: the `Limit` of a number, independent of other settings; needs, under which the setting has an
-    effect (a notice gives the reason of the first unmet one); and how a difference from the checkpoint is
+    `conditions`: the `Limit` of a number, independent of other settings; needs, under which the setting has
+    an effect (a notice gives the reason of the first unmet one); and how a difference from the checkpoint is
     reported (default: `on_resume` of the section, else `NUMBERS`). `also` lists further spellings, `sets`
-    spellings without an argument and the value of each. `not_yet` names a missing feature: every value but the
-    default and those in `available` is refused. `notice` is printed if the setting is given, for settings that
-    never have an effect. `names_code`: the value is imported and called, so only the command line may set it.
-    `in_weights`: whether weights depend on this setting of the architecture. If not, it may differ in a loaded
-    model.
+    spellings without an argument and the value of each. `not_yet` names a missing feature: every value but
+    the default and those in `available` is refused. `notice` is printed if the setting is given, for settings
+    that never have an effect. `names_code`: the value is imported and called, so only the command line may
+    set it. `in_weights`: whether weights depend on this setting of the architecture. If not, it may differ in
+    a loaded model.
     """
     declared = {"help": help, "limit": None, "needs": tuple(filter(callable, conditions)), **options}
     for condition in conditions:

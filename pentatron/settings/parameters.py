@@ -24,8 +24,8 @@ _NORM_PARAMETERS = {"LayerNorm": ("weight", "bias"), "RMSNorm": ("weight",)}
 class Parameter:
     """A parameter on one rank. `name` is relative to its layer, or to the stage outside of layers.
 
-    Ranks on the axis `copies` hold replicas and see different tokens. `is_tied_across_stages`: a tied embedding, of
-    which the first and the last stage have a copy.
+    Ranks on the axis `copies` hold replicas and see different tokens. `is_tied_across_stages`: a tied
+    embedding, of which the first and the last stage have a copy.
     """
 
     name: str

@@ -2,9 +2,9 @@
 
 A graph launches the same kernels on the same addresses. Inputs that change are copied to static buffers
 before a replay: tokens, dropout keys, the divisor of the loss and the loss scale. Scales of fp8 weights have
-a fixed address. Gradients lie where they lay at capture, and the `GradientStorage`s of the parameters are set to these
-tensors after a replay. The first micro-batch of a step (no gradients), the second (gradients as they came)
-and later ones (fp32 sums) launch different kernels, so each has its own graph.
+a fixed address. Gradients lie where they lay at capture, and the `GradientStorage`s of the parameters are set
+to these tensors after a replay. The first micro-batch of a step (no gradients), the second (gradients as they
+came) and later ones (fp32 sums) launch different kernels, so each has its own graph.
 
 Each variant runs once eagerly before capture, which compiles kernels and initializes libraries.
 """

@@ -152,7 +152,8 @@ class Objective:
 
 
 def ratio_on_device(numbers: Tensor, tokens: Tensor) -> Tensor:
-    """Computes the ratio of `Objective.total` from summed tallies on the device, without a host synchronization."""
+    """Computes the ratio of `Objective.total` from summed tallies on the device, without a host
+    synchronization."""
     counted = torch.where(numbers[0] == 0, 1.0, numbers[0])
     return torch.where(numbers[1] > 0, tokens.double() / counted, 1.0)
 

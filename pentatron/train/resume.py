@@ -417,7 +417,8 @@ class _Difference:
 def changes_since(
     saved: Mapping[str, Any], config: RunConfig, loaded: Collection[str] = ()
 ) -> tuple[list[str], list[str], set[str]]:
-    """Describes the settings that differ from those of the checkpoint: notes if results may change, else remarks.
+    """Describes the settings that differ from those of the checkpoint: notes if results may change, else
+    remarks.
 
     Also returns the names of the settings in the notes, without the layout.
 

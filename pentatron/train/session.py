@@ -52,8 +52,8 @@ class Outcome:
 class SessionOptions(TypedDict, total=False):
     """Options of a run with defaults.
 
-    `launcher`: process ID of the launcher; the run stops if it dies. `started`: start time of this process, in
-    seconds since the epoch. `sentence`: returns the log message for an error that ends the run. `attempt`:
+    `launcher`: process ID of the launcher; the run stops if it dies. `started`: start time of this process,
+    in seconds since the epoch. `sentence`: returns the log message for an error that ends the run. `attempt`:
     which start of its job this is.
     """
 

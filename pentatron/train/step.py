@@ -206,8 +206,8 @@ def evaluate(
 ) -> tuple[float, Mapping[str, float]]:
     """Returns the objective over the batches of all data-parallel ranks: by default the mean loss per token.
 
-    Runs `at_once` micro-batches at a time through the pipeline. Also returns the values that the loss function
-    reported.
+    Runs `at_once` micro-batches at a time through the pipeline. Also returns the values that the loss
+    function reported.
     """
     world, names = model.world, model.program.reported_names
     totals = torch.zeros(2, dtype=torch.float64, device=world.device)

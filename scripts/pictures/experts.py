@@ -1,4 +1,5 @@
-"""How tokens come to their experts: the holders of `ExpertAxis`, and tokens sorted as the dispatcher sorts them."""
+"""How tokens come to their experts: the holders of `ExpertAxis`, and tokens sorted as the dispatcher sorts
+them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tokens a second of one GPU, ours beside what a user would pick instead: bars drawn from the results in bench/results."""
+"""Tokens a second of one GPU, ours beside what a user would pick instead: bars drawn from the results in
+bench/results."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""One training step on two pipeline ranks: what is computed, and what is sent on which axis. The middle is the list of
-actions that the executor walks."""
+"""One training step on two pipeline ranks: what is computed, and what is sent on which axis.
+
+The middle is the list of actions that the executor walks.
+"""
 
 from __future__ import annotations
 

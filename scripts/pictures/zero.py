@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pictures.canvas import COLOURS, FAINT, GREY, Canvas
 
-# Name, bytes of a parameter in bf16 training, first ZeRO stage that divides it between the replicas. Weights under
-# ZeRO 3 are kept in fp32 shares, which are the master weights: nothing is kept in bf16.
+# Name, bytes of a parameter in bf16 training, first ZeRO stage that divides it between the replicas. Weights
+# under ZeRO 3 are kept in fp32 shares, which are the master weights: nothing is kept in bf16.
 KEPT = (
     ("weights, bf16", 2.0, 3),
     ("gradients, fp32", 4.0, 2),

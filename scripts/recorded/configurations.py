@@ -39,7 +39,8 @@ PRESET_LAYOUTS = {
     "ep2": (2, "--expert-model-parallel-size 2 --bf16"),
     "gpu": (1, "--device cuda --bf16"),
 }
-# Every setting is given alone beside each of these; values that no setting of its type may have beside the first only.
+# Every setting is given alone beside each of these; values that no setting of its type may have beside the
+# first only.
 CONTEXTS = {
     "alone": f"{LEAST} --device cpu",
     "spread": f"{LEAST} --nproc-per-node 8 --tp_size 2 --pp_size 2 --num-layers 4 --swiglu --bf16 --zero-stage 1",

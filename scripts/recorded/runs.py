@@ -130,7 +130,8 @@ def described(recorder: Recorder, path: Path) -> str:
         return "".join(f"{row}\n" for row in rows)
     text = data.decode(errors="replace")
     if path.suffix == ".meta":
-        # A checksum of what was prepared, times and paths of the inputs included, and that of the line itself.
+        # A checksum of what was prepared, times and paths of the inputs included, and that of the line
+        # itself.
         return re.sub(r'"job": "\w+"(.*)\n\w+', r'"job": "..."\1\n...', text)
     if "benchmark_results" in path.parts:
         if path.suffix == ".svg":

@@ -1,4 +1,5 @@
-"""Where trials happen: commands in forked processes with limits, undisturbed runs to compare with, and verdicts."""
+"""Where trials happen: commands in forked processes with limits, undisturbed runs to compare with, and
+verdicts."""
 
 import contextlib
 import os
@@ -35,7 +36,8 @@ LAYOUTS: Mapping[str, tuple[int, str]] = {
     "files": (1, "--data-path {corpus} --split 1,0,0 --tokenizer-type NullTokenizer --data-cache-path cache"),
     "zero1": (2, f"{SYNTHETIC} --use-distributed-optimizer"),
 }
-# Seconds of a command, by the clock and of the processor; bytes it may reserve, and bytes it may use, beyond those of its imports.
+# Seconds of a command, by the clock and of the processor; bytes it may reserve, and bytes it may use, beyond
+# those of its imports.
 WALL, CPU = 60.0, 25.0
 RESERVED, USED = 4 << 30, 1 << 30
 _PAUSE = 0.1
@@ -160,7 +162,8 @@ class Bench:
 
 
 class Place:
-    """One trial's: its disk, which may fail, and beside it the output and the temporary folder of its commands."""
+    """One trial's: its disk, which may fail, and beside it the output and the temporary folder of its
+    commands."""
 
     def __init__(self, bench: Bench, folder: Path) -> None:
         self.bench, self.folder = bench, folder.resolve()
@@ -340,7 +343,8 @@ def _processor_seconds(pid: int) -> float:
 
 
 def shares(total: int, names: Sequence[str], rng: random.Random, least: int) -> dict[str, int]:
-    """`total` trials over the names, each of which is expensive to prepare: those that get any get `least` of them."""
+    """`total` trials over the names, each of which is expensive to prepare: those that get any get `least` of
+    them."""
     chosen = rng.sample(list(names), min(len(names), max(1, total // least)))
     return {name: total // len(chosen) + (n < total % len(chosen)) for n, name in enumerate(chosen)}
 

@@ -38,7 +38,10 @@ class TookTooLong(BaseException):
 
 @contextmanager
 def limited(memory_bytes: int, seconds: float) -> Iterator[None]:
-    """So much more address space than this process has now, and so many seconds. Needs the main thread; memory needs Linux."""
+    """So much more address space than this process has now, and so many seconds.
+
+    Needs the main thread; memory needs Linux.
+    """
 
     def stop(number: int, frame: Any) -> None:
         raise TookTooLong(f"more than {seconds} seconds")

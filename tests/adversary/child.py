@@ -1,4 +1,5 @@
-"""The process of one trial, forked from one that has imported everything: any command of pentatron, on a disk that may fail.
+"""The process of one trial, forked from one that has imported everything: any command of pentatron, on a disk
+that may fail.
 
 `python -m tests.adversary.child` is the fork server; `tests.faults.commands.Zygote` speaks to it.
 """
@@ -59,7 +60,10 @@ def _command(words: list[str]) -> int:
 
 
 def _take_streams(out: str, err: str, terminal: bool) -> None:
-    """Standard streams at these paths; an empty one is closed, as `>&-` does it. `terminal`: it controls this process."""
+    """Standard streams at these paths; an empty one is closed, as `>&-` does it.
+
+    `terminal`: it controls this process.
+    """
     if terminal:
         os.setsid()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -1,7 +1,7 @@
 """What a power cut leaves on a disk, computed from the journal of a run.
 
-A call changes memory of the kernel first. What has reached the disk by then is decided by fsync, and beyond it by the file system: four
-models span what real ones do.
+A call changes memory of the kernel first. What has reached the disk by then is decided by fsync, and beyond
+it by the file system: four models span what real ones do.
 """
 
 import enum
@@ -154,7 +154,10 @@ class Disk:
         return self._folder(parent).entries.pop(name)
 
     def _survivors(self, model: Model | None) -> "Iterator[tuple[str, File | Folder]]":
-        """Everything with a name after a cut now; without a model: what programs saw. Symlinks are left out."""
+        """Everything with a name after a cut now; without a model: what programs saw.
+
+        Symlinks are left out.
+        """
 
         def walk(folder: Folder, prefix: str) -> "Iterator[tuple[str, File | Folder]]":
             entries = folder.entries if model is None else folder.survives(model)
@@ -177,7 +180,9 @@ class Disk:
         return {path: content(what) for path, what in self._survivors(model)}
 
     def mark(self, model: Model) -> tuple[object, ...]:
-        """The same for two moments after which a cut leaves the same disk; found without looking at contents."""
+        """The same for two moments after which a cut leaves the same disk; found without looking at
+        contents.
+        """
         return tuple(
             (path, None if isinstance(what, Folder) else what.mark(model))
             for path, what in self._survivors(model)

@@ -38,7 +38,8 @@ SAMPLES = {"sync": 110, "async": 60, "files": 30, "zero1": 24}
 def spread(
     records: Sequence[Record], rng: random.Random, count: int | None
 ) -> list[tuple[int, Mode, Record]]:
-    """Calls and modes, so that every kind of call on every kind of file has its turn; all of them without a count."""
+    """Calls and modes, so that every kind of call on every kind of file has its turn; all of them without a
+    count."""
     kinds: dict[tuple[Op, str], list[Record]] = {}
     for record in records:
         if record.op is not Op.OUTPUT:
@@ -97,7 +98,8 @@ def train_twice(layout: str, fault: Fault) -> Callable[[Place], Verdict]:
 
 
 def blame_end(first: Ended, is_done: bool, verdict: Verdict) -> None:
-    """Exit code 0 means that all is there; any other one comes with a sentence, unless the process was killed."""
+    """Exit code 0 means that all is there; any other one comes with a sentence, unless the process was
+    killed."""
     if first.code == 0 and not is_done:
         verdict.blame(SILENT, f"exit code 0 without the result ({first.fired})\n{first.tail()}")
     elif first.code and not first.killed and not first.hung and not first.sentence:
@@ -109,7 +111,10 @@ def blame_end(first: Ended, is_done: bool, verdict: Verdict) -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """`words` of the command, after inputs were made. `result`: names below the disk; `mark`: without it there is no result."""
+    """`words` of the command, after inputs were made.
+
+    `result`: names below the disk; `mark`: without it there is no result.
+    """
 
     words: Callable[[Place, "Inputs"], list[str]]
     result: str

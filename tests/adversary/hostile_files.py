@@ -48,7 +48,8 @@ def manifests(bench: Bench, rng: random.Random, every: bool, scale: float = 1.0)
 
 def _read_manifest(reader: str, document: Any) -> Callable[[Place], Verdict]:
     def run(place: Place) -> Verdict:
-        """What a forger signs is taken at its word, so another state is no defect here; whatever breaks bounds is."""
+        """What a forger signs is taken at its word, so another state is no defect here; whatever breaks
+        bounds is."""
         copy_run(place)
         write_manifest(place.run / _STEP, document)
         step = str(place.run / _STEP)

@@ -1,4 +1,5 @@
-"""Forged checkpoints and Hugging Face folders, loaded by the commands that read them: which of them end with more than a sentence."""
+"""Forged checkpoints and Hugging Face folders, loaded by the commands that read them: which of them end with
+more than a sentence."""
 
 import json
 import random

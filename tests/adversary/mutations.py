@@ -1,7 +1,8 @@
-"""Hostile copies of JSON documents: one leaf or one container changed at a time, in an order that a seed decides.
+"""Hostile copies of JSON documents: one leaf or one container changed at a time, in an order that a seed
+decides.
 
-`mutations` yields a label and a whole new document for each change, so that a caller writes it, signs it if the format has a checksum,
-and reads it as a command would. The document that was passed in is never changed.
+`mutations` yields a label and a whole new document for each change, so that a caller writes it, signs it if
+the format has a checksum, and reads it as a command would. The document that was passed in is never changed.
 """
 
 import copy
@@ -17,7 +18,8 @@ from typing import Any
 Key = str | int
 Place = tuple[Key, ...]
 
-# Values that no honest writer puts in place of a leaf: other kinds, numbers beyond every machine, texts that steer or escape.
+# Values that no honest writer puts in place of a leaf: other kinds, numbers beyond every machine, texts that
+# steer or escape.
 HOSTILE_VALUES: Mapping[str, Any] = {
     "null": None,
     "true": True,
@@ -77,8 +79,9 @@ def mutations(
 ) -> Iterator[tuple[str, Any]]:
     """(label, mutated copy) for every place and hostile value, shuffled by `rng`; at most `limit` of them.
 
-    `under` restricts the places to those below the given keys. With `containers`, whole objects and lists are replaced too; with
-    `removals`, each place is also left out once, and each entry of a list is also repeated once.
+    `under` restricts the places to those below the given keys. With `containers`, whole objects and lists are
+    replaced too; with `removals`, each place is also left out once, and each entry of a list is also repeated
+    once.
     """
     chosen = [
         (path, value)
@@ -104,7 +107,9 @@ def mutations(
 def several(
     document: Any, rng: random.Random, changes: int, count: int, **options: Any
 ) -> Iterator[tuple[str, Any]]:
-    """`count` documents with `changes` mutations each; places that an earlier change removed are passed over."""
+    """`count` documents with `changes` mutations each; places that an earlier change removed are
+    passed over.
+    """
     for _ in range(count):
         mutated, labels = document, []
         for _ in range(changes):

@@ -20,7 +20,10 @@ _MAGIC = 0x41445653
 
 
 class Mode(enum.IntEnum):
-    """What becomes of the k-th call. ENOSPC refuses what needs room; EROFS, every change; removing files works on a full disk."""
+    """What becomes of the k-th call.
+
+    ENOSPC refuses what needs room; EROFS, every change; removing files works on a full disk.
+    """
 
     NONE = 0
     EIO_ONCE = 1
@@ -48,7 +51,10 @@ class Op(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Record:
-    """One successful call. `number` counts calls from 1; lines of output carry the number of the call before them."""
+    """One successful call.
+
+    `number` counts calls from 1; lines of output carry the number of the call before them.
+    """
 
     number: int
     op: Op
@@ -93,7 +99,8 @@ def built() -> Path:
 def arm(
     folder: str, journal: str = "", report: str = "", call: int = 0, mode: int = Mode.NONE
 ) -> ctypes.CDLL:
-    """From now on, calls of this process that change files below `folder` are counted; number `call` of them fails."""
+    """From now on, calls of this process that change files below `folder` are counted; number `call` of them
+    fails."""
     library = ctypes.CDLL(None)
     library.adversary_arm.argtypes = [ctypes.c_char_p] * 3 + [ctypes.c_long, ctypes.c_int]
     if library.adversary_arm(os.fsencode(folder), os.fsencode(journal), os.fsencode(report), call, mode) != 0:

@@ -1,4 +1,5 @@
-"""Runs and commands whose standard output cannot be written: the exit code stays true and the run is not disturbed."""
+"""Runs and commands whose standard output cannot be written: the exit code stays true and the run is not
+disturbed."""
 
 import contextlib
 import os
@@ -95,7 +96,8 @@ def _terminal(size: int) -> "contextlib.AbstractContextManager[tuple[str, Callab
         def leave(running: Running) -> None:
             left = size
             with contextlib.suppress(OSError):
-                # A command may end before it has written that much, and this end of the terminal keeps it open.
+                # A command may end before it has written that much, and this end of the terminal keeps it
+                # open.
                 while left > 0 and running.is_alive:
                     if select.select([master], [], [], 0.05)[0]:
                         left -= len(os.read(master, left))

@@ -14,7 +14,8 @@ from tests.faults.page import added_sections, write_matrix, write_section
 
 needs_the_shim = pytest.mark.skipif(shim.missing() is not None, reason=str(shim.missing()))
 
-# Makes a folder, writes and syncs a file under a temporary name, renames it, appends to it unsynced, removes another one.
+# Makes a folder, writes and syncs a file under a temporary name, renames it, appends to it unsynced, removes
+# another one.
 PROGRAM = """
 import os, sys
 from tests.adversary.shim import arm

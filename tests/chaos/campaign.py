@@ -142,7 +142,10 @@ class Campaign:
         self.hurt, self.last_kill = frozenset(ranks), time.time()
 
     def _kill_launcher(self, with_ranks: bool) -> None:
-        """With its ranks: as if the machine had lost its power. Without them, they must notice and end in good order."""
+        """With its ranks: as if the machine had lost its power.
+
+        Without them, they must notice and end in good order.
+        """
         ranks = children_of(self.launcher.pid)
         self._record("the launcher and all ranks" if with_ranks else "the launcher")
         for pid in [self.launcher.pid, *(ranks if with_ranks else ())]:

@@ -1,7 +1,8 @@
-"""`pentatron train` as a process whose ranks are forked from what is imported here, instead of eight fresh interpreters each time.
+"""`pentatron train` as a process whose ranks are forked from what is imported here, instead of eight fresh
+interpreters each time.
 
-All else is the product's: its launcher, its supervisor, its workers and their files. It computes nothing and starts no thread before
-it forks.
+All else is the product's: its launcher, its supervisor, its workers and their files. It computes nothing and
+starts no thread before it forks.
 """
 
 import contextlib
@@ -20,7 +21,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def prepare_to_fork() -> None:
-    """Imports what every process needs; whoever loses its parent becomes ours, so that nobody is left unseen."""
+    """Imports what every process needs; whoever loses its parent becomes ours, so that nobody is
+    left unseen.
+    """
     preload()
     import pentatron.cli.train
     import pentatron.supervise.supervisor  # noqa: F401
@@ -62,7 +65,10 @@ def children_of(pid: int) -> list[int]:
 
 
 def is_running(pid: int) -> bool:
-    """A process that is dead and only waited for is not. One of ours that ended is not left to be waited for."""
+    """A process that is dead and only waited for is not.
+
+    One of ours that ended is not left to be waited for.
+    """
     with contextlib.suppress(ChildProcessError):
         if os.waitpid(pid, os.WNOHANG)[0] == pid:
             return False

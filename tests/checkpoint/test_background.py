@@ -105,7 +105,8 @@ def test_the_next_save_waits_and_says_so_once(tmp_path: Path, monkeypatch: pytes
 
 @distributed(world=2)
 def test_one_rank_that_cannot_write_is_told_by_all_and_the_older_step_stays(tmp_path: Path) -> None:
-    """A limit on the size of files is what a full disk is to a writer: some of it is written, then comes an error."""
+    """A limit on the size of files is what a full disk is to a writer: some of it is written, then comes an
+    error."""
     import resource
 
     group = Group(dist.get_rank(), 2, dist.group.WORLD)

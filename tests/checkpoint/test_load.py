@@ -54,7 +54,9 @@ def along(rng: random.Random, shape: Shape, dimension: int) -> Layout:
 
 
 def in_blocks(rng: random.Random, shape: Shape) -> Layout:
-    """Like query, key and value of some heads: every rank holds several bands of rows, one below the other."""
+    """Like query, key and value of some heads: every rank holds several bands of rows, one below
+    the other.
+    """
     ranks = rng.randint(1, 3)
     bands: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
     for band in bounds(rng, shape[0], 7):
@@ -94,7 +96,9 @@ def random_layout(rng: random.Random, shape: Shape) -> Layout:
 
 
 def cut(rng: random.Random, layout: Layout, logical: Tensor) -> Iterator[Fragment]:
-    """Every rank's parameter in flat shards, as an optimizer divides them; the values are those of `logical`."""
+    """Every rank's parameter in flat shards, as an optimizer divides them; the values are those of
+    `logical`.
+    """
     for local_shape, pieces in layout:
         local = torch.full(local_shape, -1, dtype=logical.dtype)
         for piece in pieces:

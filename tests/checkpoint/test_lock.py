@@ -92,7 +92,8 @@ def test_the_disk_of_a_folder_is_found_out(tmp_path: Path) -> None:
 def test_a_lock_file_that_is_replaced_before_it_is_locked_keeps_out_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between opening and locking, another job takes the folder under a new inode: the old one's lock is worth nothing."""
+    """Between opening and locking, another job takes the folder under a new inode: the old one's lock is
+    worth nothing."""
     (tmp_path / ".lock").touch()
     honest, held = fcntl.flock, contextlib.ExitStack()
 

@@ -1,4 +1,5 @@
-"""The whole way of a model, as it is typed: Hugging Face folder → convert.py → training → export → the same text everywhere."""
+"""The whole way of a model, as it is typed: Hugging Face folder → convert.py → training → export → the same
+text everywhere."""
 
 import runpy
 import sys

@@ -37,7 +37,8 @@ def alone(folder: Path, words: str) -> None:
 def test_the_batch_of_a_run_is_kept_on_any_number_of_processes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One command on two processes, then on one: of a rank it says the same, of a step it would not; but the run keeps its own."""
+    """One command on two processes, then on one: of a rank it says the same, of a step it would not; but the
+    run keeps its own."""
     words = "--micro-batch-size 2 --lr-decay-style constant"
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     script = tmp_path / "pretrain.py"

@@ -1,4 +1,5 @@
-"""A rank that gives no sign of life, one that loops, and one that leaves a collective out: named, written down, ended."""
+"""A rank that gives no sign of life, one that loops, and one that leaves a collective out: named, written
+down, ended."""
 
 from pathlib import Path
 

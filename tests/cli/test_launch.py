@@ -104,7 +104,9 @@ def test_a_batch_script_says_what_was_asked(here: Path, capsys: pytest.CaptureFi
 def test_how_to_start_it_is_said_in_full(
     here: Path, capsys: pytest.CaptureFixture[str], words: str, sentence: str
 ) -> None:
-    """The script refuses to run without an address; whoever reads this line should not have to find that out."""
+    """The script refuses to run without an address; whoever reads this line should not have to find
+    that out.
+    """
     asked = f"torchrun {words} --gpus-per-node 2 --write job.sh"
     assert main(["launch", *asked.split(), *MODEL]) == 0
     assert sentence in capsys.readouterr().out
@@ -182,7 +184,8 @@ OF_THE_GUIDES = {
 
 
 def test_the_written_script_trains_on_two_machines(here: Path) -> None:
-    """Two launchers on the loopback interface, each with one stage of the pipeline; variables reach the workers."""
+    """Two launchers on the loopback interface, each with one stage of the pipeline; variables reach the
+    workers."""
     place = f"--nodes 2 --gpus-per-node 1 --device cpu --pp 2 --master-addr 127.0.0.1 --master-port {free_port()}".split()
     assert main(["launch", "torchrun", *place, *MODEL, "--run-dir", str(here / "run")]) == 0
     machines = [

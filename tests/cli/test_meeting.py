@@ -1,4 +1,5 @@
-"""Runs whose processes do not meet, or wait in vain: one sentence with its advice, and a list where machines are involved."""
+"""Runs whose processes do not meet, or wait in vain: one sentence with its advice, and a list where machines
+are involved."""
 
 import contextlib
 import io
@@ -27,7 +28,8 @@ def hang(*words: object, **named: object) -> None:
 
 
 def train_here(run_dir: str, variables: dict[str, str], hangs: int | None = None) -> tuple[int, str]:
-    """`pentatron train` as a worker of a launcher that left `variables`: its exit code and what it complained of."""
+    """`pentatron train` as a worker of a launcher that left `variables`: its exit code and what it complained
+    of."""
     place = {
         "RANK": dist.get_rank(),
         "WORLD_SIZE": dist.get_world_size(),

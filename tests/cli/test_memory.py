@@ -1,4 +1,6 @@
-"""A run that will not fit is said to before it starts, and one that ran out of memory is told what to change."""
+"""A run that will not fit is said to before it starts, and one that ran out of memory is told what
+to change.
+"""
 
 import os
 import subprocess

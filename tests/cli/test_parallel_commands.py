@@ -243,7 +243,8 @@ def checked(kind: str, micro_batches: int) -> ScheduleProperties:
 
 
 def test_what_the_schedules_cost() -> None:
-    """1F1B keeps fewer micro-batches; with the memory that GPipe has for four, it waits less; more micro-batches wait less."""
+    """1F1B keeps fewer micro-batches; with the memory that GPipe has for four, it waits less; more
+    micro-batches wait less."""
     assert max(checked("1f1b", 16).alive) == 4 < max(checked("gpipe", 16).alive) == 16
     assert max(checked("gpipe", 4).alive) == 4, "the same memory as 1F1B with any number of micro-batches"
     assert checked("gpipe", 4).bubble > checked("1f1b", 16).bubble

@@ -1,4 +1,5 @@
-"""Signals to the launcher and to ranks: the run ends in good order, or at once when asked twice; nothing is left."""
+"""Signals to the launcher and to ranks: the run ends in good order, or at once when asked twice; nothing is
+left."""
 
 import os
 import signal

@@ -11,7 +11,8 @@ from tests.harness import distributed
 
 LOST = "warning: standard output cannot be written any more ({reason}); this log has every line"
 
-# Runs on a terminal of its own, as its session's leader; another process is the terminal, and goes away after some steps.
+# Runs on a terminal of its own, as its session's leader; another process is the terminal, and goes away after
+# some steps.
 ON_A_TERMINAL = """
 import fcntl, os, select, signal, sys, termios
 from pathlib import Path

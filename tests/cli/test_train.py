@@ -49,7 +49,8 @@ def start(*words: str, cwd: Path | None = None) -> "subprocess.Popen[str]":
 
 
 def start_forked(*words: str, fork_workers: bool = True) -> Command:
-    """The same without the seconds that every process takes for its imports; in tests without a process group."""
+    """The same without the seconds that every process takes for its imports; in tests without a process
+    group."""
     return Command.start(*words, cwd=Path.cwd(), environment=environment(), fork_workers=fork_workers)
 
 

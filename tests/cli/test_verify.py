@@ -38,7 +38,8 @@ def verify_here(words: Sequence[str], restart: Sequence[str], fork_workers: bool
 def verify(
     *words: str, restart: Sequence[str] = ("-m", "pentatron", "verify"), fork_workers: bool = False
 ) -> tuple[int, str]:
-    """In a process of its own, which the harness spares the import of torch; it starts fresh workers, or forks them."""
+    """In a process of its own, which the harness spares the import of torch; it starts fresh workers, or
+    forks them."""
     named = {"words": words, "restart": restart, "fork_workers": fork_workers}
     [ended] = run_distributed(verify_here, 1, timeout=150.0, process_group=False, **named)
     return ended

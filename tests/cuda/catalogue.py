@@ -1,4 +1,5 @@
-"""Everything that is checked on a GPU, and what cannot be: what `make cuda` runs and writes into docs/cuda.md."""
+"""Everything that is checked on a GPU, and what cannot be: what `make cuda` runs and writes into
+docs/cuda.md."""
 
 import difflib
 import functools
@@ -38,7 +39,8 @@ TINY = {
     family: f"{SHAPE} --num-layers 2 --micro-batch-size {BATCH // 2} {words}"
     for family, words in KINDS.items()
 }
-# Wide enough for the kernels that a real model gets; heads of 64 and of 128, words that are no multiple of anything.
+# Wide enough for the kernels that a real model gets; heads of 64 and of 128, words that are no multiple of
+# anything.
 _WIDE = (
     f"--num-layers 2 --hidden-size 256 --num-attention-heads 8 --ffn-hidden-size 384 --seq-length 192 --vocab-size 1003 "
     f"--make-vocab-size-divisible-by 64 --micro-batch-size 2 --init-method-std 0.05 --adam-eps 1e-6 --clip-grad 0.5 "
@@ -59,7 +61,8 @@ RECOMPUTED = {
 # On a CPU products are those of rounded values, computed in fp32.
 FP8 = "--bf16 --fp8 hybrid"
 
-# One of so many layouts of four processes over NCCL, of two and of four over gloo; all of them would take minutes more.
+# One of so many layouts of four processes over NCCL, of two and of four over gloo; all of them would take
+# minutes more.
 OF_FOUR, OF_TWO_GLOO, OF_FOUR_GLOO = 4, 4, 12
 
 EXACT, PRESETS = "fp32 on the GPU against the CPU", "Every preset's structure in small form, fp32"
@@ -332,7 +335,9 @@ def nothing_called(only: str, table: str) -> str:
 
 
 def _listed(given: str, kind: str, typed: str, names: Collection[str]) -> str:
-    """Parts of names are enough to choose by, so some with as many words as were typed may be what was meant."""
+    """Parts of names are enough to choose by, so some with as many words as were typed may be what
+    was meant.
+    """
     count, parts = len(typed.split()), dict[str, str]()
     for name in names:
         words = name.split()

@@ -1,4 +1,5 @@
-"""Everything of `make cuda`, check by check; without a GPU nothing of it runs, but the catalogue must still be whole."""
+"""Everything of `make cuda`, check by check; without a GPU nothing of it runs, but the catalogue must still
+be whole."""
 
 import re
 

@@ -1,4 +1,5 @@
-"""A few training steps of one process, on the GPU or the CPU, with or without a planted mistake; and how far two of them are apart."""
+"""A few training steps of one process, on the GPU or the CPU, with or without a planted mistake; and how far
+two of them are apart."""
 
 import contextlib
 import functools
@@ -31,8 +32,10 @@ ONE_MATRIX = "one matrix + 20 %"
 
 @dataclass(frozen=True)
 class Found:
-    """`share`: the largest gap, in units of what is allowed. `controls`: what each planted mistake makes of it. `left_out`: why it could
-    not be run, if it could not."""
+    """`share`: the largest gap, in units of what is allowed.
+
+    `controls`: what each planted mistake makes of it. `left_out`: why it could not be run, if it could not.
+    """
 
     share: float
     controls: Mapping[str, float] = field(default_factory=dict)
@@ -106,8 +109,8 @@ def mistakes_of(words: str, half: bool = False) -> tuple[str, ...]:
     return (ONE_MATRIX if half else ONE_WEIGHT, *rotated, LOSS_MASK)
 
 
-# Experts chosen by scores that are all but equal are others after any rounding, and the two runs go different ways from there. Only where that is
-# what happened, token by token, is a case asked again with other weights.
+# Experts chosen by scores that are all but equal are others after any rounding, and the two runs go different
+# ways from there. Only where that is what happened, token by token, is a case asked again with other weights.
 _SEEDS = ("", "--seed 77", "--seed 78")
 # A run: its words and its device.
 Run = tuple[str, str]
@@ -178,7 +181,8 @@ def _exactly(words: str, more: str, device: str, other: str, other_words: str) -
 def roughly(
     name: str, words: str, half: str, more: str, device: str, other: str, other_words: str, kernel: str = ""
 ) -> Rows:
-    """A run in half precision: how many times as far from fp32 as another in the same precision, as a share of what is allowed.
+    """A run in half precision: how many times as far from fp32 as another in the same precision, as a share
+    of what is allowed.
 
     `kernel`: what that other one needs, and fp32 cannot have.
     """

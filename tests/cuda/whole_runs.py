@@ -1,4 +1,5 @@
-"""Whole runs on the GPU: stopped and resumed, in fp16, started by the launcher; texts; the tests that only a GPU can run."""
+"""Whole runs on the GPU: stopped and resumed, in fp16, started by the launcher; texts; the tests that only a
+GPU can run."""
 
 import json
 import os
@@ -23,8 +24,9 @@ from tests.train.texts import texts
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 220.0
-# With the flag a run is repeatable, and is held to it. Without, attention over long sequences and kernels that the compiler chooses by the clock are not: a
-# resumed run must be one of the undisturbed runs, if those can be told apart from it.
+# With the flag a run is repeatable, and is held to it. Without, attention over long sequences and kernels
+# that the compiler chooses by the clock are not: a resumed run must be one of the undisturbed runs, if those
+# can be told apart from it.
 _REPEATABLE, _COMPILED = "--deterministic-mode", "--deterministic-mode --compile on"
 RESUMED = {
     "one process, bf16": (1, f"{_REPEATABLE} --bf16"),
@@ -55,10 +57,13 @@ def _state(folder: Path, ranks: int, words: str, device: str, cache: Path) -> St
 
 
 def resumed(name: str, device: str) -> Rows:
-    """Stopped in the middle and resumed: the state at the end is the undisturbed run's, bit for bit. Where it was stopped, it is not.
+    """Stopped in the middle and resumed: the state at the end is the undisturbed run's, bit for bit.
 
-    If it is not the same, the undisturbed run is made once more, which tells whether resuming is to blame. What resumes, and what is made
-    once more, compiles its layers anew: a run may go on where nothing of the compiler's is left.
+    Where it was stopped, it is not.
+
+    If it is not the same, the undisturbed run is made once more, which tells whether resuming is to blame.
+    What resumes, and what is made once more, compiles its layers anew: a run may go on where nothing of the
+    compiler's is left.
     """
     ranks, words = RESUMED[name]
     if device == "cpu":
@@ -82,7 +87,8 @@ def resumed(name: str, device: str) -> Rows:
 def verdict(
     found: StateDigest, whole: StateDigest, again: StateDigest, repeatable: bool
 ) -> tuple[float, str]:
-    """How far a resumed run is from the undisturbed one, which was made `again` if it is not the same; and what to tell of it."""
+    """How far a resumed run is from the undisturbed one, which was made `again` if it is not the same; and
+    what to tell of it."""
     if found == whole:
         return 0.0, ""
     apart = ", ".join(found.differences(whole))
@@ -123,7 +129,8 @@ def _losses(folder: Path, words: str, device: str) -> list[float]:
 
 
 def launched(name: str, more: str, device: str) -> Rows:
-    """`pentatron train` with two processes, which share the GPU if there is one alone, against one process; every loss within 1e-5."""
+    """`pentatron train` with two processes, which share the GPU if there is one alone, against one process;
+    every loss within 1e-5."""
     alone = "--nproc-per-node 1"
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
@@ -141,7 +148,8 @@ SPOKEN = ("gpt2", "llama", "mistral with a window", "qwen2", "qwen3", "qwen3_moe
 
 
 def spoken(name: str, device: str) -> Rows:
-    """Texts of a Hugging Face folder: on the GPU the words that the CPU chooses, as likely within 1e-4; so too drawn by lot."""
+    """Texts of a Hugging Face folder: on the GPU the words that the CPU chooses, as likely within 1e-4; so
+    too drawn by lot."""
     # Here, because they bring `transformers` along.
     from tests.hf.support import save, theirs
     from tests.train.test_generation import CASES

@@ -16,7 +16,9 @@ GROUPS = (
 
 @dataclass
 class Outcome:
-    """What became of a fault. `detected`: somebody was told of it, in words that fit; `named`: the rank or the file is the right one.
+    """What became of a fault.
+
+    `detected`: somebody was told of it, in words that fit; `named`: the rank or the file is the right one.
 
     None: the question does not arise.
     """
@@ -79,7 +81,9 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Case:
-    """`control`: the protection is switched off, and the fault must go unnoticed: so the table can show it."""
+    """`control`: the protection is switched off, and the fault must go unnoticed: so the table can
+    show it.
+    """
 
     group: str
     fault: str

@@ -1,4 +1,7 @@
-"""Training as real processes: forked ones, cheap, and ones started as a user starts them. What they say is kept with its time."""
+"""Training as real processes: forked ones, cheap, and ones started as a user starts them.
+
+What they say is kept with its time.
+"""
 
 import contextlib
 import fcntl
@@ -219,7 +222,9 @@ class Running:
         self.followed = Followed(paths)
 
     def wait(self, seconds: float = 120, leave: float = 5) -> Ran:
-        """`leave`: seconds that the others have after whoever was started has ended; then they are orphans."""
+        """`leave`: seconds that the others have after whoever was started has ended; then they are
+        orphans.
+        """
         deadline = time.monotonic() + seconds
         ends = [wait(max(0.0, deadline - time.monotonic())) for wait in self._waits]
         hung = None in ends

@@ -1,4 +1,5 @@
-"""The newest step is damaged: it is named, set aside, and the run goes on from the one before to the same end."""
+"""The newest step is damaged: it is named, set aside, and the run goes on from the one before to the same
+end."""
 
 import os
 import shutil
@@ -19,7 +20,8 @@ def truncated(name: str, keep: Callable[[int], int]) -> Callable[[Path], None]:
 
 
 def flipped(name: str, at: int | None = None) -> Callable[[Path], None]:
-    """Without a place, in the middle: of a shard, that is in a tensor, and in no last digit, which the next update may round away."""
+    """Without a place, in the middle: of a shard, that is in a tensor, and in no last digit, which the next
+    update may round away."""
 
     def damage(step: Path) -> None:
         content = bytearray((step / name).read_bytes())
@@ -103,7 +105,8 @@ for _name, (_damage, _named) in DAMAGES.items():
 
 
 def pointer(content: str | None) -> Callable[[Lab], Outcome]:
-    """Which step is the newest is read from the steps: a wrong pointer can mislead nobody, and the next save mends it."""
+    """Which step is the newest is read from the steps: a wrong pointer can mislead nobody, and the next save
+    mends it."""
 
     def run(lab: Lab) -> Outcome:
         lab.interrupted(LAYOUT, NEWEST)

@@ -1,4 +1,5 @@
-"""Data files that are damaged, or not those of the run: structure is refused at the start, content where it is read."""
+"""Data files that are damaged, or not those of the run: structure is refused at the start, content where it
+is read."""
 
 import os
 import shutil
@@ -117,7 +118,8 @@ def unknowable(lab: Lab) -> Outcome:
 def change_refused(
     change: Callable[[Lab], str], named: str, layout: str = LAYOUT
 ) -> Callable[[Lab], Outcome]:
-    """Refused; with --allow-changed-data told and gone on with; brought back, the run ends as if nothing had been."""
+    """Refused; with --allow-changed-data told and gone on with; brought back, the run ends as if nothing had
+    been."""
 
     def run(lab: Lab) -> Outcome:
         write_corpus(lab.corpus)
@@ -186,13 +188,15 @@ def another_tokenizer(lab: Lab) -> Outcome:
 
 
 def changed_under_the_run(do: str, sums: bool, named: str) -> Callable[[Lab], Outcome]:
-    """The run ends before it reads another sample; with the file restored, the same command ends as the undisturbed run does."""
+    """The run ends before it reads another sample; with the file restored, the same command ends as the
+    undisturbed run does."""
 
     def run(lab: Lab) -> Outcome:
         binary = Path(f"{write_corpus(lab.corpus)}.bin")
         if not sums:
             binary.with_suffix(".meta").unlink()
-        # Longer than the interval between two checks: a truncated page that is read before the next one is a SIGBUS.
+        # Longer than the interval between two checks: a truncated page that is read before the next one is a
+        # SIGBUS.
         fault = Fault("update", do, step=5, seconds=0.05, file=str(binary), once=lab.marker())
         ran, outcome = lab.fork(LAYOUT, faults=[fault]), Outcome()
         outcome.expect_output(ran, named, lab.when(), 10)

@@ -1,4 +1,5 @@
-"""`python -m tests.faults.entry FAULT... -- WORDS...`: `pentatron train WORDS...`, whose workers suffer the faults meant for them."""
+"""`python -m tests.faults.entry FAULT... -- WORDS...`: `pentatron train WORDS...`, whose workers suffer the
+faults meant for them."""
 
 import os
 import sys

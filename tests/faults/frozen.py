@@ -1,4 +1,5 @@
-"""A rank that hangs, crawls or fails alone: it is named long before the process group would give up, a slow one is only reported."""
+"""A rank that hangs, crawls or fails alone: it is named long before the process group would give up, a slow
+one is only reported."""
 
 import re
 from collections.abc import Callable
@@ -71,7 +72,8 @@ SERIES.case("a data worker of rank 1 loops without end")(
 
 @SERIES.case("an exception on rank 1 alone")
 def exception(lab: Lab) -> Outcome:
-    """Its traceback comes first and is the only one; the others' complaints about lost contact are in their own files."""
+    """Its traceback comes first and is the only one; the others' complaints about lost contact are in their
+    own files."""
     ran = lab.launch("dp2", faults=[Fault("forward", "raise", 1, STEP, once=lab.marker())]).wait()
     outcome = Outcome()
     outcome.expect_output(ran, r"rank 1 of 2 failed with exit code 1 after step 5:", lab.when(), SECONDS)

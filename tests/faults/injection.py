@@ -1,7 +1,8 @@
 """Faults inside a process that trains: at which point, on which rank, what happens.
 
-The product has no hooks for this. A point is a function that is wrapped from outside, or a file operation, which Python's audit
-events tell of before it is done; those are named by the file, as the protocol of checkpoints has it.
+The product has no hooks for this. A point is a function that is wrapped from outside, or a file operation,
+which Python's audit events tell of before it is done; those are named by the file, as the protocol of
+checkpoints has it.
 """
 
 import fnmatch
@@ -25,10 +26,13 @@ ALONE = -1
 
 @dataclass(frozen=True)
 class Fault:
-    """`at`: a name of POINTS, `open GLOB` before a file is opened for writing, or `rename GLOB` before one gets that name.
+    """`at`: a name of POINTS, `open GLOB` before a file is opened for writing, or `rename GLOB` before one
+    gets that name.
 
-    `rank` ALONE is a run of one process. `step` counts from 1; of a file, its name says which step it is of. `once`: a file that is
-    made when it happens, holding the time and the step; it happens no second time. `after`: so many times in a process it is let pass. Without one it happens in every step from `step` on.
+    `rank` ALONE is a run of one process. `step` counts from 1; of a file, its name says which step it is of.
+    `once`: a file that is made when it happens, holding the time and the step; it happens no second time.
+    `after`: so many times in
+    a process it is let pass. Without one it happens in every step from `step` on.
     """
 
     at: str
@@ -68,7 +72,8 @@ class Injector:
         import pentatron.train.step as step_module
 
         _wrap(step_module, "_start", self._count)
-        # Python ignores it, so that such a write is an error; here, where no thread does anything yet, it becomes an end again.
+        # Python ignores it, so that such a write is an error; here, where no thread does anything yet, it
+        # becomes an end again.
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         for fault in self._faults:
             kind, _, pattern = fault.at.partition(" ")

@@ -1,4 +1,5 @@
-"""A rank is killed: it is named, the others end within seconds, and the job goes on from its last step to the undisturbed end."""
+"""A rank is killed: it is named, the others end within seconds, and the job goes on from its last step to the
+undisturbed end."""
 
 import os
 import signal
@@ -12,7 +13,8 @@ from tests.faults.injection import Fault, happened
 from tests.faults.lab import LAST, LAYOUTS, SAVE_INTERVAL, Lab
 
 SERIES = Series("killed rank")
-# Until the others have ended and the dead one is named; on a machine with nothing else to do it is about three.
+# Until the others have ended and the dead one is named; on a machine with nothing else to do it is about
+# three.
 SECONDS = 8.0
 STEP, SAVED = 6, 6
 
@@ -20,7 +22,9 @@ STEP, SAVED = 6, 6
 def judged(
     lab: Lab, ran: Ran, layout: str, rank: int, done: int, by: str = "SIGKILL", in_background: bool = False
 ) -> Outcome:
-    """`done`: the steps that were done when it happened; with a save in the background there may be one more."""
+    """`done`: the steps that were done when it happened; with a save in the background there may be
+    one more.
+    """
     outcome = Outcome()
     since, ranks = lab.when(), LAYOUTS[layout].ranks
     outcome.expect_output(ran, rf"rank {rank} of {ranks} was killed by {by}", since, SECONDS)

@@ -108,7 +108,10 @@ def recorders(layout: str, folder: Path) -> list[Fault]:
 
 
 def samples(folder: Path, ranks: int) -> list[list[str]]:
-    """Of each step, which samples were read, in an order that is that of no rank. Ranks that share micro-batches read the same."""
+    """Of each step, which samples were read, in an order that is that of no rank.
+
+    Ranks that share micro-batches read the same.
+    """
     by_rank = [(folder / f"samples-{rank}").read_text().split() for rank in range(ranks)]
     distinct = list(dict.fromkeys(tuple(read) for read in by_rank))
     share = BATCH // len(distinct)
@@ -161,7 +164,8 @@ class Lab:
         return str(self.folder / name)
 
     def interrupted(self, layout: str, after: int = 6) -> Path:
-        """The run's folder as it is after a run of this layout was interrupted after so many steps; its newest step."""
+        """The run's folder as it is after a run of this layout was interrupted after so many steps; its
+        newest step."""
         shutil.copytree(self.references.of(layout), self.run)
         steps = self.run / "checkpoints"
         for folder in steps.glob("step-*"):
@@ -197,8 +201,8 @@ class Lab:
     ) -> Running:
         """Forked ranks, which nobody watches over: as mpirun or a scheduler starts them.
 
-        `around`: variables of a rank beside the usual ones. `mounts`: file systems that only they see; `rescue` copies a folder of theirs
-        in the end. `plain`: without the rights of root.
+        `around`: variables of a rank beside the usual ones. `mounts`: file systems that only they see;
+        `rescue` copies a folder of theirs in the end. `plain`: without the rights of root.
         """
         out, err = self._files()
         ranks, mark = LAYOUTS[layout].ranks, uuid.uuid4().hex
@@ -240,7 +244,8 @@ class Lab:
     ) -> Running:
         """`pentatron train` as a user types it, with its workers.
 
-        `output`: a descriptor for both streams, closed here once the command has it; what is said is then read from the run's log.
+        `output`: a descriptor for both streams, closed here once the command has it; what is said is then
+        read from the run's log.
         """
         out, err = self._files()
         mark = uuid.uuid4().hex

@@ -1,4 +1,5 @@
-"""What belongs to no other group: two jobs on one folder, files lost beside the checkpoints, clocks, another model, loggers."""
+"""What belongs to no other group: two jobs on one folder, files lost beside the checkpoints, clocks, another
+model, loggers."""
 
 import os
 import signal
@@ -15,7 +16,8 @@ SERIES = Series("other")
 
 @SERIES.case("two jobs on one folder")
 def two_jobs(lab: Lab) -> Outcome:
-    """The second is refused and told who the first is, which goes on undisturbed; once it is killed, its lock is nobody's."""
+    """The second is refused and told who the first is, which goes on undisturbed; once it is killed, its lock
+    is nobody's."""
     fault = Fault("forward", "dawdle", step=4, seconds=2.0, once=lab.marker())
     first = lab.begin("alone", faults=[fault])
     first.wait_for("^step ")

@@ -1,4 +1,5 @@
-"""A run goes on in another layout: the same samples, exactly, and the losses of the undisturbed run within the published tolerance."""
+"""A run goes on in another layout: the same samples, exactly, and the losses of the undisturbed run within
+the published tolerance."""
 
 import json
 from collections.abc import Callable

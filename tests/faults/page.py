@@ -1,4 +1,5 @@
-"""docs/faults.md, which two commands write: `make faults` all but the sections that others add, `make adversary` its own section."""
+"""docs/faults.md, which two commands write: `make faults` all but the sections that others add, `make
+adversary` its own section."""
 
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-"""Signals that ask for a stop: one coordinated save at the end of a step, nothing lost, a clean exit code and one line."""
+"""Signals that ask for a stop: one coordinated save at the end of a step, nothing lost, a clean exit code and
+one line."""
 
 import os
 import signal

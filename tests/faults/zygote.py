@@ -1,7 +1,8 @@
-"""Forks processes that train from one that has imported everything: a start costs tenths of a second instead of seconds.
+"""Forks processes that train from one that has imported everything: a start costs tenths of a second instead
+of seconds.
 
-It reads requests from its input, one JSON object a line, and tells of every start and end on its output. Like the harness's, it
-computes nothing and starts no thread.
+It reads requests from its input, one JSON object a line, and tells of every start and end on its output. Like
+the harness's, it computes nothing and starts no thread.
 """
 
 import atexit
@@ -58,7 +59,8 @@ def main(live: "Callable[[Mapping[str, Any]], int] | None" = None) -> None:
 
 
 def _end(live: Callable[[Mapping[str, Any]], int], request: Mapping[str, Any]) -> NoReturn:
-    """What ends with a process ends here as well, but the memory of everything imported is not taken apart, which takes longer."""
+    """What ends with a process ends here as well, but the memory of everything imported is not taken apart,
+    which takes longer."""
     code = 1
     try:
         code = live(request)
@@ -139,7 +141,8 @@ def _give_up_rights() -> None:
 
 
 def _mount(at: str, kib: int | None) -> None:
-    """For this process alone: a file system of so many KiB, or, without a number, the folder itself but read-only."""
+    """For this process alone: a file system of so many KiB, or, without a number, the folder itself but
+    read-only."""
     libc = ctypes.CDLL(None, use_errno=True)
     user, group = os.geteuid(), os.getegid()
 

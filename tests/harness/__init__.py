@@ -1,4 +1,5 @@
-"""Distributed tests that cost tenths of a second: ranks are forked from a process that has imported everything.
+"""Distributed tests that cost tenths of a second: ranks are forked from a process that has imported
+everything.
 
     @distributed(world=4)
     def test_sum() -> None:

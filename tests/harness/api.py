@@ -24,9 +24,10 @@ def distributed(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a test function run on `world` ranks, each with a fresh gloo process group.
 
-    It may take parametrised arguments and fixtures as long as they can be pickled (`tmp_path`, which all ranks share);
-    fixtures run once, in the test process. The test fails if any rank fails, or takes longer than `timeout` seconds.
-    Without a process group it is a process that has imported everything and can fork (`tests/harness/forked.py`).
+    It may take parametrised arguments and fixtures as long as they can be pickled (`tmp_path`, which all
+    ranks share); fixtures run once, in the test process. The test fails if any rank fails, or takes longer
+    than `timeout` seconds. Without a process group it is a process that has imported everything and can fork
+    (`tests/harness/forked.py`).
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
@@ -55,7 +56,8 @@ def run_distributed(
     backend: str = GLOO,
     **arguments: Any,
 ) -> list[Any]:
-    """Call a module-level function on `world` ranks and return each rank's return value; `RanksFailed` if one fails.
+    """Call a module-level function on `world` ranks and return each rank's return value; `RanksFailed` if one
+    fails.
 
     `backend` is `GLOO`, or `NCCL` for ranks that share one GPU and communicate over NCCL.
     """

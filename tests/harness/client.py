@@ -1,4 +1,6 @@
-"""The test process's side: starts the zygote when first needed, sends it jobs, replaces it when it has died."""
+"""The test process's side: starts the zygote when first needed, sends it jobs, replaces it when it
+has died.
+"""
 
 import contextlib
 import functools
@@ -75,7 +77,10 @@ class Zygote:
         return self._process.poll() is None
 
     def run(self, job: Job) -> list[Outcome]:
-        """Raises `RanksFailed` only if the zygote itself fails. After any exception it is good for `stop` alone."""
+        """Raises `RanksFailed` only if the zygote itself fails.
+
+        After any exception it is good for `stop` alone.
+        """
         doing = f"running {job.name} on {job.world} ranks"
         # If the zygote is gone, receiving its answer fails as well, and says why.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -102,7 +107,10 @@ class Zygote:
         return self._log.read().decode(errors="replace")
 
     def stop(self) -> None:
-        """End the zygote, its ranks and its files. It does so itself when the connection closes, unless it cannot."""
+        """End the zygote, its ranks and its files.
+
+        It does so itself when the connection closes, unless it cannot.
+        """
         self._connection.close()
         try:
             self._process.wait(STOP_SECONDS)

@@ -1,7 +1,9 @@
-"""`python WORDS...` as processes forked from this one, which has imported everything: a start costs tenths of a second, not seconds.
+"""`python WORDS...` as processes forked from this one, which has imported everything: a start costs tenths of
+a second, not seconds.
 
-All but the start is the product's: a launcher that runs in such a process forks its workers in the same way, and everybody is
-the child of whoever started it. For processes that have no process group and no threads: see `distributed(process_group=False)`.
+All but the start is the product's: a launcher that runs in such a process forks its workers in the same way,
+and everybody is the child of whoever started it. For processes that have no process group and no threads: see
+`distributed(process_group=False)`.
 """
 
 import atexit
@@ -38,7 +40,10 @@ class Forked:
         start_new_session: bool = False,
         pass_fds: Sequence[int] = (),
     ) -> None:
-        """For the launcher: a worker, which leads a session of its own. Words begin with the interpreter; descriptors are all inherited."""
+        """For the launcher: a worker, which leads a session of its own.
+
+        Words begin with the interpreter; descriptors are all inherited.
+        """
         self.returncode: int | None = None
         self.pid = fork(lambda: _as_worker(words[1:], env or {}), session=True)
 
@@ -81,7 +86,10 @@ class Command(Forked):
     def start(
         cls, *words: str, cwd: Path, environment: Mapping[str, str], fork_workers: bool = True
     ) -> "Command":
-        """`python WORDS...`, a script or `-m` and a module. Workers can also be fresh interpreters, as a user's are."""
+        """`python WORDS...`, a script or `-m` and a module.
+
+        Workers can also be fresh interpreters, as a user's are.
+        """
         outputs = tempfile.TemporaryDirectory()
         out, err = (Path(outputs.name) / name for name in ("out", "err"))
 
@@ -133,7 +141,8 @@ def as_python(words: Sequence[str]) -> int:
 
 
 def fork(live: Callable[[], int], session: bool = False) -> int:
-    """The process that ends with what `live` returns; who leads a session does so before this returns, as with `Popen`."""
+    """The process that ends with what `live` returns; who leads a session does so before this returns, as
+    with `Popen`."""
     sys.stdout.flush()
     sys.stderr.flush()
     begun, begins = os.pipe()
@@ -151,7 +160,8 @@ def fork(live: Callable[[], int], session: bool = False) -> int:
 
 
 def _end(live: Callable[[], int]) -> NoReturn:
-    """Nobody comes out of here: whatever goes wrong on the way, this process must not go on as a second one of its parent's."""
+    """Nobody comes out of here: whatever goes wrong on the way, this process must not go on as a second one
+    of its parent's."""
     status = 1
     try:
         status = _lived(live)
@@ -160,7 +170,8 @@ def _end(live: Callable[[], int]) -> NoReturn:
 
 
 def _lived(live: Callable[[], int]) -> int:
-    """What an interpreter does around a program, without what the parent has registered: its temporary folders are among it."""
+    """What an interpreter does around a program, without what the parent has registered: its temporary
+    folders are among it."""
     atexit._clear()
     faulthandler.disable()
     faulthandler.unregister(signal.SIGQUIT)

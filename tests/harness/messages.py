@@ -1,7 +1,7 @@
 """What the test process, the zygote and the ranks tell each other.
 
-Plain data only. Arguments and results travel as pickled bytes that the zygote passes on unopened: opening them could
-import a test's own modules into the zygote, and every later test would inherit those.
+Plain data only. Arguments and results travel as pickled bytes that the zygote passes on unopened: opening
+them could import a test's own modules into the zygote, and every later test would inherit those.
 """
 
 from dataclasses import dataclass

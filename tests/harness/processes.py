@@ -34,7 +34,8 @@ def _prctl(option: int, value: int) -> None:
 
 
 def collapse_memory() -> None:
-    """Put this process's own memory into huge pages, where the system can: a fork copies a table entry for every page."""
+    """Put this process's own memory into huge pages, where the system can: a fork copies a table entry for
+    every page."""
     if sys.platform != "linux":
         return
     madvise = ctypes.CDLL(None).madvise

@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 from tests.harness.messages import Job, Outcome, RankFiles
 
-# Asks a rank for its Python stack. Not SIGUSR1: training code handles that one itself, and tests want to send it.
+# Asks a rank for its Python stack. Not SIGUSR1: training code handles that one itself, and tests want to send
+# it.
 STACK_SIGNAL = signal.SIGQUIT
 SEED = 1234
 # The harness, not the process group, decides that a test hangs: it can show where every rank stands.
@@ -48,7 +49,8 @@ def live_as_rank(job: Job, rank: int, directory: Path, doorbell: int) -> NoRetur
     os.write(doorbell, b".")
     if not outcome.ok:
         os._exit(1)  # closes the connections, so that peers waiting for this rank fail at once
-    # Others may still talk to this rank's process group, so it stays until all are done and the zygote kills it.
+    # Others may still talk to this rank's process group, so it stays until all are done and the zygote kills
+    # it.
     while True:
         signal.pause()
 
@@ -90,7 +92,8 @@ def run(job: Job, rank: int, directory: Path) -> Outcome:
 
 def join_process_group(job: Job, rank: int, directory: Path) -> None:
     if "nccl" in job.backend:
-        # NCCL refuses two ranks of one host on one GPU, and tells hosts apart by this name. Its sockets connect "hosts" of one machine.
+        # NCCL refuses two ranks of one host on one GPU, and tells hosts apart by this name. Its sockets
+        # connect "hosts" of one machine.
         os.environ.update(NCCL_HOSTID=f"rank{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
         torch.cuda.set_device(0)
     dist.init_process_group(
@@ -110,7 +113,8 @@ def find_function(job: Job) -> Callable[..., Any]:
 
 
 def load_script(path: str) -> ModuleType:
-    """Import the caller's script under the name that multiprocessing gives it, so that classes in it can be pickled."""
+    """Import the caller's script under the name that multiprocessing gives it, so that classes in it can be
+    pickled."""
     spec = importlib.util.spec_from_file_location("__mp_main__", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

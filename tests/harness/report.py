@@ -1,4 +1,5 @@
-"""Words for a failed distributed test: the rank that caused it first, then the others, then what they printed."""
+"""Words for a failed distributed test: the rank that caused it first, then the others, then what they
+printed."""
 
 import linecache
 import re
@@ -22,7 +23,8 @@ class RanksFailed(AssertionError):
 def failure_text(outcomes: Sequence[Outcome]) -> str:
     """The whole message; its first line names the rank that most likely caused the failure."""
     failed = sorted((outcome for outcome in outcomes if not outcome.ok), key=suspicion)
-    # Such a traceback only repeats that another rank is gone, so one rank's is enough, and only if nothing else is known.
+    # Such a traceback only repeats that another rank is gone, so one rank's is enough, and only if nothing
+    # else is known.
     told = [outcome for outcome in failed if not outcome.peer_lost] or failed[:1]
     paragraphs = outcome_paragraphs(told, world=len(outcomes))
     bereft = [outcome.rank for outcome in failed if outcome not in told]
@@ -55,8 +57,10 @@ def listed(ranks: Sequence[int]) -> str:
 def suspicion(outcome: Outcome) -> tuple[bool, float]:
     """Sorts the likeliest cause first.
 
-    A rank that misses a peer, or waits for one, suffers from what another did. Of the rest, the earliest: a rank notes
-    the time of its exception before its connections close, hence before any other rank can fail because of it.
+    A rank that misses a peer, or waits for one, suffers from what another did. Of the rest, the earliest: a
+    rank notes the time of its exception before its connections close, hence before any other rank can fail
+    because of
+    it.
     """
     waits = outcome.unfinished and stands_in_collective(outcome.stack)
     return outcome.peer_lost or waits, outcome.at

@@ -73,7 +73,8 @@ class Ranks:
             known = self.outcomes.get(rank)
             if known is not None and not known.ok:
                 continue
-            # In this order: a rank that reports and leaves between the two looks must not count as fallen silent.
+            # In this order: a rank that reports and leaves between the two looks must not count as fallen
+            # silent.
             exit_code = self._exit_code(rank)
             report = known or self._read_report(rank)
             if exit_code is not None and (report is None or report.ok):

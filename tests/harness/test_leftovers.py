@@ -1,4 +1,5 @@
-"""Nothing outlives a distributed test: not what its ranks started, not the zygote, not a file, whoever is killed."""
+"""Nothing outlives a distributed test: not what its ranks started, not the zygote, not a file, whoever is
+killed."""
 
 import json
 import os

@@ -1,7 +1,7 @@
 """The zygote: imports everything heavy once, then forks the ranks of one test after the other.
 
-It runs no tensor operation and starts no thread. A thread would not survive the fork while the locks it holds would:
-ranks forked after a multi-threaded operation hang in their first one.
+It runs no tensor operation and starts no thread. A thread would not survive the fork while the locks it holds
+would: ranks forked after a multi-threaded operation hang in their first one.
 """
 
 import contextlib
@@ -97,7 +97,9 @@ def refuse_threads(imported: str) -> None:
 
 
 def rewrite_asserts_from_now_on() -> None:
-    """Install pytest's import hook, so that a failed assert of a test module shows values in ranks as well."""
+    """Install pytest's import hook, so that a failed assert of a test module shows values in ranks
+    as well.
+    """
     pytest.Config.fromdictargs({}, ["--noconftest", "--capture=no"])
 
 

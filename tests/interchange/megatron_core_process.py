@@ -1,9 +1,11 @@
-"""megatron-core itself, on a CPU: builds its GPTModel, loads what we wrote with its own loader, saves with its own writer.
+"""megatron-core itself, on a CPU: builds its GPTModel, loads what we wrote with its own loader, saves with
+its own writer.
 
     python megatron_core_process.py JOBS.json
 
-A process of its own, as it is told here that there is no GPU to wait for and no memory to report on. For every job the tensors of
-model and optimizer, by megatron-core's names, and the logits of a fixed batch go to a file.
+A process of its own, as it is told here that there is no GPU to wait for and no memory to report on. For
+every job the tensors of model and optimizer, by megatron-core's names, and the logits of a fixed batch go to
+a file.
 """
 
 import contextlib

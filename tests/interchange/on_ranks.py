@@ -1,4 +1,5 @@
-"""What ranks of the tests run, in a module that imports no more than they need: megatron-core alone takes each of them two seconds."""
+"""What ranks of the tests run, in a module that imports no more than they need: megatron-core alone takes
+each of them two seconds."""
 
 from pathlib import Path
 
@@ -31,7 +32,9 @@ OURS = {
 
 
 def save_on_a_rank(families: dict[str, Path], layout: str) -> None:
-    """What a run saves after its first step, without one: moments of some values, routers that have counted."""
+    """What a run saves after its first step, without one: moments of some values, routers that have
+    counted.
+    """
     for family, folder in families.items():
         settings = resolved(f"{SHAPE} {OURS[family]} {layout} --save {folder}", dist.get_world_size())
         config, rank = settings.config, dist.get_rank()

@@ -151,7 +151,8 @@ def test_a_small_file_cannot_become_a_large_answer(tmp_path: Path) -> None:
 
 
 def test_stages_of_a_rank_come_in_the_order_of_their_numbers() -> None:
-    """The tenth is not between the first and the second: layers would change places, and nothing would show it."""
+    """The tenth is not between the first and the second: layers would change places, and nothing would show
+    it."""
     chunks = {f"model{number}": {"is": number} for number in range(12)}
     assert [chunk["is"] for chunk in _Rank(0, 0, 0, "file", chunks).chunks] == list(range(12))
 

@@ -99,7 +99,8 @@ def test_a_damaged_step_is_seen_by_its_sum(saved: Path, tmp_path: Path) -> None:
 
 
 def test_others_steps_are_never_removed(saved: Path, tmp_path: Path) -> None:
-    """A run in the folder of another program keeps that program's steps, also one of a name that it needs itself."""
+    """A run in the folder of another program keeps that program's steps, also one of a name that it needs
+    itself."""
     theirs = without_manifest(saved, tmp_path / "theirs")
     before = (theirs / "iter_0000002" / ".metadata").read_bytes()
     train(tmp_path / "run", f"{TORCH_DIST} --load {theirs} --save {theirs} --finetune --keep-checkpoints 1")

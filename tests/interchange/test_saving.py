@@ -1,4 +1,5 @@
-"""What befalls a save in the format torch_dist: nothing is hidden from the other ranks, and nothing good is lost."""
+"""What befalls a save in the format torch_dist: nothing is hidden from the other ranks, and nothing good is
+lost."""
 
 import resource
 from pathlib import Path
@@ -80,7 +81,8 @@ def test_a_step_saved_again_takes_the_place_of_the_first_only_when_it_is_whole(
 def test_a_kill_between_two_renames_loses_neither_copy_of_a_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first has made way, and the second has no name yet: whoever comes next finds the first where it was."""
+    """The first has made way, and the second has no name yet: whoever comes next finds the first where it
+    was."""
     store = store_in(tmp_path)
     first = save(store, 1)
     content = (first / "__0_0.distcp").read_bytes()

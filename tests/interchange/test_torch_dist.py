@@ -1,4 +1,5 @@
-"""Checkpoints in the format torch_dist, held against megatron-core itself: it reads ours, we read its own, bit for bit."""
+"""Checkpoints in the format torch_dist, held against megatron-core itself: it reads ours, we read its own,
+bit for bit."""
 
 import importlib.util
 import itertools
@@ -29,7 +30,8 @@ from tests.train.test_loaded import losses, train_on_a_rank
 
 PROCESS = Path(__file__).with_name("megatron_core_process.py")
 TIMEOUT = 240.0
-# What megatron-core calls the parts of a layer, in its modules; written down here once more, apart from the tables.
+# What megatron-core calls the parts of a layer, in its modules; written down here once more, apart from the
+# tables.
 PARTS = {
     "input_layernorm": "input_norm",
     "self_attention.linear_qkv": "attention.linear_qkv",

@@ -1,4 +1,5 @@
-"""Slurm's commands as small shell scripts: enough to run a batch script without a cluster and see what it starts where."""
+"""Slurm's commands as small shell scripts: enough to run a batch script without a cluster and see what it
+starts where."""
 
 import os
 import re
@@ -9,7 +10,8 @@ from pathlib import Path
 
 NODES = ("first", "second", "third", "fourth")
 
-# Starts what it is given as often as the batch script asks for, on every node, and ends with the worst exit code.
+# Starts what it is given as often as the batch script asks for, on every node, and ends with the worst exit
+# code.
 SRUN = r"""#!/usr/bin/env bash
 echo "srun $*" >> "$STUB/calls"
 while [ "${1#--}" != "$1" ]; do case "$1" in --jobid) shift 2 ;; *) shift ;; esac; done

@@ -1,4 +1,5 @@
-"""Batch sizes that change: the ramp of the 175B script, Megatron's calculator as the judge, and the arithmetic of steps and samples."""
+"""Batch sizes that change: the ramp of the 175B script, Megatron's calculator as the judge, and the
+arithmetic of steps and samples."""
 
 import random
 
@@ -28,7 +29,8 @@ def test_the_ramp_of_the_175b_script() -> None:
 
 
 def test_ramps_are_megatrons() -> None:
-    """Of random ramps, also such that a step jumps over sizes, and that rounding of the shares would move by a sample."""
+    """Of random ramps, also such that a step jumps over sizes, and that rounding of the shares would move by
+    a sample."""
     judge = pytest.importorskip("megatron.core.num_microbatches_calculator")
     draw = random.Random(5)
     for _ in range(60):

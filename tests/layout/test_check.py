@@ -1,4 +1,5 @@
-"""The checker accepts what is sound (test_schedules) and refuses everything else, naming the rank and the action."""
+"""The checker accepts what is sound (test_schedules) and refuses everything else, naming the rank and the
+action."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -66,7 +67,9 @@ def send_later(lists: Lists) -> None:
 
 
 def swap_both_receives(lists: Lists) -> None:
-    """The receives change places and so do the computations that need them: each list is in order by itself."""
+    """The receives change places and so do the computations that need them: each list is in order
+    by itself.
+    """
     swap(1, "RF0.0", "RF0.1")(lists)
     swap(1, "F1.0", "F1.1")(lists)
 
@@ -201,7 +204,8 @@ def test_mutation_is_refused(name: str) -> None:
 
 
 def test_ranks_that_wait_for_each_other() -> None:
-    """Each list is in order by itself; together they never end: rank 0 waits for the gradient of what it has not sent."""
+    """Each list is in order by itself; together they never end: rank 0 waits for the gradient of what it has
+    not sent."""
     placement = Placement((0, 1))
     texts = (
         ["F0.0", "SF0.0 1", "RB1.0 1", "B0.0", "F0.1", "SF0.1 1", "RB1.1 1", "B0.1", "R0"],

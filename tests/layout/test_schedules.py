@@ -1,4 +1,5 @@
-"""Every schedule of every size is sound, holds as many micro-batches as promised, and waits no longer than it must."""
+"""Every schedule of every size is sound, holds as many micro-batches as promised, and waits no longer than it
+must."""
 
 import pytest
 
@@ -138,7 +139,8 @@ def test_every_stage_is_reduced_right_after_its_last_backward() -> None:
 
 
 def test_most_receives_are_posted_ahead_and_sends_follow_at_once() -> None:
-    """A message travels during at least one computation, unless the computation that makes it ends just when it is needed."""
+    """A message travels during at least one computation, unless the computation that makes it ends just when
+    it is needed."""
     for actions in training_schedule("interleaved", 4, 2, 32).actions:
         computed, ahead = 0, 0
         posted: dict[tuple[Kind, int, int], int] = {}
@@ -159,11 +161,13 @@ def test_most_receives_are_posted_ahead_and_sends_follow_at_once() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_receive_whose_sender_waits_for_this_rank_is_seen(kind: str) -> None:
-    """Posted one computation ahead whatever its sender does, a receive holds up a launch that synchronises the device."""
+    """Posted one computation ahead whatever its sender does, a receive holds up a launch that synchronises
+    the device."""
     schedule = training_schedule(kind, 4, 2 if kind in ("interleaved", *FOLDED) else 1, 8)
     check(schedule)
     if kind == "gpipe":
-        # A rank has only forwards before its peers need its backwards: one ahead does no harm but before the first backward.
+        # A rank has only forwards before its peers need its backwards: one ahead does no harm but before the
+        # first backward.
         schedule = training_schedule(kind, 4, 1, 1)
     with pytest.raises(ScheduleError, match="deadlocks if its launch synchronises the device"):
         check(one_ahead(schedule))
@@ -172,7 +176,8 @@ def test_a_receive_whose_sender_waits_for_this_rank_is_seen(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["interleaved", "zero-bubble"])
 @pytest.mark.parametrize(("micro_batches", "group"), [(16, 16), (16, 6), (17, 5)])
 def test_messages_of_large_groups_are_received_early(kind: str, micro_batches: int, group: int) -> None:
-    """Posted one computation ahead, sends without a receive would stand in each other's way on a GPU with one queue."""
+    """Posted one computation ahead, sends without a receive would stand in each other's way on a GPU with one
+    queue."""
     schedule = training_schedule(kind, 3, 2, micro_batches, group)
     check(schedule)
     with pytest.raises(ScheduleError, match="deadlocks where a GPU has one queue for all its work"):
@@ -191,7 +196,8 @@ def test_groups(micro_batches: int, group: int) -> None:
 
 
 def test_a_small_last_group_would_mix_up_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: with groups of four and one on four ranks messages are sent in another order than they are needed in."""
+    """Control: with groups of four and one on four ranks messages are sent in another order than they are
+    needed in."""
     monkeypatch.setattr(schedules, "group_sizes", lambda micro_batches, group: [group, micro_batches - group])
     with pytest.raises(ScheduleError, match="which rank 1 sends first"):
         check(training_schedule.__wrapped__("interleaved", 4, 3, 5))

@@ -1,4 +1,5 @@
-"""Schedules with backwards in two halves: sound, within the memory their papers promise, and hardly ever waiting."""
+"""Schedules with backwards in two halves: sound, within the memory their papers promise, and hardly ever
+waiting."""
 
 import pytest
 

@@ -80,7 +80,9 @@ def test_steps_that_are_computed_again_replace_the_lost_ones(tmp_path: Path) -> 
 
 
 def records_of(file: Path) -> list[bytes]:
-    """What wandb's service wrote: after a header of 7 bytes, blocks of 32 KiB with pieces of records in them."""
+    """What wandb's service wrote: after a header of 7 bytes, blocks of 32 KiB with pieces of
+    records in them.
+    """
     found, begun = [], b""
     data, at, block = file.read_bytes(), 7, 32768
     while at + 7 <= len(data):

@@ -153,7 +153,8 @@ def test_only_a_gpu_in_bf16_is_left_to_itself(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("on_device", [True, False])
 def test_weights_on_their_way_are_waited_for_at_the_door(on_device: bool) -> None:
-    """All-gather hooks are on the modules that `_parameters_run_by` names; hooks of single matrices would not run."""
+    """All-gather hooks are on the modules that `_parameters_run_by` names; hooks of single matrices would not
+    run."""
     model = layer("")
     expert_weights = {id(p) for p in model.experts.parameters()}
     doors = [m for _, m, held in _parameters_run_by(model) if expert_weights & {id(p) for p in held}]

@@ -1,4 +1,5 @@
-"""The update in one pass, against torch's AdamW: on a GPU, or in Triton's interpreter (TRITON_INTERPRET=1) on a CPU."""
+"""The update in one pass, against torch's AdamW: on a GPU, or in Triton's interpreter (TRITON_INTERPRET=1) on
+a CPU."""
 
 import importlib.util
 import itertools
@@ -160,7 +161,8 @@ def test_a_step_decided_on_the_device(accumulated: int, monkeypatch: pytest.Monk
     losses, states = [], []
     for flag in ("", "--no-fused-update"):
         words = f"{LLAMA} --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 30 --device {DEVICE.type}"
-        # A large epsilon: sums on a GPU may differ in their last bits, of which Adam makes much where a gradient is all but zero.
+        # A large epsilon: sums on a GPU may differ in their last bits, of which Adam makes much where a
+        # gradient is all but zero.
         words += f" --micro-batch-size 1 --global-batch-size {accumulated} --adam-eps 1e-2"
         config = resolved(f"{words} {flag}").config
         world = single_process(DEVICE)

@@ -1,4 +1,5 @@
-"""Weight gradients that come later: the same bits, through the same hooks, and nothing kept but what they need."""
+"""Weight gradients that come later: the same bits, through the same hooks, and nothing kept but what they
+need."""
 
 import pytest
 import torch
@@ -40,7 +41,8 @@ def test_the_same_bits_as_torch(dtype: torch.dtype, halves: bool) -> None:
 
 
 def test_a_recomputed_layer_gives_its_gradient_to_the_parameter() -> None:
-    """Backward unpacks a copy of the weight there, and by the weight half the graph that knew the parameter is gone."""
+    """Backward unpacks a copy of the weight there, and by the weight half the graph that knew the parameter
+    is gone."""
     expected = gradients(torch.float32, None, False)[1]
     x, weight, bias = layer()
     deferred = DeferredGradients()

@@ -1,4 +1,6 @@
-"""Kernels compiled for a GPU that need not be there: an interpreted one may use what a compiled one may not."""
+"""Kernels compiled for a GPU that need not be there: an interpreted one may use what a compiled one
+may not.
+"""
 
 import importlib.util
 import os

@@ -100,7 +100,8 @@ def test_the_kernel_does_what_torch_does(dtype: torch.dtype, shape: tuple[int, i
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(3)
-    # Where kernels are interpreted, what must be rounded up comes out wrong: there, all values are numbers of the format.
+    # Where kernels are interpreted, what must be rounded up comes out wrong: there, all values are numbers of
+    # the format.
     draw = torch.randn(shape) * 3 if device == "cuda" else torch.randint(-7, 8, shape).float()
     matrix = draw.bfloat16().to(device)
     matrix[3, 3] = 1e30
@@ -211,7 +212,8 @@ def test_by_rows_each_row_fills_the_range() -> None:
         largest = values.float().abs().amax(1)
         zero = true.abs().amax(1) == 0
         assert (largest[~zero] > 448 / 2.2).all() and not largest[zero].any()
-        # Three digits after the first: half a step is a sixteenth; what is ten thousand times smaller than its row's largest aside.
+        # Three digits after the first: half a step is a sixteenth; what is ten thousand times smaller than
+        # its row's largest aside.
         error = (
             (values.float() * unscale - true).abs() / true.abs().amax(1, keepdim=True).clamp(min=1e-30)
         ).max()

@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-# Four blocks, written to and freed, again and again. A fresh interpreter: threads have heaps of their own, with other rules.
+# Four blocks, written to and freed, again and again. A fresh interpreter: threads have heaps of their own,
+# with other rules.
 PROGRAM = """
 import resource, sys
 from pentatron.cli.train import keep_freed_memory

@@ -1,4 +1,7 @@
-"""Operations that compilers take as they are: what they make is what they say they make. On a GPU where there is one, with its kernels."""
+"""Operations that compilers take as they are: what they make is what they say they make.
+
+On a GPU where there is one, with its kernels.
+"""
 
 from typing import Any
 

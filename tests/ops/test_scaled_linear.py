@@ -35,7 +35,10 @@ def results(format: str, dtype: torch.dtype = torch.float32, by_rows: bool = Fal
 
 
 def as_rounded(values: Tensor, dtype: torch.dtype, dim: int | None = None) -> Tensor:
-    """Rounded with the scale written down anew, and scaled back. `dim` is what is summed over, if each of the others has its own scale."""
+    """Rounded with the scale written down anew, and scaled back.
+
+    `dim` is what is summed over, if each of the others has its own scale.
+    """
     wide = values.abs().double()
     largest = wide.amax() if dim is None else wide.amax(dim, keepdim=True)
     exponent = torch.floor(torch.log2(torch.finfo(dtype).max / largest)).float()
@@ -76,7 +79,8 @@ def test_products_of_rounded_values(format: str, by_rows: bool) -> None:
 
 
 def test_scales_by_row_keep_what_an_outlier_takes() -> None:
-    """One token of the input is a hundred thousand times as large as the others, whose outputs are what is looked at."""
+    """One token of the input is a hundred thousand times as large as the others, whose outputs are what is
+    looked at."""
 
     def lost(by_rows: bool) -> float:
         x, weight, _ = layer()
@@ -91,7 +95,8 @@ def test_scales_by_row_keep_what_an_outlier_takes() -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_column_of_outliers_costs_a_gradient_less_by_row(format: str) -> None:
-    """One channel of the input is far larger than the others, as in trained models: the weight gradient of the others keeps its digits."""
+    """One channel of the input is far larger than the others, as in trained models: the weight gradient of
+    the others keeps its digits."""
 
     def lost(by_rows: bool) -> float:
         x, weight, _ = layer()

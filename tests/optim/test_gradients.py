@@ -35,7 +35,8 @@ SHAPE = (
 
 
 class Plain:
-    """The same update in the simplest way: a zeroed fp32 sum for every parameter, one pass for each operation."""
+    """The same update in the simplest way: a zeroed fp32 sum for every parameter, one pass for each
+    operation."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         self.parameters = list(model.parameters())

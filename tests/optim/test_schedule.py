@@ -1,4 +1,5 @@
-"""Learning rate and weight decay against the formulas, against Megatron's scheduler, and under a batch that grows."""
+"""Learning rate and weight decay against the formulas, against Megatron's scheduler, and under a batch that
+grows."""
 
 import math
 from types import SimpleNamespace
@@ -95,7 +96,8 @@ RAMP = "--global-batch-size 8 --rampup-batch-size 2 2 40 --lr 1 --lr-decay-style
 
 
 def test_under_a_ramp_steps_are_the_steps_there_are() -> None:
-    """A warm-up of 5 steps ends before the sixth, a decay of the last 4 takes the last 4: not 5 or 4 batches of full size."""
+    """A warm-up of 5 steps ends before the sixth, a decay of the last 4 takes the last 4: not 5 or 4 batches
+    of full size."""
     config = resolved(
         f"{RAMP} --train-iters 20 --lr-warmup-iters 5 --lr-decay-iters 18 --lr-wsd-decay-iters 4"
     ).config

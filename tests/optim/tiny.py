@@ -1,4 +1,5 @@
-"""A small network of declared layers, trained in every way the optimizer knows, and twins of it in plain torch."""
+"""A small network of declared layers, trained in every way the optimizer knows, and twins of it in plain
+torch."""
 
 import itertools
 import math
@@ -146,7 +147,9 @@ def trajectory(
     optim: OptimConfig = OPTIM,
     scale: float = 1.0,
 ) -> dict[str, Any]:
-    """What some steps computed: norms, weights, and the gradients of the last one, before they were clipped."""
+    """What some steps computed: norms, weights, and the gradients of the last one, before they were
+    clipped.
+    """
     model = network().to(world.device)
     optimizer = build_optimizer({0: model}, world, optim, config, dtype)
     gradients: dict[str, Tensor] = {}
@@ -204,7 +207,9 @@ class Prescribed(ShardedModule):
 def rows(
     shape: Shape, *blocks: tuple[int, int, int, Sequence[Axis], Sequence[Axis]], tensor: str | None = None
 ) -> ShardingSpec:
-    """Blocks of whole rows: (row in the logical tensor, row here, how many, replicated over, partial over)."""
+    """Blocks of whole rows: (row in the logical tensor, row here, how many, replicated over,
+    partial over).
+    """
     rest = shape[1:]
     zeros = (0,) * len(rest)
     pieces = tuple(

@@ -1,13 +1,15 @@
 """The communication of a run, recorded call by call, and a judge that replays the records under NCCL's rules.
 
-Gloo forgives what NCCL does not: it buffers messages, and lets every call run by itself. Under NCCL the calls of a communicator run in
-the order in which they were begun, each of them only when all its ranks have begun it; and at the first call the hosts connect, so that
-none of them goes on before all are there. The judge is stricter in two ways, each of which some GPU and some moment has:
+Gloo forgives what NCCL does not: it buffers messages, and lets every call run by itself. Under NCCL the calls
+of a communicator run in the order in which they were begun, each of them only when all its ranks have begun
+it; and at the first call the hosts connect, so that none of them goes on before all are there. The judge is
+stricter in two ways, each of which some GPU and some moment has:
 
-- One queue: all that a rank begins stands in one queue, as on a GPU whose streams share one, so that a call whose communicator is busy
-  holds up whatever follows.
-- Synchronisation: before each computation and each collective the host waits for the whole device, as it does when a kernel is launched
-  for the first time (CUDA loads its code then) or memory is freed. All calls that the rank has begun must end without its next one.
+- One queue: all that a rank begins stands in one queue, as on a GPU whose streams share one, so that a call
+  whose communicator is busy holds up whatever follows.
+- Synchronisation: before each computation and each collective the host waits for the whole device, as it does
+  when a kernel is launched for the first time (CUDA loads its code then) or memory is freed. All calls that
+  the rank has begun must end without its next one.
 """
 
 from collections.abc import Sequence
@@ -29,7 +31,9 @@ COLLECTIVES = (
 
 @dataclass(frozen=True)
 class Call:
-    """`number`: of this rank's calls. What its ranks must agree on is `what`. `waits`: it is the number of an earlier call that is waited for.
+    """`number`: of this rank's calls.
+
+    What its ranks must agree on is `what`. `waits`: it is the number of an earlier call that is waited for.
 
     `connected`: its ranks have connected before.
     """
@@ -46,7 +50,10 @@ class Call:
 
 @dataclass
 class Recorder:
-    """Takes the place of torch's functions. What a step announces is in host memory, and goes through gloo also where GPUs have NCCL."""
+    """Takes the place of torch's functions.
+
+    What a step announces is in host memory, and goes through gloo also where GPUs have NCCL.
+    """
 
     calls: list[Call] = field(default_factory=list)
     on: bool = False
@@ -147,7 +154,8 @@ class Work:
 
 
 def problem_of(records: Sequence[Sequence[Call]], synchronising: bool = False) -> str | None:
-    """Why the calls of these ranks would never end, or mix up what does not belong together; None if they end.
+    """Why the calls of these ranks would never end, or mix up what does not belong together; None if they
+    end.
 
     With `synchronising`, the host waits for the whole device wherever it may have to.
     """

@@ -1,4 +1,6 @@
-"""A small network in stages, run by the executor or on one process, for the tests and the bench of pipelines."""
+"""A small network in stages, run by the executor or on one process, for the tests and the bench of
+pipelines.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,6 @@
-"""A rank that fails, or sees other micro-batches than its neighbours, says so; nobody waits for it for ever."""
+"""A rank that fails, or sees other micro-batches than its neighbours, says so; nobody waits for it
+for ever.
+"""
 
 import time
 

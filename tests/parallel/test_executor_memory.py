@@ -1,4 +1,5 @@
-"""What is alive while a step runs: graphs, outputs that were sent, tensors under way; measured, against the checker."""
+"""What is alive while a step runs: graphs, outputs that were sent, tensors under way; measured, against the
+checker."""
 
 import weakref
 from typing import Any

@@ -75,8 +75,9 @@ def ours(world: World, kind: str, virtual: int) -> Result:
 
 
 def _send_nothing_to_oneself() -> None:
-    """Older torch warms its connections up with messages between the two stages of the rank where a pipeline turns; gloo
-    refuses them."""
+    """Older torch warms its connections up with messages between the two stages of the rank where a pipeline
+    turns; gloo refuses them.
+    """
     real = stage_module._PipelineStageBase._get_init_p2p_neighbors_ops
 
     def to_others(self: Any) -> list[Any]:
@@ -205,7 +206,8 @@ def their_orders(kind: str, virtual: int, micro_batches: int) -> list[list[Compu
     [("zero-bubble", (11, 8)), ("zbv", (8, 8)), ("dualpipev", (9, 9))],
 )
 def test_orders_are_those_of_torchs_own_pipelining(kind: str, alive: tuple[int, int]) -> None:
-    """Four ranks with two stages each: the same time, the same forwards; micro-batches alive, ours and torch's."""
+    """Four ranks with two stages each: the same time, the same forwards; micro-batches alive, ours and
+    torch's."""
     mine = training_schedule(kind, 4, 2, MICRO_BATCHES)
     found = run_distributed(their_orders, 4, kind=kind, virtual=2, micro_batches=MICRO_BATCHES)[0]
     other = add_communication(mine.placement, MICRO_BATCHES, found)

@@ -1,4 +1,6 @@
-"""Messages between pipeline ranks: none is taken for another, none is let go too early, sizes are agreed on."""
+"""Messages between pipeline ranks: none is taken for another, none is let go too early, sizes are
+agreed on.
+"""
 
 import itertools
 from typing import Any
@@ -49,7 +51,8 @@ def values_of(action: Action) -> torch.Tensor:
 
 
 def received_backwards(tagged: bool = True, own_channels: bool = False) -> bool:
-    """Rank 0 sends three messages, rank 1 asks for the gradient first; whether each one got what it asked for."""
+    """Rank 0 sends three messages, rank 1 asks for the gradient first; whether each one got what it asked
+    for."""
     world = pipeline_world()
     placement = looped_placement(2, 2)
     messages = (
@@ -176,7 +179,8 @@ def test_every_message_finds_its_ranks_connected(kind: str, ranks: int) -> None:
 
 
 def test_ranks_connect_in_few_rounds() -> None:
-    """A pair waits only for those before it that share a rank with it; so their number does not grow with the pipeline."""
+    """A pair waits only for those before it that share a rank with it; so their number does not grow with the
+    pipeline."""
     for ranks in (4, 8, 16, 64):
         for placement in (looped_placement(ranks, 2), placement_for("zbv", ranks, 2)):
             free = dict.fromkeys(range(ranks), 0)

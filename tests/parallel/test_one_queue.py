@@ -1,4 +1,5 @@
-"""Whole steps in small layouts end also under NCCL's rules: one order for a communicator, one queue for a GPU, a device that is waited for."""
+"""Whole steps in small layouts end also under NCCL's rules: one order for a communicator, one queue for a
+GPU, a device that is waited for."""
 
 import itertools
 from collections.abc import Sequence
@@ -22,7 +23,8 @@ from tests.support import LLAMA, resolved
 
 
 def recorded(words: str, bug: str = "") -> list[Call]:
-    """The calls of two steps and an evaluation on this rank, with the channels of a pipeline as NCCL has them."""
+    """The calls of two steps and an evaluation on this rank, with the channels of a pipeline as NCCL has
+    them."""
     config = resolved(words, dist.get_world_size()).config
     if "one channel for all" not in bug:
         model_module.open_messages = lambda world, placement: Messages(  # type: ignore[assignment]
@@ -110,7 +112,8 @@ ALL = (0, 1)
 
 
 def calls(*told: tuple[str, ...]) -> list[Call]:
-    """`("c", "what")` is a call on the communicator c, `("c", "what", "wait")` one that is waited for at once."""
+    """`("c", "what")` is a call on the communicator c, `("c", "what", "wait")` one that is waited for at
+    once."""
     found: list[Call] = []
     for communicator, what, *wait in told:
         found.append(Call(len(found), (communicator,), ALL, what, connected=communicator != "new"))

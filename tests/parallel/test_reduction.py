@@ -1,4 +1,5 @@
-"""Gradients over the replicas: sums, order and number of collectives, open buckets, parameters without gradient."""
+"""Gradients over the replicas: sums, order and number of collectives, open buckets, parameters without
+gradient."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -217,7 +218,8 @@ def test_overlapped_reduction_starts_in_the_last_backward_pass_only() -> None:
 @pytest.mark.parametrize("zero", [0, 1, 2])
 @distributed(world=2)
 def test_ranks_whose_gradients_come_in_another_order_or_not_at_all_agree(zero: int) -> None:
-    """Rank 1 asks for the gradients in the opposite order and, in the first pass, has none for two parameters."""
+    """Rank 1 asks for the gradients in the opposite order and, in the first pass, has none for two
+    parameters."""
     world = here(Grid(data=2))
     rank = world.everyone.rank
     recorder = recorded()

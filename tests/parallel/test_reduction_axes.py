@@ -1,4 +1,5 @@
-"""Gradients that are parts of sums over other axes than the replicas, and the norm that counts every element once."""
+"""Gradients that are parts of sums over other axes than the replicas, and the norm that counts every element
+once."""
 
 import zlib
 from typing import Any
@@ -38,7 +39,8 @@ def block(at: Coordinates) -> Parameters:
         "split": ((4, 6), rows((8, 6), (4 * t, 0, 4, (), ()))),
         "copied": ((5,), rows((5,), (0, 0, 5, ("tensor",), ()))),
         "partial": ((7,), rows((7,), (0, 0, 7, ("tensor",), ("tensor",)))),
-        # Three rows of queries each, and one of keys that both ranks hold and each sees a part of the gradient of.
+        # Three rows of queries each, and one of keys that both ranks hold and each sees a part of the
+        # gradient of.
         "fused": ((4, 6), rows((7, 6), (3 * t, 0, 3, (), ()), (6, 3, 1, ("kv",), ("kv",)))),
         # Seven rows over two ranks: the last row of the second is padding.
         "padded": ((4, 3), rows((7, 3), (4 * t, 0, 4 - t, (), ()))),
@@ -221,7 +223,9 @@ def test_stages_of_zero_agree_to_the_bit_after_several_steps(grid: str) -> None:
     ],
 )
 def test_planted_bugs_are_caught(bug: str, grid: str, zero: int) -> None:
-    """Either the ranks notice themselves (an element saved twice, copies that differ) or the comparison does."""
+    """Either the ranks notice themselves (an element saved twice, copies that differ) or the
+    comparison does.
+    """
     size = GRIDS[grid].world_size
     with pytest.raises((AssertionError, RanksFailed)):
         results = run_distributed(

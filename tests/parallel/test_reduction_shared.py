@@ -18,7 +18,8 @@ from tests.optim.tiny import OPTIM, Prescribed, collected, fill, global_norm, he
 # "table" is used by both stages.
 SHAPES = {"table": (9, 3), "first": (4, 4), "last": (7,)}
 STAGES = {0: ("table", "first"), 3: ("table", "last")}
-# Stage and kind of the passes of a step: whole ones, and halves of which the later ones of either stage are the last.
+# Stage and kind of the passes of a step: whole ones, and halves of which the later ones of either stage are
+# the last.
 WHOLE, INPUT, WEIGHT = Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT
 ORDERS = {
     "first stage done last": ((3, WHOLE), (0, WHOLE), (3, WHOLE), (0, WHOLE)),
@@ -117,6 +118,9 @@ def reductions_of_the_table(world: World, order: str) -> Counter[int]:
 
 @distributed(world=2)
 def test_it_is_reduced_once_in_a_step_even_where_each_pass_reduces() -> None:
-    """Under ZeRO-2, with two micro-batches. With alignment the table has 32 elements, what a stage has alone 16."""
+    """Under ZeRO-2, with two micro-batches.
+
+    With alignment the table has 32 elements, what a stage has alone 16.
+    """
     seen = reductions_of_the_table(here(Grid(data=2)), "last stage done last")
     assert seen == {32: 1, 16: 2 + 2}

@@ -1,4 +1,6 @@
-"""Layouts in bf16 and fp16: rounding differs between them, so each is held against what it costs one process."""
+"""Layouts in bf16 and fp16: rounding differs between them, so each is held against what it costs
+one process.
+"""
 
 import functools
 from dataclasses import replace

@@ -322,7 +322,9 @@ def deferred_gradient_for_a_copy() -> None:
 
 
 def dropout_drawn_anew_in_recompute() -> None:
-    """The mask depends on how often a place was visited, so the second run of a layer drops other elements."""
+    """The mask depends on how often a place was visited, so the second run of a layer drops other
+    elements.
+    """
     drop, visited = layer_module.hidden_dropout, list[tuple[DropoutKeys, int]]()
 
     def counting(x: Tensor, keys: DropoutKeys, site: int, probability: float, stream: Tensor) -> Tensor:

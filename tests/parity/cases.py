@@ -10,8 +10,8 @@ BATCH = 8
 SEQUENCE = 16
 VOCABULARY = 61
 
-# Four layers (a layout has as many as it needs), eight heads, two key/value heads: with four tensor ranks, two of them share a
-# key/value head.
+# Four layers (a layout has as many as it needs), eight heads, two key/value heads: with four tensor ranks,
+# two of them share a key/value head.
 SHAPE = (
     f"--num-layers 4 --hidden-size 32 --num-attention-heads 8 --kv-channels 8 --ffn-hidden-size 48 "
     f"--seq-length {SEQUENCE} --vocab-size {VOCABULARY} --make-vocab-size-divisible-by 16 {REVEALING} "
@@ -55,9 +55,9 @@ MIXTURES = {
 class Layout:
     """`words` are flags of the spread run; `both` are flags that the run on one process gets too.
 
-    `same_cut`: what is computed depends on the micro-batches, so the run on one process has the same ones; otherwise it
-    takes the whole batch at once. `scaled`: the loss is multiplied before backward, as in fp16, and on one process it is not.
-    `fused`: so is its cross entropy, and in chunks.
+    `same_cut`: what is computed depends on the micro-batches, so the run on one process has the same ones;
+    otherwise it takes the whole batch at once. `scaled`: the loss is multiplied before backward, as in fp16,
+    and on one process it is not. `fused`: so is its cross entropy, and in chunks.
     """
 
     name: str
@@ -80,7 +80,8 @@ class Layout:
     def depth(self) -> int:
         """Layers, unless `both` says how many: one for each stage, and two at least.
 
-        Every layer costs its collectives. Stages of several layers, and of different numbers of them, come with FIVE.
+        Every layer costs its collectives. Stages of several layers, and of different numbers of them, come
+        with FIVE.
         """
         doubled = VIRTUAL in self.words or ZBV in self.words or DUALPIPEV in self.words
         return max(2, self.pipeline_ranks * (2 if doubled else 1))
@@ -107,7 +108,10 @@ def _pp(size: int, more: str = "") -> str:
 
 
 def every_second_scaled(layouts: Iterable[Layout]) -> tuple[Layout, ...]:
-    """A scale is no reason for a layout of its own: it must change nothing in any of them. Neither is a fused loss."""
+    """A scale is no reason for a layout of its own: it must change nothing in any of them.
+
+    Neither is a fused loss.
+    """
     return tuple(
         replace(layout, scaled=number % 2 == 1, fused=number // 2 % 2 == 0)
         for number, layout in enumerate(layouts)

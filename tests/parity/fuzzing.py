@@ -50,7 +50,8 @@ class Margins(TorchFunctionMode):
             return
         best = scores.detach().topk(k + 1, dim).values
         chosen, missed = best.select(dim, k - 1), best.select(dim, k)
-        # Where experts have no token more to choose from (0), or come in groups that were not (-inf), none was close.
+        # Where experts have no token more to choose from (0), or come in groups that were not (-inf), none
+        # was close.
         real = chosen.isfinite() & missed.isfinite() & chosen.ne(0)
         if real.any():
             self.closest = min(self.closest, float((chosen - missed)[real].min()))
@@ -67,8 +68,8 @@ def alone_on_a_rank(words: str) -> tuple[Trajectory, float]:
 class Outcome:
     """`refused`: the sentence of the configuration; `failed`: what went wrong; neither: it agrees.
 
-    `share` is the largest gap as a share of what is allowed. `ties`: for every seed with which it was asked in vain, how
-    close the closest choice of experts was.
+    `share` is the largest gap as a share of what is allowed. `ties`: for every seed with which it was asked
+    in vain, how close the closest choice of experts was.
     """
 
     refused: str = ""
@@ -80,9 +81,9 @@ class Outcome:
 def judged(case: Case, bug: str = "", timeout: float = TIMEOUT) -> Outcome:
     """Compares a case with one process.
 
-    Where experts are chosen by scores that are all but equal, two right runs may choose differently, and go different
-    ways from there. So a case that disagrees and has such a choice is asked again with another seed: a mistake would
-    show there too.
+    Where experts are chosen by scores that are all but equal, two right runs may choose differently, and go
+    different ways from there. So a case that disagrees and has such a choice is asked again with another
+    seed: a mistake would show there too.
     """
     try:
         config = case.config()
@@ -135,9 +136,11 @@ def nudged_on_a_rank(words: str, share: float) -> Trajectory:
 
 
 def sensitivity(case: Case) -> float:
-    """How far one process comes from itself by a rounding of its initial weights, as a share of what is allowed.
+    """How far one process comes from itself by a rounding of its initial weights, as a share of what is
+    allowed.
 
-    Where this is far above 1 the model makes so much of so little that no layout can agree, right as it may be.
+    Where this is far above 1 the model makes so much of so little that no layout can agree, right as it may
+    be.
     """
     one, other = (
         run_distributed(nudged_on_a_rank, 1, timeout=TIMEOUT, words=case.reference(), share=share)
@@ -178,7 +181,8 @@ class Tally:
 
 @dataclass(frozen=True)
 class Campaign:
-    """`wanted` cases are run, those refused not counted; `seconds` end it earlier, `only` picks cases by a word."""
+    """`wanted` cases are run, those refused not counted; `seconds` end it earlier, `only` picks cases by a
+    word."""
 
     seed: int
     wanted: int

@@ -1,4 +1,5 @@
-"""How many random cases have been run in all: a line of docs/fuzz.csv for every run, and what docs/parity.md says of it."""
+"""How many random cases have been run in all: a line of docs/fuzz.csv for every run, and what docs/parity.md
+says of it."""
 
 import csv
 from collections.abc import Sequence

@@ -1,4 +1,5 @@
-"""A layout and its reference, as the tests of the net run them; apart from the tests, whose cases take a rank longer to find than to run."""
+"""A layout and its reference, as the tests of the net run them; apart from the tests, whose cases take a rank
+longer to find than to run."""
 
 import functools
 
@@ -9,8 +10,8 @@ from tests.parity.mixtures import MIXTURE_LAYOUTS
 from tests.parity.trajectory import on_a_rank, run
 
 TIMEOUT = 180.0
-# The third step is the first whose gradients have seen what a second update made of the first one's moments, and every planted
-# bug is caught by then. `make parity` takes five.
+# The third step is the first whose gradients have seen what a second update made of the first one's moments,
+# and every planted bug is caught by then. `make parity` takes five.
 SHORT = "--train-iters 3"
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
 MIXTURES_BY_NAME = {layout.name: layout for layout in MIXTURE_LAYOUTS}

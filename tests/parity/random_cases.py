@@ -1,6 +1,7 @@
 """Random models in random layouts: the same seed and number always make the same case.
 
-Values are drawn so that most of them fit together; now and then one is drawn without looking, as a user would.
+Values are drawn so that most of them fit together; now and then one is drawn without looking, as a user
+would.
 """
 
 import math
@@ -117,7 +118,8 @@ def draw(seed: int, number: int) -> Case:
     layers = _layers(dice, axes.pipeline * virtual)
     sequence_parallel = axes.tensor > 1 and (dice.often(0.5) or (experts and not dice.careless()))
     norm, query_key_norms = dice.of(*available("normalization")), dice.often(0.25)
-    # A norm of two channels leaves a sign or an angle, steep where both are small: rounding alone then changes a run.
+    # A norm of two channels leaves a sign or an angle, steep where both are small: rounding alone then
+    # changes a run.
     few_channels = not query_key_norms
     traits = [
         *_shape(dice, axes, layers, exchange, sequence_parallel),
@@ -282,7 +284,8 @@ def _pipeline(dice: Dice, ranks: int, kind: str, virtual: int, layers: int) -> I
 
 
 def _written(dice: Dice, layers: int, stages: int) -> str:
-    """Stages between the ends have a layer at least; the first may have the embedding alone, the last the head."""
+    """Stages between the ends have a layer at least; the first may have the embedding alone, the last the
+    head."""
     counts = [0] + [1] * (stages - 2) + [0]
     for _ in range(layers - sum(counts)):
         counts[dice.number(0, stages - 1)] += 1

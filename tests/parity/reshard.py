@@ -39,10 +39,12 @@ class Continued:
 
 
 def words_of(layout: Layout, family: str) -> str:
-    """Layouts differ in what both runs share (dropout, number of layers); here all have the plain architecture."""
+    """Layouts differ in what both runs share (dropout, number of layers); here all have the plain
+    architecture."""
     longer = f"--train-iters {SAVED_AFTER + AFTERWARDS}"
     words = f"{SHAPE} {(FAMILIES | MIXTURES)[family]} {layout.words} {longer}"
-    # One micro-batch a step: schedules and accumulation are not what is tested here. One schedule needs several.
+    # One micro-batch a step: schedules and accumulation are not what is tested here. One schedule needs
+    # several.
     replicas = resolved(f"{words} --micro-batch-size 1", layout.ranks).config.grid.data
     return f"{words} --micro-batch-size {1 if DUALPIPEV in words else BATCH // replicas}"
 
@@ -110,7 +112,9 @@ class Pair:
 
 
 def resharded_layouts(layouts: Sequence[Layout] = LAYOUTS) -> list[Layout]:
-    """All but those with more stages than the plain architecture has layers, and those of what is not plain."""
+    """All but those with more stages than the plain architecture has layers, and those of what is
+    not plain.
+    """
     return [o for o in layouts if EIGHT not in o.both and NINE not in o.both and not o.same_cut]
 
 

@@ -1,4 +1,6 @@
-"""Layouts whose layers are compiled: the numbers of one eager process, and weight gradients that still wait."""
+"""Layouts whose layers are compiled: the numbers of one eager process, and weight gradients that
+still wait.
+"""
 
 from functools import partial
 
@@ -62,7 +64,8 @@ def test_compiled_layers_compute_what_one_process_does(family: str, words: str, 
 
 
 def waiting_on_a_rank(words: str, split: bool) -> int:
-    """The most numbers that wait for weight gradients in one step; without `split`, compiled as if nothing had to wait."""
+    """The most numbers that wait for weight gradients in one step; without `split`, compiled as if nothing
+    had to wait."""
     without_a_compiler("eager" if split else "aot_eager")
     if not split:
         # Layers whose linear layers do not keep themselves out of the graph.

@@ -108,7 +108,10 @@ def test_mistakes_are_caught(mistake: str) -> None:
 
 @pytest.mark.parametrize("flag", ALL.split())
 def test_a_flag_that_is_left_out_is_seen(flag: str) -> None:
-    """Each by itself. Learned positions: rotary ones are relative, so inside documents it is the same where they begin."""
+    """Each by itself.
+
+    Learned positions: rotary ones are relative, so inside documents it is the same where they begin.
+    """
     others = " ".join(word for word in ALL.split() if word != flag)
     expected = on_one_process(Layout("", 1, "", both=ALL).alone("gpt"))
     assert failures(gaps([on_one_process(Layout("", 1, "", both=others).alone("gpt"))], expected)) != []

@@ -1,4 +1,5 @@
-"""What single families add to a model — stretched positions, windows, single biases — meets every axis: against one process."""
+"""What single families add to a model — stretched positions, windows, single biases — meets every axis:
+against one process."""
 
 from collections.abc import Sequence
 from typing import Any

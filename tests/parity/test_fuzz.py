@@ -1,4 +1,5 @@
-"""Random cases: how they are drawn, judged, made smaller and counted; and a short run of them, always the same ones."""
+"""Random cases: how they are drawn, judged, made smaller and counted; and a short run of them, always the
+same ones."""
 
 import math
 import shlex

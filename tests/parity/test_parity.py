@@ -1,4 +1,5 @@
-"""Layouts against one process: enough of them here for every pair of traits to meet, all of them with all families in `make parity`."""
+"""Layouts against one process: enough of them here for every pair of traits to meet, all of them with all
+families in `make parity`."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -65,7 +66,9 @@ def pairs_of(layout: Layout, family: str) -> list[tuple[str, str]]:
 
 
 def covering(cases: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """As few ranks as can be found quickly that let every pair of traits meet that meets in any of the cases."""
+    """As few ranks as can be found quickly that let every pair of traits meet that meets in any of
+    the cases.
+    """
     pairs = [set(pairs_of(named(*case), case[1])) for case in cases]
     chosen = [number for number, case in enumerate(cases) if case in FIXED]
     missing = set().union(*pairs).difference(*(pairs[number] for number in chosen))

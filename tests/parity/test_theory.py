@@ -1,4 +1,5 @@
-"""What a layout costs, against formulas: collectives of one step, and bytes of weights, gradients and Adam's state."""
+"""What a layout costs, against formulas: collectives of one step, and bytes of weights, gradients and Adam's
+state."""
 
 import itertools
 from collections import Counter
@@ -37,7 +38,8 @@ NAMES = {
 
 
 def count_collectives() -> Counter[str]:
-    """Counts what this process asks of torch.distributed from now on; the check of sizes before a step is left out."""
+    """Counts what this process asks of torch.distributed from now on; the check of sizes before a step is
+    left out."""
     seen: Counter[str] = Counter()
     for name, kind in NAMES.items():
         if hasattr(dist, name):
@@ -99,7 +101,8 @@ def expected(config: RunConfig, rank: int) -> Counter[str]:
         # The two ends of a folded pipeline are on one rank and share one parameter.
         total["all-reduce"] += tied and first != last
         where = config.placement.rank_of
-        # Both ways over every boundary that another rank lies beyond: a folded pipeline turns on its last rank.
+        # Both ways over every boundary that another rank lies beyond: a folded pipeline turns on its last
+        # rank.
         boundaries = [
             pair for pair in itertools.pairwise(where) if at.pipeline in pair and len(set(pair)) > 1
         ]
@@ -137,8 +140,10 @@ def expected(config: RunConfig, rank: int) -> Counter[str]:
 
 
 def sharded(config: RunConfig, parts: list[StagePart]) -> Counter[str]:
-    """ZeRO 3: every layer is gathered in forward and in backward, where its gradients are scattered. What a stage holds
-    beside its layers is gathered once a step."""
+    """ZeRO 3: every layer is gathered in forward and in backward, where its gradients are scattered.
+
+    What a stage holds beside its layers is gathered once a step.
+    """
     layers, beside = sum(len(p.layers) for p in parts), sum(p.embedding or p.head for p in parts)
     micro_batches = config.accumulation
     return Counter(
@@ -302,7 +307,8 @@ def deferred_on_a_rank(words: str) -> int:
     ],
 )
 def test_what_waits_for_weight_gradients(words: str) -> None:
-    """The input and the gradient of the output of every linear layer, for every micro-batch between the halves."""
+    """The input and the gradient of the output of every linear layer, for every micro-batch between the
+    halves."""
     command = f"{SHAPE} {FAMILIES['llama']} --micro-batch-size 1 {words} --pipeline-schedule zero-bubble"
     ranks = 2 if TP not in words else 4
     config = resolved(command, ranks).config

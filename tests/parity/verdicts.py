@@ -1,4 +1,5 @@
-"""Verdicts about compared runs: what fails, the largest gap, and ranks that hold other weights than their peers."""
+"""Verdicts about compared runs: what fails, the largest gap, and ranks that hold other weights than their
+peers."""
 
 from collections.abc import Sequence
 

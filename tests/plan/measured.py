@@ -1,7 +1,7 @@
 """Counts what a rank keeps in one training step: storages that autograd saves, and the optimizer state.
 
-Memory is counted by storage, each once however many tensors lie in it, and from the moment something is kept to the
-moment the last holder lets go. Weights are not counted among activations.
+Memory is counted by storage, each once however many tensors lie in it, and from the moment something is kept
+to the moment the last holder lets go. Weights are not counted among activations.
 """
 
 import dataclasses

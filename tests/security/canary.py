@@ -25,7 +25,10 @@ def pickled(canary: Path) -> bytes:
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
-    """A command as it is typed: exit code, what it says, what it complains of. Anything but a sentence is raised here."""
+    """A command as it is typed: exit code, what it says, what it complains of.
+
+    Anything but a sentence is raised here.
+    """
     code = main([str(word) for word in words])
     told = capsys.readouterr()
     return code, told.out, told.err

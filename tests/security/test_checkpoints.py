@@ -1,4 +1,5 @@
-"""Steps that a stranger made: whatever their manifest says, nothing runs, nothing outside is read, and memory stays bounded."""
+"""Steps that a stranger made: whatever their manifest says, nothing runs, nothing outside is read, and memory
+stays bounded."""
 
 import json
 import os
@@ -153,7 +154,8 @@ def test_pickle_under_the_name_of_tensors_is_not_unpickled(
 def test_pickle_in_a_file_of_torch_is_not_unpickled(
     steps: Path, tmp_path: Path, archived: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A manifest may say that tensors lie in files that torch has written: what is pickled there says where numbers are, no more."""
+    """A manifest may say that tensors lie in files that torch has written: what is pickled there says where
+    numbers are, no more."""
     canary, step = tmp_path / "canary", steps / "step-00000002"
     file = step / "__0_0.distcp"
     file.write_bytes(pickled(canary))

@@ -1,4 +1,5 @@
-"""Settings, data and names of strangers: YAML that would build objects, files that lie about their sizes, names like commands."""
+"""Settings, data and names of strangers: YAML that would build objects, files that lie about their sizes,
+names like commands."""
 
 import json
 import struct

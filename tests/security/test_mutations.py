@@ -1,6 +1,8 @@
-"""Manifests and configurations with one value changed, rightly signed: each is refused with a sentence or loaded within bounds.
+"""Manifests and configurations with one value changed, rightly signed: each is refused with a sentence or
+loaded within bounds.
 
-A seed chooses among some thousand changes; the cases that are named are those that once took gigabytes, or were a traceback.
+A seed chooses among some thousand changes; the cases that are named are those that once took gigabytes, or
+were a traceback.
 """
 
 import json

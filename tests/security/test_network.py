@@ -1,4 +1,5 @@
-"""What arrives from the network is data, from processes of the same job, and nothing listens outside the machine."""
+"""What arrives from the network is data, from processes of the same job, and nothing listens outside the
+machine."""
 
 import contextlib
 import datetime
@@ -182,7 +183,8 @@ def test_a_process_without_the_secret_is_refused() -> None:
 
 
 def impostor(port: int, canary: Path, joins: bool) -> int:
-    """Takes the place of rank 1 and sends a pickle where rank 0 awaits a value; `joins`: rank 0 asks for no secret."""
+    """Takes the place of rank 1 and sends a pickle where rank 0 awaits a value; `joins`: rank 0 asks for no
+    secret."""
     store = dist.TCPStore("127.0.0.1", port, 2, False, datetime.timedelta(seconds=20))  # type: ignore[attr-defined]
     store.get("job")
     store.set("rank/1", "random none")

@@ -1,4 +1,5 @@
-"""The guides' command lines: program, processes, and the words it is given once the shell is through with them."""
+"""The guides' command lines: program, processes, and the words it is given once the shell is through with
+them."""
 
 from dataclasses import dataclass
 

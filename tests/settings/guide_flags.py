@@ -16,7 +16,9 @@ SWITCH = ""
 
 @dataclass(frozen=True)
 class Flag:
-    """`values`: what is written after the flag → what the setting becomes; SWITCH for a flag without a value."""
+    """`values`: what is written after the flag → what the setting becomes; SWITCH for a flag
+    without a value.
+    """
 
     setting: str
     values: dict[str, Any]

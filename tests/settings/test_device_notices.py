@@ -1,4 +1,5 @@
-"""Settings of what GPUs do: on a CPU one line says that they are idle, whether the CPU was asked for or is all there is."""
+"""Settings of what GPUs do: on a CPU one line says that they are idle, whether the CPU was asked for or is
+all there is."""
 
 import pytest
 

@@ -182,7 +182,8 @@ def test_what_a_run_saves_can_be_given_again(tmp_path: Path, entry: EntryPoint, 
     path = tmp_path / "config.yaml"
     path.write_text(config_text(first), encoding="utf-8")
     again = resolve(gather(["--config", str(path)], entry), Facts(2, 2))
-    # Where it came from and where the first run lies are not repeated: the second one gets a folder of its own.
+    # Where it came from and where the first run lies are not repeated: the second one gets a folder of its
+    # own.
     own = dict.fromkeys(("config", "preset", "run_dir", "save", "load"))
     assert again.config.flat() | own == first.config.flat() | own
     assert [n for n in again.notices if not n.startswith("training stops")] == []

@@ -1,4 +1,5 @@
-"""Layouts that cannot be: each is answered with one sentence, its equation filled in, before any process group starts."""
+"""Layouts that cannot be: each is answered with one sentence, its equation filled in, before any process
+group starts."""
 
 import os
 import subprocess

@@ -1,4 +1,5 @@
-"""The two sets of defaults for loss scales (conflict C17), and the names that guides and Megatron have for them."""
+"""The two sets of defaults for loss scales (conflict C17), and the names that guides and Megatron have for
+them."""
 
 import pytest
 

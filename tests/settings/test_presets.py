@@ -67,7 +67,9 @@ def completed(name: str) -> Settings:
 
 
 def parameters(v: Settings, experts_counted: int) -> int:
-    """Weights and biases of a decoder with these settings; `experts_counted` of its experts, if it has any."""
+    """Weights and biases of a decoder with these settings; `experts_counted` of its experts, if it
+    has any.
+    """
     hidden, bias = v.hidden_size, v.add_bias_linear
     attended = v.num_attention_heads * v.kv_channels
     qkv = attended + 2 * v.num_query_groups * v.kv_channels

@@ -1,4 +1,6 @@
-"""Every cross-field rule: one configuration that breaks it, with the whole sentence, and one that does not."""
+"""Every cross-field rule: one configuration that breaks it, with the whole sentence, and one that
+does not.
+"""
 
 import pytest
 
@@ -344,8 +346,9 @@ def test_what_is_missing(rule: str, least: str, sentence: str, help: str) -> Non
 
 
 def test_every_rule_has_a_case() -> None:
-    """Those about experts are in test_moe_rules.py, those about positions in test_model_settings.py, about chats in train/test_sft.py,
-    of the loop in test_loop_settings.py."""
+    """Those about experts are in test_moe_rules.py, those about positions in test_model_settings.py, about
+    chats in train/test_sft.py, of the loop in test_loop_settings.py.
+    """
     elsewhere = {*MOE_RULES, *POSITION_RULES, *SFT_RULES, *LOOP_RULES}
     named = {case[0] for case in CASES} | {case[0] for case in MISSING}
     assert named == set(RULES) - elsewhere

@@ -1,7 +1,7 @@
 """Which settings the source reads, found by a walk over its syntax trees.
 
-A read counts when it can change what a run does: `config.optim.lr`, `self.config.lr` where the class was given an
-`OptimConfig`, `draft.lr` in a derivation. Rules and needs only judge a value and do not count.
+A read counts when it can change what a run does: `config.optim.lr`, `self.config.lr` where the class was
+given an `OptimConfig`, `draft.lr` in a derivation. Rules and needs only judge a value and do not count.
 """
 
 import ast

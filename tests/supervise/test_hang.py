@@ -95,7 +95,9 @@ def test_a_long_load_may_hold_the_interpreter() -> None:
     [{"phase": "saving"}, {"phase": "evaluating"}, {"phase": "building the model"}, {"first_step": 0.0}],
 )
 def test_what_may_take_long_is_left_alone(change: dict[str, object]) -> None:
-    """Saving, evaluating, starting, and the first step, which compiles; a collective's own limit ends them."""
+    """Saving, evaluating, starting, and the first step, which compiles; a collective's own limit
+    ends them.
+    """
     beats = [beat(0), replace(beat(1, waits=False), **change)]
     assert watch_for(300, beats) is None
     assert watch_for(100, beats, HangLimits(20.0, 100.0)) is not None

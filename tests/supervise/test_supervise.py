@@ -1,4 +1,5 @@
-"""Who failed first, and whether the job is started again: processes that are only scripts, and attempts that are only told."""
+"""Who failed first, and whether the job is started again: processes that are only scripts, and attempts that
+are only told."""
 
 import json
 import os

@@ -1,4 +1,5 @@
-"""Batches that are read before they are drawn: the same ones, in the same order, with errors where they belong."""
+"""Batches that are read before they are drawn: the same ones, in the same order, with errors where they
+belong."""
 
 import threading
 import time

@@ -30,7 +30,8 @@ CPU = torch.device("cpu")
 
 
 def steps(folder: Path) -> dict[str, Any]:
-    """By the names of the steps, the sums of their files and the state of the run; settings differ by --async-save alone."""
+    """By the names of the steps, the sums of their files and the state of the run; settings differ by
+    --async-save alone."""
     found = {}
     for step in CheckpointStore(folder / "checkpoints", keep=None).steps():
         manifest = read_manifest(step)
@@ -59,7 +60,9 @@ def here() -> World:
 
 @distributed(world=2)
 def test_two_ranks_save_the_same_in_the_background(tmp_path: Path) -> None:
-    """Updates are many while one rank's copy and writing are slow: what is saved is of its step all the same."""
+    """Updates are many while one rank's copy and writing are slow: what is saved is of its step all
+    the same.
+    """
     words = f"{LLAMA} --tensor-model-parallel-size 2 --train-iters 6 --save-interval 2 --keep-checkpoints 9 --eval-iters 0"
     run_training(resolved(f"{words} --run-dir {tmp_path / 'waits'}", 2), here(), True)
     if dist.get_rank() == 1:

@@ -1,4 +1,5 @@
-"""Training with a batch that changes: the same numbers in every layout, resuming in the middle, and refusals before the first step."""
+"""Training with a batch that changes: the same numbers in every layout, resuming in the middle, and refusals
+before the first step."""
 
 import json
 import shutil
@@ -252,7 +253,8 @@ def test_only_a_schedule_that_acts_is_told_of(tmp_path: Path, style: str, notes:
 
 
 def test_a_weight_decay_that_changes_acts(tmp_path: Path) -> None:
-    """That of the step, not the configured one: from 0.4 to 0.4 it is 0.4, and from 0.1 to 0.4 something else."""
+    """That of the step, not the configured one: from 0.4 to 0.4 it is 0.4, and from 0.1 to 0.4 something
+    else."""
     least = f"{LLAMA} --train-iters 3 --global-batch-size 4 --save-interval 3 --lr-decay-style constant"
     for name, words in (
         ("constant", "--weight-decay 0.4"),

@@ -1,4 +1,6 @@
-"""The order of samples over a whole run: several corpora and ranks, interrupted, made longer, kept in files."""
+"""The order of samples over a whole run: several corpora and ranks, interrupted, made longer, kept
+in files.
+"""
 
 import json
 from pathlib import Path
@@ -29,7 +31,10 @@ RUN = f"{LLAMA} --train-iters 6 --save-interval 2 --eval-interval 3 --eval-iters
 
 
 def write_corpora(folder: Path) -> str:
-    """Two corpora of other tokens; the words of a blend of them. Six steps need three epochs of the second."""
+    """Two corpora of other tokens; the words of a blend of them.
+
+    Six steps need three epochs of the second.
+    """
     draw = np.random.default_rng(0)
     for name, count, low in (("a", 60, 0), ("b", 9, 30)):
         with IndexedDatasetWriter(folder / name, "uint16") as writer:
@@ -137,7 +142,8 @@ def write_constant(prefix: Path, token: int) -> None:
 
 
 def test_other_tokens_under_the_same_index_are_noticed(tmp_path: Path) -> None:
-    """The index and every size stay as they were; only the checksums that lie beside the tokens tell, and nothing else is read."""
+    """The index and every size stay as they were; only the checksums that lie beside the tokens tell, and
+    nothing else is read."""
     prefix, words = tmp_path / "c", f"--data-path {tmp_path / 'c'} --split 1"
     write_constant(prefix, 5)
     index = Path(f"{prefix}.idx").read_bytes()
@@ -148,7 +154,8 @@ def test_other_tokens_under_the_same_index_are_noticed(tmp_path: Path) -> None:
         UserError, match=r"c\.bin holds other tokens: the checksum of its checksums was \w+, is"
     ):
         run(tmp_path / "r", f"{words} --train-iters 3")
-    # Without a sidecar nobody knows; the checksum that was known is kept, and compared when there is one again.
+    # Without a sidecar nobody knows; the checksum that was known is kept, and compared when there is one
+    # again.
     sidecar = Path(f"{prefix}.meta")
     kept = sidecar.read_bytes()
     sidecar.unlink()

@@ -1,4 +1,5 @@
-"""Room for checkpoints: what is needed is what is written, and what cannot fit is refused before the first step."""
+"""Room for checkpoints: what is needed is what is written, and what cannot fit is refused before the first
+step."""
 
 import math
 from pathlib import Path

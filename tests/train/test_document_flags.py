@@ -1,4 +1,5 @@
-"""What the flags about the ends of documents do to the samples of a run, and where the id of an end comes from."""
+"""What the flags about the ends of documents do to the samples of a run, and where the id of an end comes
+from."""
 
 import itertools
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""Evaluation: during training, after it and instead of it; what is read, what is printed, what is recorded."""
+"""Evaluation: during training, after it and instead of it; what is read, what is printed, what is
+recorded.
+"""
 
 import json
 import math

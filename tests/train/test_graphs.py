@@ -27,12 +27,14 @@ from tests.support import resolved
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 DROPOUT = "--hidden-dropout 0.2 --attention-dropout 0 --micro-batch-size 2"
-# Micro-batches of the steps: one, two and more of them use other graphs, and the number changes as batches grow.
+# Micro-batches of the steps: one, two and more of them use other graphs, and the number changes as batches
+# grow.
 COUNTS = (1, 1, 3, 3, 2, 4, 1)
 
 
 class Rehearsed:
-    """Does on a CPU what a graph does: the work runs on the same memory again, and what it reads is what lies there by then."""
+    """Does on a CPU what a graph does: the work runs on the same memory again, and what it reads is what lies
+    there by then."""
 
     def __init__(self, optimizer: Optimizer, breaks: bool = False) -> None:
         self.optimizer, self.breaks = optimizer, breaks
@@ -127,7 +129,8 @@ def same(one: Run, other: Run, counts: tuple[int, ...] = COUNTS) -> bool:
 def test_replayed_steps_have_the_same_bits(words: str, graphs_of: int) -> None:
     recorded = Run(words, recorded=True)
     assert same(Run(words), recorded)
-    # All but the first time that a step finds none, one or several gradients; sums in fp32 need no graph for a second one.
+    # All but the first time that a step finds none, one or several gradients; sums in fp32 need no graph for
+    # a second one.
     assert recorded.recorder.graphs == graphs_of and recorded.recorder.replays == sum(COUNTS) - graphs_of
 
 
@@ -191,7 +194,8 @@ def test_a_batch_of_another_shape_runs_as_it_is() -> None:
     assert run.recorder.replays == 1 and all(map(torch.equal, run.weights(), plain.weights()))
 
 
-# Of steps with two micro-batches, what is unusual about one: a micro-batch is shorter than others, or numbers are none.
+# Of steps with two micro-batches, what is unusual about one: a micro-batch is shorter than others, or numbers
+# are none.
 EVENTS = ("", "", "", "first short", "", "second short", "", "nan", "", "inf", "")
 SOUND_SIZES = tuple(event for event in EVENTS if "short" not in event)
 
@@ -388,7 +392,8 @@ def test_graphs_on_the_gpu_have_the_same_bits(words: str) -> None:
         ("--fp16 --compile off", EVENTS),
         ("--compile off --no-fused-update --no-cross-entropy-loss-fusion", EVENTS),
         ("--bf16 --compile off --fp8 hybrid", EVENTS),
-        # A compiler may take another size for a reason to make kernels of any size, which need not have the bits of those that are recorded.
+        # A compiler may take another size for a reason to make kernels of any size, which need not have the
+        # bits of those that are recorded.
         ("--bf16 --compile on", SOUND_SIZES),
     ],
 )

@@ -1,4 +1,5 @@
-"""Numbers that are none: found before the update, computed again, and followed to where they begin; spikes and skipped steps."""
+"""Numbers that are none: found before the update, computed again, and followed to where they begin; spikes
+and skipped steps."""
 
 import json
 import math

@@ -1,4 +1,5 @@
-"""Training that begins with weights from elsewhere: a Hugging Face folder, another run's checkpoints, an import."""
+"""Training that begins with weights from elsewhere: a Hugging Face folder, another run's checkpoints, an
+import."""
 
 import json
 import os
@@ -194,7 +195,8 @@ def test_what_contradicts_the_folder_is_refused_with_both_values(
 def test_words_that_say_the_same_are_no_contradiction(models: dict[str, Path], tmp_path: Path) -> None:
     same = "--group-query-attention --num-query-groups 2 --swiglu --use-rotary-position-embeddings --moe-router-topk 3"
     assert prepared(tmp_path, f"--load {models['qwen2']} --train-iters 2 {same}").config.model.num_layers == 2
-    # A folder says nothing of layers of the user's own; whether they have its tensors shows when they are filled.
+    # A folder says nothing of layers of the user's own; whether they have its tensors shows when they are
+    # filled.
     prepared(tmp_path, f"--load {models['qwen2']} --train-iters 2 --spec mine layers")
     every = "--moe-layer-freq [1]*2 --ffn-hidden-size 99"
     prepared(tmp_path, f"--load {models['qwen3_moe']} --train-iters 2 {every}")
@@ -348,7 +350,9 @@ def test_without_the_optimizer_a_run_goes_on_with_new_moments(
 def test_weights_alone_in_half_precision_are_a_beginning_too(
     base: Path, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """As an import makes them: no optimizer, the type of the source, files of Hugging Face beside the steps."""
+    """As an import makes them: no optimizer, the type of the source, files of Hugging Face beside
+    the steps.
+    """
     halves = {name: values.bfloat16() for name, values in weights(base).items()}
     own = tmp_path / "a" / "checkpoints"
     fragments = [Fragment(f"weights/{n}", tuple(t.shape), (0,) * t.dim(), t) for n, t in halves.items()]

@@ -1,4 +1,5 @@
-"""Which step is loaded, whether there must be one, with which layout, and what a checkpoint of another model is told."""
+"""Which step is loaded, whether there must be one, with which layout, and what a checkpoint of another model
+is told."""
 
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-"""A run whose folder is taken from it stops before it writes; files that are deleted under it are made again, with a line."""
+"""A run whose folder is taken from it stops before it writes; files that are deleted under it are made again,
+with a line."""
 
 import json
 import shutil

@@ -1,4 +1,6 @@
-"""A run with experts from beginning to end: resume, other numbers of ranks, text from it, and what it writes."""
+"""A run with experts from beginning to end: resume, other numbers of ranks, text from it, and what
+it writes.
+"""
 
 import itertools
 import json

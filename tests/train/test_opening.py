@@ -1,4 +1,5 @@
-"""What a start does to the folders it is given: only what a run made is moved, and each folder has one writer."""
+"""What a start does to the folders it is given: only what a run made is moved, and each folder has one
+writer."""
 
 import contextlib
 import json

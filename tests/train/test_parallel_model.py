@@ -24,7 +24,8 @@ def built(words: str) -> ParallelModel:
 
 
 def ends_on_a_rank(words: str) -> dict[int, tuple[bool, bool, int]]:
-    """For each stage of this rank: whether it has the embedding, whether it makes losses, how many layers it has."""
+    """For each stage of this rank: whether it has the embedding, whether it makes losses, how many layers it
+    has."""
     model = built(words)
     return {
         number: (stage.embedding is not None, stage.final_norm is not None, len(stage.layers))
@@ -71,7 +72,9 @@ def test_a_folded_pipeline_holds_a_tied_embedding_once(untied: bool) -> None:
 
 
 def kept_on_a_rank(words: str) -> int:
-    """Bytes of activations that autograd keeps for the backward of one micro-batch; weights are not counted."""
+    """Bytes of activations that autograd keeps for the backward of one micro-batch; weights are not
+    counted.
+    """
     model = built(words)
     (batch,) = model.local_tokens([next(micro_batches(model.config, model.world, 0))])
     weights = {p.untyped_storage().data_ptr() for p in model.stages[0].parameters()}

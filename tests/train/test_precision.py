@@ -1,4 +1,6 @@
-"""Half precision through whole runs: steps that overflow change nothing, and a run resumes to the last bit."""
+"""Half precision through whole runs: steps that overflow change nothing, and a run resumes to the
+last bit.
+"""
 
 import itertools
 import json

@@ -1,4 +1,5 @@
-"""Layers of the user's own, from the example of the documents: every layout, checkpoints, and what is said about mistakes."""
+"""Layers of the user's own, from the example of the documents: every layout, checkpoints, and what is said
+about mistakes."""
 
 import json
 import os
@@ -33,7 +34,9 @@ LAYOUT = (
 
 
 def example(folder: Path, name: str, *changes: tuple[str, str]) -> str:
-    """Writes the example's module under a name of its own (modules are imported once); the words that use it."""
+    """Writes the example's module under a name of its own (modules are imported once); the words
+    that use it.
+    """
     found = re.search(r"```python\n# my_layers.py\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
     assert found is not None
     text = found[1]

@@ -1,4 +1,5 @@
-"""Texts from a Hugging Face folder, by one process or by one of several ranks. (Ranks need not import `transformers`.)"""
+"""Texts from a Hugging Face folder, by one process or by one of several ranks. (Ranks need not import
+`transformers`.)"""
 
 from collections.abc import Sequence
 from pathlib import Path

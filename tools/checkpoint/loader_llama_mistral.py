@@ -1,4 +1,5 @@
-"""The loader `llama_mistral` of convert.py: the models that `--model-size` may name, and what they are in config.json."""
+"""The loader `llama_mistral` of convert.py: the models that `--model-size` may name, and what they are in
+config.json."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,5 @@
-# The `pretrain` that guide 004 prints in section 4, as a program of its own. Its tensor of the start time is on the CPU here.
+# The `pretrain` that guide 004 prints in section 4, as a program of its own. Its tensor of the start time is
+# on the CPU here.
 import time
 
 import guide_pretrain

@@ -1,4 +1,5 @@
-# The functions of guide 004 (sections 2.2 to 2.6), with the imports they need and the parts it leaves out ("...").
+# The functions of guide 004 (sections 2.2 to 2.6), with the imports they need and the parts it leaves out
+# ("...").
 from functools import partial
 
 import torch
@@ -86,7 +87,8 @@ def loss_func(loss_mask: torch.Tensor, output_tensor: torch.Tensor):
     losses = output_tensor.float()
     loss_mask = loss_mask.view(-1).float()
     total_tokens = loss_mask.sum()
-    # The guide stacks nothing here and then asks for a second number, which is an error in it: the number of tokens.
+    # The guide stacks nothing here and then asks for a second number, which is an error in it: the number of
+    # tokens.
     loss = torch.cat([torch.sum(losses.view(-1) * loss_mask).view(1), total_tokens.view(1)])
 
     torch.distributed.all_reduce(loss, group=mpu.get_data_parallel_group())
