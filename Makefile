@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 # Largest number of test processes; one per core by default. To debug: ARGS="-n 0 --pdb".
 WORKERS ?= 4
-# Extra words for pip, e.g. PIP_ARGS="--extra-index-url URL-OF-A-CUDA-BUILD" (see README, "Set-up").
+# Extra words for pip, e.g. PIP_ARGS="--extra-index-url URL-OF-A-CUDA-BUILD" (see docs/use/train.md).
 PIP_ARGS ?=
 # How many cases `make fuzz` runs.
 N ?= 500

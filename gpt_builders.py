@@ -26,7 +26,7 @@ def gpt_builder(
     config: TransformerConfig | None = None,
     pg_collection: ProcessGroups | None = None,
 ) -> GPTModel:
-    """A model of the given architecture; `args` is `get_args()`, or a resolved configuration."""
+    """Builds a model of the given architecture; `args` is `get_args()` or a resolved configuration."""
     args = arguments(args) if isinstance(args, RunConfig) else args
     if config is None:
         config = core_transformer_config_from_args(args)
@@ -50,8 +50,9 @@ def gpt_builder(
 def _spec(
     args: SimpleNamespace, config: TransformerConfig, vp_stage: int | None
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """Experts may be in some layers only, so such a model has a spec for each; otherwise one stands
-    for all.
+    """Returns one spec for all layers, or a spec per layer if there are experts.
+
+    Experts may be in some of the layers only.
     """
     use_te = args.transformer_impl == "transformer_engine"
     if args.num_experts:

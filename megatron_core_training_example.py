@@ -1,4 +1,4 @@
-"""The self-contained training example: synthetic data, one process or torchrun."""
+"""Self-contained training example: synthetic data, in one process or with torchrun."""
 
 from pentatron.cli.main import run_entry
 from pentatron.settings.entry_points import EXAMPLE

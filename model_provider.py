@@ -1,4 +1,4 @@
-"""The entry to model building: calls the builder it is given."""
+"""Model provider of the training scripts: calls the given model builder."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,10 +17,12 @@ def model_provider(
     config: Any = None,
     pg_collection: Any = None,
 ) -> Any:
-    """Builds the model, or a stage of it, of the run under way; of a resolved configuration (`config`),
-    without any run."""
+    """Builds the model of the current run, or a pipeline stage of it.
+
+    If `config` is a resolved configuration, it is built from that, without any run.
+    """
     if isinstance(model_builder, bool):
-        # The older form has no builder in front: model_provider(pre_process, post_process).
+        # The older form has no builder as its first argument: model_provider(pre_process, post_process).
         return model_provider(gpt_builder, model_builder, pre_process, vp_stage, config, pg_collection)
     args: Any = arguments(config) if isinstance(config, RunConfig) else get_args()
     return model_builder(

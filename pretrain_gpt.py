@@ -1,5 +1,7 @@
-"""GPT pretraining with Megatron's flags, and the example of its API: change any of the functions below to
-your own."""
+"""Pretrains GPT with Megatron-LM's flags, and is the example of its API.
+
+Any of the functions below can be replaced by your own.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -26,9 +28,9 @@ if __name__ == "__main__":
 
 
 def get_batch(data_iterator: Iterator[dict[str, Tensor]]) -> tuple[Tensor | None, ...]:
-    """The next micro-batch: tokens, labels, loss_mask, attention_mask, position_ids.
+    """Returns the next micro-batch: tokens, labels, loss_mask, attention_mask, position_ids.
 
-    Inner pipeline stages need none.
+    Inner pipeline stages get None for each.
     """
     if not mpu.is_pipeline_first_stage() and not mpu.is_pipeline_last_stage():
         return None, None, None, None, None
@@ -37,8 +39,10 @@ def get_batch(data_iterator: Iterator[dict[str, Tensor]]) -> tuple[Tensor | None
 
 
 def loss_func(loss_mask: Tensor, output_tensor: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The summed loss of this rank's tokens and their number; for the report, both summed over data-parallel
-    ranks."""
+    """Returns the summed loss of this rank's tokens, their number, and a report for the log.
+
+    The report has both summed over the data-parallel ranks.
+    """
     losses = output_tensor.view(-1).float()
     loss_mask = loss_mask.view(-1).float()
     loss = torch.sum(losses * loss_mask)
@@ -51,7 +55,7 @@ def loss_func(loss_mask: Tensor, output_tensor: Tensor) -> tuple[Tensor, Tensor,
 def forward_step(
     data_iterator: Iterator[dict[str, Tensor]], model: GPTModel
 ) -> tuple[Tensor, Callable[[Tensor], Any]]:
-    """What the model makes of a micro-batch, and the function that makes a loss of it."""
+    """Returns the model's output for a micro-batch, and the function that makes a loss of it."""
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     tokens, labels, loss_mask, attention_mask, position_ids = get_batch(data_iterator)
@@ -61,7 +65,7 @@ def forward_step(
 
 
 def is_dataset_built_on_rank() -> bool:
-    """Every rank reads what it computes."""
+    """Returns True: every rank builds its datasets."""
     return True
 
 

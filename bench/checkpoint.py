@@ -1,13 +1,15 @@
 """Measures saving and loading a checkpoint against the disk and against torch.distributed.checkpoint.
 
-One state, weights and two moments of a Llama-like model in fp32 as two tensor-parallel ranks would hold it,
-is saved and loaded in turns, in a temporary folder. The disk of the machine is what varies most: many take
-the first GB several times as fast as what follows, and are that fast again after a rest. So before every
-write that is timed as many bytes are written without a clock, and every round measures every way, in an order
-of its own. Even so some writes take four times as long as others, whoever makes them; ratios are those of the
-fastest round of each way, in which the disk hides least of what the processor does. The spread is that of
-single rounds. One line, for information, has what the disk does at first: one way in each round, before
-anything else is written. Reads are cold: what was written is flushed, and the system forgets it.
+The state is the fp32 weights and two moments of a Llama-like model. Every round saves and loads it in every
+way, in an order that differs from round to round, in a temporary folder. A load reads into one process what
+two tensor-parallel ranks would have written.
+
+The speed of the disk varies most: many disks write the first GB several times as fast as later ones, and
+recover after a rest. An untimed write of the same size therefore precedes every timed write. Some writes
+still take four times as long as others, in every way. Ratios therefore compare the fastest round of each way,
+in which the disk hides the least of the processor's work; the spread is that of single rounds. One line
+shows, for information, the rate of the first write of a round, with one way per round. Reads are cold:
+written files are flushed and dropped from the page cache first.
 
     python bench/checkpoint.py --gigabytes 0.4 --repeats 20
 """
@@ -46,7 +48,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ALONE = Group(0, 1)
 KINDS = ("weights", "exp_avg", "exp_avg_sq")
 WIDTH, FEED_FORWARD = 1024, 2816
-# The figures that are asked for: the least share, or the largest.
+# Goal and meaning of each ratio: a minimum, or a maximum for AT_MOST.
 GOALS = {
     "save": (0.70, "a save, of a plain write with fsync"),
     "hash": (0.10, "sums while writing, of the same writing without them, at most"),
@@ -56,8 +58,8 @@ GOALS = {
     "dcp load": (1.00, "a cold load by torch.distributed.checkpoint, in times of ours"),
 }
 AT_MOST = ("hash", "stall")
-# Seconds that are no time of all the bytes; and the mark of what was measured before the disk had anything to
-# do.
+# NO_RATES: seconds that are not the time of a transfer of all bytes. RESTED: suffix of the first write of a
+# round, before which the disk had a rest.
 NO_RATES, RESTED = ("held", "slower"), " (rested)"
 
 
@@ -77,22 +79,21 @@ def shapes(layers: int) -> dict[str, Shape]:
 
 
 def make_state(total: float) -> dict[str, Tensor]:
-    """About that many bytes."""
+    """Returns named fp32 tensors of at least `total` bytes together."""
     layers, noise = 1, torch.randn(4 * 2**20)
     while 4 * len(KINDS) * sum(torch.Size(s).numel() for s in shapes(layers).values()) < total:
         layers += 1
     state = {}
     for name, shape in shapes(layers).items():
         for kind in KINDS:
-            # The same noise again and again: a disk does not mind, and drawing takes longer than writing.
+            # One block of noise is repeated: drawing random numbers takes longer than writing them.
             values = noise.repeat(-(-torch.Size(shape).numel() // len(noise)))[: torch.Size(shape).numel()]
             state[f"{kind}/{name}"] = values.view(shape).clone()
     return state
 
 
 def halves(state: dict[str, Tensor], rank: int) -> list[Fragment]:
-    """What one of two tensor-parallel ranks holds: rows or columns of matrices; the second one has no
-    vectors."""
+    """Returns the fragments of one of two tensor-parallel ranks: rows or columns; vectors on rank 0 only."""
     found = []
     for name, values in state.items():
         if values.dim() == 1:
@@ -110,7 +111,7 @@ def halves(state: dict[str, Tensor], rank: int) -> list[Fragment]:
 
 
 def forget(folder: Path) -> None:
-    """Writes out what is in memory of these files, and makes the system forget it."""
+    """Flushes the files of `folder` to disk and drops them from the page cache."""
     for path in folder.rglob("*"):
         if path.is_file():
             descriptor = os.open(path, os.O_RDONLY)
@@ -126,7 +127,7 @@ def timed(action: Callable[[], Any]) -> float:
 
 
 def plain_write(folder: Path, state: dict[str, Tensor], again: bool = False) -> None:
-    """`again`: over what a call before has written, if there was one."""
+    """Writes the state into one file with fsync; `again` allows overwriting the file of an earlier call."""
     folder.mkdir(exist_ok=again)
     path = folder / "plain"
     with path.open("r+b" if path.exists() else "xb", buffering=0) as file:
@@ -153,7 +154,7 @@ def save(folder: Path, fragments: list[Fragment]) -> Path:
 
 
 def write_one_file(folder: Path, state: dict[str, Tensor], hashed: bool) -> None:
-    """A rank's file as a save writes it, with its sums or without, and nothing around it."""
+    """Writes the file of a rank as a save does, with or without checksums, and nothing else of a save."""
     folder.mkdir()
     outlines = {name: TensorSpec(values.dtype, tuple(values.shape)) for name, values in state.items()}
 
@@ -164,7 +165,7 @@ def write_one_file(folder: Path, state: dict[str, Tensor], hashed: bool) -> None
 
 
 def save_as_two(folder: Path, state: dict[str, Tensor]) -> tuple[Path, Manifest]:
-    """The step of two tensor-parallel ranks, written by one process, one after the other."""
+    """Writes the step of two tensor-parallel ranks from one process, rank after rank."""
     store = CheckpointStore(folder, keep=None)
     temporary = store.temporary(1)
     temporary.mkdir(parents=True)
@@ -174,13 +175,13 @@ def save_as_two(folder: Path, state: dict[str, Tensor]) -> tuple[Path, Manifest]
 
 
 def load_whole(step: Path, manifest: Manifest, into: dict[str, Tensor]) -> None:
-    """As one process that goes on from what two have saved: sums compared, then everything read."""
+    """Verifies the checksums of a step of two ranks, then loads all of it into this process."""
     verify_files(step, manifest)
     load_fragments(step, manifest, whole(into))
 
 
 class Training:
-    """Steps of a fixed amount of computation, after each of which all of the state changes."""
+    """Steps with a fixed amount of computation, after each of which the whole state changes."""
 
     def __init__(self, state: dict[str, Tensor], seconds: float) -> None:
         self.state = list(state.values())
@@ -202,12 +203,12 @@ Ways = dict[str, Callable[[], Any]]
 
 
 def in_some_order(ways: Ways, number: int) -> list[tuple[str, Callable[[], Any]]]:
-    """Another order in every round, the same in every run: no way always follows the same one."""
+    """Shuffles the ways by round number, reproducibly, so that no way always follows the same one."""
     return random.Random(number).sample(list(ways.items()), len(ways))
 
 
 class Bench:
-    """One state, saved and loaded in turns."""
+    """Saves and loads one state in every way, round by round."""
 
     def __init__(self, state: dict[str, Tensor], folder: Path, seconds: float) -> None:
         self.state, self.folder = state, folder
@@ -217,7 +218,7 @@ class Bench:
         self.training = Training(state, seconds)
 
     def ways_to_write(self) -> Ways:
-        """Each into a folder of its own name."""
+        """Returns the ways to write; each writes into a folder named after it."""
         return {
             "write": lambda: plain_write(self.folder / "write", self.state),
             "save": lambda: save(self.folder / "save", whole(self.state)),
@@ -229,8 +230,11 @@ class Bench:
         }
 
     def rested(self, number: int) -> dict[str, float]:
-        """One way, each in its turn, when all before it was read: what the disk takes fast is there again, in
-        part at least."""
+        """Times one way as the first write of a round; the way changes from round to round.
+
+        Since the last write the disk was only read, so it has recovered its initial write speed, at least in
+        part.
+        """
         name, way = list(self.ways_to_write().items())[number % len(self.ways_to_write())]
         found = timed(way)
         shutil.rmtree(self.folder / name)
@@ -239,7 +243,7 @@ class Bench:
     def saves(self, number: int) -> dict[str, float]:
         found = {}
         for name, way in in_some_order(self.ways_to_write(), number):
-            # Spends what the disk takes faster than it can go on.
+            # Uses up the bytes that the disk writes faster than it can sustain.
             plain_write(self.folder / "drained", self.state, again=True)
             found[name] = timed(way)
         for name in ("save", "sums", "no sums", "drained"):
@@ -247,8 +251,7 @@ class Bench:
         return {name: found[name] for name in self.ways_to_write()}
 
     def background(self, step: int) -> dict[str, float]:
-        """Seconds that a save in the background holds training up, and those by which it makes computing
-        slower."""
+        """Returns the seconds that an async save blocks training and slows computation beside it."""
         alone = timed(self.training.compute)
         held = timed(lambda: self.saver.begin(step, whole(self.state), [], {}, {}, {}))
         beside = timed(self.training.compute)
@@ -286,7 +289,7 @@ class Bench:
                 **self.background(number + 1),
                 **self.loads(number),
             }
-            # In the first round buffers are new, and libraries are loaded.
+            # The first round allocates buffers and loads libraries, so it does not count.
             if number:
                 print(" ".join(f"{name} {value:.2f}" for name, value in found.items()), "s", flush=True)
                 yield found
@@ -308,7 +311,7 @@ def report(measured: list[dict[str, float]], total: int) -> tuple[list[str], boo
     names = dict.fromkeys(name for found in measured for name in found)
     every = {name: [found[name] for found in measured if name in found] for name in names}
     seconds = {name: statistics.median(values) for name, values in every.items()}
-    # What holds training up is no matter of a good moment.
+    # The time that training is blocked is judged by its median, not by its fastest round.
     fastest = {name: min(values) for name, values in every.items()} | {"held": seconds["held"]}
     rates = {name: f"{total / 1e9 / value:.2f}" for name, value in seconds.items() if name not in NO_RATES}
     lasting = ", ".join(f"{name} {rate}" for name, rate in rates.items() if not name.endswith(RESTED))
@@ -342,11 +345,13 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--gigabytes", type=float, default=0.4)
-    parser.add_argument("--repeats", type=int, default=20, help="rounds")
+    parser.add_argument("--repeats", type=int, default=20, help="timed rounds")
     parser.add_argument(
-        "--step-seconds", type=float, default=0.3, help="how long a step of training computes"
+        "--step-seconds", type=float, default=0.3, help="seconds of computation in a training step"
     )
-    parser.add_argument("--folder", type=Path, help="where to write (the system's temporary folder)")
+    parser.add_argument(
+        "--folder", type=Path, help="folder to write into (default: the system's temporary folder)"
+    )
     parser.add_argument("--write", action="store_true", help="add the figures to docs/LOG.md")
     words = parser.parse_args()
     warnings.filterwarnings("ignore", category=UserWarning)

@@ -2,10 +2,9 @@
 
     python bench/compile_split.py [--width 128] [--tokens 256] [--backend inductor]
 
-A layer of norm, two matrices and an activation, forward and backward, in six ways in one run. Says for each
-how long it takes against the plain eager one, into how many graphs it was cut, and whether its weight
-gradients still wait for the second
-half.
+Runs forward and backward of a layer of norm, two matrices and an activation in six ways. Prints for each way
+its time relative to plain eager, the number of graphs and graph breaks, and how many weight gradients are
+deferred to the second half of backward.
 """
 
 import argparse
@@ -42,10 +41,10 @@ class Layer(nn.Module):
 
 
 def custom_operator(deferred: DeferredGradients) -> Multiply:
-    """The product as an operator that the compiler does not look into; its backward is a second one, which
-    has the queue.
+    """Wraps the product in a custom operator, which torch.compile does not trace.
 
-    An operator sees tensors, not parameters, so weights are found again by where they lie.
+    Its backward is a second custom operator, which defers weight gradients to the queue. Operators receive
+    tensors, not parameters, so the parameter is looked up by `data_ptr`.
     """
     weights: dict[int, nn.Parameter] = {}
 
@@ -62,7 +61,7 @@ def custom_operator(deferred: DeferredGradients) -> Multiply:
         parameter = weights.get(weight.data_ptr(), nn.Parameter(weight))
         made = Product(parameter, outer_products, gradient, x)
         later = weight.data_ptr() in weights and deferred.take(made)
-        # Something must stand for the gradient that is not there: a graph has no room for none.
+        # Zeros stand for a deferred gradient: an operator in a graph cannot return None.
         return gradient @ weight, torch.zeros_like(weight) if later else outer_products(gradient, x)
 
     @input_gradient.register_fake
@@ -104,7 +103,7 @@ def ways(backend: str) -> dict[str, tuple[Multiply, DeferredGradients, Callable[
 
 
 def halves(run: nn.Module, x: Tensor, queue: DeferredGradients) -> int:
-    """One forward and both halves of its backward; how many weight gradients waited between them."""
+    """Runs one forward and both halves of backward; returns the number of deferred weight gradients."""
     made = run(x)
     with queue.collect((0, 0)):
         made.backward(torch.ones_like(made))

@@ -1,8 +1,8 @@
 """Measures import and export against a plain copy of the same folder.
 
-Makes a Llama-like model of random bf16 weights in a temporary folder, then measures, one after the other: a
-copy of its files, each flushed to disk; `pentatron import`; `pentatron export`. Each runs in a process of its
-own, whose anonymous memory is sampled. The folder's files are in the page cache for all three.
+Makes a Llama-like model of random bf16 weights in a temporary folder. Then measures in turns a copy of its
+files with fsync, `pentatron import`, and `pentatron export`. Each runs in its own process, whose anonymous
+memory is sampled. The files are in the page cache for all three.
 
     python bench/convert.py --gigabytes 2.5 --repeats 3
 """
@@ -63,8 +63,7 @@ LEAST_SHARE = 0.5
 
 @dataclass(frozen=True)
 class Measured:
-    """The seconds of the fastest and of the middle run, bytes per second of the latter, and the most memory
-    of any."""
+    """Minimum and median seconds, bytes per second of the median, and peak anonymous memory of all runs."""
 
     best_seconds: float
     seconds: float
@@ -73,7 +72,7 @@ class Measured:
 
 
 def make_model(folder: Path, wanted: float) -> tuple[int, int]:
-    """A folder of about that many bytes; its bytes, and those of the largest tensor."""
+    """Writes a model folder of at least `wanted` bytes; returns its bytes and those of its largest tensor."""
     layers = 1
     while True:
         description = {**SHAPE, "num_hidden_layers": layers}
@@ -88,8 +87,7 @@ def make_model(folder: Path, wanted: float) -> tuple[int, int]:
     (folder / "config.json").write_text(json.dumps(description))
     groups = list(split_into_files(outlines, SHARD_BYTES))
     names = [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
-    # Random once: a disk does not mind the same block again, and making numbers takes longer than writing
-    # them.
+    # One block of random numbers is repeated: drawing them takes longer than writing them.
     values = torch.randn(BLOCK_BYTES // 2).bfloat16()
 
     def block(_: str, start: Shape, size: Shape) -> Tensor:
@@ -103,7 +101,7 @@ def make_model(folder: Path, wanted: float) -> tuple[int, int]:
 
 
 def run(command: list[str]) -> tuple[float, int]:
-    """Seconds, and the most anonymous memory seen."""
+    """Runs a command; returns its seconds and its peak anonymous memory."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     start, most = time.perf_counter(), 0
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
@@ -124,8 +122,10 @@ def anonymous(pid: int) -> int:
 
 
 def measure(total: int, folder: Path, repeats: int) -> dict[str, Measured]:
-    """The ways take turns, with a copy before and after each: a disk may be several times slower after some
-    GB than before."""
+    """Runs the commands in turns, with a copy before and after each.
+
+    A disk may be several times slower after some GB than before.
+    """
     pentatron = [sys.executable, "-m", "pentatron"]
     source, made = folder / "theirs", {way: folder / way for way in ("copy", "import", "export")}
     commands = {
@@ -156,14 +156,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--gigabytes", type=float, default=2.5, metavar="N", help="minimum size of the model")
     parser.add_argument(
-        "--gigabytes", type=float, default=2.5, metavar="N", help="size of the model, at least"
+        "--repeats", type=int, default=3, metavar="N", help="number of runs; the median counts"
     )
     parser.add_argument(
-        "--repeats", type=int, default=3, metavar="N", help="runs, of which the median counts"
-    )
-    parser.add_argument(
-        "--folder", type=Path, help="where to work; a temporary folder is made there, and removed"
+        "--folder", type=Path, help="parent of the temporary folder, which is removed at the end"
     )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as temporary:

@@ -1,13 +1,14 @@
-"""Measures a training step on the CPU against the same model in transformers (eager), each in its own
-process, in turns.
+"""Measures a training step on the CPU against the same model in transformers (eager).
 
-Ours goes the way of `pentatron train` (its session, optimizer and trainer); the other is a Qwen2 model of the
-same sizes, whose weights are in the same precision, with fp32 state and clipping at 1.0. A round times each
-of them for some steps, and every other round begins with the other one. Rates are those of the median step;
-the ratio is that of the median round, so that what else runs on the machine for a while falls on both alike.
-Beside it stands the ratio of CPU seconds, over all threads, which other work on the machine disturbs less;
-threads that wait for each other count too. In fp32 most of a step is spent in the same matmuls, so expect
-little more than 1; on a machine that has other work to do, the ratio says nothing.
+Each side has its own process; the two compute in turns. Ours is the session, optimizer and trainer of
+`pentatron train`. The other is a Qwen2 model of the same sizes with weights in the same precision, fp32
+optimizer state and clipping at 1.0. A round times some steps of each side; every other round begins with the
+other side.
+
+Rates are those of the median step. The ratio is that of the median round, so that other load on the machine
+affects both sides alike. The ratio of CPU seconds, over all threads, is disturbed less by other load, but
+includes threads that wait for each other. In fp32 most of a step is spent in the same matmuls, so expect a
+ratio little above 1. On a machine with other load the ratio is not meaningful.
 
     python bench/cpu.py --threads 2 --rounds 20
 """
@@ -59,7 +60,7 @@ class Sizes:
 
 
 def our_step(sizes: Sizes, precision: str, flags: str, cleanup: contextlib.ExitStack) -> tuple[Step, int]:
-    """And the number of parameters."""
+    """Returns a training step of Pentatron and the number of parameters."""
     folder = cleanup.enter_context(tempfile.TemporaryDirectory())
     text = (
         f"--preset qwen2.5-0.5b --num-layers {sizes.layers} --hidden-size {sizes.hidden} --ffn-hidden-size {sizes.feed_forward} "
@@ -124,7 +125,7 @@ def _plain_update(model: nn.Module) -> Callable[[], None]:
 
 
 def _update_of_copies(model: nn.Module) -> Callable[[], None]:
-    """bf16 weights with fp32 copies that AdamW updates: what ours holds as well."""
+    """Returns an AdamW update of fp32 copies of bf16 weights, which ours keeps as well."""
     parameters = list(model.parameters())
     copies = [p.detach().float().requires_grad_() for p in parameters]
     optimizer = _adamw(copies)
@@ -146,16 +147,16 @@ def _update_of_copies(model: nn.Module) -> Callable[[], None]:
 
 @dataclasses.dataclass
 class Times:
-    """Of one contestant, in every round: seconds of the median step, and CPU seconds of all threads for a
-    step."""
+    """Seconds of the median step, and CPU seconds per step over all threads, of every round."""
 
     wall: list[float] = dataclasses.field(default_factory=list)
     cpu: list[float] = dataclasses.field(default_factory=list)
 
 
 class Contestant:
-    """A process that computes steps when it is asked to: what one does to its memory is not the
-    other's gain.
+    """Process that computes steps on request.
+
+    Each side has its own process, so that neither benefits from what the other did to its memory.
     """
 
     def __init__(self, who: str, sizes: Sizes, precision: str, flags: str, threads: int) -> None:
@@ -168,7 +169,7 @@ class Contestant:
         self.parameters: int = self._asked.recv()
 
     def steps(self, count: int) -> tuple[float, float]:
-        """Seconds of the median step, and CPU seconds of one."""
+        """Returns the seconds of the median step, and the CPU seconds per step."""
         self._asked.send(("steps", count))
         wall, cpu = self._asked.recv()
         return wall, cpu
@@ -214,7 +215,7 @@ def _profiled(step: Step, count: int) -> str:
 
 
 def in_turns(contestants: list[Contestant], rounds: int, count: int, warm: int = 2) -> list[Times]:
-    """After some steps that do not count."""
+    """Times the contestants in rounds of alternating order, after `warm` untimed steps of each."""
     times = [Times() for _ in contestants]
     for contestant in contestants:
         contestant.steps(warm)
@@ -228,16 +229,20 @@ def in_turns(contestants: list[Contestant], rounds: int, count: int, warm: int =
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Steps of ours against transformers on the CPU.")
+    parser = argparse.ArgumentParser(
+        description="Times training steps of Pentatron and of transformers on the CPU."
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=1, help="of each in a round")
+    parser.add_argument("--steps", type=int, default=1, help="steps of each side in a round")
     parser.add_argument("--precision", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
     parser.add_argument("--layers", type=int, default=Sizes.layers)
     parser.add_argument("--sequence", type=int, default=Sizes.sequence)
-    parser.add_argument("--flags", default="", help="more words for pentatron train")
-    parser.add_argument("--json", metavar="FOLDER", help="keep the result there, for docs/performance.md")
-    parser.add_argument("--profile", action="store_true", help="the operations that take longest, of both")
+    parser.add_argument("--flags", default="", help="further flags for pentatron train")
+    parser.add_argument(
+        "--json", metavar="FOLDER", help="write the result into this folder, for docs/performance.md"
+    )
+    parser.add_argument("--profile", action="store_true", help="print the slowest operations of both sides")
     options = parser.parse_args()
     sizes = Sizes(layers=options.layers, sequence=options.sequence)
     import transformers

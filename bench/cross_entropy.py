@@ -1,11 +1,11 @@
-"""Measures the head and its cross entropy on a GPU, forward and backward: time, memory and error of each
-implementation.
+"""Measures the output head with cross entropy on a GPU, forward and backward.
 
-    python bench/cross_entropy.py [--tokens 16384] [--width 4096 1536] [--vocabulary 151936] [--dtype bfloat16]
+    python bench/cross_entropy.py [--tokens 16384] [--width 4096 1536] [--vocabulary 151936]
+        [--dtype bfloat16]
 
-The floor are the head's three matmuls by themselves. Memory is what is taken beside the weight and the
-stream: logits, gradients, and what passes. Errors are those of a small head against fp64, over losses,
-gradients of the stream and of the weight.
+Prints time, memory and error of each implementation. The lower bound is the time of the head's three matmuls
+alone. Memory is counted without the weight and the hidden states: logits, gradients and temporaries. Errors
+are those of a small head against fp64: of losses, gradients of the hidden states and gradients of the weight.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from pentatron.nn.loss import CrossEntropy
 from pentatron.parallel.axes import TensorAxis
 
 REPEATS = 5
-# The head, the stream, the labels and the words: losses.
+# Maps head, hidden states, labels and vocabulary size to losses.
 Way = Callable[[VocabParallelEmbedding, Tensor, Tensor, int], Tensor]
 
 
@@ -80,8 +80,7 @@ def speed(way: Way, tokens: int, width: int, words: int, dtype: torch.dtype) -> 
 
 
 def errors(way: Way, dtype: torch.dtype) -> list[float]:
-    """Of losses, gradients of the stream and of the weight: the norm of the difference, as a share of that of
-    the exact one."""
+    """Returns relative errors against fp64 of losses, hidden-state gradients and weight gradients."""
     torch.manual_seed(1)
     rows, words, width, tokens = 3072, 3000, 256, 999
     head, x = head_of(rows, words, width, dtype), torch.randn(1, tokens, width, device="cuda").to(dtype) * 2

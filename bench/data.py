@@ -1,10 +1,10 @@
-"""Measures `pentatron prepare` against the tokenizers library on the same cores, and its memory at two sizes.
+"""Measures `pentatron prepare` against the tokenizers library on the same cores.
 
-The text is the source of Python's standard library, repeated up to the asked size; the vocabulary is trained
-on it. The library's rate is that of one `encode_batch_fast` over texts that are in memory already, with as
-many threads as prepare has workers; reading, parsing, writing, checksums and the start of the processes are
-what `pentatron prepare` does besides. On a machine that does other work too, the ratio of processor seconds
-is the one to look at.
+The text is the source of Python's standard library, repeated up to the requested size; the vocabulary is
+trained on it. The rate of the library is that of one `encode_batch_fast` over texts in memory, with as many
+threads as prepare has workers. `pentatron prepare` also reads, parses, writes, computes checksums and starts
+processes. Memory is measured at two sizes: a quarter of the text and all of it. On a machine with other load,
+compare the CPU seconds.
 
     python bench/data.py --megabytes 160 --workers 2
 """
@@ -40,7 +40,7 @@ if __name__ == "__main__":
 
 
 def write_texts(path: Path, megabytes: float) -> float:
-    """Writes about so many megabytes as JSON lines; how many it became."""
+    """Writes about `megabytes` of text as JSON lines; returns the megabytes written."""
     sources = [file.read_text(encoding="utf-8", errors="replace") for file in python_stdlib_files()]
     written, limit = 0, megabytes * 1e6
     with path.open("w") as file:
@@ -54,9 +54,9 @@ def write_texts(path: Path, megabytes: float) -> float:
 
 
 def encode_raw(folder: Path) -> None:
-    """Runs in a process of its own: how many threads the library takes is read once.
+    """Encodes all texts with the library; prints seconds and CPU seconds.
 
-    Prints seconds and processor seconds.
+    Runs in its own process, because the library reads its number of threads only once.
     """
     with (folder / "text.jsonl").open() as file:
         texts = [json.loads(line)["text"] for line in file]
@@ -124,7 +124,7 @@ def main() -> None:
         large = [measure(folder, given.workers, megabytes) for _ in range(given.repeats)]
     ratio = statistics.median(found["ratio"] for found in large)
     raw, own = (statistics.median(found[name] for found in large) for name in ("raw_processor", "processor"))
-    # The difference of two sizes has no start of processes in it.
+    # The difference between two sizes cancels the time in which processes start.
     further = (raw - small["raw_processor"]) / (own - small["processor"])
     print(
         f"{given.workers} workers, {megabytes:.0f} MB: {ratio:.2f} of the library's rate, {raw / own:.2f} by processor seconds, {further:.2f} for "

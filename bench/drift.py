@@ -1,8 +1,8 @@
-"""Measures how far the losses of equal runs drift apart: rounding errors, and how training amplifies them.
+"""Measures how far losses of equal runs drift apart through rounding errors that training amplifies.
 
 Trains the demo's model in several ways that compute the same numbers up to rounding, and prints the relative
-gap of their losses to the first one's. Accumulation on one process is the yardstick: what a layout adds must
-be no more than that.
+gap of each loss to that of the first way. Gradient accumulation on one process sets the scale: layouts must
+not drift more than that.
 
     python bench/drift.py --steps 100
 """
@@ -27,7 +27,7 @@ SHOWN = (1, 2, 5, 10, 20, 50, 100, 200, 400)
 
 def losses(words: str, steps: int, folder: Path) -> list[float]:
     command = [sys.executable, "-m", "pentatron", "train", *words.split(), "--train-iters", str(steps)]
-    # The schedule of the whole demo, however few steps are taken of it.
+    # The learning-rate schedule of the whole demo, also for fewer steps.
     command += [
         "--lr-decay-iters",
         "400",

@@ -1,4 +1,4 @@
-"""Measures dropout by counter against torch's `F.dropout`, forward and backward, in turns in one run.
+"""Measures counter-based dropout against torch's `F.dropout`, forward and backward, in turns.
 
 python bench/dropout.py --repeats 50
 """
@@ -35,7 +35,7 @@ def ours_and_theirs(device: torch.device, shape: tuple[int, int, int]) -> list[C
 
 
 def seconds(drop: Callable[[Tensor], Tensor], x: Tensor, gradient: Tensor) -> tuple[float, float]:
-    """Forward, and backward."""
+    """Returns the seconds of forward and of backward."""
     wait = torch.cuda.synchronize if x.is_cuda else lambda: None
     x.grad = None
     wait()
@@ -51,7 +51,7 @@ def seconds(drop: Callable[[Tensor], Tensor], x: Tensor, gradient: Tensor) -> tu
 def nanoseconds_per_element(
     device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int], repeats: int
 ) -> list[tuple[float, float]]:
-    """Ours and theirs, forward and backward: the quickest of `repeats`; whatever else runs only adds."""
+    """Returns (forward, backward) of ours and of torch: the minimum of `repeats`, as other load only adds."""
     x = torch.randn(shape, dtype=dtype, device=device, requires_grad=True)
     gradient = torch.randn_like(x)
     ways = ours_and_theirs(device, shape)
@@ -59,18 +59,16 @@ def nanoseconds_per_element(
     for round_number in range(repeats + 1):
         for way, times in zip(ways, found):
             taken = seconds(way, x, gradient)
-            if round_number > 0:  # the first one makes room and loads kernels
+            if round_number > 0:  # the first round allocates memory and loads kernels
                 times.append(taken)
     scale = 1e9 / x.numel()
     return [(scale * min(t[0] for t in times), scale * min(t[1] for t in times)) for times in found]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Cost of dropout by counter, per element, against F.dropout."
-    )
+    parser = argparse.ArgumentParser(description="Times counter-based dropout per element against F.dropout.")
     parser.add_argument(
-        "--repeats", type=int, default=50, metavar="N", help="runs per number, of which the quickest counts"
+        "--repeats", type=int, default=50, metavar="N", help="number of runs; the fastest counts"
     )
     repeats: int = parser.parse_args().repeats
     torch.set_num_threads(1)

@@ -1,4 +1,7 @@
-"""Measures exchanges of small Python values between ranks against torch's, which pickle."""
+"""Measures gather and broadcast of small Python values between ranks against torch's pickled ones.
+
+python bench/exchange.py [RANKS]
+"""
 
 import sys
 import time
@@ -23,7 +26,7 @@ VALUES: dict[str, Any] = {
 
 
 def microseconds(exchange: Callable[[Any], Any], value: Any) -> float:
-    """Of the fastest round."""
+    """Returns the microseconds per call of the fastest round."""
     best = float("inf")
     for _ in range(ROUNDS):
         dist.barrier()
@@ -35,7 +38,7 @@ def microseconds(exchange: Callable[[Any], Any], value: Any) -> float:
 
 
 def measured() -> dict[str, list[float]]:
-    """By value: a gather and a broadcast, each by torch and by ours."""
+    """Returns for each value: gather by torch, gather by ours, broadcast by torch, broadcast by ours."""
     size = dist.get_world_size()
     group = Group(dist.get_rank(), size, dist.group.WORLD, key=b"k" * 32)
     ways: list[Callable[[Any], Any]] = [

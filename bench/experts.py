@@ -1,10 +1,12 @@
-"""Measures one layer of experts, forward and backward: token counts on the host, on the device, and dense
-products.
+"""Measures one mixture-of-experts layer, forward and backward, against dense matmuls of equal size.
 
-    python bench/experts.py [--experts 128] [--topk 8] [--hidden 2048] [--inner 768] [--tokens 16384] [--kernels]
+    python bench/experts.py [--experts 128] [--topk 8] [--hidden 2048] [--inner 768] [--tokens 16384]
+        [--kernels]
 
-Prints for each way its time, how often it waits for the GPU, and what it keeps for backward; and how far its
-numbers are from those of experts multiplied one by one. `--kernels` lists the kernels of the last way.
+Compares experts computed one by one, grouped with token counts on the host, and grouped with token counts on
+the device. Prints for each way its time, how often it waits for the GPU, the memory it keeps for backward,
+and the gap of its results to those of experts computed one by one. `--kernels` lists the kernels of the way
+on the device.
 """
 
 from __future__ import annotations
@@ -75,7 +77,7 @@ def built(words: argparse.Namespace, way: Way) -> MoE:
 
 
 def dense(words: argparse.Namespace) -> float:
-    """Milliseconds of the six products that as many rows would take with one expert."""
+    """Returns the milliseconds of the six products of one expert that processes all rows."""
     rows, hidden, inner = words.tokens * words.topk, words.hidden, words.inner
     x, z, between, first, second = (
         torch.randn(shape, device="cuda", dtype=torch.bfloat16)
@@ -161,7 +163,7 @@ def _kernels(run: Callable[[], object]) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
         torch.cuda.synchronize()
-    # Calls of the host are among them, with no time on the device.
+    # Events without time on the device are calls of the host.
     timed = [event for event in profile.key_averages() if event.self_device_time_total > 0]
     rows = sorted(timed, key=lambda event: -event.self_device_time_total)
     for event in rows[:25]:

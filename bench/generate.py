@@ -1,15 +1,15 @@
 """Measures greedy generation against `transformers`: same tokens, tokens per second.
 
-A model of a preset's shape with random weights is saved by `transformers`, loaded by both, and continues the
-same prompts of different lengths. In fp32 the tokens must be the same; in bf16 a tie may fall either way, so
-the first difference is shown.
+A model of a preset's shape with random weights is saved by `transformers`, loaded by both libraries, and
+continues the same prompts of different lengths. In fp32 the tokens must be equal. In bf16 ties may resolve
+differently, so tokens count as equal up to the first difference of each prompt.
 
-Both run in turns, every other round beginning with the other one. The ratios are those of the median round:
-by the clock, and in CPU seconds of all threads, which other work on the machine disturbs less. Rates are
-those of the median runs.
+The libraries run in turns; every other round begins with the other one. Ratios are those of the median round:
+of wall time, and of CPU seconds over all threads, which other load disturbs less. Rates are those of the
+median runs.
 
-    python bench/generate.py [--preset qwen2.5-0.5b] [--layers 24] [--flags "--vocab-size 8192"] [--dtype bfloat16] [--batch 8]
-        [--tokens 128] [--device cuda] [--threads 1] [--rounds 5]
+    python bench/generate.py [--preset qwen2.5-0.5b] [--layers 24] [--flags "--vocab-size 8192"]
+        [--dtype bfloat16] [--batch 8] [--tokens 128] [--device cuda] [--threads 1] [--rounds 5]
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from pentatron.settings.entry_points import TRAIN  # noqa: E402
 
 
 def prompts_of(count: int, vocabulary: int) -> list[list[int]]:
-    """From 16 tokens on, each three longer than the one before."""
+    """Returns random prompts: the first has 16 tokens, each next one three more."""
     draw = torch.Generator().manual_seed(1)
     return [torch.randint(0, vocabulary, (16 + 3 * n,), generator=draw).tolist() for n in range(count)]
 
@@ -73,7 +73,7 @@ def theirs(
 ) -> Callable[[], Texts]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
     longest = max(map(len, prompts))
-    # Filled up in front, as that library wants it.
+    # Left padding, which transformers requires for generation.
     ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=device)
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
 
@@ -115,12 +115,12 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--preset", default="qwen2.5-0.5b")
-    parser.add_argument("--layers", type=int, help="fewer layers than the preset has")
+    parser.add_argument("--layers", type=int, help="number of layers (default: those of the preset)")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--flags", default="", help="more words for the model, as pentatron train knows them")
+    parser.add_argument("--flags", default="", help="further flags of pentatron train for the model")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
@@ -135,7 +135,7 @@ def main() -> int:
         arguments = (folder, prompts, options.tokens, dtype, options.device)
         contestants = [ours(*arguments), theirs(*arguments)]
     found, expected = (work() for work in contestants)
-    # A run ends with tokens in host memory, so that a GPU has nothing left to do.
+    # A run ends with its tokens in host memory, so the clock needs no GPU synchronisation.
     times = in_turns(contestants, options.rounds, 1, warm=1)
     by_clock, by_cpu = (
         sorted(their / our for our, their in zip(*both))

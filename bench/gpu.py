@@ -1,21 +1,21 @@
 """Measures training steps on one GPU: our trainer beside torchtitan and transformers.
 
     python bench/gpu.py --shape qwen2.5-1.5b qwen3-8b-8l --micro-batch 4 --breakdown
-    python bench/gpu.py --compare ours titan:compile hf:liger --shape qwen3-8b-8l --micro-batch 4 8 --peers FOLDER --json bench/results
+    python bench/gpu.py --compare ours titan:compile hf:liger --shape qwen3-8b-8l --micro-batch 4 8
+        --peers FOLDER --json bench/results
     python bench/gpu.py --through-train --shape qwen2.5-1.5b --micro-batch 4
-    python bench/gpu.py --write-from bench/results      # what other commands kept too; all of them: bench/whole_page.py
+    python bench/gpu.py --write-from bench/results
 
 A case is `ours`, `ours:fp8` (or another name of VARIANTS in bench/ours.py), `ours:--compile off` (any flags
-of `pentatron train`), or one of bench/peers.py. Every case has a process of its own, compiled once. They
-compute in turns, two and two (`--at-once`: a GPU that is nearly full makes some of them give memory back in
-every step), three blocks of eight steps each after four steps that do not count; times are of CUDA events
-around a whole step: forward, loss, backward, clipping at 1.0, AdamW. The rate is that of the median step,
-`spread` compares the medians of the blocks. `--peers` names a folder in which the others' wheels are
-unpacked. `--json FOLDER` keeps every
-line as a file;
-`--write-from FOLDER` makes the tables of
-docs/performance.md of
-such files.
+of `pentatron train`), or a case of bench/peers.py. Every case has its own process and compiles once. Cases
+compute in turns, two at a time: three blocks of eight steps each, after four warm-up steps. More at a time
+(`--at-once`) may fill the GPU, which makes the allocator return memory in every step. Times are those of CUDA
+events around a whole step: forward, loss, backward, clipping at 1.0, AdamW. The rate is that of the median
+step; `spread` compares the medians of the blocks.
+
+`--peers` names a folder with the unpacked wheels of the other libraries. `--json FOLDER` writes every result
+as a file. `--write-from FOLDER` writes the tables of docs/performance.md from such files and from those of
+the other commands in bench/whole_page.py.
 """
 
 import argparse
@@ -42,7 +42,7 @@ from bench.turns import Competitor, Turns
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs/performance.md"
 PACKAGES = ("transformers", "triton", "liger-kernel", "torchtitan", "torchao")
-# Sequences of the shapes that others are not trained with either.
+# Sequence lengths of the shapes that are not measured with 4096 tokens.
 _USUAL_LENGTH = {"gpt2-124m": 1024, "tiny": 32}
 
 
@@ -59,7 +59,7 @@ class Bench:
         self.known = self._versions()
 
     def _versions(self) -> dict[str, str]:
-        """Asked by a process that ends: this one must not take memory of the GPU."""
+        """Reads versions in a process that ends, because a CUDA context here would keep GPU memory."""
         code = f"import json; from bench.steps import versions; print(json.dumps(versions(*{PACKAGES!r})))"
         asked = subprocess.run(
             [sys.executable, "-c", code],
@@ -129,14 +129,14 @@ def measure(bench: Bench, options: argparse.Namespace) -> None:
 
 
 def against_train(bench: Bench, options: argparse.Namespace) -> None:
-    """The real command from `.bin/.idx` files, beside the bare step."""
+    """Measures `pentatron train` from `.bin/.idx` files beside the bare step."""
     for shape in options.shape:
         for micro_batch in options.micro_batch:
             length = options.seq or _USUAL_LENGTH.get(shape, 4096)
             case = Case("ours", shape, micro_batch, length, options.device)
             found: list[dict[str, Any]] = []
             Turns(bench.start, options.blocks, options.steps, options.timeout).run([case], found.append)
-            # Not kept: it would take the place of the one that was measured beside others.
+            # Not written: its file would replace that of the same case measured beside others.
             bench.show(found[0])
             if "tok_s" not in found[0]:
                 continue
@@ -150,31 +150,44 @@ def read_options(words: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--compare", nargs="+", default=["ours"], metavar="CASE", help="cases that take turns"
+        "--compare", nargs="+", default=["ours"], metavar="CASE", help="cases to measure in turns"
     )
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["qwen3-8b-8l"])
     parser.add_argument("--micro-batch", nargs="+", type=int, default=[4], metavar="N")
-    parser.add_argument("--seq", type=int, help="tokens of a sequence (4096; 1024 of GPT-2)")
-    parser.add_argument("--flags", default="", help="more words for pentatron train, of every case of ours")
+    parser.add_argument("--seq", type=int, help="tokens of a sequence (default: 4096; GPT-2: 1024)")
+    parser.add_argument(
+        "--flags", default="", help="further flags for pentatron train, in every case of ours"
+    )
     parser.add_argument("--blocks", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8, help="timed steps of a block")
-    parser.add_argument("--breakdown", type=int, nargs="?", const=2, metavar="STEPS", help="kernels by group")
     parser.add_argument(
-        "--at-once", type=int, default=2, help="cases that hold memory of the GPU and take turns"
+        "--breakdown",
+        type=int,
+        nargs="?",
+        const=2,
+        metavar="STEPS",
+        help="profile this many steps and print GPU time by kernel group",
     )
-    parser.add_argument("--through-train", action="store_true", help="pentatron train against the bare step")
-    parser.add_argument("--train-steps", type=int, default=40, help="steps of that run")
-    parser.add_argument("--peers", help="folder with the unpacked wheels of the others")
+    parser.add_argument(
+        "--at-once", type=int, default=2, help="cases that share the GPU and compute in turns"
+    )
+    parser.add_argument(
+        "--through-train", action="store_true", help="measure pentatron train beside the bare step"
+    )
+    parser.add_argument("--train-steps", type=int, default=40, help="steps of the run with --through-train")
+    parser.add_argument("--peers", help="folder with the unpacked wheels of the other libraries")
     parser.add_argument("--peers-script", default=str(HERE / "peers.py"))
     parser.add_argument(
-        "--timeout", type=float, default=240.0, help="seconds a process may take for an answer"
+        "--timeout", type=float, default=240.0, help="seconds to wait for an answer of a process"
     )
     parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try this program only"
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only to try out this script"
     )
-    parser.add_argument("--json", metavar="FOLDER", help="keep every result there")
+    parser.add_argument("--json", metavar="FOLDER", help="write every result into this folder")
     parser.add_argument(
-        "--write-from", metavar="FOLDER", help="write the tables of docs/performance.md, measure nothing"
+        "--write-from",
+        metavar="FOLDER",
+        help="write the tables of docs/performance.md from this folder without measuring",
     )
     return parser.parse_args(words)
 

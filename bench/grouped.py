@@ -1,9 +1,9 @@
-"""Measures experts in one grouped matmul against one by one, and against a dense product of as many
-operations.
+"""Measures a grouped matmul of experts against one matmul per expert and against a dense matmul.
 
     python bench/grouped.py [--experts 64] [--rows 65536] [--hidden 2048] [--inner 1536]
 
-The kernel needs a GPU and bf16; elsewhere the first two are the same.
+The dense matmul has the same number of operations. The grouped kernel needs a GPU and bf16; elsewhere the
+first two are the same.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pentatron.ops.linear import Groups
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
-    """The median of ten, after three to warm up."""
+    """Returns the median of ten runs after three warm-up runs."""
     found = []
     for _ in range(13):
         started = time.perf_counter()

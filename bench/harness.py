@@ -1,6 +1,6 @@
 """Measures an empty distributed test: ranks forked from the zygote against new processes.
 
-Both ways do the same: start the ranks, form a gloo process group, pass one barrier, end the ranks.
+Both ways start the ranks, form a gloo process group, pass one barrier and end the ranks.
 
     python bench/harness.py --repeats 5
 """
@@ -57,9 +57,11 @@ def median_milliseconds(run: Callable[[int], None], world: int, repeats: int) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Cost of an empty distributed test against fresh processes.")
+    parser = argparse.ArgumentParser(
+        description="Times an empty distributed test with forked ranks and with new processes."
+    )
     parser.add_argument(
-        "--repeats", type=int, default=5, metavar="N", help="runs per number, of which the median counts"
+        "--repeats", type=int, default=5, metavar="N", help="number of runs; the median counts"
     )
     repeats: int = parser.parse_args().repeats
 

@@ -1,11 +1,11 @@
 """Measures the host time of a training step against transformers (eager), with tiny tensors.
 
-Twelve layers of a GPT-2 of hidden size 16, one sequence of eight tokens, fp32 (in bf16 the small products of
-a CPU take longer than everything around them), one thread. Ours goes the way of `pentatron train`; the other
-is the least that one could write: clipping at 1.0 and torch's fused AdamW. A round times each of them for
-some steps, and every other round begins with the other one; the ratio is that of the median round. On a CPU
-the process's own time counts, which what else runs on the machine disturbs less; on a GPU (`--device cuda`)
-the time until a step's loss is known.
+The model is a GPT-2 of twelve layers and hidden size 16; a step has one sequence of eight tokens, in fp32, on
+one thread. (In bf16 the small matmuls of a CPU take longer than everything around them.) Ours is the step of
+`pentatron train`; the other is a minimal step with clipping at 1.0 and torch's fused AdamW. A round times
+some steps of each; every other round begins with the other side. The ratio is that of the median round. On a
+CPU the CPU time of the process counts, which other load disturbs less. On a GPU (`--device cuda`) the time
+until the loss of a step is known counts.
 
     python bench/host.py
     python bench/host.py --flags "--compile on --compile-layers-together 4" --profile 30
@@ -41,7 +41,7 @@ Step = Callable[[], Any]
 
 
 def our_step(device: str, flags: str, cleanup: contextlib.ExitStack) -> tuple[Step, int]:
-    """And the number of parameters."""
+    """Returns a training step of Pentatron and the number of parameters."""
     folder = cleanup.enter_context(tempfile.TemporaryDirectory())
     text = (
         f"--preset gpt2 --num-layers {LAYERS} --hidden-size {HIDDEN} --ffn-hidden-size {4 * HIDDEN} --num-attention-heads {HEADS} "
@@ -91,7 +91,7 @@ def their_step(device: str) -> tuple[Step, int]:
 
 
 def in_turns(steps: list[Step], rounds: int, count: int, clock: Callable[[], float]) -> list[list[float]]:
-    """Seconds of the median step of each in every round, after some steps that do not count."""
+    """Returns the seconds of the median step of each side in every round, after warm-up steps."""
     times: list[list[float]] = [[] for _ in steps]
     for step in steps:
         for _ in range(5):
@@ -109,7 +109,7 @@ def in_turns(steps: list[Step], rounds: int, count: int, clock: Callable[[], flo
 
 
 def show_profile(step: Step, rows: int, count: int = 10) -> None:
-    """Of backward too, which otherwise runs in a thread of its own where the device is a GPU."""
+    """Profiles steps with backward in this thread; on a GPU it would otherwise run in another one."""
     profile = cProfile.Profile()
     with torch.autograd.set_multithreading_enabled(False):
         step()
@@ -124,13 +124,15 @@ def show_profile(step: Step, rows: int, count: int = 10) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="What the host takes for a step, against transformers.")
+    parser = argparse.ArgumentParser(
+        description="Times the host work of a training step against transformers."
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=10, help="of each in a round")
-    parser.add_argument("--flags", default="", help="more words for pentatron train")
+    parser.add_argument("--steps", type=int, default=10, help="steps of each side in a round")
+    parser.add_argument("--flags", default="", help="further flags for pentatron train")
     parser.add_argument(
-        "--profile", type=int, default=0, metavar="ROWS", help="the functions that take longest"
+        "--profile", type=int, default=0, metavar="ROWS", help="print this many of the slowest functions"
     )
     options = parser.parse_args()
     torch.set_num_threads(1)

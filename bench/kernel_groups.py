@@ -1,4 +1,4 @@
-"""Groups the GPU time of a step by kernel, from torch's profiler."""
+"""Groups the GPU time of a step by kind of kernel, from a trace of torch's profiler."""
 
 import json
 import re
@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-# Put around parts of a step by whoever builds it, so that kernels without a telling name are counted where
-# they belong.
+# Labels of `record_function` around parts of a step: kernels with generic names are counted by them.
 OPTIMIZER, GRADIENT_NORM, LOSS = "bench: optimizer", "bench: gradient norm", "bench: loss"
 GROUPS = (
     "matmul",
@@ -26,7 +25,7 @@ GROUPS = (
     "communication",
     "gaps",
 )
-# In this order: the first that matches counts.
+# The first pattern that matches a name decides.
 _BY_NAME = (
     ("communication", r"nccl"),
     ("attention", r"flash|fmha|sdpa|cudnn::fusion|cudnn.*(?:bprop|fprop)|_attn_|attention"),
@@ -37,13 +36,14 @@ _BY_NAME = (
     ("matmul", r"gemm|nvjet|cutlass|cublas|matmul|_scaled_mm|wgmma|xmma|splitkreduce"),
     ("copies and memsets", r"memcpy|memset|copy_kernel|direct_copy|catarraybatched|fill_kernel|fillfunctor"),
 )
-# Compiled loops; their names list the operations whose results they combine, matmuls among them.
+# Loops compiled by inductor. Their names list the operations whose results they combine, matmuls among them,
+# so they are matched before _BY_NAME.
 _LOOP = re.compile(r"triton_(?:poi|per|red)_")
 _LOOPS_OF_LOSS = re.compile(r"log_softmax|logsumexp|nll_loss|cross_entropy")
 
 
 def group_of(name: str) -> str:
-    """The group of a kernel by its name alone."""
+    """Returns the group of a kernel by its name alone."""
     lowered = name.lower()
     if _LOOP.match(lowered):
         return "loss" if _LOOPS_OF_LOSS.search(lowered) else "norms and elementwise"
@@ -59,7 +59,7 @@ Interval = tuple[float, float]
 
 
 def breakdown(step: Callable[[], Any], steps: int) -> dict[str, Any]:
-    """Milliseconds a step of every group, and the kernels that take longest."""
+    """Returns the milliseconds per step of every group, and the kernels that take longest."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         torch.cuda.synchronize()
         for _ in range(steps):
@@ -73,9 +73,9 @@ def breakdown(step: Callable[[], Any], steps: int) -> dict[str, Any]:
 
 
 def grouped(events: Iterable[Mapping[str, Any]], steps: int) -> dict[str, Any]:
-    """From the events of a trace.
+    """Sums up the kernels of a trace by group.
 
-    Gaps are what lies between the first and the last kernel of all steps and is covered by none.
+    Gaps are the time between the first and the last kernel of all steps in which no kernel ran.
     """
     kernels, marks = [], defaultdict(list)
     for event in events:
@@ -116,7 +116,7 @@ def _marked(name: str) -> str:
 
 
 def _group(name: str, start: float, marks: Mapping[str, Sequence[Interval]]) -> str:
-    """By name; where it says little, by the part of the step in which the kernel ran."""
+    """Returns the group by name, or for a generic name the label around the kernel."""
     group = group_of(name)
     if group in ("norms and elementwise", "copies and memsets", "gradient norm and clip"):
         for marked in ("gradient norm and clip", "optimizer", "loss"):
@@ -126,7 +126,7 @@ def _group(name: str, start: float, marks: Mapping[str, Sequence[Interval]]) -> 
 
 
 def _covered(intervals: Sequence[Interval]) -> float:
-    """Kernels of two streams at once count once."""
+    """Returns the length of the union of the intervals: overlapping kernels of two streams count once."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))
@@ -135,7 +135,7 @@ def _covered(intervals: Sequence[Interval]) -> float:
 
 
 def table(found: Mapping[str, Any], tokens: int) -> list[str]:
-    """For the terminal: groups first, then the longest kernels."""
+    """Formats groups, then the longest kernels, for the terminal."""
     whole = found["step_ms"]
     if not whole:
         return ["no kernel ran on a GPU"]

@@ -1,11 +1,9 @@
-"""Measures the host time to launch one operation, in microseconds: torch's and ours, as a compiled layer
-calls them.
+"""Measures the host time to launch one operation, torch's and ours, as a compiled layer calls them.
 
-    python bench/launches.py                   # on a GPU; nobody waits for its results
-    python bench/launches.py --device cpu      # the operations themselves included, on matrices of 16 × 16
+    python bench/launches.py                   # on a GPU; does not wait for results
+    python bench/launches.py --device cpu      # includes the operations themselves, on 16 × 16 matrices
 
-Beside rounding to fp8 stand its work alone, without the way through torch's dispatcher, and the same function
-as a `custom_op`.
+Times are in microseconds. Rounding to fp8 is also timed without torch's dispatcher, and as a `custom_op`.
 """
 
 import argparse
@@ -23,12 +21,12 @@ from pentatron.ops import fp8
 from pentatron.ops.fp8 import E4M3
 
 SIDES = {"cuda": 256, "cpu": 16}
-# Fewer than a GPU's queue takes: nobody waits for it.
+# Fewer calls than the launch queue of a GPU holds, so that the host never waits for it.
 CALLS, WARM_UPS, ROUNDS = 300, 20, 15
 
 
 def microseconds(call: Callable[[], object], on_gpu: bool) -> float:
-    """Of one call, in the fastest of some rounds: what else a machine does only adds to it."""
+    """Returns the time of one call in the fastest round, as other load only adds to it."""
     for _ in range(WARM_UPS):
         call()
     found = []

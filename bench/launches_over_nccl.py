@@ -1,10 +1,8 @@
 """Measures how a posted NCCL receive delays the launches after it (decision 0057).
 
-Needs a GPU, which two processes share.
-
-Rank 1 posts a receive and then does something that may synchronise its device; prints how long that took, and
-whether both ranks end. `early` cases post the receive before the work that its sender waits for, `late` cases
-after it.
+Two processes share one GPU. Rank 1 posts a receive and then runs an operation that may synchronise its
+device. Prints how long the operation took, and whether both ranks end. `early` cases post the receive before
+the work that its sender waits for, `late` cases after it.
 
     python bench/launches_over_nccl.py [--only early]
 """
@@ -26,7 +24,7 @@ ELEMENTS = 1 << 20
 LIMIT_SECONDS = 25.0
 CYCLES = 2_000_000_000
 
-# Each is launched for the first time in its process.
+# Each runs once in a process; only the known kernel has run before.
 ACTIONS: dict[str, Callable[[torch.Tensor], Any]] = {
     "a known kernel": lambda x: x * 2,
     "a new kernel": torch.erfinv,
@@ -57,7 +55,7 @@ class Rank:
                 dist.send(self.ones, 1 - sender, group=group)
             else:
                 dist.recv(self.received, sender, group=group)
-        # Memory that can be freed; kernels that are known from now on.
+        # Leaves memory that cudaFree can free, and loads the kernel that counts as known.
         del_later = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
         del del_later
         (self.ones * 2).sum().item()
@@ -71,7 +69,7 @@ class Rank:
         print(f"    {what} took {time.perf_counter() - began:.2f} s", flush=True)
 
     def reply(self) -> None:
-        """Sends what it has received."""
+        """Receives from rank 1 and sends the same data back."""
         dist.recv(self.received, 1, group=self.down)
         dist.isend(self.received, 1, group=self.up).wait()
 
@@ -94,7 +92,7 @@ def independent(at: Rank, what: str) -> None:
 
 
 def early(at: Rank, what: str) -> None:
-    """The sender waits for what this rank sends after the action."""
+    """The sender waits for a message that this rank sends after the action."""
     if at.rank == 1:
         work = dist.irecv(at.received, 0, group=at.up)
         at.timed(what)
@@ -105,7 +103,7 @@ def early(at: Rank, what: str) -> None:
 
 
 def early_sent(at: Rank, what: str) -> None:
-    """The sender waits for what this rank has launched before the action, and its GPU has not begun yet."""
+    """The sender waits for work that this rank queued before the action and its GPU has not begun."""
     if at.rank == 1:
         work = dist.irecv(at.received, 0, group=at.up)
         torch.cuda._sleep(CYCLES)

@@ -1,11 +1,12 @@
 """Measures one layer on one GPU, forward and backward: eager and compiled, with each attention kernel.
 
-    python bench/layer.py [--shape qwen2.5-1.5b] [--micro-batch 4] [--sequence 4096] [--options] [--fp8] [--kernels]
+    python bench/layer.py [--shape qwen2.5-1.5b] [--micro-batch 4] [--sequence 4096] [--options] [--fp8]
+        [--kernels]
 
-Four layers run one after the other, as in a model, in bf16. Says for each way how long a layer takes, what it
-keeps for backward, how many graphs and breaks there are, and what the first run took; with `--options` for
-settings of the compiler too, with `--fp8` only compiled layers in bf16 and in fp8 by tensor and by row, with
-`--kernels` where the time goes.
+Four layers run one after the other, as in a model, in bf16. Prints for each way the time of a layer, the
+memory it keeps for backward, the number of graphs and breaks, and the time of the first run. `--options` adds
+settings of the compiler. `--fp8` compares only compiled layers in bf16 and in fp8 by tensor and by row.
+`--kernels` lists the longest kernels.
 """
 
 import argparse
@@ -46,7 +47,7 @@ FP8 = {
     "fp8": "--fp8 hybrid",
     "fp8 by rows": "--fp8 hybrid --fp8-recipe rowwise",
 }
-# Settings of inductor, and of what divides a graph into forward and backward.
+# Settings of inductor, and of functorch's partitioner, which divides a graph into forward and backward.
 OPTIONS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "coordinate descent": ({"coordinate_descent_tuning": True}, {}),
     "max autotune, pointwise": ({"max_autotune_pointwise": True}, {}),
@@ -94,7 +95,7 @@ class Step:
             parameter.grad = None
 
     def kept(self) -> int:
-        """Bytes for backward, beside the parameters."""
+        """Returns the bytes kept for backward, without the parameters."""
         own = {p.untyped_storage().data_ptr() for p in self.model.parameters()}
         found: dict[int, int] = {}
 

@@ -1,12 +1,12 @@
 """Measures the matrix products of a training step on one GPU: the lower bound of the step time.
 
     python bench/matmul.py [--shape qwen3-8b-8l qwen2.5-1.5b] [--tokens 16384]
-    python bench/matmul.py --parts 1 2 4      # the rows of every weight in so many products: the library's choice of kernel depends on sizes
+    python bench/matmul.py --parts 1 2 4      # every product split by rows of its weight
 
-Forward, gradient of the stream and gradient of the weight of every matrix of a layer and of the head, in
-bf16, and in fp8 with one scale a tensor and with one a row. Each is repeated for a fifth of a second, so that
-the clock falls to what the power limit allows, as it does in training; the clock and the power drawn are
-printed with every shape.
+Measures forward, input gradient and weight gradient of every matrix of a layer and of the head in bf16, and
+forward in fp8 with one scale per tensor and with one per row. Each product is repeated for a fifth of a
+second, so that the clock falls to what the power limit allows, as in training; the clock and the power draw
+are printed with every shape. `--parts` shows the effect of sizes on the library's choice of a kernel.
 """
 
 import argparse
@@ -27,7 +27,7 @@ FP8 = torch.float8_e4m3fn
 
 
 def matrices(shape: Shape) -> dict[str, tuple[int, int]]:
-    """Rows and columns of a layer's weights as we hold them, and of the head."""
+    """Returns rows and columns of the weights of a layer and of the head."""
     attended = shape.heads * shape.head_size
     return {
         "qkv": (attended + 2 * shape.groups * shape.head_size, shape.hidden),
@@ -39,7 +39,7 @@ def matrices(shape: Shape) -> dict[str, tuple[int, int]]:
 
 
 def sustained(product: Callable[[], object]) -> float:
-    """Milliseconds of one, when many follow each other without a pause."""
+    """Returns the milliseconds of one product when many follow each other without a pause."""
     repeats = max(5, int(1e3 * SECONDS / milliseconds(product, 2)))
     return milliseconds_in_a_row(product, repeats)
 
@@ -48,8 +48,10 @@ Products = dict[str, Callable[[], Tensor]]
 
 
 def bf16_products(tokens: int, rows: int, columns: int, parts: int = 1) -> Products:
-    """Each the whole product, or as many products as there are parts of the weight's rows, whose results are
-    one tensor."""
+    """Returns the three products of a weight, whole or split by rows of the weight into `parts`.
+
+    The parts write into, or add to, one result.
+    """
     x, weight, gradient = (_random(*size) for size in ((tokens, columns), (rows, columns), (tokens, rows)))
     if parts == 1:
         return {
@@ -81,7 +83,7 @@ def bf16_products(tokens: int, rows: int, columns: int, parts: int = 1) -> Produ
 
 
 def in_parts(shape: Shape, tokens: int, counts: Sequence[int]) -> None:
-    """Two rounds, so that what the clock does in between is seen."""
+    """Times every product in each number of parts, in two rounds, which shows changes of the clock."""
     for matrix, (rows, columns) in matrices(shape).items():
         found: dict[tuple[str, int], list[float]] = {}
         for _ in range(2):
@@ -127,7 +129,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["qwen3-8b-8l", "qwen2.5-1.5b"])
     parser.add_argument("--tokens", type=int, default=4 * 4096)
-    parser.add_argument("--parts", type=int, nargs="+", metavar="N", help="compare products in so many parts")
+    parser.add_argument(
+        "--parts", type=int, nargs="+", metavar="N", help="compare products split into these numbers of parts"
+    )
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("This needs a GPU; there is none here.")

@@ -1,9 +1,9 @@
-"""Measures the order of samples: building it against megatron-core's compiled helper, loading it from the
-cache, reading samples.
+"""Measures building, caching and reading of the sample index.
 
-All three indices (documents, samples, shuffle) of a corpus of a million documents and a billion tokens, in
-turns with theirs where megatron-core is installed, in processor time of one core; then the same from a file,
-the order of a blend, and a loader's rate.
+Builds all three indices (documents, samples, shuffle) of a corpus of a million documents and a billion tokens
+in CPU time of one core, in turns with megatron-core's compiled helper if it is installed. Then measures
+opening the index from the cache, drawing the order of a blend, the rate of a loader, and the memory that
+reading takes.
 
     python bench/order.py
 """
@@ -43,7 +43,7 @@ def seconds_of(action: Callable[[], Any], clock: Callable[[], float] = time.proc
 
 
 class Lengths:
-    """A corpus of which nobody reads a token."""
+    """Corpus with document lengths only, whose tokens are never read."""
 
     def __init__(self, documents: int, tokens: int) -> None:
         draw = np.random.default_rng(0)
@@ -119,8 +119,10 @@ def write_corpus(prefix: Path, documents: int) -> None:
 
 
 def read_all(prefix: Path, documents: int, length: int) -> tuple[int, float]:
-    """Every sample through the loader: tokens, and by how many MB of its own the process grew meanwhile at
-    most."""
+    """Reads every sample through the loader; returns the tokens and the peak growth of memory in MB.
+
+    Only anonymous memory of this process counts.
+    """
     before = anonymous_memory()
     dataset = GPTDataset(
         IndexedDataset(prefix, 50_257), range(documents), None, length, SEED, vocab_size=50_257
@@ -134,13 +136,13 @@ def read_all(prefix: Path, documents: int, length: int) -> tuple[int, float]:
 
 
 def anonymous_memory() -> int:
-    """Bytes that are the process's own, not pages of files that the kernel may drop."""
+    """Returns the bytes of RssAnon: without pages of files, which the kernel may drop."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 
 
 def measure_memory(folder: Path, length: int) -> None:
-    """Of fresh processes that read a corpus, and one of eight times its size."""
+    """Measures fresh processes that read a corpus, and one of eight times its size."""
     for documents in (4000, 32_000):
         prefix = folder / f"of-{documents}"
         write_corpus(prefix, documents)

@@ -1,7 +1,7 @@
-"""Runs the step of `pentatron train` alone: same settings, session, model, optimizer and trainer, with one
-batch repeated.
+"""Runs the training step of `pentatron train` alone, with one batch repeated.
 
-Started by bench/gpu.py, which says when to compute:
+Settings, session, model, optimizer and trainer are those of `pentatron train`. bench/gpu.py starts this
+script and sends it commands:
 
     python bench/ours.py --shape qwen3-8b-8l --micro-batch 4 --seq 4096
 """
@@ -32,7 +32,7 @@ from pentatron.train.batches import micro_batches
 from pentatron.train.model import CONFIGURED
 from pentatron.train.session import Session, open_session
 
-# The shapes as settings. What is not said here has the default of `pentatron train`.
+# The shapes as settings; everything else has the default of `pentatron train`.
 MODELS = {
     "qwen2.5-1.5b": "--preset qwen2.5-1.5b",
     "qwen3-8b-8l": "--preset qwen3-8b --num-layers 8",
@@ -42,9 +42,9 @@ MODELS = {
     "tiny": "--preset qwen3-0.6b --num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --num-query-groups 2 "
     "--kv-channels 16 --vocab-size 512 --untie-embeddings-and-output-weights",
 }
-# As the others are measured: AdamW with these moments, gradients clipped at 1.
+# As in bench/peers.py: AdamW with these betas, gradients clipped at 1.
 TRAINING = "--lr 1e-5 --lr-decay-style constant --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.01 --clip-grad 1.0"
-# What follows the colon of a case's name.
+# Flags of the variant that a case's name has after the colon.
 VARIANTS = {
     "fp8": "--fp8 hybrid",
     "fp8-e4m3": "--fp8 e4m3",
@@ -57,7 +57,7 @@ QUIET = "--no-save-checkpoints --eval-interval 0 --eval-iters 0 --progress-bar o
 
 
 def words_of(case: Case, flags: str, run_dir: Path, steps: int) -> list[str]:
-    """The words after `pentatron train`, without its data."""
+    """Returns the arguments of `pentatron train` without its data."""
     variant = case.name.partition(":")[2]
     chosen = "" if not variant else VARIANTS.get(variant, variant)
     precision = "--bf16" if case.device == "cuda" else "--device cpu"
@@ -69,7 +69,7 @@ def words_of(case: Case, flags: str, run_dir: Path, steps: int) -> list[str]:
 
 
 def random_batch(session: Session) -> list[Batch]:
-    """The micro-batches of one step as the loop draws them, their tokens drawn from all of the vocabulary."""
+    """Returns the micro-batches of one step as the loop draws them, with random tokens."""
     trainer = session.trainer
     source = micro_batches(session.config, session.world, trainer.datasets.train, 0)
     count = session.config.accumulation
@@ -84,7 +84,7 @@ def random_batch(session: Session) -> list[Batch]:
 
 
 def mark(owner: Any, name: str, label: str) -> None:
-    """Kernels of this method are found again in a profile."""
+    """Wraps a method in `record_function`, so that its kernels are found by `label` in a profile."""
     method: Callable[..., Any] | None = getattr(owner, name, None)
     if method is None:
         return
@@ -99,7 +99,7 @@ def mark(owner: Any, name: str, label: str) -> None:
 
 
 def opened(words: Sequence[str], cleanup: contextlib.ExitStack) -> Session:
-    """What `pentatron train` with these words has when its first step begins."""
+    """Returns the session of `pentatron train` with these arguments, ready for its first step."""
     prepared = prepare(list(words), dataclasses.replace(TRAIN, default_preset=None, resumes=False))
     world, resolved = cleanup.enter_context(joined_process_group(prepared, Worker(0, 1, 0, 1, "none")))
     session = cleanup.enter_context(open_session(resolved, world, False, None, CONFIGURED))
@@ -125,14 +125,14 @@ def build(case: Case, flags: str, run_dir: Path, cleanup: contextlib.ExitStack) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="One process that computes steps of ours when it is told to."
+        description="Computes training steps of Pentatron on commands from standard input."
     )
     parser.add_argument("--case", default="ours")
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b-8l")
     parser.add_argument("--micro-batch", type=int, default=4)
     parser.add_argument("--seq", type=int, default=4096)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--flags", default="", help="more words for pentatron train")
+    parser.add_argument("--flags", default="", help="further flags for pentatron train")
     options = parser.parse_args()
     case = Case(options.case, options.shape, options.micro_batch, options.seq, options.device)
     folder = tempfile.TemporaryDirectory()

@@ -1,9 +1,8 @@
-"""Defines steps of other libraries, measured by the same clock: transformers, transformers with liger-kernel,
-torchtitan.
+"""Runs training steps of transformers, transformers with liger-kernel, and torchtitan.
 
-Started by bench/gpu.py, which says when to compute. Nothing of Pentatron is in these steps. torchtitan and
-liger-kernel are looked for on the Python path (`pip install`, or wheels unpacked in a folder that
-bench/gpu.py is given as --peers).
+bench/gpu.py starts this script, sends it commands and measures with the same clock as for ours. The steps use
+nothing of Pentatron. torchtitan and liger-kernel must be on the Python path: installed with pip, or as wheels
+unpacked in the folder that bench/gpu.py receives as --peers.
 
     python bench/gpu.py --compare titan:compile hf:liger hf:eager --shape qwen3-8b-8l
 """
@@ -31,7 +30,7 @@ LEARNING_RATE, BETAS, CLIP = 1e-5, (0.9, 0.95), 1.0
 
 
 def adamw(model: nn.Module, device: str) -> torch.optim.Optimizer:
-    """State in the precision of the parameters, which is fp32 here."""
+    """Returns AdamW with state in the precision of the parameters, which is fp32 here."""
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=BETAS, fused=device == "cuda")
 
 
@@ -40,7 +39,7 @@ def random_tokens(case: Case) -> Tensor:
 
 
 def full_step(model: nn.Module, loss_of: Callable[[], Tensor], device: str) -> Step:
-    """Forward, loss, backward, clipping and update; gradients are freed."""
+    """Returns a step of forward, loss, backward, clipping and update, which then frees the gradients."""
     optimizer = adamw(model, device)
 
     def step() -> Tensor:
@@ -98,7 +97,7 @@ def hf_config(shape: Shape, sequence: int) -> Any:
 
 
 def transformers_step(case: Case, way: str) -> Step:
-    """fp32 weights under autocast, as the library's own trainer has it."""
+    """Returns a step of fp32 weights under bf16 autocast, as in the library's own trainer."""
     import transformers
 
     shape = SHAPES[case.shape]
@@ -127,15 +126,17 @@ def transformers_step(case: Case, way: str) -> Step:
 
 
 def _without_initialisation(name: str, folder: Path) -> None:
-    """A package of which modules can be imported while its own first lines, with data sets and loggers, are
-    left out."""
+    """Registers a package without running its `__init__.py`, which imports data sets and loggers."""
     package = types.ModuleType(name)
     package.__path__ = [str(folder)]
     sys.modules[name] = package
 
 
 def torchtitan_step(case: Case, way: str) -> Step:
-    """Its Qwen3 model under FSDP2 with mixed precision; every block compiled, and the loss."""
+    """Returns a step of torchtitan's Qwen3 under FSDP2 with mixed precision.
+
+    With `compile`, every block and the loss are compiled.
+    """
     import torch.distributed as dist
     import torchtitan
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -170,7 +171,7 @@ def torchtitan_step(case: Case, way: str) -> Step:
         n_kv_heads=shape.groups,
         hidden_dim=shape.feed_forward,
         rope_theta=shape.theta,
-        # Qwen2.5 has biases instead, which this model lacks.
+        # Qwen2.5 has biases instead of QK norms; this model has no biases.
         qk_norm=shape.family == "qwen3",
         enable_weight_tying=shape.tied,
     )
@@ -209,7 +210,7 @@ KINDS = {"hf": transformers_step, "titan": torchtitan_step}
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="One process that computes steps of others when it is told to."
+        description="Computes training steps of other libraries on commands from standard input."
     )
     parser.add_argument(
         "--case", required=True, help="hf:eager, hf:compile, hf:liger, titan:eager or titan:compile"

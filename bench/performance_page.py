@@ -1,5 +1,7 @@
-"""Writes the tables of docs/performance.md from results that bench/gpu.py and other commands of
-bench/whole_page.py kept."""
+"""Writes the tables of docs/performance.md from stored results.
+
+bench/gpu.py and the other commands of bench/whole_page.py write these results.
+"""
 
 import json
 import re
@@ -11,9 +13,9 @@ from bench.kernel_groups import GROUPS
 from bench.steps import GIB
 from bench.through_train import GOAL
 
-# A step that was measured (`case`), or what another command has found out (`kind`).
+# A measured step (has `case`), or the result of another command (has `kind`).
 Result = Mapping[str, Any]
-# Whom the others are compared with.
+# The case to which ratios refer.
 REFERENCE = "titan:compile"
 NAMES = {
     "ours": "Pentatron, bf16",
@@ -30,9 +32,9 @@ NAMES = {
     "train": "`pentatron train`",
 }
 _OTHERS = {"titan": "torchtitan", "hf": "transformers"}
-# Where torchtitan is not at hand: the best of the others.
+# The case to compare with where torchtitan was not measured: the best of the others.
 BEST_OF_OTHERS = "hf:compile"
-# As many multiplications a token, in one matrix each.
+# Dense shape with as many multiplications per token as the shape with experts, in one matrix each.
 DENSE_OF = {"qwen3-30b-a3b-4l": "qwen3-dense-a3b-4l"}
 _KINDS = ("small models", "experts against dense", "long sequences", "recompute", "others")
 _USUAL_LENGTH = 4096
@@ -40,7 +42,7 @@ NOT_YET = "Not measured yet."
 
 
 def read_results(folder: Path) -> list[Result]:
-    """By shape and batch, us first; of what was measured several times, the newest."""
+    """Reads the newest result of each measurement, sorted by shape and batch, ours first."""
     newest: dict[tuple[Any, ...], Result] = {}
     for file in sorted(folder.glob("**/*.json"), key=lambda file: (file.stat().st_mtime, file)):
         result = json.loads(file.read_text(encoding="utf-8"))
@@ -60,7 +62,7 @@ def _order(result: Result) -> tuple[Any, ...]:
 
 
 def name_of(result: Result) -> str:
-    """Flags of a case are told as such."""
+    """Returns the name of a case in the tables, followed by its flags."""
     case, flags = result["case"], result.get("flags", "")
     who, _, variant = case.partition(":")
     if case in NAMES:
@@ -80,7 +82,7 @@ def place_of(result: Result) -> str:
 
 
 def divided(results: Sequence[Result]) -> tuple[list[Result], list[Result]]:
-    """Measured steps: where torchtitan was measured too, and all others."""
+    """Splits measured steps by whether torchtitan was measured with the same shape and batch."""
     steps = [r for r in results if "case" in r and r["case"] != "train" and r["shape"] != "tiny"]
     compared = {_where(r) for r in steps if r["case"].startswith("titan:")}
     return (
@@ -93,11 +95,10 @@ def divided(results: Sequence[Result]) -> tuple[list[Result], list[Result]]:
 
 
 def beside_reference(results: Sequence[Result]) -> list[tuple[Result, float | None]]:
-    """What was measured where torchtitan was, each with its rate against torchtitan's where the same command
-    measured both.
+    """Returns the steps measured where torchtitan was, with their rates relative to torchtitan's.
 
-    Against its fastest block: where memory is short beside the others, those of one case may differ by a
-    tenth.
+    The ratio is None unless the same command measured torchtitan. It refers to torchtitan's fastest block:
+    where memory is short beside other cases, the blocks of one case may differ by a tenth.
     """
     measured, _ = divided(results)
     rates = {_run(r): max(r["blocks"]) for r in measured if r["case"] == REFERENCE and "tok_s" in r}
@@ -116,7 +117,7 @@ def kind_of(result: Result) -> str:
 
 
 def comparison(results: Sequence[Result]) -> str:
-    """Every shape and batch, each case against torchtitan."""
+    """Returns the table of all cases against torchtitan, by shape and batch."""
     measured = beside_reference(results)
     rows = [
         "| shape, micro-batch × sequence | case | tokens/s | TFLOP/s | MFU | GiB | × torchtitan's fastest block | spread | first step |",
@@ -135,7 +136,7 @@ def comparison(results: Sequence[Result]) -> str:
 
 
 def others(results: Sequence[Result]) -> str:
-    """Shapes and batches without torchtitan."""
+    """Returns the table of shapes and batches without torchtitan."""
     _, measured = divided(results)
     rows = [
         "| | shape, micro-batch × sequence | case | tokens/s | TFLOP/s | MFU | GiB | compared | spread |",
@@ -154,8 +155,10 @@ def others(results: Sequence[Result]) -> str:
 
 
 def _compared(result: Result, measured: Sequence[Result]) -> str:
-    """Experts with the dense model in TFLOP/s, which are those of one command or of two; others with who was
-    measured beside them."""
+    """Compares experts with the dense shape in TFLOP/s, and ours with the best of the others.
+
+    The dense shape may come from another command; the best of the others must come from the same one.
+    """
     dense = DENSE_OF.get(result["shape"])
     for r in measured:
         if "tok_s" not in r:
@@ -177,7 +180,7 @@ def _failure(result: Result) -> str:
 
 
 def kernels(measured: Sequence[Result]) -> str:
-    """Milliseconds of GPU time a step, by group."""
+    """Returns the table of milliseconds of GPU time per step, by kernel group."""
     profiled = [r for r in measured if r.get("breakdown", {}).get("groups")]
     heads = [f"{place_of(r)}, {name_of(r)}" for r in profiled]
     rows = ["| group | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
@@ -226,7 +229,7 @@ def micro_batches(results: Sequence[Result]) -> str:
 
 
 def planned(results: Sequence[Result]) -> str:
-    """What a step needs at most, by formula and by the allocator."""
+    """Returns the table of the peak memory of a step, by formula and by the allocator."""
     parts = ("weights", "optimizer", "gradients", "activations", "logits", "working")
     rows = [
         f"| GiB | {' | '.join(parts)} | planned | measured | difference | a layer, MiB: planned | measured |",
@@ -266,7 +269,7 @@ def _of_kind(results: Sequence[Result], kind: str) -> list[Result]:
 
 
 def surroundings(results: Sequence[Result]) -> str:
-    """Versions of the machine with the GPU, and commands, each once."""
+    """Lists the versions of the machine with the GPU, and all commands, each once."""
     known: dict[str, str] = {}
     commands: list[str] = []
     for r in results:
@@ -279,7 +282,7 @@ def surroundings(results: Sequence[Result]) -> str:
 
 
 def _anywhere(command: str) -> str:
-    """Without the folders of the machine it ran on, and what only says how long to wait."""
+    """Removes the folders of the measuring machine and the timeout from a command."""
     for flag in ("json", "peers"):
         folder = {"json": "bench/results"}.get(flag, flag)
         command = re.sub(rf"--{flag}[ =]\S+", f"--{flag} {folder}", command)
@@ -300,7 +303,7 @@ TABLES = {
 
 
 def with_tables(page: str, results: Sequence[Result]) -> str:
-    """The page with what stands between its marks made anew."""
+    """Replaces the tables between the marks of the page."""
     for name, make in TABLES.items():
         begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
         pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)

@@ -1,8 +1,7 @@
-"""Measures the overhead of the pipeline executor against torch.distributed.pipelining, with stages that
-compute nothing.
+"""Measures the overhead of the pipeline executor against torch.distributed.pipelining.
 
 Both run the same schedule over the same process group in the same processes, in turns. A stage multiplies by
-one number, so that what is measured is messages, bookkeeping and autograd's own overhead.
+one number, so the time is that of messages, bookkeeping and autograd.
 
     python bench/pipeline.py --repeats 15
 """
@@ -31,7 +30,7 @@ from tests.harness import run_distributed
 from tests.harness.client import session_zygote
 
 CPU = torch.device("cpu")
-# Schedule, processes, stages on each.
+# Schedule, ranks, stages per rank.
 CASES = (("1f1b", 2, 1), ("interleaved", 2, 2), ("1f1b", 4, 1), ("interleaved", 4, 2))
 MICRO_BATCHES = 16
 SHAPE = (1, 8)
@@ -48,7 +47,7 @@ class Scale(nn.Module):
 
 
 class Trivial:
-    """A step of trivial stages, and a sink that does nothing with their gradients."""
+    """Forward of trivial stages, and a sink that ignores their gradients."""
 
     def __init__(self, stages: dict[int, Scale], last_stage: int) -> None:
         self.stages = stages
@@ -94,7 +93,7 @@ def their_step(world: World, virtual: int) -> Callable[[], object]:
 
 
 def milliseconds_per_micro_batch(kind: str, virtual: int, repeats: int) -> tuple[float, float]:
-    """Ours and theirs: the quickest of `repeats` rounds of some steps each; whatever else runs only adds."""
+    """Returns the time of ours and of torch in the fastest of `repeats` rounds, as other load only adds."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     world = create_groups(Grid(pipeline=ranks), rank, rank, CPU)
     steps = (our_step(world, kind, virtual), their_step(world, virtual))
@@ -106,17 +105,17 @@ def milliseconds_per_micro_batch(kind: str, virtual: int, repeats: int) -> tuple
             for _ in range(STEPS):
                 step()
             dist.barrier()
-            if round_number > 0:  # the first one connects the ranks
+            if round_number > 0:  # the first round connects the ranks
                 found.append(1000 * (time.perf_counter() - began) / (STEPS * MICRO_BATCHES))
     return min(times[0]), min(times[1])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="Overhead of the pipeline per micro-batch against torch's own."
+        description="Times pipeline overhead per micro-batch against torch.distributed.pipelining."
     )
     parser.add_argument(
-        "--repeats", type=int, default=15, metavar="N", help="rounds per number, of which the quickest counts"
+        "--repeats", type=int, default=15, metavar="N", help="number of rounds; the fastest counts"
     )
     repeats: int = parser.parse_args().repeats
     print(

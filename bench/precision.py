@@ -1,18 +1,18 @@
-"""Compares loss curves in bf16, fp16 and fp8 with fp32, and layouts with each other in bf16.
+"""Compares loss curves of bf16 and fp16 with fp32, fp8 with bf16, and bf16 layouts with each other.
 
-Trains the demo's model on the demo's corpus, again and again:
+Trains the demo's model on the demo's corpus in three groups of runs:
 
 - **Precision.** fp32 with two seeds, bf16 and fp16 with the first seed. Curves are means over windows of
-  steps. How far two seeds of fp32 are apart is what a rounded curve may be away from the exact one.
-- **Layouts.** Runs in bf16 of the same seed over the same data, so that losses can be compared step by step.
-  One process with other micro-batches adds up in another order and nothing else: how far such runs are apart,
-  pair by pair, is what layouts may be apart. A run with another learning rate shows that the measure would
-  notice.
-- **fp8** (only on a GPU that has it). A wider model in bf16 with two seeds, and with the first seed in every
-  format and recipe of fp8; how far the two seeds are apart is what fp8 may be away from bf16.
+  steps. The distance between the two seeds of fp32 is the distance that bf16 and fp16 may have from fp32.
+- **Layouts.** Runs in bf16 with the same seed and data, whose losses are compared step by step. One process
+  with other micro-batch sizes only changes the order of additions: the distances between pairs of such runs
+  limit those of layouts. A run with another learning rate shows that the measure detects a difference.
+- **fp8** (only on a GPU with fp8 matmuls). A wider model in bf16 with two seeds, and with the first seed in
+  every format and recipe of fp8. The distance between the two seeds is the distance that fp8 may have from
+  bf16.
 
-Where several processes share one GPU they exchange through the host. On a CPU fp16 is left out unless asked
-for by name: multiplying in it is hundreds of times slower there.
+Processes that share one GPU exchange through the host. On a CPU fp16 runs only with `--fp16`: its matmuls are
+hundreds of times slower there.
 
     python bench/precision.py --steps 400                    # on a GPU if there is one
     python bench/precision.py --steps 100 --only fp8
@@ -49,7 +49,7 @@ ROOT = Path(__file__).parents[1]
 ALONE = "--nproc-per-node 1 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1"
 TWO = "--nproc-per-node 2 --pipeline-model-parallel-size 1"
 SEEDS = (1234, 4321)
-# One process in bf16, cut into micro-batches of so many samples.
+# Micro-batch sizes of the bf16 runs on one process.
 CUTS = (16, 8, 4, 2, 1)
 LAYOUTS = {
     "2 data": f"{TWO} --tensor-model-parallel-size 1",
@@ -60,7 +60,7 @@ LAYOUTS = {
     "2 context": f"{TWO} --tensor-model-parallel-size 1 --context-parallel-size 2 --cp-comm-type all_gather",
     "2 pipeline": "--nproc-per-node 2 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 2",
 }
-# Large enough that products in fp8 are most of its arithmetic. Compiling would take longer than the steps.
+# Large enough that fp8 products are most of its arithmetic. Compiling would take longer than the steps.
 FP8_MODEL = (
     "--num-layers 6 --hidden-size 512 --ffn-hidden-size 1536 --num-attention-heads 8 --swiglu --normalization RMSNorm "
     "--disable-bias-linear --position-embedding-type rope --seq-length 512 --max-position-embeddings 512 --lr 1e-3 "
@@ -74,8 +74,7 @@ FP8 = {
     "e4m3 rowwise, the head too": "--fp8 e4m3 --fp8-recipe rowwise --fp8-output-layer",
 }
 OTHER = "--lr 0.00306"
-# Pairs of layouts may be so many times as far apart as the furthest pair of the same layout: each is a single
-# draw.
+# Allowed distance between layouts, relative to the largest between runs of one layout: each is a single draw.
 ALLOWED = 1.5
 
 
@@ -86,7 +85,7 @@ class Machine:
     folder: Path
 
     def losses(self, name: str, words: str) -> list[float]:
-        """Of the steps that were made, in their order."""
+        """Trains in a process of its own; returns the losses of all steps that were not skipped."""
         command = [sys.executable, "-m", "pentatron", "train", *self._words(name, words)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -96,7 +95,7 @@ class Machine:
         return self._read(name)
 
     def losses_here(self, name: str, words: str) -> list[float]:
-        """The same in this process: most of a short run on a GPU is its start."""
+        """Trains in this process, because most of a short run on a GPU is its start."""
         told = io.StringIO()
         resolved = resolve(gather(self._words(name, words), TRAIN), Facts(1))
         with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
@@ -124,13 +123,13 @@ def windows(losses: Sequence[float], size: int) -> list[float]:
 
 
 def curve_gap(one: Sequence[float], other: Sequence[float], size: int) -> tuple[float, float]:
-    """The largest and the mean distance of two curves."""
+    """Returns the largest and the mean distance of two curves."""
     apart = [abs(a - b) for a, b in zip(windows(one, size), windows(other, size))]
     return max(apart), statistics.mean(apart)
 
 
 def step_gap(one: Sequence[float], other: Sequence[float]) -> float:
-    """Root mean square of the relative distance at each step."""
+    """Returns the root mean square of the relative distance at each step."""
     return math.sqrt(statistics.mean(((a - b) / b) ** 2 for a, b in zip(one, other, strict=True)))
 
 
@@ -157,7 +156,7 @@ def within_seeds(
     rounded: Mapping[str, Sequence[float]],
     size: int,
 ) -> bool:
-    """Whether curves are as near to `exact` as `other` is, which has another seed."""
+    """Checks whether curves are as near to `exact` as `other`, a run with another seed."""
     allowed = curve_gap(other, exact, size)
     print(f"\n  {f'distance from {what}':<34} {'largest':>10} {'mean':>10}")
     print(f"  {'another seed (what is allowed)':<34} {allowed[0]:>10.4f} {allowed[1]:>10.4f}")
@@ -227,7 +226,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--only", choices=("precision", "layouts", "fp8"))
-    parser.add_argument("--fp16", action="store_true", help="fp16 on a CPU too")
+    parser.add_argument("--fp16", action="store_true", help="run fp16 on a CPU too")
     options = parser.parse_args()
     on_gpu = options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available())
     if options.only == "fp8" and not on_gpu:

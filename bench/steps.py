@@ -1,7 +1,6 @@
-"""Defines what is measured of a training step: shapes, FLOPs, timed blocks, and a process that answers a
-driver.
+"""Defines shapes, FLOPs and timed blocks of training steps, and the process that measures them.
 
-Imports nothing of the package, so that others are measured by it as well.
+Imports nothing of the package, because other libraries are measured with it too.
 """
 
 import contextlib
@@ -21,15 +20,15 @@ import torch
 
 PEAK_BF16 = 989e12
 GIB = 2**30
-# Steps before anything is timed, and before a later block, whose memory is asked for anew.
+# Untimed steps before the first block, and before a later block, which has to allocate its memory again.
 WARM_UPS, LATER_WARM_UPS = 4, 2
 
 
 @dataclass(frozen=True)
 class Shape:
-    """An architecture in the numbers that its arithmetic depends on.
+    """The sizes of an architecture that determine its arithmetic.
 
-    `experts`: how many there are, a token's, and their width.
+    `experts`: the number of experts, the experts of a token, and the width of an expert.
     """
 
     family: str
@@ -45,7 +44,7 @@ class Shape:
     experts: tuple[int, int, int] | None = None
 
     def flops_per_token(self, sequence: int) -> float:
-        """Six per parameter of a matrix, the head included, and causal attention counted once."""
+        """Returns six FLOPs per matrix parameter, head included, plus causal attention counted once."""
         attended = self.heads * self.head_size
         projections = self.hidden * (2 * attended + 2 * self.groups * self.head_size)
         inner = self.feed_forward if self.experts is None else self.experts[1] * self.experts[2]
@@ -58,18 +57,17 @@ SHAPES = {
     "qwen2.5-1.5b": Shape("qwen2", 28, 1536, 8960, 12, 2, 128, 151936, True),
     "qwen3-8b-8l": Shape("qwen3", 8, 4096, 12288, 32, 8, 128, 151936, False),
     "qwen3-30b-a3b-4l": Shape("qwen3_moe", 4, 2048, 6144, 32, 4, 128, 151936, False, experts=(128, 8, 768)),
-    # As many multiplications a token as the one with experts, in one matrix each: the rate to compare it
-    # with.
+    # Dense counterpart of the shape with experts: as many multiplications per token, in one matrix each.
     "qwen3-dense-a3b-4l": Shape("qwen3", 4, 2048, 6144, 32, 4, 128, 151936, False),
     "gpt2-124m": Shape("gpt2", 12, 768, 3072, 12, 12, 64, 50304, True),
-    # For trying these programs where there is no GPU.
+    # For trying out these scripts without a GPU.
     "tiny": Shape("qwen3", 2, 64, 128, 4, 2, 16, 512, False),
 }
 
 
 @dataclass(frozen=True)
 class Case:
-    """Who is measured on what: `name` is `ours`, `hf:liger` ..."""
+    """A contestant with its shape and sizes; `name` is `ours`, `hf:liger`, ..."""
 
     name: str
     shape: str
@@ -86,7 +84,7 @@ Step = Callable[[], Any]
 
 
 class Timed:
-    """A step in timed blocks.
+    """Runs a step in timed blocks.
 
     The step returns its loss, as a number or as a tensor that is read after the block.
     """
@@ -105,7 +103,7 @@ class Timed:
                 self.first_seconds = time.perf_counter() - began
 
     def block(self, steps: int) -> list[float]:
-        """Seconds of each: on a GPU by events in its stream, which is idle when a step begins."""
+        """Returns the seconds of each step; on a GPU by events in a stream that is idle before the step."""
         return [self._one() for _ in range(steps)]
 
     def _one(self) -> float:
@@ -128,9 +126,9 @@ class Timed:
 def milliseconds(
     work: Callable[[], object], times: int = 10, before: Callable[[], object] = lambda: None
 ) -> float:
-    """Of GPU time, the median, after three to warm up.
+    """Returns the median GPU time of some runs, after three warm-up runs.
 
-    `before`: what the GPU does while the work is launched.
+    `before`: queues GPU work during which the measured work is launched.
     """
     found = []
     for _ in range(times + 3):
@@ -145,7 +143,7 @@ def milliseconds(
 
 
 def milliseconds_in_a_row(work: Callable[[], object], times: int, warm: int = 2) -> float:
-    """Of one, when many follow each other without a pause."""
+    """Returns the GPU time of one call when many follow each other without a pause."""
     for _ in range(warm):
         work()
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -158,7 +156,7 @@ def milliseconds_in_a_row(work: Callable[[], object], times: int, warm: int = 2)
 
 
 def synchronisations(step: Step) -> list[str]:
-    """Where one step waits for the GPU: `file:line` of each time."""
+    """Returns `file:line` of each place where a step waits for the GPU."""
     with warnings.catch_warnings(record=True) as met:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
@@ -166,24 +164,24 @@ def synchronisations(step: Step) -> list[str]:
             step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    # Not the remark that this way of looking is a prototype.
+    # Leaves out the warning that this debug mode is a prototype.
     places = [w for w in met if "called a synchronizing" in str(w.message)]
     return [f"{'/'.join(w.filename.split('/')[-3:])}:{w.lineno}" for w in places]
 
 
-# --- a process that does what it is told, line by line ---
+# --- a process that runs commands, line by line ---
 
 
 class Server:
-    """Answers one JSON line for each that it reads: blocks of steps, a breakdown, the end.
+    """Answers each JSON line on standard input with one: blocks of steps, a breakdown, the end.
 
-    Whatever else is printed goes to stderr.
+    All other output goes to stderr.
     """
 
     def __init__(
         self, case: Case, build: Callable[[], Step], leave: Callable[[], Any] = lambda: None
     ) -> None:
-        """`leave` is called when all is done; after it the process ends at once."""
+        """`leave` is called last; then the process exits at once."""
         self.case, self.build, self.leave = case, build, leave
         self.timed: Timed | None = None
 
@@ -197,7 +195,7 @@ class Server:
             if not self._answered(command, out):
                 break
         self.leave()
-        # Without the clean-up of process groups and compilers, which may take seconds or hang.
+        # Skips the clean-up of process groups and compilers, which may take seconds or hang.
         out.flush()
         sys.stderr.flush()
         os._exit(0)
@@ -247,10 +245,9 @@ class Server:
 
 
 def _memory(device: str) -> tuple[int, int, int]:
-    """The most that was allocated at once, what is still held when the rest is given back, and all of the
-    device.
+    """Returns peak allocated bytes, bytes reserved after emptying the cache, and bytes of the device.
 
-    What a CUDA graph uses counts as held alone.
+    Memory of a CUDA graph counts as reserved only, so the peak is at least the reserved bytes.
     """
     if device != "cuda":
         return 0, 0, 0
@@ -261,14 +258,14 @@ def _memory(device: str) -> tuple[int, int, int]:
     return max(peak, held), held, torch.cuda.mem_get_info()[1]
 
 
-# --- what becomes of the numbers ---
+# --- results ---
 
 
 def record(case: Case, blocks: Sequence[Sequence[float]], last: dict[str, Any]) -> dict[str, Any]:
-    """One line of results.
+    """Returns the result of a case.
 
-    The rate is that of the median step of all blocks; `spread`: of the blocks' medians, largest against
-    smallest.
+    The rate is that of the median step of all blocks. `spread` is the largest median of a block relative to
+    the smallest.
     """
     median = statistics.median(second for block in blocks for second in block)
     of_blocks = [statistics.median(block) for block in blocks]
@@ -293,7 +290,7 @@ def record(case: Case, blocks: Sequence[Sequence[float]], last: dict[str, Any]) 
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Of what the numbers depend on, as far as it is installed."""
+    """Returns the versions of torch, the GPU and its libraries, and of `packages` that are installed."""
     from importlib import metadata
 
     found = {"python": sys.version.split()[0], "torch": torch.__version__}

@@ -13,15 +13,15 @@ from bench.steps import SHAPES, Case
 from pentatron.data.indexed_writer import IndexedDatasetWriter
 from pentatron.monitor.metrics import read_metrics
 
-# The least share of the bare step's rate that is asked for.
+# Minimum share of the bare step's rate.
 GOAL = 0.98
-# Compiling, first allocations, readers that start.
+# Steps with compilation, first allocations and the start of data workers.
 _WARM_UPS = 6
 _DOCUMENT = 700
 
 
 def write_pair(prefix: Path, tokens: int, vocabulary: int) -> None:
-    """Random tokens in documents of some hundred."""
+    """Writes random tokens in documents of random lengths."""
     random = np.random.default_rng(0)
     with IndexedDatasetWriter(prefix, np.int32 if vocabulary > 65535 else np.uint16) as writer:
         while tokens > 0:
@@ -37,7 +37,7 @@ def through_train(
     bare: Mapping[str, Any],
     environment: Mapping[str, str],
 ) -> dict[str, Any]:
-    """A run in a process of its own; the rate is that of its median step, as metrics.jsonl has it."""
+    """Runs `pentatron train` in its own process; the rate is that of the median step in metrics.jsonl."""
     steps = int(words[words.index("--train-iters") + 1])
     prefix = folder / "data" / "tokens"
     write_pair(prefix, (steps + 2) * case.micro_batch * (case.sequence + 1), SHAPES[case.shape].vocabulary)
@@ -60,7 +60,7 @@ def through_train(
     rows = [row for row in read_metrics(folder / "run" / "metrics.jsonl") if row["step"] > _WARM_UPS]
     seconds = statistics.median(row["seconds"] for row in rows)
     rate = case.tokens / seconds
-    # Without a wait for every single step a loop is free to run ahead: the mean shows what the median may
+    # The host may run ahead, as the loop does not wait for every step: the mean shows what the median may
     # hide.
     mean = case.tokens / statistics.mean(row["seconds"] for row in rows)
     share = rate / bare["tok_s"]

@@ -1,6 +1,6 @@
-"""Runs processes that share one GPU in turns: each keeps its weights there and computes when asked.
+"""Runs processes that share one GPU in turns, so that drift of clock and heat affects all alike.
 
-Drift of clocks and heat affects all of them alike, and everything is compiled once.
+Each process keeps its weights on the GPU, compiles once, and computes on command.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from typing import Any
 
 from bench.steps import GIB, Case, record
 
-# What a process takes of a GPU beside what torch allocates, and what is left free all the same.
+# GPU memory of a process beyond torch's allocations, and memory that stays free.
 _CONTEXT, _RESERVE = 0.8 * GIB, 2.0 * GIB
 
 
@@ -66,7 +66,7 @@ class Competitor:
         return float(self.last["peak"] - self.last["held"])
 
     def end(self) -> None:
-        """Ends the process; what it wrote is shown if it failed."""
+        """Ends the process; prints the end of its log if it failed for another reason than OOM."""
         with contextlib.suppress(BrokenPipeError, ValueError):
             assert self.process.stdin is not None
             self.process.stdin.write('{"do": "end"}\n')
@@ -94,8 +94,9 @@ Start = Callable[[Case], Competitor]
 
 
 class Turns:
-    """Rounds of one block each, of so many cases at a time; those for which there is no room beside the
-    others come after them, each alone.
+    """Runs rounds of one block each, of `at_once` cases at a time.
+
+    Cases that do not fit into GPU memory beside the others run after them, alone.
     """
 
     def __init__(
@@ -105,9 +106,9 @@ class Turns:
         self.breakdown, self.at_once = breakdown, at_once
 
     def run(self, cases: Sequence[Case], tell: Callable[[dict[str, Any]], None]) -> None:
-        """Cases of one shape and size, or of several: only those of the same compute in turns."""
+        """Runs cases of one or several shapes and sizes; only those of the same compute in turns."""
         groups = list(self._groups(cases))
-        # Imports take seconds and no GPU: who is to come next begins with them while others compile.
+        # Imports take seconds and no GPU, so the next group starts while this one runs.
         waiting = self._started(groups[0])
         for number, group in enumerate(groups, 1):
             ready = waiting
@@ -134,7 +135,7 @@ class Turns:
                     competitor.block(self.steps, self.timeout)
         for competitor in together:
             if competitor.failure is not None and "oom" in competitor.failure and len(together) > 1:
-                # With all of the GPU it may have room.
+                # It may fit when it has the GPU alone.
                 later.append(competitor.case)
                 competitor.end()
                 continue
@@ -147,7 +148,7 @@ class Turns:
             self._finish(alone, False, tell)
 
     def _first_round(self, started: Mapping[Case, Competitor]) -> tuple[list[Competitor], list[Case]]:
-        """Who computes in turns, with their first blocks done, and who has to wait."""
+        """Runs the first blocks; returns the processes that fit together and the cases that must wait."""
         together: list[Competitor] = []
         later: list[Case] = []
         for case, competitor in started.items():
@@ -164,7 +165,7 @@ class Turns:
         return together, later
 
     def _finish(self, competitor: Competitor, in_turns: bool, tell: Callable[[dict[str, Any]], None]) -> None:
-        # A failure after the blocks does not undo them.
+        # The result stays valid if these extra measurements fail.
         if competitor.failure is None:
             self._ask_more(competitor)
         competitor.end()
@@ -184,7 +185,7 @@ class Turns:
 
 
 def _has_room(together: Sequence[Competitor]) -> bool:
-    """For one more that takes what the largest so far takes."""
+    """Checks whether another case as large as the largest so far fits into GPU memory."""
     sound = [c for c in together if c.failure is None and c.last.get("total")]
     if not sound:
         return True

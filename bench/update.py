@@ -1,11 +1,11 @@
 """Measures the gradient norm and the AdamW update on a GPU: one pass against torch's operators.
 
-    python bench/update.py [--layers 8] [--width 4096] [--inner 12288] [--vocabulary 151936] [--blocks 1024:4 8192:16]
+    python bench/update.py [--layers 8] [--width 4096] [--inner 12288] [--vocabulary 151936]
+        [--blocks 1024:4 8192:16]
 
-Weights and gradients are bf16, masters and moments fp32. The update reads 14 and writes 14 bytes of each
-parameter; torch's way has fp32 gradients (as after a cast of them), clips them, updates and rounds. Between
-two measurements the GPU multiplies
-matrices, as in a step.
+Weights and gradients are bf16, master weights and moments fp32. The fused update reads 14 bytes and writes 14
+bytes per parameter. torch's way has fp32 gradients (as after a cast), clips them, updates and rounds. Before
+each measurement the GPU multiplies matrices, as in a training step.
 """
 
 import argparse
@@ -29,13 +29,13 @@ _NUMBERS = AdamWParameters(1e-5, 0.1, 0.9, 0.95, 1e-8, 5)
 
 
 def sizes(layers: int, width: int, inner: int, vocabulary: int) -> list[int]:
-    """Of a Qwen3-like model with a quarter of the heads for keys and values."""
+    """Returns the parameter sizes of a Qwen3-like model with a quarter of the heads for keys and values."""
     layer = [width * width * 3 // 2, width * width, 2 * inner * width, inner * width, width, width]
     return [vocabulary * width, *layer * layers, width, vocabulary * width]
 
 
 def milliseconds(action: Callable[[], object], repeats: int = 5) -> float:
-    """With products before it, so that launching does not count."""
+    """Times an action that is launched while matmuls run, so that its launch time does not count."""
     matrix = torch.randn(8192, 8192, device=_DEVICE, dtype=torch.bfloat16)
 
     def products() -> None:
@@ -70,7 +70,7 @@ def by_torch(
         )
         torch._foreach_copy_(weights, masters)
 
-    # Clipping 8 bytes, the update 28, rounding 6.
+    # Bytes per parameter: clipping 8, update 28, rounding 6.
     told("torch: clip, fused AdamW, round", milliseconds(update), 42 * sum(g.numel() for g in gradients))
 
 

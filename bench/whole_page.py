@@ -1,10 +1,10 @@
 """Runs every command behind docs/performance.md, then writes the page. Needs an idle GPU.
 
     python bench/whole_page.py --list
-    python bench/whole_page.py --only gpt2        # the commands that contain this; the tables of the others stay as their files are
+    python bench/whole_page.py --only gpt2        # commands that contain this; other results stay
 
-What fails or takes too long is told at the end, and the others run all the same. The folders are `peers` and
-`bench/results`, as on the page. Without a folder `peers` the cases that need one are left out.
+A command that fails or takes too long is reported at the end; the others still run. The folders are `peers`
+and `bench/results`, as on the page. Without a folder `peers`, cases that need it are left out.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PEERS, RESULTS = "peers", "bench/results"
 COMPARED = f"--compare ours titan:compile ours:fp8 hf:liger --peers {PEERS} --breakdown --json {RESULTS}"
-# In this order: should the time run out, what matters most is there.
+# The most important first, in case the time runs out.
 COMMANDS = (
     f"python bench/gpu.py --shape qwen3-8b-8l --micro-batch 4 8 {COMPARED}",
     f"python bench/gpu.py --shape qwen2.5-1.5b --micro-batch 4 8 {COMPARED}",
@@ -45,7 +45,7 @@ def words_of(command: str, has_peers: bool) -> list[str]:
 
 
 def run(commands: Sequence[str], limit: float, has_peers: bool) -> list[str]:
-    """What did not end well."""
+    """Runs the commands; returns those that failed or timed out."""
     failed = []
     for number, command in enumerate(commands, 1):
         began = time.monotonic()
@@ -66,9 +66,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", default="", help="commands that contain this")
-    parser.add_argument("--list", action="store_true", help="show them and run none")
-    parser.add_argument("--limit", type=float, default=1800.0, help="seconds a command may take")
+    parser.add_argument("--only", default="", help="run only commands that contain this")
+    parser.add_argument("--list", action="store_true", help="print the commands without running them")
+    parser.add_argument("--limit", type=float, default=1800.0, help="time limit of a command in seconds")
     options = parser.parse_args()
     wanted = [command for command in COMMANDS if options.only in command]
     if not wanted:

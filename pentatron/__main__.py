@@ -14,7 +14,7 @@ def main() -> int:
         import contextlib
 
         with contextlib.suppress(OSError):
-            os.write(2, b"pentatron: stopped before anything was done\n")
+            os.write(2, b"pentatron: interrupted during startup\n")
         return 130
     return command()
 

@@ -15,6 +15,9 @@ import os
 import re
 import secrets
 import shutil
+import stat
+import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -125,6 +128,11 @@ def _first_free(names: Iterable[Path]) -> Path:
     return next(name for name in names if not os.path.lexists(name))
 
 
+def free_bytes(path: Path) -> int:
+    """Returns the space free to this user on the disk of a path, which need not exist yet."""
+    return shutil.disk_usage(next(p for p in (path, *path.resolve().parents) if p.exists())).free
+
+
 # --- leftovers of killed processes ---
 
 
@@ -139,6 +147,15 @@ def lock(descriptor: int) -> bool:
     except OSError:
         return False
     return True
+
+
+@contextmanager
+def exclusive_folder(folder: Path) -> Iterator[None]:
+    """Holds an exclusive lock on a folder; a second process waits, then finds the result of the first."""
+    with (folder / ".lock").open("w") as file:
+        # The kernel releases the lock when the file is closed, also if the process is killed.
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def remove_leftovers(target: Path) -> None:
@@ -219,3 +236,47 @@ def atomic_folder(target: Path) -> Iterator[Path]:
     except BaseException:
         _remove_tree(temporary)
         raise
+
+
+# --- scratch folders of commands ---
+
+_SCRATCH_PREFIX, _SCRATCH_LOCK = "pentatron-", "in-use"
+# The owner of a younger folder may not have locked it yet.
+_STALE_SECONDS = 60.0
+
+
+@contextmanager
+def scratch_folder(purpose: str) -> Iterator[Path]:
+    """Creates a temporary folder, and removes those of killed commands of this user."""
+    _remove_stale_folders(Path(tempfile.gettempdir()))
+    with tempfile.TemporaryDirectory(prefix=f"{_SCRATCH_PREFIX}{purpose}-") as name:
+        descriptor = lock_scratch_folder(Path(name))
+        try:
+            yield Path(name)
+        finally:
+            os.close(descriptor)
+
+
+def lock_scratch_folder(folder: Path) -> int:
+    """Locks a temporary folder against removal while the returned descriptor is open."""
+    descriptor = os.open(folder / _SCRATCH_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    return descriptor
+
+
+def _remove_stale_folders(place: Path) -> None:
+    for folder in place.glob(f"{_SCRATCH_PREFIX}*-*"):
+        # Another process may remove it at the same time.
+        with suppress(OSError):
+            status = folder.lstat()
+            is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+            if is_own and time.time() - status.st_mtime > _STALE_SECONDS and not _is_in_use(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_in_use(folder: Path) -> bool:
+    descriptor = os.open(folder / _SCRATCH_LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        return not lock(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,9 +1,10 @@
-"""Runs trials drawn from a seed: failing disks, power cuts, damaged folders, hostile files, lost output.
+"""Runs trials from a seed: failing disks, power cuts, damaged folders, hostile files, lost output.
 
-Prints a line for each group, each defect with the command that repeats it, and a table; writes the table into
-docs/faults.md, and ends with code 1 if there was a defect.
+    python scripts/adversary.py [--seed 1 2 3] [--all] [--only faults --case 37] [--jobs 2] [--list]
+        [--keep] [--no-page]
 
-    python scripts/adversary.py [--seed 1 2 3] [--all] [--only faults --case 37] [--jobs 2] [--list] [--keep] [--no-page]
+Prints a line for each group, each defect with the command that repeats it, and a table. Writes the table into
+docs/faults.md. The exit code is 1 if there was a defect.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ PLURALS = {
 
 @dataclass
 class Tally:
-    """Of one group: how its trials ended, and the kinds of defects, each counted once for a trial."""
+    """Outcomes of the trials of a group, and kinds of defects, each kind counted once per trial."""
 
     trials: int = 0
     seconds: float = 0.0
@@ -138,13 +139,15 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--seed", type=int, nargs="+", default=[1], help="one or several, summarised in one table"
+        "--seed", type=int, nargs="+", default=[1], help="one or more seeds, summarised in one table"
     )
-    parser.add_argument("--all", action="store_true", help="every call, cut and mutation instead of a sample")
-    parser.add_argument("--only", nargs="+", choices=list(GROUPS), default=[], help="these groups")
-    parser.add_argument("--case", type=int, nargs="+", default=[], help="these trials of the group")
+    parser.add_argument(
+        "--all", action="store_true", help="run every call, cut and mutation instead of a sample"
+    )
+    parser.add_argument("--only", nargs="+", choices=list(GROUPS), default=[], help="run only these groups")
+    parser.add_argument("--case", type=int, nargs="+", default=[], help="run only these trials of the group")
     parser.add_argument("--jobs", type=int, default=2, help="trials at a time")
-    parser.add_argument("--list", action="store_true", help="name the trials and end")
+    parser.add_argument("--list", action="store_true", help="print the names of the trials and exit")
     parser.add_argument("--keep", action="store_true", help="keep the folders of all trials")
     parser.add_argument("--no-page", action="store_true", help="do not write docs/faults.md")
     given = parser.parse_args()
@@ -152,7 +155,7 @@ def main() -> int:
     if why := shim.missing():
         print(f"left out {', '.join(g for g in groups if g in ON_A_FAILING_DISK)}: {why}")
         groups = [group for group in groups if group not in ON_A_FAILING_DISK]
-    # Power cuts are computed, and waiting for a disk would be most of the time.
+    # In shared memory: power cuts are computed, and waiting for a disk would take most of the time.
     shared_memory = Path("/dev/shm")
     folder = Path(
         tempfile.mkdtemp(

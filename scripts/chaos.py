@@ -1,12 +1,12 @@
-"""Kills random ranks and the launcher of one TP2×PP2×DP2 run and compares the final state with an undisturbed
-run.
+"""Kills random ranks and the launcher of a TP2×PP2×DP2 run, and checks the state in which it ends.
 
-The run must come to its end with the state of an undisturbed one, bit for bit, and leave no process behind.
-What the kills cost is printed. Ends with code 1 if anything of that does not hold.
+    python scripts/chaos.py [--kills 50] [--seed 1] [--steps 200] [--fresh-processes] [--keep]
+        [-- further settings]
 
-    python scripts/chaos.py [--kills 50] [--seed 1] [--steps 200] [--fresh-processes] [--keep] [-- further settings]
+The run must end with the state of an undisturbed run, bit for bit, and leave no process and no temporary
+checkpoint behind. Prints what the kills cost. The exit code is 1 if any of this does not hold.
 
-Ranks are forked from this process, as importing torch eight times costs more than all the rest;
+Ranks are forked from this process, because importing torch eight times takes longer than all the rest;
 --fresh-processes starts them as a user does.
 """
 
@@ -34,7 +34,7 @@ from tests.checkpoint.digest import StateDigest, state_digest  # noqa: E402
 
 RANKS = 8
 INTERVAL = 3
-# Dropout of both kinds, so that random states count.
+# Both kinds of dropout, so that RNG states count.
 MODEL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 61 --dataset-size 400 --lr 1e-3 "
     "--attention-dropout 0.1 --hidden-dropout 0.1 --micro-batch-size 1 --global-batch-size 4 --eval-interval 0 --sample-tokens 0 "
@@ -49,11 +49,13 @@ def main() -> int:
     )
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=0, help="of the run (four for each kill)")
-    parser.add_argument("--ranks", type=int, default=RANKS, help="2 or 4 for a quick look, in other layouts")
+    parser.add_argument("--steps", type=int, default=0, help="steps of the run (default: four for each kill)")
+    parser.add_argument(
+        "--ranks", type=int, default=RANKS, help="number of ranks; 2 or 4 for quicker runs in smaller layouts"
+    )
     parser.add_argument("--fresh-processes", action="store_true")
-    parser.add_argument("--keep", action="store_true", help="do not remove the folder of the runs")
-    parser.add_argument("further", nargs="*", help="settings of the run")
+    parser.add_argument("--keep", action="store_true", help="keep the folder of the runs")
+    parser.add_argument("further", nargs="*", help="further settings of the run")
     chosen = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="pentatron-chaos-"))
     try:

@@ -25,7 +25,7 @@ BAR_WIDTH = 20
 
 
 class Ticker:
-    """Progress on stderr: one line that renews itself on a terminal, a line now and then in a log."""
+    """Shows progress on stderr: one line updated in place on a terminal, periodic lines in a log."""
 
     LOG_EVERY_S = 5.0
     WIDTH = 110
@@ -48,7 +48,7 @@ class Ticker:
 
 
 def of_section(contract: Contract, number: str | None) -> Contract:
-    """Only the items of one section; everything without a number."""
+    """Returns the contract with the items of one section only, or all of it without a number."""
     if number is None:
         return contract
     items = tuple(item for item in contract.items if item.section_number == number)
@@ -59,7 +59,7 @@ def of_section(contract: Contract, number: str | None) -> Contract:
 
 
 def section_table(contract: Contract, good: Mapping[int, bool]) -> list[str]:
-    """One bar per section: how many of its items are good."""
+    """Returns one bar per section, with the number of its good items."""
     width = max(map(len, contract.sections()))
     lines = []
     for section in contract.sections():
@@ -71,7 +71,7 @@ def section_table(contract: Contract, good: Mapping[int, bool]) -> list[str]:
 
 
 def complaints(item: Item, outcomes: Outcomes, status: str) -> list[str]:
-    """Why an item is broken or skipped, one line per entry."""
+    """Returns why an item is broken or skipped, one line per entry."""
     found = [(entry, outcomes.get(entry.key, NEVER_RUN)) for entry in item.shown_by]
     return [f"    {entry.target}: {outcome.reason}" for entry, outcome in found if outcome.status == status]
 
@@ -91,12 +91,12 @@ def last_line(states: Mapping[int, State], name: str) -> str:
         f"{name}: {counts[State.HOLDS]} of {len(states)} items hold, "
         f"{counts[State.BROKEN]} broken, {counts[State.NOT_YET]} not yet"
     )
-    # Named only where it happens, so that the numbers always add up to the total.
+    # Skipped items are mentioned if there are any, so that the numbers always add up to the total.
     return line + (f", {counts[State.SKIPPED]} skipped here" if counts[State.SKIPPED] else "")
 
 
 def declared(contract: Contract, name: str) -> list[str]:
-    """What the data file says, with nothing run."""
+    """Lists the entries of the data file without running any."""
     lines = []
     for item in contract.items:
         entries = [f"{entry.kind} {entry.target}" for entry in item.shown_by]
@@ -109,9 +109,9 @@ def declared(contract: Contract, name: str) -> list[str]:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/contract.py", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--list", action="store_true", help="print what is declared and run nothing")
+    parser.add_argument("--list", action="store_true", help="print the declared entries without running them")
     parser.add_argument(
-        "--section", metavar="1.3", help="only this section; docs/contract.md is left as it is"
+        "--section", metavar="1.3", help="run only this section; docs/contract.md is not written"
     )
     parser.add_argument(
         "--root", type=Path, default=ROOT, help="repository root (default: the one of this script)"

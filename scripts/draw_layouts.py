@@ -1,5 +1,6 @@
-"""Renews the output of `pentatron layout` that the documents show; `...` after the command leaves out what
-comes before the schedule's memory.
+"""Updates the outputs of `pentatron layout` that the documents show.
+
+A line `...` after the command leaves out what comes before the schedule's memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Draws the pictures of docs/ from our own schedules, grids, layouts and kept results (`make pictures`); a
-test compares them with the files.
+"""Draws the pictures of docs/ from schedules, grids, layouts and benchmark results (`make pictures`).
 
-python scripts/draw_pictures.py [folder]    # docs/images
+    python scripts/draw_pictures.py [folder]    # default: docs/images
+
+tests/test_pages.py compares the files with this output.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ SCHEDULES = (
 
 
 def pictures() -> Iterator[tuple[str, str]]:
-    """File name and content of every picture."""
+    """Yields the file name and the content of every picture."""
     yield "step.svg", step_lanes(2, 4)
     yield (
         "ranks-tp2-pp2-dp2.svg",

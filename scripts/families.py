@@ -1,9 +1,9 @@
 """Compares every model family with `transformers`, layout by layout, trained from the same folder.
 
-Prints, for each cell, how far logits, gradients and twenty steps are apart, as a share of what is allowed;
-writes docs/families.md, and ends with code 1 if any cell is out of tolerance.
-
     python scripts/families.py [--only qwen3] [--layouts tp2] [--jobs 4] [--no-page]
+
+Prints for each cell the gaps of logits, gradients and twenty steps as a share of what is allowed, and writes
+docs/families.md. The exit code is 1 if a cell is out of tolerance.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", default="", help="families whose name has this in it")
-    parser.add_argument("--layouts", default="", help="layouts whose name has this in it")
+    parser.add_argument("--only", default="", help="run only families whose name contains this")
+    parser.add_argument("--layouts", default="", help="run only layouts whose name contains this")
     parser.add_argument("--jobs", type=int, default=1, help="cells at a time")
     parser.add_argument("--no-page", action="store_true", help="do not write docs/families.md")
     options = parser.parse_args()

@@ -1,9 +1,9 @@
 """Runs the fault matrix: injects faults into real processes and files and judges the outcome.
 
-Prints the table, writes docs/faults.md, and ends with code 1 if a case does not hold or a fault was accepted
-in silence.
+    python scripts/faults.py [--only storage] [--list] [--quick] [--jobs 2] [--keep] [--no-page]
 
-    python scripts/faults.py [--only storage] [--list] [--jobs 2] [--keep] [--no-page]
+Prints the table and writes docs/faults.md. The exit code is 1 if a case does not hold or a fault was accepted
+silently.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.faults.page import write_matrix  # noqa: E402
 
 INTRODUCTION = """# The fault matrix
 
-Written by `make faults`. Each row is a fault brought upon real processes and real files on this machine's CPU: ranks of tiny models
+Written by `make faults`. Each row is a fault injected into real processes and real files on this machine's CPU: ranks of tiny models
 in several layouts, with dropout, so that random states count. The cases are in `tests/faults`; `make test` runs the quick ones of them.
 `make faults ARGS="--only storage"` repeats some.
 
@@ -93,7 +93,7 @@ def judge(case: Case, folder: Path, references: References) -> Row:
     try:
         outcome = case.run(Lab(folder / case.name, references))
     except Exception:
-        # Also a command that hangs: that is a case that fails, the others go on.
+        # Also for a command that hangs: the case fails, and the others still run.
         outcome = Outcome(detected=True, problems=[traceback.format_exc(limit=-3)])
     return Row(case, outcome, time.monotonic() - began)
 
@@ -166,9 +166,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", default="", help="cases whose group, fault or name has this in it")
-    parser.add_argument("--list", action="store_true", help="name the cases and end")
-    parser.add_argument("--quick", action="store_true", help="those that make test runs")
+    parser.add_argument("--only", default="", help="run only cases whose group, fault or name contains this")
+    parser.add_argument("--list", action="store_true", help="print the names of the cases and exit")
+    parser.add_argument("--quick", action="store_true", help="run only the cases of make test")
     parser.add_argument("--jobs", type=int, default=2, help="cases at a time")
     parser.add_argument("--keep", action="store_true", help="keep the folders of cases that hold")
     parser.add_argument("--no-page", action="store_true", help="do not write docs/faults.md")
@@ -179,7 +179,7 @@ def main() -> int:
     if given.list or not chosen:
         print("\n".join(case.name for case in chosen) or f"no case has '{given.only}' in its name")
         return 0 if chosen else 2
-    # Nobody pulls the plug here: waiting for a disk would be most of the time.
+    # In shared memory: no case cuts the power, and waiting for a disk would take most of the time.
     shared_memory = Path("/dev/shm")
     in_memory = shared_memory if os.access(shared_memory, os.W_OK) else None
     folder = Path(tempfile.mkdtemp(prefix="pentatron-faults-", dir=in_memory))

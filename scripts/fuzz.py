@@ -1,11 +1,11 @@
 """Compares random models in random layouts with the same model on one process.
 
-A case that disagrees, raises or hangs is made smaller and printed as one command that runs exactly it. Ends
-with code 1 if there was one. Every whole run is added to docs/fuzz.csv and counted in docs/parity.md.
-
     python scripts/fuzz.py [--cases 500] [--seed 1] [--minutes 10] [--only zbv] [--jobs 4] [--keep-going]
     python scripts/fuzz.py --replay SEED:NUMBER
     python scripts/fuzz.py --ranks 4 --case='--num-layers 3 ...'
+
+A case that disagrees, raises or hangs is made smaller and printed as a command that repeats it; the exit code
+is then 1. Every run of drawn cases is added to docs/fuzz.csv and counted in docs/parity.md.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LINES = 12
 
 
 class Progress:
-    """One line that renews itself on a terminal, a line now and then in a log."""
+    """Shows progress: one line updated in place on a terminal, periodic lines in a log."""
 
     def __init__(self, campaign: Campaign, shrink_seconds: float) -> None:
         self.campaign, self.shrink_seconds = campaign, shrink_seconds
@@ -73,7 +73,7 @@ class Progress:
 
 
 def report(name: str, case: Case, failed: tuple[str, ...], shrink_seconds: float, bug: str = "") -> None:
-    """What went wrong, and how to see it again."""
+    """Prints how a case fails, the command that repeats it, and a smaller case that fails as well."""
     print(f"\n{name} fails:")
     print("\n".join(f"  {line}" for line in failed[:LINES]))
     if len(failed) > LINES:
@@ -84,7 +84,7 @@ def report(name: str, case: Case, failed: tuple[str, ...], shrink_seconds: float
         print(
             f"one process against itself, its weights rounded otherwise: {itself:.2g} times what is allowed"
         )
-    # A smaller one that hangs would cost a whole timeout each time.
+    # A short limit, because every smaller case that hangs would otherwise cost a whole timeout.
     limit = min(TIMEOUT, shrink_seconds / 4)
     small = shrunk(case, lambda c: bool(judged(c, bug, limit).failed), shrink_seconds)
     if small != case:
@@ -104,7 +104,7 @@ def run_one(name: str, case: Case, shrink_seconds: float) -> int:
 
 
 def run_many(campaign: Campaign, shrink_seconds: float, book: Path | None) -> int:
-    """`book`: the ledger to enter the run into."""
+    """Runs a campaign; `book` is the ledger to enter it into."""
     tally, started = Tally(), time.monotonic()
     progress = Progress(campaign, shrink_seconds)
     try:
@@ -124,7 +124,7 @@ def run_many(campaign: Campaign, shrink_seconds: float, book: Path | None) -> in
 
 
 def enter(campaign: Campaign, tally: Tally, book: Path) -> None:
-    """Adds the run to the ledger, and its cases to those the page counts."""
+    """Adds the run to the ledger, and its cases to those counted on the page."""
     counts = (tally.run, tally.refused, len(tally.failures))
     today = datetime.date.today().isoformat()
     ledger.append(book, ledger.Entry(today, campaign.seed, *counts, torch.__version__.partition("+")[0]))
@@ -136,21 +136,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--cases", type=int, default=500, help="how many cases to run")
-    parser.add_argument("--seed", type=int, default=1, help="another seed draws other cases")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="end after so many minutes")
-    parser.add_argument("--only", default="", help="only cases whose flags contain this")
+    parser.add_argument("--cases", type=int, default=500, help="number of cases to run")
+    parser.add_argument("--seed", type=int, default=1, help="seed from which cases are drawn")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after this many minutes")
+    parser.add_argument("--only", default="", help="run only cases whose flags contain this")
     parser.add_argument("--shrink", type=float, default=120, help="seconds to make a failing case smaller")
-    parser.add_argument(
-        "--jobs", type=int, default=1, help="cases at a time; one for every two or three cores"
-    )
-    parser.add_argument("--keep-going", action="store_true", help="do not end at the first failing case")
+    parser.add_argument("--jobs", type=int, default=1, help="cases at a time; use one per two or three cores")
+    parser.add_argument("--keep-going", action="store_true", help="do not stop at the first failing case")
     parser.add_argument(
         "--no-ledger", action="store_true", help="do not write docs/fuzz.csv and docs/parity.md"
     )
     parser.add_argument("--replay", metavar="SEED:NUMBER", help="run one case of a seed")
     parser.add_argument("--case", help="run the case with these flags")
-    parser.add_argument("--ranks", type=int, default=1, help="processes of --case")
+    parser.add_argument("--ranks", type=int, default=1, help="number of processes for --case")
     words = parser.parse_args()
     if words.case is not None:
         return run_one("the case", read_case(words.ranks, words.case), words.shrink)

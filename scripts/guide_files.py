@@ -1,5 +1,6 @@
-"""Creates the files that the guides expect: a small Qwen with its tokenizer, a GPT-2 vocabulary,
-and texts.
+"""Creates the files that the guides expect: a small Qwen with tokenizer, a GPT-2 vocabulary, texts.
+
+python scripts/guide_files.py FOLDER
 """
 
 import json
@@ -17,7 +18,7 @@ WORDS = 512
 
 
 def texts() -> list[str]:
-    """Source text of the standard library, in pages: on every machine, and with something to learn in it."""
+    """Returns source text of the standard library in pages: it exists on every machine and is learnable."""
     folder = Path(json.__file__).parent.parent
     lines = [
         line
@@ -40,7 +41,7 @@ def write_model(folder: Path, tokenizer: Tokenizer) -> None:
         tie_word_embeddings=False,
         rope_theta=1000000.0,
     )
-    # As the models of the hub are stored.
+    # bf16, as the models of the Hugging Face hub are stored.
     Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>").save_pretrained(folder)
 

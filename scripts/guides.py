@@ -57,8 +57,8 @@ def load_commands(path: Path = COMMANDS) -> list[Command]:
 
 
 def make_workplace(folder: Path) -> None:
-    """A copy of the repository, with what the guides' readers bring along: a model, its tokenizer, texts."""
-    # A new file in a folder of ours comes along, what users keep beside those folders does not.
+    """Copies the repository and adds what readers of the guides have: a model, its tokenizer, texts."""
+    # Copies new files in folders of the repository, but not what users keep beside those folders.
     ours = {name.split("/")[0] for name in _listed("-c")}
     for name in _listed("-co", "--exclude-standard", "--", *sorted(ours)):
         if (ROOT / name).is_file():
@@ -68,7 +68,7 @@ def make_workplace(folder: Path) -> None:
 
 
 def _listed(*words: str) -> list[str]:
-    """Files of the repository, as `git ls-files` names them."""
+    """Returns files of the repository, as `git ls-files` names them."""
     listed = subprocess.run(["git", "ls-files", *words], cwd=ROOT, capture_output=True, text=True, check=True)
     return listed.stdout.splitlines()
 
@@ -102,11 +102,11 @@ def run(command: Command, folder: Path, port: int) -> Outcome:
 
 
 def problems(command: Command, code: int | None, output: str, folder: Path) -> list[str]:
-    """What is not as it should be; nothing for a command that holds."""
+    """Returns the conditions that a command violates; nothing for a command that holds."""
     if code is None:
         return [f"did not end within {LIMIT_S} s"]
     found = [] if code == command.exits else [f"exit code {code} instead of {command.exits}"]
-    # Launchers show a traceback of their own when a worker fails.
+    # Only tracebacks through the package count: launchers print their own when a worker fails.
     if command.exits != 0 and any("/pentatron/" in line for line in output.splitlines() if 'File "' in line):
         found.append("a refusal came with a traceback")
     found += [f"does not say '{text}'" for text in command.says if text not in output]
@@ -120,7 +120,7 @@ def problems(command: Command, code: int | None, output: str, folder: Path) -> l
 
 
 def telling(output: str) -> list[str]:
-    """The lines that say what went wrong: our own sentences, or the last ones."""
+    """Returns the lines that explain a failure: our own messages, or else the last lines."""
     lines = output.splitlines()
     return [line for line in lines if line.startswith("pentatron:")][:6] or lines[-12:]
 
@@ -158,9 +158,13 @@ def page(commands: Sequence[Command], outcomes: Sequence[Outcome]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").strip())
-    parser.add_argument("--only", default="", help="a guide, or part of what a command shows")
     parser.add_argument(
-        "--keep", action="store_true", help="keep the folder the commands ran in, and say where"
+        "--only",
+        default="",
+        help="run only the commands of a guide, or those whose description contains this",
+    )
+    parser.add_argument(
+        "--keep", action="store_true", help="keep the folder in which the commands ran and print its path"
     )
     options = parser.parse_args(argv)
     everything = load_commands()

@@ -1,13 +1,13 @@
-"""Checks the numbers on a GPU: models, layouts over NCCL and gloo, runs that stop and resume, generated text.
-
-References are the CPU, plain layers and transformers. Processes of a layout share the GPU.
-
-Prints a line for every comparison, the largest gap as a share of what is allowed and what the smallest
-planted mistake makes of it, and ends with code 1 if one fails. With --write the tables become docs/cuda.md,
-with what was not run.
+"""Checks models, layouts over NCCL and gloo, resumed runs and generated text on a GPU.
 
     python scripts/on_gpu.py [--write] [--only "fp8"] [--table layouts]
-    python scripts/on_gpu.py --device cpu --only "qwen3, tiny"     # a rehearsal without a GPU; never written
+    python scripts/on_gpu.py --device cpu --only "qwen3, tiny"     # a rehearsal without a GPU; writes nothing
+
+References are the CPU, plain layers and transformers. The processes of a layout share the GPU.
+
+Prints for every comparison its largest gap as a share of what is allowed, and the smallest gap caused by a
+planted mistake. The exit code is 1 if a comparison fails. --write writes the tables, and what was not run,
+into docs/cuda.md.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Of each process: a dozen of them compile at the same time.
+# Compiler threads of each process: a dozen processes compile at the same time.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
@@ -45,7 +45,7 @@ Results = dict[str, Rows]
 def run_all(
     wanted: Sequence[Check], device: str, jobs: int, groups: int
 ) -> Iterator[tuple[Check, Rows, float]]:
-    """Checks of one process and of several beside each other; each worker has a GPU context that it keeps."""
+    """Runs checks of one process and of several in two pools, whose workers keep a GPU context."""
     context = multiprocessing.get_context("spawn")
     with ExitStack() as stack:
         pools = [
@@ -57,13 +57,13 @@ def run_all(
         }
         for done in as_completed(under_way):
             yield under_way[done], *done.result()
-        # They would wait for what they started themselves, such as the compiler's processes.
+        # Workers would wait for their own children, such as the compiler's processes.
         for child in multiprocessing.active_children():
             child.terminate()
 
 
 def end_at_once() -> None:
-    """A worker that is ended gives back what it shares with others, and waits for nothing."""
+    """Lets SIGTERM end a worker after multiprocessing's finalizers, without waiting for anything."""
 
     def leave(*_: object) -> None:
         multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined]
@@ -133,7 +133,7 @@ def page(found: Results, device: str, seconds: float) -> str:
 
 
 def held(rows: Sequence[Found]) -> str:
-    """What was left out is no comparison that holds."""
+    """Returns how many comparisons hold; those that were not run are counted separately."""
     run = [row for row in rows if not row.left_out]
     left_out = f", {len(rows) - len(run)} not run" if len(run) < len(rows) else ""
     return f"{sum(row.passes for row in run)} of {len(run)} comparisons hold{left_out}"
@@ -156,14 +156,24 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--write", action="store_true", help="write docs/cuda.md")
-    parser.add_argument("--only", default="", help="checks whose name contains this")
-    parser.add_argument("--table", default="", help="tables whose heading contains this")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: a rehearsal")
+    parser.add_argument("--only", default="", help="run only checks whose name contains this")
+    parser.add_argument("--table", default="", help="run only tables whose heading contains this")
+    parser.add_argument(
+        "--device", default="cuda", choices=("cuda", "cpu"), help="cpu: a rehearsal without a GPU"
+    )
     cores = os.cpu_count() or 1
     parser.add_argument(
-        "--jobs", type=int, default=max(1, cores * 3 // 8), help="checks of one process at a time"
+        "--jobs",
+        type=int,
+        default=max(1, cores * 3 // 8),
+        help="number of checks of one process that run at a time",
     )
-    parser.add_argument("--groups", type=int, default=max(1, cores // 3), help="checks of several at a time")
+    parser.add_argument(
+        "--groups",
+        type=int,
+        default=max(1, cores // 3),
+        help="number of checks of several processes that run at a time",
+    )
     words = parser.parse_args()
     if words.device == "cuda" and not torch.cuda.is_available():
         print("there is no GPU here that torch can use: nothing was run (--device cpu rehearses)")
@@ -173,7 +183,7 @@ def main() -> int:
         print(nothing_called(words.only, words.table))
         return 2
     started = time.perf_counter()
-    # A check may compare several things: the numbers at the end count those.
+    # A check may have several comparisons; the numbers at the end count comparisons.
     print(f"{about(words.device)}; {len(wanted)} checks", flush=True)
     found: Results = {}
     for check, rows, seconds in run_all(wanted, words.device, words.jobs, words.groups):

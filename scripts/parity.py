@@ -1,11 +1,12 @@
 """Writes the parity table: families × layouts, each against the same model on one process.
 
-Five training steps per cell: losses, gradient norms, every gradient at steps 1 and 5, every weight at the
-end, and the validation loss. Prints the table, writes docs/parity.md, and ends with code 1 if any cell is out
-of tolerance.
-
-    python scripts/parity.py [--families gpt,llama] [--only tp2] [--largest 4] [--device cuda] [--backend nccl] [--jobs 4] [--no-page]
+    python scripts/parity.py [--families gpt,llama] [--only tp2] [--largest 4] [--device cuda]
+        [--backend nccl] [--jobs 4] [--no-page]
     python scripts/parity.py --only "tp2 sp" --families qwen3 --largest 2 --also "--num-layers 5 --lr 1e-2"
+
+Each cell has five training steps and compares losses, gradient norms, every gradient at steps 1 and 5, every
+weight at the end, and the validation loss. Prints the table and writes docs/parity.md. The exit code is 1 if
+a cell is out of tolerance or a planted bug is missed.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def sweep(
 
 
 def plant_all(jobs: int) -> list[tuple[str, Cell]]:
-    """Every planted bug on the layout where it acts; the first comparison that notices is shown."""
+    """Runs every planted bug on the layout where it acts, and prints the largest gap it causes."""
     print("\nplanted bugs, and the largest gap each one causes (as a multiple of what is allowed)\n")
     tasks = [
         Task(
@@ -82,8 +83,7 @@ def plant_all(jobs: int) -> list[tuple[str, Cell]]:
 
 @dataclass(frozen=True)
 class Rounded:
-    """A layout in bf16 or fp16: how many times as far from fp32 as one process in the same precision, at the
-    worst."""
+    """Largest distance of a bf16 or fp16 layout from fp32, as a multiple of that of one process."""
 
     precision: str
     layout: str
@@ -140,7 +140,7 @@ def page(
         f"{good} of {count} cells pass; the largest gap is {worst_cell.text} of what is allowed "
         f"({largest_gap(worst_cell.judged).what}, {worst_cell.family}, {worst_cell.layout.name}).",
         "",
-        "## The net catches mistakes",
+        "## Planted bugs are detected",
         "",
         "Each bug is planted into the ranks of one layout; the table shows the largest gap it causes, as a multiple of what "
         "is allowed, and the comparison that saw it.",
@@ -188,16 +188,21 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--families", default=",".join(FAMILIES | MIXTURES), help="comma-separated families")
-    parser.add_argument("--only", default="", help="only layouts whose name contains this")
-    parser.add_argument("--largest", type=int, default=8, help="only layouts of at most so many processes")
-    parser.add_argument("--device", default="cpu", help="cpu, or cuda: all processes on one GPU")
+    parser.add_argument("--only", default="", help="run only layouts whose name contains this")
     parser.add_argument(
-        "--backend", default="gloo", choices=("gloo", "nccl"), help="of processes that share a GPU"
+        "--largest", type=int, default=8, help="run only layouts of at most this many processes"
     )
-    parser.add_argument("--also", default="", metavar="FLAGS", help="more flags, for both runs of every cell")
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda with all processes on one GPU")
     parser.add_argument(
-        "--jobs", type=int, default=1, help="cells at a time; one for every two or three cores"
+        "--backend",
+        default="gloo",
+        choices=("gloo", "nccl"),
+        help="process-group backend of processes that share a GPU",
     )
+    parser.add_argument(
+        "--also", default="", metavar="FLAGS", help="further flags for both runs of every cell"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="cells at a time; use one per two or three cores")
     parser.add_argument("--no-page", action="store_true", help="do not write docs/parity.md")
     words = parser.parse_args()
     families = words.families.split(",")

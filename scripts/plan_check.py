@@ -1,16 +1,14 @@
-"""Compares a plan with a real step, layout by layout: bytes of weights, gradients, optimizer state and
-activations.
-
-Weights, gradients and optimizer state are the memory behind the tensors a rank holds; activations the most
-memory behind what autograd saves between forward and backward. Prints the table and ends with code 1 if a
-number is off by more than 5 %.
-
-On a GPU it is the allocator that is asked, in steps of real shapes on one GPU: what a step needs at most
-against what the model needs by formula (weights, optimizer state, gradients, saved activations, logits), and
-what one layer keeps.
+"""Compares the memory plan with a real step, layout by layout.
 
     python scripts/plan_check.py [--only "PP 2"]
     python scripts/plan_check.py --device cuda [--only Qwen3] [--json FOLDER]
+
+On a CPU: weights, gradients and optimizer state are the memory behind the tensors that a rank holds;
+activations are the peak of the memory behind tensors that autograd saves between forward and backward. Prints
+the table. The exit code is 1 if a number is off by more than 5 %.
+
+On a GPU: the allocator's peak in steps of real shapes on one GPU against the formula (weights, optimizer
+state, gradients, saved activations, logits), and the memory that one layer keeps.
 """
 
 from __future__ import annotations
@@ -72,9 +70,9 @@ def on_a_cpu(only: str) -> int:
 
 
 def on_a_gpu(only: str, folder: str | None = None) -> int:
-    """Each case in a process of its own, as nothing of another may be left in its memory.
+    """Measures each case in its own process, so that no memory of another case remains.
 
-    `folder`: where the numbers are kept, in bytes.
+    `folder`: where the numbers are written, in bytes.
     """
     rows: list[dict[str, Any]] = []
     wanted = {name: words for name, words in on_gpu.CASES.items() if only in name}
@@ -124,7 +122,7 @@ def on_a_gpu(only: str, folder: str | None = None) -> int:
 
 
 def keep(folder: Path, rows: list[dict[str, Any]]) -> None:
-    """After every case: what is broken off has measured something."""
+    """Writes all rows so far, after every case, so that an interrupted run keeps its results."""
     folder.mkdir(parents=True, exist_ok=True)
     command = shlex.join(["python", "scripts/plan_check.py", *sys.argv[1:]])
     told = {"kind": "plan", "command": command, "allowed": ALLOWED, "rows": rows}
@@ -135,9 +133,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", default="", help="layouts whose name contains this")
+    parser.add_argument("--only", default="", help="run only layouts whose name contains this")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--json", metavar="FOLDER", help="on a GPU: keep the numbers there")
+    parser.add_argument("--json", metavar="FOLDER", help="on a GPU: write the numbers into this folder")
     parser.add_argument("--words", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.words is not None:

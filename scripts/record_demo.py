@@ -1,10 +1,10 @@
 """Records the pictures of the README: runs the demo in a pseudo-terminal and draws its output.
 
-    python scripts/record_demo.py                       the demo as `make demo` runs it
-    python scripts/record_demo.py --train-iters 40      further words go to `pentatron train` (but --run-dir: the run is
-                                                        made in a temporary folder)
+    python scripts/record_demo.py                       # the demo as `make demo` runs it
+    python scripts/record_demo.py --train-iters 40      # further arguments go to `pentatron train`
 
-Writes docs/images/demo.svg (the terminal) and docs/images/loss.svg (the run's own curve).
+Writes docs/images/demo.svg (the terminal) and docs/images/loss.svg (the run's own curve). --run-dir must not
+be given: the run is made in a temporary folder.
 """
 
 import io
@@ -45,12 +45,12 @@ def main(words: Sequence[str]) -> int:
 
 
 def run_in_terminal(command: Sequence[str], folder: Path) -> tuple[str, int]:
-    """Runs a command in a terminal of our size, echoing it; what it printed, and its exit code."""
+    """Runs a command in a pseudo-terminal and echoes it; returns its output and its exit code."""
     process, terminal = pty.fork()
     if process == 0:
         termios.tcsetwinsize(sys.stdout.fileno(), (ROWS, COLUMNS))
         os.chdir(folder)
-        # Found by name, as a reader with an active environment has it, so that no path gets into the picture.
+        # On PATH, as in an active environment, so that no path gets into the picture.
         path = f"{Path(command[0]).parent}{os.pathsep}{os.environ['PATH']}"
         os.execve(
             command[0],
@@ -70,16 +70,16 @@ def _read(terminal: int) -> bytes:
     try:
         return os.read(terminal, 1 << 16)
     except OSError:
-        # How Linux says that the other end of a pseudo-terminal has closed.
+        # Linux raises this when the other end of a pseudo-terminal has closed.
         return b""
 
 
 def screen(printed: str) -> list[str]:
-    """The lines that stay on the screen: of a line that was drawn again and again, its last state."""
+    """Returns the lines that stay on the screen; of a redrawn line, its last state."""
     lines = []
     for line in printed.replace("\r\n", "\n").split("\n"):
         last = re.split(r"\r|\x1b\[2K", line)[-1]
-        # Colours stay; hiding the cursor and the like goes.
+        # Keeps colours, and removes other escape sequences, such as hiding the cursor.
         lines.append(re.sub(r"\x1b\[\??[\d;]*[A-Za-ln-z]", "", last).rstrip())
     while lines and not lines[-1]:
         lines.pop()
@@ -95,9 +95,9 @@ def terminal_picture(prompt: str, lines: Sequence[str]) -> str:
     for line in lines:
         console.print(Text.from_ansi(line))
     svg = console.export_svg(title="pentatron", unique_id="demo")
-    # Fonts from the network do not load inside an <img>; the reader's own monospace font serves.
+    # Fonts from the network do not load inside an <img>; the reader's own monospace font is used.
     svg = re.sub(r"\s*@font-face \{.*?\}", "", svg, flags=re.DOTALL)
-    # Some renderers drop the spaces a line begins with unless told not to.
+    # Some renderers drop leading spaces without this attribute.
     return svg.replace("<svg ", '<svg xml:space="preserve" ', 1)
 
 

@@ -1,8 +1,12 @@
-"""Records what a refactoring must not change, or compares two recordings.
+"""Records the outputs that a refactoring must not change, or compares two recordings.
 
-Outputs of the commands, exit codes, help pages, settings with their origins, refusals, plans, layouts, and
-the files that short CPU runs leave, one file each, without times, paths and other noise. `--tree` records the
-code of another checkout. Compare recordings of one machine: numbers depend on the processor and on torch.
+    python scripts/record_outputs.py --out before [--tree PATH] [--only "settings plan"]
+    python scripts/record_outputs.py --compare before after
+
+Records outputs of the commands, exit codes, help pages, settings with their origins, refusals, plans,
+layouts, and the files that short CPU runs leave. Each has one file, without times, paths and other noise.
+`--tree` records the code of another checkout. Compare only recordings of one machine: numbers depend on the
+processor and on torch.
 """
 
 import argparse
@@ -23,14 +27,14 @@ from recorded.noise import Noise
 from recorded.runs import record_runs
 
 ROOT = Path(__file__).resolve().parents[1]
-# Groups that are recorded beside each other, each in a process of its own.
+# Groups are recorded at the same time, each in its own process.
 GROUPS = ("runs", "settings", "help listed presets files layout plan")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, help="folder of the recording; it must not exist")
-    parser.add_argument("--tree", type=Path, default=ROOT, help="the checkout to record (this one)")
+    parser.add_argument("--tree", type=Path, default=ROOT, help="checkout to record (default: this one)")
     parser.add_argument("--only", default=" ".join(GROUPS), help=f"some of: {' '.join(GROUPS)}")
     parser.add_argument("--compare", type=Path, nargs=2, metavar=("A", "B"), help="compare two recordings")
     parser.add_argument("--place", type=Path, help=argparse.SUPPRESS)
@@ -52,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _record(out: Path, tree: Path, only: Sequence[str]) -> int:
-    """Starts a process for each of `GROUPS`, which imports `tree` and has none of the user's environment."""
+    """Starts a process for each of `GROUPS` that imports `tree`, without the user's environment."""
     began = time.monotonic()
     work = Path(tempfile.mkdtemp(prefix="recording-"))
     out.mkdir(parents=True)

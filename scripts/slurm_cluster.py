@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue")
-# Names that are addresses of the loopback interface, so that what scontrol answers can be reached.
+# Loopback addresses as names, so that the host names from scontrol can be reached.
 NODES = ("127.0.0.1", "127.0.0.2")
 
-# `linuxproc` signals every process of a job, as cgroups do on a real cluster. Jobs in `low` make room for
-# those in `high`.
+# `linuxproc` signals every process of a job, as cgroups do on a real cluster. Jobs in `high` preempt those in
+# `low`.
 CONFIGURATION = """\
 ClusterName=trial
 SlurmctldHost={host}(127.0.0.1)
@@ -51,7 +51,7 @@ PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2 PreemptMod
 
 
 def find_program(name: str) -> str | None:
-    """Debian keeps the daemons where a user's PATH does not look."""
+    """Finds a program also in the sbin folders, where Debian keeps the daemons."""
     return shutil.which(name) or shutil.which(name, path="/usr/sbin:/usr/local/sbin")
 
 
@@ -67,8 +67,9 @@ def free_ports(count: int) -> list[int]:
 
 
 class Cluster:
-    """Daemons in the foreground, as children of this process: no pid file of somebody else is ever
-    touched.
+    """Runs the daemons in the foreground as children of this process.
+
+    It ends these children only, so it never touches the pid file of another cluster.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -99,21 +100,21 @@ class Cluster:
                 daemon.kill()
 
     def ask(self, *words: str, check: bool = True) -> str:
-        """What a command of Slurm prints."""
+        """Runs a Slurm command and returns its output."""
         done = subprocess.run(words, env=self.environment, capture_output=True, text=True, check=False)
         if check and done.returncode != 0:
             raise RuntimeError(f"{' '.join(words)}: {done.stderr.strip()}")
         return done.stdout.strip()
 
     def job(self, number: str) -> dict[str, str]:
-        """A job's fields, by their names."""
+        """Returns the fields of a job by name."""
         shown = self.ask("scontrol", "show", "job", "--oneliner", number)
         return {name: value for name, _, value in (word.partition("=") for word in shown.split())}
 
     def _start(self) -> None:
         for name in ("state", "log", "munge"):
             (self.folder / name).mkdir()
-        # The socket must be open to all users of the machine, its key to nobody else.
+        # All users of the machine must be able to reach the socket; only this one may read the key.
         (self.folder / "munge").chmod(0o755)
         self.folder.chmod(0o755)
         key = self.folder / "munge" / "key"
@@ -138,7 +139,7 @@ class Cluster:
             "log-file": "log",
             "seed-file": "seed",
         }
-        # --force: a folder under /tmp may be written by others, which a key that lives for minutes can bear.
+        # --force: others may write to a folder under /tmp, acceptable for a key that lives for minutes.
         words = [f"--{option}={self.folder}/munge/{name}" for option, name in files.items()]
         self._daemon("munged", "--foreground", "--force", *words)
         self._until(lambda: (self.folder / "munge" / "socket").exists(), "munged does not open its socket")

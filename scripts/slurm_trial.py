@@ -1,10 +1,8 @@
-"""Tests the written batch scripts under a real Slurm: two nodes on this machine, each with torchrun, TP 2 ×
-PP 2.
+"""Tests the batch scripts of `pentatron launch` under a real Slurm: two nodes on this machine.
 
-A run is warned of its end, another makes room for a job of higher priority, a third is cancelled: each must
-save, the first two go back into the queue and end with the losses of a run that nobody disturbed. Then the
-guides'
-templates run.
+Each node has torchrun, with TP 2 × PP 2. One run is warned before the end of its time, one is preempted by a
+job of higher priority, one is cancelled. Each must save. The first two are requeued and must end with the
+losses of an undisturbed run. Then the templates of the guides run.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ SMALL = (
     "--num-attention-heads 2 --seq-length 16 --vocab-size 50 --dataset-size 100 --micro-batch-size 2 --global-batch-size 8 "
     f"--train-iters {STEPS} --eval-interval 0 --threads-per-process 1"
 ).split()
-# The guides' templates with two nodes and two processes on each, and a smaller model.
+# The guides' templates on two nodes with two processes each, and a smaller model.
 _TINY = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 50 --dataset-size 100 --device cpu"
 TEMPLATES = {
     "example": f"{_TINY} --train-steps 3 --no-fp16",
@@ -43,7 +41,7 @@ class Trial:
         self.environment = {**cluster.environment, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
 
     def submit(self, name: str) -> str:
-        """The number of a job whose script `pentatron launch` has written and handed to sbatch."""
+        """Submits the batch script of `pentatron launch`; returns the number of its job."""
         words = [
             "launch",
             "slurm",
@@ -57,7 +55,7 @@ class Trial:
         return self._handed([sys.executable, "-m", "pentatron", *words])
 
     def submit_template(self, name: str) -> str:
-        """A job of a file in examples/slurm; what this machine does not have is not asked for."""
+        """Submits a file of examples/slurm without requesting GPUs; returns the number of its job."""
         options = ["--nodes=2", "--gres=none", "--gpus-per-node=0", "--cpus-per-task=4", f"--chdir={ROOT}"]
         script = ROOT / "examples" / "slurm" / f"{name}.sbatch"
         words = ["sbatch", *options, f"--job-name={name}", f"--output={self.folder}/%x-%j.out", str(script)]
@@ -98,13 +96,13 @@ class Trial:
         self.until(lambda: self.cluster.job(job)["JobState"] in states, f"job {job} is {' or '.join(states)}")
 
     def begun(self, name: str) -> str:
-        """A job that is well under way."""
+        """Submits a job and waits until it has made some steps."""
         job = self.submit(name)
         self.until(lambda: len(self.losses(name)) >= 20, f"{name} reaches step 20")
         return job
 
     def saved_at(self, name: str, job: str) -> int:
-        """The step whose checkpoint the stopped run says it saved."""
+        """Returns the step that the stopped run reports as saved, and checks its checkpoint."""
         said = re.search(
             r"stopped by SIGTERM after step (\d+); its checkpoint is saved", self.output(name, job)
         )
@@ -115,12 +113,12 @@ class Trial:
         return step
 
     def goes_on(self, name: str, job: str, expected: list[tuple[int, float]]) -> str:
-        """Waits for the second start and compares every loss with those of the undisturbed run."""
+        """Waits for the restart and compares every loss with those of the undisturbed run."""
         self.until(lambda: self.cluster.job(job)["Restarts"] == "1", f"{name} is back in the queue")
         step = self.saved_at(name, job)
         self.until_state(job, "PENDING")
-        # Slurm lets a job rest for two minutes. Less will do, but not nothing: the nodes still refuse its old
-        # credential.
+        # Slurm delays a requeued job by two minutes. Less is enough, but without a delay the nodes still
+        # refuse its old credential.
         time.sleep(10)
         self.cluster.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
         self.until_state(job, "COMPLETED", "FAILED")

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Trains one model under two launchers on this machine, as two machines would: PROCESSES (of each) SCRIPT [WORDS ...].
-# PORT in a word stands for the port on which they meet. PYTHON names the interpreter.
+# Trains one model with two torchrun launchers on this machine, as on two machines.
+#   bash scripts/two_launchers.sh PROCESSES_PER_LAUNCHER SCRIPT [ARGUMENTS ...]
+# PORT in an argument is replaced by the rendezvous port. PYTHON names the interpreter.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python="${PYTHON:-python}" processes="$1" script="$2"; shift 2

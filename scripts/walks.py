@@ -1,10 +1,9 @@
-"""Lists the package files that four walks through the code cross: a forward step, a save, a batch,
-supervision.
+"""Lists the package files behind a forward step, a save, a batch, and the supervision of workers.
 
     python scripts/walks.py            # prints the files of each walk, from short CPU runs
     python scripts/walks.py --only forward save
 
-A hop is a distinct file of the package that is on the stack, or entered on the way.
+A file counts once, if it is on the stack or entered on the way.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ RUN = (
 
 
 def stack_files(frame: FrameType | None) -> list[str]:
-    """Package files on the stack, outermost first, each once."""
+    """Returns the package files on the stack, outermost first, each once."""
     files: list[str] = []
     while frame is not None:
         name = frame.f_code.co_filename
@@ -75,8 +74,7 @@ def save_walk(found: dict[str, list[str]]) -> None:
 
 
 def batch_walk(found: dict[str, list[str]]) -> None:
-    """Collects the stacks below the trainer where tokens are read, the forward begins, gradients are reduced
-    and weights updated."""
+    """Collects the stacks below the trainer at reading, forward, gradient reduction and weight update."""
     from pentatron.data.indexed import IndexedDataset
     from pentatron.models.causal_lm import CausalLM
     from pentatron.optim.update_rules import Adam
@@ -102,7 +100,7 @@ def batch_walk(found: dict[str, list[str]]) -> None:
 
 
 def supervision_modules() -> list[str]:
-    """Modules of the supervision of workers: those of `supervise`, and the worker's side."""
+    """Returns the modules that supervise workers: those of `supervise`, and the worker's side."""
     files = sorted((ROOT / "pentatron/supervise").glob("*.py"))
     return [*(f"supervise/{file.name}" for file in files if file.name != "__init__.py"), "cli/worker.py"]
 

@@ -16,23 +16,23 @@ _FOLDERS = pytest.StashKey[Path]()
 
 
 def pytest_configure() -> None:
-    # Programs that tests start import this repository from any folder.
+    # Programs started by tests import this repository from any working directory.
     further = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     others = [path for path in further if path not in ("", str(REPOSITORY))]
     os.environ["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), *others])
-    # One thread each, here and in the programs that tests start, unless they say otherwise: models are tiny,
-    # and threads that wait for each other take the cores from the tests beside them. Torch reads this when it
-    # is imported.
+    # One OpenMP thread per process, unless the environment sets another number: models are tiny, and threads
+    # that wait for each other occupy the cores of tests that run in parallel. Torch reads this variable when
+    # it is imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # Also where somebody runs the tests under `nohup`: some send that signal.
+    # Reverts `nohup`, which ignores SIGHUP: some tests send that signal.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection(session: pytest.Session) -> None:
-    # From here on, for imports of test modules and fixtures of whole modules too, nothing is read from or
-    # left in the repository by a relative path. Not before: pytest has to find its arguments, and xdist
-    # starts its workers where the controller is.
+    # From here on the working directory is a temporary folder, also for imports of test modules and for
+    # module fixtures, so that no relative path reads or writes the repository. Not earlier: pytest has to
+    # find its arguments, and xdist starts its workers in the directory of the controller.
     if session.config.pluginmanager.hasplugin("dsession"):
         return  # the controller of xdist, which collects nothing
     folders = Path(tempfile.mkdtemp(prefix="pentatron-tests-")).resolve()
@@ -42,7 +42,7 @@ def pytest_collection(session: pytest.Session) -> None:
 
 @pytest.fixture(autouse=True)
 def working_directory(request: pytest.FixtureRequest) -> Iterator[Path]:
-    """An empty folder of its own for every test, which ranks and programs that it starts inherit."""
+    """Gives every test its own empty working directory, which its ranks and programs inherit."""
     before = Path.cwd()
     folder = Path(tempfile.mkdtemp(dir=request.config.stash[_FOLDERS]))
     os.chdir(folder)
@@ -52,8 +52,8 @@ def working_directory(request: pytest.FixtureRequest) -> Iterator[Path]:
 
 
 def pytest_collection_finish() -> None:
-    # What was imported stays. Without this every collection of garbage, such as the one a command ends with,
-    # would walk over the million objects of all libraries, which takes longer than most tests.
+    # Imported modules are never freed. Without `freeze`, every garbage collection, such as the one at the end
+    # of a command, would traverse the million objects of all libraries, which takes longer than most tests.
     gc.collect()
     gc.freeze()
 

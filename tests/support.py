@@ -13,7 +13,7 @@ DEFAULT = f"{TINY} {REVEALING} --train-iters 5 --global-batch-size 8 --eval-inte
 
 
 def resolved(words: str = "", world_size: int = 1) -> Resolved:
-    """As pretrain_gpt.py has it, with checkpoints in the run's folder."""
+    """Resolves `DEFAULT` and more flags as pretrain_gpt.py does, with checkpoints in the run folder."""
     draft = gather(f"--save-checkpoints {DEFAULT} {words}".split(), PRETRAIN_GPT)
     return resolve(draft, Facts(world_size, world_size, 1))
 

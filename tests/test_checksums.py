@@ -1,4 +1,4 @@
-"""The checksums of blocks are what they are defined as, however the bytes come and whoever computes them."""
+"""Block checksums equal their definition, however the bytes arrive and whatever computes them."""
 
 import hashlib
 import io

@@ -1,4 +1,4 @@
-"""The Chinese pages are those of the English ones: the same sections, code, pictures, tables and links."""
+"""Chinese pages have the sections, code, pictures, tables and links of the English pages."""
 
 import os
 import re
@@ -10,7 +10,7 @@ from tests.test_documents import BLOCK, commands
 from tests.test_pages import PAGES, ROOT, missing_code
 
 ENGLISH, CHINESE = ROOT / "docs", ROOT / "docs/zh"
-# The first lines of a page, which lead to the other language.
+# The line at the top of a page that links to the other language.
 SWITCH = re.compile(r"^(?:English \| \[中文\]\((\S+)\)|\[English\]\((\S+)\) \| 中文)$", re.MULTILINE)
 
 
@@ -19,9 +19,9 @@ def translated(page: Path) -> Path:
 
 
 def outline(page: Path, text: str) -> dict[str, list[str]]:
-    """What two pages must have in common.
+    """Returns the properties that a page and its translation must share.
 
-    A link to a page that is translated counts as one to the English one.
+    A link to a translated page counts as a link to the English page.
     """
     prose = BLOCK.sub("", SWITCH.sub("", text))
     targets = [target.partition("#") for target in re.findall(r"\]\(([^)\s]+)\)", prose)]
@@ -56,7 +56,7 @@ def test_a_page_and_its_other_language_lead_to_each_other(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ENGLISH)))
 def test_anchors_are_headings(page: Path) -> None:
-    """Also those in other pages, of both languages."""
+    """Checks anchors in the same page and in other pages, in both languages."""
     for here in (page, translated(page)):
         text = BLOCK.sub("", here.read_text(encoding="utf-8"))
         for path, anchor in re.findall(r"\]\(([^)\s#]*\.md)?#([^)\s]+)\)", text):

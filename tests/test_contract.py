@@ -1,4 +1,4 @@
-"""The contract's data file is whole, its page agrees with it, and the scoreboard judges rightly."""
+"""The contract: its data file is complete, its page agrees with it, the scoreboard judges correctly."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_items_are_complete(contract: Contract) -> None:
 
 
 def test_texts_are_undamaged(contract: Contract) -> None:
-    """Marks of a bad edit: an open backtick, a stray line break, no end of the sentence."""
+    """Checks for signs of a bad edit: an open backtick, a line break, a missing full stop."""
     for row in [*contract.items, *contract.conflicts]:
         assert row.text.count("`") % 2 == 0, row.id
         assert row.text == " ".join(row.text.split()), row.id
@@ -63,7 +63,7 @@ def test_listed_tests_exist(contract: Contract) -> None:
 
 
 def test_listed_parameters_exist(contract: Contract, request: pytest.FixtureRequest) -> None:
-    """Of all files that this run has collected whole."""
+    """Checks the node ids of all files that this run has collected completely."""
     options = request.config.option
     if (
         options.keyword

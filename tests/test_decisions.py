@@ -1,5 +1,4 @@
-"""What was decided is what is built, and a line appears exactly when a setting that was given changes
-nothing."""
+"""Models are built as `decide` decides, and a given setting has a notice exactly if it has no effect."""
 
 import dataclasses
 import itertools
@@ -72,7 +71,7 @@ LAYOUTS = (
     ("--zero-stage 2 --overlap-grad-reduce", 2),
     ("--zero-stage 3", 2),
 )
-# Each setting with a value that asks for something, and one that does not.
+# For each setting a value that requests something, and one that does not.
 ASKED: dict[str, tuple[Any, Any]] = {
     "bias_swiglu_fusion": (True, False),
     "cross_entropy_fusion_impl": ("native", "auto"),
@@ -111,7 +110,7 @@ def changed(config: RunConfig, name: str, value: Any) -> RunConfig:
 
 
 def done(decisions: Decisions) -> tuple[object, ...]:
-    """All that is done, without reasons, and without what only acts on something that is not done."""
+    """Returns what is done: without reasons, and without options of features that are off."""
     d = decisions
     return (
         (d.compilation.on, d.compilation.on and d.compilation.together),
@@ -151,8 +150,10 @@ def test_the_line_appears_exactly_when_the_setting_changes_nothing(name: str, ev
 
 
 def said(config: RunConfig, decisions: Decisions, name: str) -> list[str]:
-    """The lines about a setting that a flag asked for; those about what nobody asked for are the same without
-    it."""
+    """Returns the notices about a setting that is given by a flag.
+
+    Remarks, which are printed without the flag too, are left out.
+    """
     settings = config.settings.copy()
     assert notices_of_decisions(settings, decisions) == decisions.remarks
     settings.assign(f"flag {table()[name].flag}", **{name: getattr(settings, name)})
@@ -165,7 +166,7 @@ def test_every_setting_that_may_be_idle_is_asked_for() -> None:
 
 
 def test_what_is_not_known_of_a_device_is_no_reason(every: list[RunConfig]) -> None:
-    """A line that is printed before the device is known holds on every device."""
+    """A notice that is printed before the device is known must hold on every device."""
     for config in every:
         unknown = decide(config, DeviceFacts())
         for device in (CPU, H200):
@@ -186,7 +187,10 @@ def test_a_plan_costs_what_was_decided(every: list[RunConfig]) -> None:
 def built(
     words: str, facts: DeviceFacts | None = None, planted: Callable[[Decisions], Decisions] | None = None
 ) -> ParallelModel:
-    """On a CPU. `facts`: as for this device, which it is not; `planted`: what the builder is told instead."""
+    """Builds a model on a CPU.
+
+    `facts`: the device to decide for. `planted`: changes the decisions that the builder gets.
+    """
     config = resolved(f"{LLAMA} {WIDE} {words}").config
 
     def decided(config: RunConfig, device: DeviceFacts, own_program: bool = False) -> Decisions:
@@ -252,7 +256,7 @@ def head_in_fp8(model: ParallelModel) -> bool:
 
 
 class OnePass:
-    """In the place of the kernel that needs Triton."""
+    """Replaces the update kernel, which needs Triton."""
 
     in_one_pass = False
 
@@ -271,7 +275,7 @@ def offloads(model: ParallelModel) -> bool:
 
 
 Observed = Callable[[ParallelModel], object]
-# What is seen of a model, what was decided of it, and settings under which it is and is not done.
+# For each feature: how to observe it in a model, its decision, and settings with and without it.
 BUILT: dict[str, tuple[Observed, Callable[[Decisions], object], tuple[str, ...]]] = {
     "gate": (
         fuses_gates,
@@ -319,7 +323,7 @@ BUILT: dict[str, tuple[Observed, Callable[[Decisions], object], tuple[str, ...]]
 
 @pytest.mark.parametrize("name", BUILT)
 def test_what_is_built_is_what_was_decided(name: str) -> None:
-    """On this CPU, and as for a GPU."""
+    """Builds on this CPU, with the decisions for the CPU and for a GPU."""
     observed, decided, settings = BUILT[name]
     seen = []
     for words, facts in itertools.product(settings, (CPU, H200)):
@@ -374,14 +378,16 @@ def test_experts_are_one_matmul_where_it_was_decided() -> None:
 
 
 def overlaps(words: str) -> tuple[tuple[object, ...], ...]:
-    """Which reductions and gatherings overlap on this rank, whether modules wait for weights, and what was
-    decided."""
+    """Returns which collectives overlap on this rank, observed and decided.
+
+    Modules must have forward pre-hooks exactly if gathers overlap.
+    """
     world_size = torch.distributed.get_world_size()
     config = resolved(words, world_size).config
     model = build_parallel_model(config, here(config.grid))
     made = optimizer_of(model)
     hooks = any(m._forward_pre_hooks for m in modules(model, nn.Module))
-    # Stages 0 and 1 of ZeRO reduce whole gradients.
+    # With ZeRO 0 and 1 every reduction is a `FullReduction`.
     found = {cast(FullReduction, reduction).overlap for reduction in made._reductions.values()}
     d = model.decisions
     return (tuple(found), made._gathering.overlap, hooks), (
@@ -401,7 +407,7 @@ def test_what_hides_behind_computation_was_decided(stage: int, flags: str, world
 
 
 def run_together(words: str, count: int) -> int:
-    """The most layers that ran as one function, if that was asked for whatever was decided."""
+    """Returns the most layers that ran as one function, if the builder is told to combine `count`."""
 
     def planted(decided: Decisions) -> Decisions:
         together = dataclasses.replace(decided.compilation, on=True, together=count)

@@ -1,4 +1,4 @@
-"""The table of GPUs: found by the names of drivers, and torch-free."""
+"""The table of GPUs: found by driver names, and importable without torch."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Divisors, and how a list of choices is put into words."""
+"""Divisors of a number, and the text of a list of choices."""
 
 import pytest
 

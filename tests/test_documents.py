@@ -1,6 +1,4 @@
-"""The documents: what they show as output is output, their links lead somewhere, both READMEs say
-the same.
-"""
+"""Documents: shown outputs are real, links resolve, and both READMEs have the same sections."""
 
 import re
 import shlex
@@ -41,7 +39,7 @@ def shown_outputs() -> list[tuple[Path, str]]:
 
 
 def is_shown(lines: list[str], output: str) -> bool:
-    """Whether the lines stand in the output, in their order; `...` stands for any number of lines."""
+    """Whether the lines occur in the output, in order; `...` stands for any number of lines."""
     at = 0
     for part in "\n".join(lines).split("...\n"):
         at = output.find(part, at)
@@ -117,7 +115,7 @@ def test_both_readmes_have_the_same_sections_and_commands() -> None:
 
 
 def test_the_methods_are_compared() -> None:
-    """Data, tensor, pipeline, ZeRO-2 and ZeRO-3: messages and memory of each, as guide 002 has them."""
+    """Checks the traffic and memory of each parallel method against guide 002."""
     table = {
         row.split("|")[1].strip(): [cell.strip() for cell in row.split("|")[2:-1]]
         for row in PARALLELISM.read_text(encoding="utf-8").splitlines()
@@ -131,7 +129,7 @@ def test_the_methods_are_compared() -> None:
 
 
 def train_commands() -> list[str]:
-    """Those that a reader would type; of one with `...` something is left out."""
+    """Returns the training commands that a reader could type: those without `...`."""
     pages = [*PAGES, *sorted(set(ROOT.glob("docs/*.md")) - {ROOT / "docs/LOG.md"})]
     lines = [
         line
@@ -145,7 +143,7 @@ def train_commands() -> list[str]:
 
 @pytest.mark.parametrize("command", train_commands())
 def test_training_commands_name_data_and_length(command: str) -> None:
-    """Or leave both to the demo: without them nothing would start."""
+    """Data and length are given or come from the demo; without them a run would not start."""
     words = [
         str(ROOT / word) if word.startswith("configs/") else word
         for word in shlex.split(command, comments=True)

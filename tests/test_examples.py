@@ -1,4 +1,4 @@
-"""The scripts under examples/ mean what they say."""
+"""The scripts under examples/ pass the settings of their presets and guides."""
 
 import os
 import subprocess
@@ -40,7 +40,7 @@ def test_every_model_script_is_compared() -> None:
 
 
 def words_of(script: str, *words: str, **environment: str) -> list[str]:
-    """What a script would give to torchrun."""
+    """Returns the arguments that a script passes to torchrun."""
     folder = environment.pop("folder")
     stand_in = Path(folder) / "torchrun"
     stand_in.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n')

@@ -1,6 +1,6 @@
-"""Temporary and free names, and a folder that is complete or not there at all.
+"""Temporary and free file names, and atomic folders.
 
-Of single files: tests/data/test_leftovers.py.
+Single files are tested in tests/data/test_leftovers.py.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The quick ones of the guides' commands, as they are typed, and the judge of all of them."""
+"""Runs the quick commands of the guides as typed, and tests the check that all commands go through."""
 
 import sys
 from pathlib import Path

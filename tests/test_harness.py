@@ -1,5 +1,4 @@
-"""The harness tested: what a distributed test can do, how each kind of failure reads, and that nothing is
-left over."""
+"""The test harness: features of distributed tests, failure messages and clean-up."""
 
 import contextlib
 import os
@@ -22,8 +21,7 @@ from tests.harness.processes import child_pids, is_running, open_descriptors
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind() -> Iterator[None]:
-    """After every test here: the zygote has no child, its scratch directory no file, itself no new
-    descriptor."""
+    """Checks after every test that the zygote has no child, no scratch file and no new descriptor."""
     before = session_zygote().zygote()
     descriptors = open_descriptors(before.pid)
     yield
@@ -223,7 +221,7 @@ def leave_on_rank_1(how: str) -> None:
 def test_a_rank_that_leaves_is_named_with_the_way_it_left(how: str, headline: str) -> None:
     text = failure_of(leave_on_rank_1, 2, how=how)
     assert text.splitlines()[0] == f"rank 1 of 2 {headline}"
-    if how != "os._exit":  # which leaves no time to note anything
+    if how != "os._exit":  # `os._exit` writes no stack
         assert "os.abort()" in text or "sys.exit(3)" in text
 
 

@@ -1,4 +1,4 @@
-"""Habits that are easy to lose, held by a walk over the source."""
+"""House rules that are checked in the syntax trees of all source files."""
 
 import ast
 from collections.abc import Iterable, Iterator
@@ -7,11 +7,11 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "pentatron").rglob("*.py"))
 LONGEST_FILE = 600
-# Megatron's functions without arguments (get_args(), mpu.*) need to find the run somewhere: decision 0035.
+# Megatron's functions without arguments (get_args(), mpu.*) need a global run: decision 0035.
 HOLDS_THE_RUN = ROOT / "pentatron" / "megatron" / "state.py"
 
 
-# Each rule is one test of all files: hundreds of tests a rule take far longer to report than to run.
+# One test per rule, not per file: hundreds of tests take far longer to report than to run.
 
 
 def nodes_of(path: Path) -> Iterator[ast.AST]:
@@ -51,7 +51,7 @@ def test_only_megatrons_names_read_the_run_that_is_global() -> None:
     assert all(p.is_relative_to(HOLDS_THE_RUN.parent) for p in readers), "the package below does without"
 
 
-# Names, and words of a guide that people search for.
+# Names, and words of a guide that users search for.
 CAPITALS = ("Tokenizer not found", "Weights & Biases")
 
 
@@ -72,7 +72,7 @@ def badly_written(nodes: Iterable[ast.AST]) -> list[str]:
 
 
 def test_errors_for_users_begin_small_and_end_without_a_full_stop() -> None:
-    """They stand after `pentatron: `, inside lists and inside each other."""
+    """Errors are printed after `pentatron: `, in lists and inside other errors."""
     assert {path: wrong for path in SOURCES if (wrong := badly_written(nodes_of(path)))} == {}
     wrong = "UserError('No such file')\nUserError(f'{x} is gone.')\nUserError('Weights & Biases is gone')"
     assert badly_written(ast.walk(ast.parse(wrong))) == ["No such file", " is gone."], "control"

@@ -41,7 +41,7 @@ LEVELS = {
 
 
 def imported_packages(source: str) -> set[str]:
-    """The subpackages of pentatron a module's text imports, wherever in it the import stands."""
+    """Returns the subpackages of pentatron that a module imports, at any nesting level."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -53,7 +53,7 @@ def imported_packages(source: str) -> set[str]:
 
 
 def upward_imports(package: str, source: str) -> set[str]:
-    # The program's own module imports a package only when it runs.
+    # `__main__` imports packages only when it runs.
     inside = imported_packages(source) - {package, "__version__", "__main__"}
     return {other for other in inside if LEVELS[other] >= LEVELS[package]}
 
@@ -62,7 +62,7 @@ MODULES = sorted(p for p in PACKAGE.rglob("*.py") if p.parent != PACKAGE or p.st
 
 
 def test_no_module_imports_upward() -> None:
-    """In one test: hundreds of them take far longer to report than to run."""
+    """Checks all modules in one test: hundreds of tests take far longer to report than to run."""
     assert len(MODULES) > 100
     found = {
         module: upward_imports(

@@ -8,15 +8,15 @@ PACKAGE = Path(__file__).parent.parent / "pentatron"
 THE_PLACE = "checksums.py"
 
 NAMES = frozenset({"crc32", "crc32_combine", "adler32"})
-# What may stand elsewhere, and why.
+# Uses that are allowed elsewhere, with the reason.
 ALLOWED = {
-    # A number that stands for the shapes that two ranks announce to each other; no file.
+    # A checksum of message shapes that two ranks compare; no file.
     "parallel/messages.py"
 }
 
 
 def lines_with_crc32(nodes: Iterable[ast.AST]) -> list[int]:
-    """Lines that take a CRC-32 from a library."""
+    """Returns the lines that use a checksum function of zlib or binascii."""
     found = []
     for node in nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):

@@ -1,4 +1,4 @@
-"""Settings that ask for something a device may do are read where that is decided, and nowhere else."""
+"""Settings that `decide` may ignore are read in `settings/decisions.py` only."""
 
 import ast
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ DECIDING = {
     *("compile", "cuda_graphs", "fused_cross_entropy", "fp8_format"),
 }
 DECIDES = {"settings/decisions.py"}
-# Readers that decide nothing.
+# Other readers, which decide nothing, with the reason.
 ALLOWED = {
     "settings/parallel.py": "the declaration names the precision in words",
     "settings/core_config.py": "Megatron's name for a setting, asked by layers of users",
@@ -35,7 +35,7 @@ def reads(source: str) -> Iterator[tuple[int, str]]:
         name = None
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             base = getattr(node.value, "attr", getattr(node.value, "id", ""))
-            # `compile` is a name of many things; the setting is read of a section or of `Settings`.
+            # Many objects have a `compile`; the setting is an attribute of a section or of `Settings`.
             other = node.attr == "compile" and base not in ("kernels", "settings", "draft", "s")
             name = None if other else node.attr
         elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):

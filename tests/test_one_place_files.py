@@ -8,15 +8,15 @@ PACKAGE = Path(__file__).parent.parent / "pentatron"
 THE_PLACE = "files.py"
 
 OF_OS = frozenset({"rename", "renames", "replace", "link", "fsync", "fdatasync", "sync"})
-# What may stand elsewhere, and why.
+# Uses that are allowed elsewhere, with the reason.
 ALLOWED = {
-    # A folder in the system's place for temporary files: nothing in it is kept.
+    # A folder in the system's temporary directory; nothing in it is kept.
     ("supervise/launcher.py", "tempfile"),
 }
 
 
 def breaches(nodes: Iterable[ast.AST]) -> list[tuple[int, str]]:
-    """Lines that rename, replace or sync files, or make temporary ones."""
+    """Returns the lines that rename, replace or sync files, or make temporary ones."""
     found = []
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -28,8 +28,7 @@ def breaches(nodes: Iterable[ast.AST]) -> list[tuple[int, str]]:
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
             found += [(node.lineno, f"os.{node.attr}")] * (node.attr in OF_OS)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not _is_os(node.func):
-            # `str.replace` takes two texts, and `datetime.replace` and `dataclasses.replace` name what they
-            # change.
+            # `str.replace` takes two arguments; `datetime.replace` and `dataclasses.replace` take keywords.
             one = len(node.args) == 1 and not node.keywords
             found += [(node.lineno, f".{node.func.attr}()")] * (
                 one and node.func.attr in ("rename", "replace")

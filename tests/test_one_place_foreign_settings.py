@@ -1,6 +1,4 @@
-"""The packages for other formats read our settings as attributes; only the keys of a foreign file
-are text.
-"""
+"""Converters read Pentatron's settings as attributes; string keys are for foreign files only."""
 
 import ast
 from collections.abc import Iterator
@@ -12,13 +10,16 @@ from pentatron.settings.run_config import table
 
 PACKAGE = Path(__file__).parent.parent / "pentatron"
 FORMATS = sorted(path for name in ("hf", "interchange") for path in (PACKAGE / name).rglob("*.py"))
-# A config.json and its part about rotary positions; Megatron-LM's arguments, common.pt and scheduler; and the
-# schedule in the state of a run of ours, whose keys are not settings.
+# A config.json and its RoPE section; Megatron-LM's arguments, common.pt and scheduler; and the schedule in a
+# Pentatron checkpoint, whose keys are not settings.
 FOREIGN = frozenset({"config", "rope", "args", "arguments", "common", "scheduler", "schedule"})
 
 
 def reads_by_text(source: str) -> Iterator[str]:
-    """Reads of a mapping by the name of a setting: `x["lr"]` and `x.get("lr")`, not `x["lr"] = value`."""
+    """Yields reads of a mapping by the name of a setting.
+
+    Finds `x["lr"]` and `x.get("lr")`, not `x["lr"] = value`.
+    """
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
             of, key = node.value, node.slice

@@ -1,5 +1,4 @@
-"""Tensors of other layouts are sliced, joined and transposed in one place: along the links of
-`pentatron/checkpoint`."""
+"""Tensors of foreign formats are sliced, joined and transposed only in `checkpoint/links.py`."""
 
 import ast
 from collections.abc import Iterator
@@ -9,7 +8,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "pentatron"
 ENGINE = PACKAGE / "checkpoint" / "links.py"
-# These contribute tables of names and read and write files.
+# Packages with tables of names, which read and write files.
 FORMATS = sorted(path for name in ("hf", "interchange") for path in (PACKAGE / name).rglob("*.py"))
 
 RESHAPES = frozenset(
@@ -48,10 +47,10 @@ def called(node: ast.Call) -> str:
 
 def changes_layout(name: str, node: ast.Call) -> bool:
     if name == "view":
-        # All of the memory in one dimension, as a buffer.
+        # `view(-1)` only flattens a buffer.
         return [ast.unparse(argument) for argument in node.args] != ["-1"]
     if name == "split":
-        # Text is split at spaces or at a text; a tensor at a number.
+        # `str.split` takes a string or nothing; `Tensor.split` takes numbers.
         return any(not isinstance(getattr(argument, "value", None), str) for argument in node.args)
     return name in RESHAPES
 

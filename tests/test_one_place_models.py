@@ -1,5 +1,7 @@
-"""Models are complete when they are built: nothing outside of a layer's constructor changes how it computes.
-(`fully_shard` may.)"""
+"""Models are complete once built: only a layer's constructor decides how the layer computes.
+
+`fully_shard` is the only exception.
+"""
 
 import ast
 from collections.abc import Iterator
@@ -12,7 +14,7 @@ SOURCES = sorted(
     for path in (PACKAGE / name).rglob("*.py")
 )
 
-# What a layer chooses in its constructor, with its parts and parameters.
+# Attributes that a layer sets in its constructor, including its parts and parameters.
 CHOSEN = frozenset(
     "forward recompute fp8 scale deferred kernels cache_in_use fuses_gate cross_entropy together runs_whole left_out called_apart "
     "options axis core_attention attention mlp experts head embedding final_norm weight bias".split()
@@ -21,13 +23,13 @@ CHOSEN = frozenset(
 OWN = frozenset({"self", "cls", "ctx"})
 # Methods that run while a layer is built.
 CONSTRUCTORS = frozenset({"__init__", "_compile", "declare_weight"})
-# A walk over finished models has such a name and such a parameter.
+# A function that changes finished models has such a prefix and such a parameter.
 VERBS = ("use_", "fuse_", "defer_", "compile_", "tie_", "enable_", "disable_")
 MODELS = frozenset({"stage", "stages", "model", "models", "module", "modules", "layer", "layers"})
 
 
 def targets(node: ast.AST) -> list[ast.expr]:
-    """What a statement assigns to, with tuples taken apart."""
+    """Returns the targets of an assignment, with tuples unpacked."""
     match node:
         case ast.Assign():
             found = list(node.targets)
@@ -80,7 +82,7 @@ def test_layers_are_changed_by_their_constructors_alone() -> None:
 
 
 def test_what_is_not_allowed_is_found() -> None:
-    """The control: what models were changed by before."""
+    """Control: the ways in which models used to be changed."""
     wrong = """
 def use_fp8(stages):
     for module in stages:

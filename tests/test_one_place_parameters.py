@@ -1,6 +1,6 @@
-"""`settings/parameters.py` alone says which parameters a model has.
+"""`settings/parameters.py` alone defines which parameters a model has.
 
-Layers hold these, and plans count them.
+Layers hold these parameters, and plans count them.
 """
 
 import ast
@@ -74,12 +74,12 @@ GRID = [
     for family, words in FAMILIES.items()
     for name, layout in {**LAYOUTS, **(EXPERT_LAYOUTS if "--num-experts" in words else {})}.items()
 ]
-# Name without the number of the layer, local shape, axis of copies.
+# Name without the layer number, local shape, axis of the replicas.
 Row = tuple[str, tuple[int, ...], str]
 
 
 def stages_of(config: RunConfig, rank: int) -> dict[int, CausalLM]:
-    """The stages of a rank without values."""
+    """Builds the stages of a rank on the meta device."""
     world = _world(config.grid, rank)
     parts = {number: config.stages[number] for number in config.placement.stages_of(world.at.pipeline)}
     return build_stages(config.model, config.moe, parts, axes_of(world, config.parallel), None, META)
@@ -101,7 +101,7 @@ def said(found: list[Parameter]) -> list[Row]:
 
 
 def difference(config: RunConfig) -> list[str]:
-    """Where a stage that is built differs from what is said of it, on any rank."""
+    """Returns the differences between built stages and `settings/parameters.py`, on all ranks."""
     shape, found = Shape(config), []
     for rank in range(config.grid.world_size):
         for number, stage in stages_of(config, rank).items():
@@ -137,7 +137,10 @@ def test_the_total_is_that_of_the_whole_model(words: str) -> None:
 
 
 def test_the_settings_matter() -> None:
-    """Each family has parameters of its own. The bias of a router, which has no gradient, is none."""
+    """Each family but one has its own set of parameters.
+
+    The exception adds only the router's expert bias, which has no gradient and is no parameter.
+    """
     found = {
         name: said(Shape(resolved(f"{SIZES} {words}").config).parameters.stage(StagePart((0, 1), True, True)))
         for name, words in FAMILIES.items()
@@ -166,12 +169,12 @@ def test_a_change_there_changes_both(name: str, monkeypatch: pytest.MonkeyPatch)
     assert difference(config) == []
 
 
-# Settings that say which parameters there are, and how large.
+# Settings that determine which parameters exist, and their sizes.
 SAYS = frozenset(
     "add_bias_linear add_qkv_bias add_proj_bias add_mlp_bias num_query_groups ffn_hidden_size moe_ffn_hidden_size padded_vocab_size "
     "max_position_embeddings moe_shared_expert_intermediate_size moe_shared_expert_gate".split()
 )
-# Megatron's published formula; the work that recompute repeats, by the widths that one token passes.
+# Exceptions: Megatron's published formula, and recomputed work, which depends on the widths of layers.
 OTHERS = {"plan/fit.py": SAYS, "plan/timing.py": {"ffn_hidden_size", "moe_ffn_hidden_size"}}
 
 

@@ -1,5 +1,7 @@
-"""Sizes are formatted by `text.py`, JSON is printed by `cli/output.py`, and options are read by
-`cli/options.py`."""
+"""Sizes, JSON output and command options are handled in one module each.
+
+`text.py` formats sizes, `cli/output.py` prints JSON, and `cli/options.py` reads options.
+"""
 
 import ast
 import re
@@ -9,11 +11,11 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "pentatron"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 COMMANDS = sorted((PACKAGE / "cli").glob("*.py"))
-# It is copied beside results, and draws them where this package is not installed.
+# Copied next to results, to plot them where this package is not installed.
 STANDS_ALONE = PACKAGE / "bench" / "plot_results.py"
-# Megatron's own interface for further arguments, and a class that its files hold.
+# Megatron's interface for additional arguments takes an argparse parser.
 THEIR_PARSER = {PACKAGE / "megatron" / "arguments.py"}
-# Words that every command has, and an option of sbatch.
+# Flags that every command has, and an option of sbatch.
 NO_OPTIONS = {"--help", "--version", "--exclusive"}
 _UNITS = {"KiB", "MiB", "GiB", "TiB"}
 _SIZE = re.compile(r" ?[kMGT]B\b(?!/s)")
@@ -38,7 +40,7 @@ def _power_of_two(node: ast.expr) -> bool:
 
 
 def formatted_sizes(node: ast.AST) -> Iterator[str]:
-    """Bytes that are divided where they are formatted, and names of units that are chosen from."""
+    """Yields bytes that are divided in an f-string, and names of units."""
     if isinstance(node, ast.Constant) and node.value in _UNITS:
         yield f"the unit {node.value}"
     if not isinstance(node, ast.JoinedStr):
@@ -79,7 +81,7 @@ def test_a_second_formatter_of_sizes_is_seen() -> None:
 
 
 def printed_json(node: ast.AST) -> Iterator[str]:
-    """JSON made where it is printed."""
+    """Yields calls that print JSON and serialize it themselves."""
     if not isinstance(node, ast.Call) or ast.unparse(node.func) not in (
         *("say", "paint", "show", "print"),
         *("sys.stdout.write", "console.print", "display.say"),
@@ -108,7 +110,7 @@ def test_json_that_a_command_prints_itself_is_seen() -> None:
 
 
 def options_by_hand(node: ast.AST) -> Iterator[str]:
-    """Parsers beside the reader, and words of a command line that are held against the name of an option."""
+    """Yields imports of other parsers, and comparisons of words with the name of an option."""
     if isinstance(node, ast.Import | ast.ImportFrom):
         names = {alias.name for alias in node.names}
         module = node.module if isinstance(node, ast.ImportFrom) else None

@@ -1,4 +1,4 @@
-"""Settings are read as typed attributes, and a value that a run needs is never asserted to be there."""
+"""Settings are read as typed attributes, and no assertion is about the value of a setting."""
 
 import ast
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import pytest
 from pentatron.settings.run_config import table
 
 PACKAGE = Path(__file__).parent.parent / "pentatron"
-# Mappings with names of settings as keys that hold something else than values of settings.
+# Mappings whose keys are names of settings and whose values are not values of settings.
 OTHER_MAPPINGS = {
     "wrong": "sentences about settings that cannot be used",
     "other": "another line of results",
@@ -21,14 +21,14 @@ OTHER_MAPPINGS = {
     "scheduler": "the state of Megatron-LM's scheduler",
     "common": "the common state in a checkpoint of Megatron-LM",
 }
-# Foreign configurations: `config.json` of Hugging Face and the arguments of Megatron-LM share names with our
-# settings.
+# Foreign configurations: `config.json` of Hugging Face and Megatron-LM's arguments share names with settings
+# of Pentatron.
 FOREIGN = {"config", "args", "arguments", "theirs", "written", "content"}
 TRANSLATES = ("hf", "interchange")
 
 
 def string_keys(path: Path, source: str) -> Iterator[str]:
-    """Reads of a setting by its name as text: `x["lr"]`, `x.get("lr")`."""
+    """Yields reads of a setting by a string: `x["lr"]`, `x.get("lr")`."""
     translates = path.relative_to(PACKAGE).parts[0] in TRANSLATES
     for node in ast.walk(ast.parse(source)):
         mapping: ast.expr | None = None
@@ -49,7 +49,7 @@ def string_keys(path: Path, source: str) -> Iterator[str]:
 
 
 def assertions(path: Path, source: str) -> Iterator[str]:
-    """Assertions about a setting: `assert config.optim.lr is not None`."""
+    """Yields assertions about a setting, such as `assert config.optim.lr is not None`."""
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Assert):
             continue

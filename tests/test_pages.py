@@ -1,5 +1,4 @@
-"""The pages under docs/how-it-works and docs/guides: the code they name exists, and their pictures are what
-the code draws."""
+"""Pages of the documentation: named code exists, and pictures match what the code draws."""
 
 import ast
 import re
@@ -30,7 +29,7 @@ NAMED = re.compile(r"`((?:\w+/)+\w+\.py)(?:: ([\w., ]+))?`")
 
 
 def missing_code(text: str) -> list[str]:
-    """What a page names and the package does not have."""
+    """Returns the code that a page names and the repository does not have."""
     missing = []
     for file, names in NAMED.findall(text):
         path = next(
@@ -95,7 +94,7 @@ def test_the_picture_of_zero_has_the_bytes_that_are_held(stage: int) -> None:
     assert held["moments"] / whole == pytest.approx(moments, rel=0.02)
     assert (held["parameters"] + held["master"]) / whole == pytest.approx(weights + master, rel=0.02)
     if stage != 2:
-        # Stage 2 has a bucket on top of it, as parallelism.md says.
+        # ZeRO 2 holds a bucket in addition, as parallelism.md states.
         assert held["gradients"] / whole == pytest.approx(gradients, rel=0.02)
 
 
@@ -108,14 +107,14 @@ def test_the_table_of_schedules_has_the_schedules_numbers() -> None:
         assert (f"{checked.bubble:.1%}", ", ".join(map(str, checked.alive))) == (waiting, kept), kind
 
 
-# Heading of docs/how-it-works/questions.md → what its section must speak of.
+# Heading of docs/how-it-works/questions.md → words that its section must contain.
 ANSWERED = {
-    "How do the three ways": "**Data.** **Tensor.** **Pipeline.** **Together.**",
+    "How do data, tensor and pipeline": "**Data.** **Tensor.** **Pipeline.** **Together.**",
     "AllReduce or Send/Recv": "all-reduce reduce-scatter all-gather all-to-all send, receive",
     "NCCL, Gloo or MPI": "**NCCL** **Gloo** MPI NCCL_TIMEOUT",
     "What are world size": "world size local rank LOCAL_RANK",
     "Why micro-batches": "**Memory** **The pipeline** (P − 1) / (M + P − 1)",
-    "When do virtual stages": "interleaved dualpipev",
+    "When are virtual stages": "interleaved dualpipev",
     "How do I choose": "ZeRO tensor pipeline context expert `pentatron plan",
     "How does this compare": "nanoGPT DeepSpeed mixed precision",
     "Training is slow": "batch --tp_size --bf16 --fp16 --num_workers NCCL_IB_DISABLE NCCL_SOCKET_IFNAME",
@@ -133,7 +132,7 @@ def test_the_questions_of_the_guides_are_answered(heading: str) -> None:
     assert [word for word in ANSWERED[heading].split() if word not in section] == []
 
 
-# Of torchrun, of entry points and of commands beside `pentatron train`.
+# Flags of torchrun, of entry points and of commands other than `pentatron train`.
 OTHERS = set(
     "batch-size draw gpus gpu gpu-memory host-memory efficiency allow-narrowing checkpoint-type dtype load-dir loader loader-transformer-impl max-shard-size model-size "
     "append-eod input interval local-dir master-addr model-path nnodes node-rank num-gpus output-prefix prompt "
@@ -144,7 +143,7 @@ OTHERS = set(
 
 
 def test_flags_that_the_pages_name_are_flags() -> None:
-    """With every spelling; what other programs take stands in lines of theirs."""
+    """Accepts every spelling of a setting, and the flags of other programs in `OTHERS`."""
     known = {s.flag.replace("_", "-") for item in table().values() for s in item.spellings} | OTHERS
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
@@ -172,9 +171,9 @@ SHOWN = re.compile(r"^```python\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?", re.MUL
 
 
 def test_the_front_page_shows_code_that_runs_and_code_that_exists(capsys: pytest.CaptureFixture[str]) -> None:
-    """A block with an output prints it.
+    """A block followed by an output prints that output.
 
-    In other blocks a comment `# FILE` comes before lines of that file.
+    In other blocks a comment `# FILE` precedes lines of that file.
     """
     blocks = SHOWN.findall(FRONT_PAGE.read_text(encoding="utf-8"))
     assert [bool(output) for _, output in blocks] == [True, True, False, True, False]

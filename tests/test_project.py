@@ -1,4 +1,4 @@
-"""The files around the package agree with it."""
+"""Requirements, scripts, entry points and .gitignore agree with the package."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parent.parent
-# By name, as users keep scripts of their own beside them.
+# Listed by name, because users keep their own scripts in the same folder.
 SCRIPTS = [
     "benchmark.sh",
     "quick_test.sh",
@@ -50,7 +50,7 @@ def test_shell_scripts_are_well_formed(script: str) -> None:
 
 @pytest.mark.parametrize("name", ENTRY_POINTS)
 def test_entry_points_show_their_own_help_without_torch(name: str) -> None:
-    # The example of the API defines functions of tensors.
+    # pretrain_gpt.py is the example of the API and defines functions of tensors.
     may_know_torch = name == "pretrain_gpt.py"
     program = (
         "import runpy, sys; sys.argv = [sys.argv[1], '--help']\n"
@@ -66,7 +66,7 @@ def test_entry_points_show_their_own_help_without_torch(name: str) -> None:
 
 
 def git(*words: str, given: str = "") -> list[str]:
-    # Without what a developer ignores everywhere.
+    # Without the developer's global gitignore.
     call = ["git", "-C", ROOT, "-c", "core.excludesFile=/dev/null", *words]
     shown = subprocess.run(call, input=given, capture_output=True, text=True, check=False)
     assert not shown.stderr, shown.stderr

@@ -1,5 +1,4 @@
-"""Recordings of outputs: noise is removed and nothing else, and every difference between two recordings is
-reported."""
+"""Recordings of outputs: only noise is removed, and every difference between two is reported."""
 
 import json
 import sys

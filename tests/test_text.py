@@ -1,4 +1,4 @@
-"""Numbers with their units."""
+"""Formatting of numbers, sizes, times and counts."""
 
 import pytest
 

@@ -1,5 +1,4 @@
-"""No test depends on what the repository's root holds: where tests, their ranks and the programs they start
-find themselves."""
+"""Tests, their ranks and their programs run outside the repository and do not depend on its files."""
 
 import ast
 import subprocess
@@ -49,12 +48,13 @@ def test_programs_start_in_the_folder_of_the_test_and_import_this_repository() -
     assert said.splitlines() == [str(Path.cwd()), str(ROOT / "pentatron/__init__.py")]
 
 
-# What imports tests there, and what collects them; each test that they run has a folder of its own.
+# client.py starts the zygote, which imports tests; whole_runs.py starts pytest, which gives every test its
+# own folder.
 STARTS_IN_THE_REPOSITORY = {"tests/harness/client.py", "tests/cuda/whole_runs.py"}
 
 
 def in_the_repository(nodes: Iterable[ast.AST]) -> Iterator[int]:
-    """Lines that give the root of the repository to `chdir` or as `cwd`."""
+    """Yields the lines that pass the repository's root to `chdir` or as `cwd`."""
     for node in nodes:
         if not isinstance(node, ast.Call):
             continue

@@ -1,4 +1,4 @@
-"""Text to .bin/.idx, under the name the guides use."""
+"""Converts text to .bin/.idx files: `pentatron prepare` under the name that the guides use."""
 
 import sys
 from pathlib import Path

@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pentatron.checkpoint.format import FILE_NAME, DamagedCheckpoint, Manifest, read_manifest, verify_files
+from pentatron.checkpoint.format import (
+    MANIFEST_FILE,
+    DamagedCheckpoint,
+    Manifest,
+    read_manifest,
+    verify_files,
+)
 from pentatron.checkpoint.load import ROUTERS, WEIGHTS
 from pentatron.checkpoint.manifest_checks import implausible
 from pentatron.checkpoint.retention import read_base_steps
@@ -52,7 +58,7 @@ def _read_line(path: Path) -> str:
 
 def is_step(path: Path) -> bool:
     """Whether the path is a step: it has a manifest."""
-    return (path / FILE_NAME).is_file()
+    return (path / MANIFEST_FILE).is_file()
 
 
 def find_steps_folder(path: Path) -> Path | None:

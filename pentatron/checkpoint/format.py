@@ -26,7 +26,7 @@ from pentatron.parallel.sharding import Fragment, Shape
 
 FORMAT = "pentatron-checkpoint"
 VERSION = 4
-FILE_NAME = "manifest.json"
+MANIFEST_FILE = "manifest.json"
 
 
 class DamagedCheckpoint(Exception):
@@ -149,7 +149,7 @@ def cover_problem(whole: Shape, parts: Iterable[tuple[Shape, Shape]]) -> str | N
     # No corner precedes the first one left, so its surplus is the error in the count of that element.
     first = min(surplus)
     count = surplus[first] + 1
-    return f"element {list(first)} of {list(whole)} is " + (f"there {count} times" if count else "missing")
+    return f"element {list(first)} of {list(whole)} is " + (f"covered {count} times" if count else "missing")
 
 
 # --- reading and verification ---
@@ -157,7 +157,7 @@ def cover_problem(whole: Shape, parts: Iterable[tuple[Shape, Shape]]) -> str | N
 
 def read_manifest(folder: Path) -> Manifest:
     """Reads a step's manifest and checks the sizes of its files; does not read their content."""
-    path = folder / FILE_NAME
+    path = folder / MANIFEST_FILE
     try:
         content = read_json(path)
         digest = content.pop("sha256")
@@ -195,7 +195,7 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
         # Untrusted: a name from a file must not contain a path.
         if record.name != name or Path(name).name != name:
             raise DamagedCheckpoint(
-                f"{folder / FILE_NAME} lists {name} under another name or outside its folder: {record.name}"
+                f"{folder / MANIFEST_FILE} lists {name} under another name or outside its folder: {record.name}"
             )
         path = folder / name
         if not path.is_file():
@@ -207,7 +207,7 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
     for path in sorted(path for kind in ("*.safetensors", "*.distcp") for path in folder.glob(kind)):
         # An unlisted file means that steps were mixed by hand, so listed ones may be from another step.
         if path.name not in manifest.files:
-            raise DamagedCheckpoint(f"{path} is not listed in {FILE_NAME}")
+            raise DamagedCheckpoint(f"{path} is not listed in {MANIFEST_FILE}")
 
 
 def _tensor_record(record: Mapping[str, Any]) -> TensorRecord:
@@ -221,9 +221,9 @@ def _tensor_record(record: Mapping[str, Any]) -> TensorRecord:
 def _check_tensors(folder: Path, manifest: Manifest) -> None:
     for name, record in manifest.tensors.items():
         if (problem := record.problem(name)) is not None:
-            raise DamagedCheckpoint(f"{folder / FILE_NAME}: {name}: {problem}")
+            raise DamagedCheckpoint(f"{folder / MANIFEST_FILE}: {name}: {problem}")
         if not all(piece.file in manifest.files for piece in record.pieces):
-            raise DamagedCheckpoint(f"{folder / FILE_NAME}: {name} lies in a file that is not listed")
+            raise DamagedCheckpoint(f"{folder / MANIFEST_FILE}: {name} lies in a file that is not listed")
     stored = dict.fromkeys(manifest.files, 0)
     for record in manifest.tensors.values():
         for piece in record.pieces:
@@ -231,7 +231,7 @@ def _check_tensors(folder: Path, manifest: Manifest) -> None:
     for file, claimed in stored.items():
         if claimed > (size := manifest.files[file].bytes):
             raise DamagedCheckpoint(
-                f"{folder / FILE_NAME} lists {claimed} bytes of tensors in {file}, which has {size} bytes"
+                f"{folder / MANIFEST_FILE} lists {claimed} bytes of tensors in {file}, which has {size} bytes"
             )
 
 

@@ -28,7 +28,7 @@ from typing import NoReturn, TextIO
 from pentatron.checkpoint.manifest_checks import read_json
 from pentatron.errors import FolderLost, UserError
 
-FILE_NAME = ".lock"
+LOCK_FILE = ".lock"
 # Heartbeat interval, and age of the heartbeat after which an owner on another machine counts as dead.
 _BEAT_SECONDS = 10.0
 _STALE_SECONDS = 60.0
@@ -63,7 +63,7 @@ class FolderLock:
     """A folder locked by this process. `say` gets a message if the lock file had to be created again."""
 
     def __init__(self, folder: Path, file: TextIO, say: Callable[[str], None]) -> None:
-        self.folder, self.path = folder, folder / FILE_NAME
+        self.folder, self.path = folder, folder / LOCK_FILE
         # Why the lock was lost; empty while it is held.
         self.lost = ""
         since = datetime.now().astimezone().isoformat(timespec="seconds")
@@ -177,7 +177,7 @@ def lock_folder(
     `say` gets a message while waiting for the heartbeat of an owner on another machine. `way_out`: advice in
     the error for a locked folder.
     """
-    path = folder / FILE_NAME
+    path = folder / LOCK_FILE
     _require_lock_file(path)
     try:
         file = _locked(path)
@@ -256,7 +256,7 @@ def _stat(path: Path) -> os.stat_result | None:
 def is_locked(folder: Path) -> bool:
     """Whether a process holds the kernel's lock of the folder."""
     try:
-        with (folder / FILE_NAME).open("r+", encoding="utf-8") as file:
+        with (folder / LOCK_FILE).open("r+", encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         return isinstance(error, BlockingIOError)

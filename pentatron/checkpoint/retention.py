@@ -82,7 +82,7 @@ def remove_steps(folder: Path, steps: Iterable[Path]) -> None:
 # from weights in its own folder could not distinguish them from its own saves.
 
 
-FILE_NAME = "began-from.json"
+BASE_STEPS_FILE = "began-from.json"
 _BEFORE = ".before"
 
 
@@ -101,7 +101,7 @@ class BaseSteps:
 
 def read_base_steps(folder: Path) -> BaseSteps:
     """Returns what the run recorded when it began."""
-    path = folder / FILE_NAME
+    path = folder / BASE_STEPS_FILE
     try:
         if path.exists() and not path.is_file():
             # Opening a FIFO would block.
@@ -126,7 +126,7 @@ def write_base_record(folder: Path, steps: Iterable[Path], origin: Path | None) 
 
 def _write_record(folder: Path, steps: Iterable[str], origin: Path | None) -> None:
     record = {"from": None if origin is None else str(origin), "steps": sorted(steps)}
-    write_file(folder / FILE_NAME, (json.dumps(record, indent=1) + "\n").encode())
+    write_file(folder / BASE_STEPS_FILE, (json.dumps(record, indent=1) + "\n").encode())
 
 
 def rename_base(step: Path) -> Path:

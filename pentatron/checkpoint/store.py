@@ -20,7 +20,7 @@ from pentatron.checkpoint import format, retention
 from pentatron.checkpoint.format import DamagedCheckpoint, Manifest, SaveResult, read_manifest
 from pentatron.checkpoint.verify import Check, VerificationProblem, verify_rank_share
 from pentatron.errors import FolderLost, SaveError, UserError
-from pentatron.files import free_name, fsync_folder, hidden_name, rename, write_new_synced
+from pentatron.files import free_bytes, free_name, fsync_folder, hidden_name, rename, write_new_synced
 from pentatron.parallel.collectives import Group, broadcast_object, gather_objects, largest
 from pentatron.parallel.encoding import sendable
 from pentatron.parallel.sharding import Fragment
@@ -124,8 +124,7 @@ class CheckpointStore:
         if verdict.mistake:
             raise ValueError(f"the checkpoint of step {step} would be wrong: {verdict.mistake}")
         if verdict.failure:
-            existing = next(p for p in (self.folder, *self.folder.parents) if p.exists())
-            free = in_mib(shutil.disk_usage(existing).free, ".0f")
+            free = in_mib(free_bytes(self.folder), ".0f")
             raise SaveError(
                 f"the checkpoint of step {step} could not be saved to {self.folder} ({verdict.failure}; {free} MiB free)",
                 "earlier checkpoints are intact, and once this is fixed training can resume from the newest",
@@ -164,7 +163,7 @@ class CheckpointStore:
 
         Durable after `fsync_folder`.
         """
-        write_new_synced(temporary / format.FILE_NAME, manifest.to_json())
+        write_new_synced(temporary / format.MANIFEST_FILE, manifest.to_json())
         fsync_folder(temporary)
         self.guard(True)
         # Chosen last: an earlier save of the same step may be renamed for it.
@@ -468,7 +467,7 @@ def require_one_step(folder: Path, manifest: Manifest) -> None:
     state_step = manifest.run_state.get("step", manifest.step)
     if state_step != manifest.step:
         raise DamagedCheckpoint(
-            f"{folder}/{format.FILE_NAME} is of step {manifest.step}, but its run state is of step {state_step!r}"
+            f"{folder}/{format.MANIFEST_FILE} is of step {manifest.step}, but its run state is of step {state_step!r}"
         )
 
 
@@ -481,7 +480,9 @@ def _is_finished(path: Path) -> bool:
     match = retention.STEP_NAME.fullmatch(path.name)
     if match is None or not path.is_dir():
         return False
-    return match[3] is None or any(any(path.glob(name)) for name in (format.FILE_NAME, "rank-*.safetensors"))
+    return match[3] is None or any(
+        any(path.glob(name)) for name in (format.MANIFEST_FILE, "rank-*.safetensors")
+    )
 
 
 def _order(folder: Path) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from pentatron.checkpoint.retention import step_number
 from pentatron.checkpoint.tensor_file import DTYPES
 from pentatron.checksums import ProgressCallback, digest_of_file
 from pentatron.errors import UserError
-from pentatron.parallel.collectives import Group, broadcast_object, gather_objects, run_on_some_ranks
+from pentatron.parallel.collectives import Group, broadcast_object, gather_objects, run_on_all_ranks
 from pentatron.parallel.encoding import sendable
 from pentatron.parallel.sharding import Shape
 
@@ -79,7 +79,7 @@ def search_on_all_ranks(search: Callable[[Check], T], group: Group) -> T:
             folder, manifest = request
             _problems(folder, manifest, group)
 
-    result_here = run_on_some_ranks(True, lead if group.rank == 0 else serve_checks, group)
+    result_here = run_on_all_ranks(lead if group.rank == 0 else serve_checks, group)
     result: T = broadcast_object(result_here, group)
     return result
 
@@ -117,7 +117,7 @@ def _identity(folder: Path) -> tuple[int, int, int] | None:
     None if it does not exist.
     """
     try:
-        status = (folder / format.FILE_NAME).stat()
+        status = (folder / format.MANIFEST_FILE).stat()
     except OSError:
         return None
     return status.st_ino, status.st_mtime_ns, status.st_ctime_ns

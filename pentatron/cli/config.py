@@ -27,10 +27,10 @@ def _entry_named(written: str, flag: str) -> str:
 
 @dataclass(frozen=True)
 class ConfigOptions(Options):
-    all: bool = option(False, "also the settings left at their default")
-    json: bool = option(False, "everything, for machines")
+    all: bool = option(False, "also print settings at their default")
+    json: bool = option(False, "print all settings as JSON")
     as_: str = option(
-        TRAIN.name, f"with the names and defaults of one of {_SCRIPTS}", value="SCRIPT", parse=_entry_named
+        TRAIN.name, f"interpret flags as SCRIPT does: {_SCRIPTS}", value="SCRIPT", parse=_entry_named
     )
 
     @property
@@ -41,7 +41,7 @@ class ConfigOptions(Options):
 
 CONFIG_USAGE = f"""{usage("pentatron config", ConfigOptions, "[--setting value ...]")}
 
-Shows what `pentatron train` with the same words would use, and where each value came from. Nothing is started.
+Shows the settings that `pentatron train` resolves from the same flags, with the origin of each value. Nothing is started.
 
 {options_help(ConfigOptions)}
 
@@ -55,7 +55,7 @@ _PRESET_COLUMNS = {
 _NAME_WIDTH = 38
 PRESETS_USAGE = """usage: pentatron presets
 
-Lists the named starting points; use one with: pentatron train --preset NAME
+Lists the presets; use one with: pentatron train --preset NAME
 """
 
 
@@ -89,7 +89,7 @@ def _setting_lines(prepared: Prepared, everything: bool) -> Iterator[str]:
     for notice in prepared.resolved.notices:
         yield f"note: {notice}"
     if not everything:
-        yield "settings left at their default are not shown; add --all to see them, --json for machines"
+        yield "settings at their default are not shown; add --all to print them, --json to print all as JSON"
 
 
 def _formatted(value: Any) -> str:

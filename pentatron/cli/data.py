@@ -88,9 +88,9 @@ def show_samples(words: Sequence[str]) -> int:
 
     from pentatron.checkpoint.state import TrainState
     from pentatron.data.datasets import build_datasets, open_data, resolve_epochs
+    from pentatron.files import scratch_folder
     from pentatron.monitor.display import PlainLines
     from pentatron.parallel.world import single_process
-    from pentatron.supervise.launcher import scratch_folder
 
     if words and (run_config := Path(words[0]) / "config.yaml").is_file():
         raise UserError(f"'{words[0]}' is no flag; the samples of that run: --config {run_config}")

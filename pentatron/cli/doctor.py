@@ -18,13 +18,13 @@ from pentatron.launch import machine
 @dataclass(frozen=True)
 class DoctorOptions(Options):
     json: bool = option(False, "print JSON")
-    no_trials: bool = option(False, "only look, start no processes")
+    no_trials: bool = option(False, "skip the matmul and all-reduce tests")
 
 
 USAGE = f"""{usage("pentatron doctor", DoctorOptions)}
 
-Reports what this machine has for training and what is missing, and tries the two things every run needs: a matmul and an
-all-reduce (over gloo, and over NCCL where there are GPUs). Exit code 0: runs will start; 1: something must be fixed.
+Reports what this machine has for training and what is missing, and tests what every run needs: a matmul and an
+all-reduce (over gloo, and over NCCL if there are GPUs). Exit code 0: runs will start; 1: a problem must be fixed.
 
 {options_help(DoctorOptions)}
 """
@@ -34,7 +34,7 @@ _WIDTH = 110
 
 @with_help(USAGE)
 def doctor_command(words: Sequence[str]) -> int:
-    stray = "pentatron doctor takes no words; '{word}' is one"
+    stray = "pentatron doctor takes only flags, not '{word}'"
     options, _ = parse_options(DoctorOptions, words, "pentatron doctor", stray=stray)
     findings = machine.inspect_machine(os.environ, Path.cwd())
     if not options.no_trials and importlib.util.find_spec("torch") is not None:

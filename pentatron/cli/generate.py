@@ -28,28 +28,28 @@ def _parse_token_ids(written: str, flag: str) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(int(part) for part in prompt.split(",")) for prompt in written.split(";"))
     except ValueError:
         raise UserError(
-            f"{flag} must be ids such as 1,2,3 (and ; between prompts), not '{written}'"
+            f"{flag} must be token ids such as 1,2,3 (with ; between prompts), not '{written}'"
         ) from None
 
 
 @dataclass(frozen=True)
 class PromptOptions(Options):
     prompt_file: str | None = option(
-        None, "one prompt in every line, beside those on the command line", value="FILE"
+        None, "file with one prompt per line, in addition to prompts on the command line", value="FILE"
     )
     tokens: tuple[tuple[int, ...], ...] | None = option(
         None,
-        "token ids instead of text; 1,2,3;4,5 are two prompts. Needs no tokenizer",
+        "prompts as token ids, which need no tokenizer; 1,2,3;4,5 are two prompts",
         value="1,2,3",
         parse=_parse_token_ids,
     )
     spec: tuple[str, ...] = option(
         (),
-        "the layers of your own that a checkpoint was trained with; they are code, so you have to name them",
+        "custom layer spec of the checkpoint; it is code, so it must be named here",
         value="MODULE FUNCTION",
     )
     tokenizer_model: str | None = option(
-        None, "a tokenizer.json or its folder, where the model has none of its own", value="DIR"
+        None, "tokenizer.json or its folder, for a model without tokenizer", value="DIR"
     )
 
 
@@ -57,28 +57,33 @@ class PromptOptions(Options):
 class SamplingOptions(Options):
     max_new_tokens: int = option(
         120,
-        "tokens to add; a text also ends at the model's end-of-document token, and where it has no more positions, with a note",
+        "maximum new tokens; generation also stops at the end-of-document token or the maximum position",
         unlisted="--max-tokens",
         limit=ONE_OR_MORE,
     )
     temperature: float = option(
-        0.8, "0 always takes the likeliest token, as --greedy does", limit=NON_NEGATIVE
+        0.8,
+        "sampling temperature; 0: always take the most likely token, as --greedy does",
+        limit=NON_NEGATIVE,
     )
-    greedy: bool = option(False, "always take the likeliest token")
-    top_k: int = option(40, "only the N likeliest tokens; 0: all", limit=NON_NEGATIVE)
+    greedy: bool = option(False, "always take the most likely token")
+    top_k: int = option(40, "top-k sampling: keep the N most likely tokens; 0: all", limit=NON_NEGATIVE)
     top_p: float = option(
-        1.0, "only the fewest tokens that are X of the probability together; 1: all", limit=FRACTION
+        1.0,
+        "nucleus sampling: keep the smallest set of tokens whose probability sums to X; 1: all",
+        limit=FRACTION,
     )
-    seed: int = option(0, "for the same text again, on any device and any number of ranks", limit=SEED)
+    seed: int = option(
+        0, "random seed; the same seed gives the same text on any device and number of ranks", limit=SEED
+    )
     json: bool = option(
         False,
-        "a list of objects with prompt, text, tokens, logprobs and why the text ended. The logarithms of probability are the "
-        "model's own, before temperature, top-k and top-p",
+        "print a JSON list of objects with prompt, text, tokens, logprobs (before temperature, top-k and top-p) and the reason for the end",
     )
 
     def problems(self) -> Iterable[str]:
         if self.greedy and self.temperature not in (0, SamplingOptions.temperature):
-            yield f"--greedy is --temperature 0, but --temperature {self.temperature} is given; leave one of them out"
+            yield f"--greedy means --temperature 0, but --temperature {self.temperature} is given; leave one of them out"
 
 
 _DTYPES = ("auto", "float32", "fp32", "bfloat16", "bf16")
@@ -91,17 +96,23 @@ def _size(short: str, help: str) -> Any:
 @dataclass(frozen=True)
 class DeviceOptions(Options):
     tensor_model_parallel_size: int = _size(
-        "--tp", "ranks that share one layer; they are started here, unless torchrun did"
+        "--tp",
+        "tensor-parallel ranks, which share each layer; started by this command, unless torchrun started it",
     )
-    pipeline_model_parallel_size: int = _size("--pp", "ranks the layers are divided over")
-    expert_model_parallel_size: int = _size("--ep", "ranks that share the experts, of the tensor ranks")
+    pipeline_model_parallel_size: int = _size("--pp", "pipeline ranks, which the layers are divided over")
+    expert_model_parallel_size: int = _size(
+        "--ep", "expert-parallel ranks; must be among the tensor ranks, so --tp is a multiple"
+    )
     device: str = option("auto", "device to compute on", choices=("auto", "cpu", "cuda"))
     dtype: str = option(
-        "auto", "type of the weights; bfloat16 on a GPU", choices=_DTYPES, value="auto|float32|bfloat16"
+        "auto",
+        "dtype of the weights; auto: bfloat16 on a GPU, float32 on a CPU",
+        choices=_DTYPES,
+        value="auto|float32|bfloat16",
     )
-    threads: int | None = option(None, "CPU threads of one process (cores / processes)", limit=NON_NEGATIVE)
-    batch_size: int = option(16, "prompts continued together", limit=ONE_OR_MORE)
-    master_port: int | None = option(None, "rendezvous port (a free one)", limit=NON_NEGATIVE)
+    threads: int | None = option(None, "CPU threads per process (cores / processes)", limit=NON_NEGATIVE)
+    batch_size: int = option(16, "prompts per batch", limit=ONE_OR_MORE)
+    master_port: int | None = option(None, "port of the rendezvous (a free one)", limit=NON_NEGATIVE)
 
 
 @dataclass(frozen=True)
@@ -118,13 +129,13 @@ Continues texts with a trained model. PATH is a run folder, its checkpoints (the
 Face folder, or a model of the hub such as Qwen/Qwen2.5-0.5B. Several prompts are continued together, each as if it were
 alone; the prompt - is read from standard input.
 
-what to continue
+prompts
 {options_help(PromptOptions)}
 
-how
+sampling
 {options_help(SamplingOptions)}
 
-where
+device and layout
 {options_help(DeviceOptions)}
 
   pentatron generate runs/demo "import "
@@ -139,7 +150,7 @@ _TIMEOUT_MINUTES = 10.0
 
 @dataclass(frozen=True)
 class Request:
-    """The input of all ranks.
+    """The input that all ranks receive.
 
     `folder` holds the weights; `prompts` are texts or, with `--tokens`, token ids.
     """
@@ -163,7 +174,7 @@ def generate_command(words: Sequence[str], restart: Sequence[str] = _RESTART) ->
         options = replace(options, temperature=0.0)
     if not plain:
         example = 'pentatron generate runs/demo "import "'
-        raise UserError(f"say which model to use and, in quotes, what to continue: {example}")
+        raise UserError(f"expected a model and a prompt in quotes, for example: {example}")
     from pentatron.generate.source import find_weights
 
     # Only one process verifies the checkpoint and reads the prompts, which may come from stdin.
@@ -180,7 +191,7 @@ def generate_command(words: Sequence[str], restart: Sequence[str] = _RESTART) ->
 def _prompts(words: Sequence[str], options: GenerateOptions) -> list[Any]:
     if options.tokens is not None:
         if words or options.prompt_file:
-            raise UserError("--tokens are the prompts; leave out the text, or --tokens")
+            raise UserError("--tokens gives the prompts already; leave out the text prompts, or --tokens")
         return [list(prompt) for prompt in options.tokens]
     prompts = [sys.stdin.read() if word == "-" else word for word in words]
     if options.prompt_file:
@@ -190,14 +201,15 @@ def _prompts(words: Sequence[str], options: GenerateOptions) -> list[Any]:
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{named} cannot be read: {getattr(error, 'strerror', None) or error}") from None
         if not prompts:
-            raise UserError(f"{named} has no line to continue")
+            raise UserError(f"{named} has no prompt; write one per line")
     return prompts or ["\n"]
 
 
 def _launch(request: Request, restart: Sequence[str]) -> int:
     """Starts the ranks. Raises their errors here, which is seconds earlier and only once."""
+    from pentatron.files import scratch_folder
     from pentatron.parallel.world import require_gpu
-    from pentatron.supervise.launcher import BROKEN_PIPE, run_workers, scratch_folder
+    from pentatron.supervise.launcher import BROKEN_PIPE, run_workers
 
     if request.options.device == "cuda":
         require_gpu()
@@ -227,8 +239,8 @@ def _work(request: Request, worker: environment.Worker | None) -> int:
     size = config.grid.world_size
     if worker is not None and worker.world_size != size:
         started = f"{worker.launcher} started {worker.world_size} processes"
-        spread = f"the model is spread over {size} ({_layout_text(config)})"
-        raise UserError(f"{started}, and {spread}; start as many, or change --tp and --pp")
+        spread = f"the layout of the model has {size} ({_layout_text(config)})"
+        raise UserError(f"{started}, but {spread}; start {size} processes, or change --tp and --pp")
     worker = worker or environment.Worker(0, 1, 0, 1, "none")
     torch.set_num_threads(_threads(request, worker.local_size))
     if worker.world_size > 1:
@@ -276,7 +288,7 @@ def _generate(request: Request, source: "ModelSource", config: "RunConfig", worl
     from pentatron.cli.generate_output import PromptTexts
     from pentatron.generate.continue_text import generate_texts, load_stages
     from pentatron.generate.generate import Sampling, build_generation_model
-    from pentatron.parallel.collectives import broadcast_object, run_on_some_ranks
+    from pentatron.parallel.collectives import broadcast_object, run_on_all_ranks, run_on_some_ranks
 
     options = request.options
     half = options.dtype in ("bfloat16", "bf16") or (options.dtype == "auto" and world.device.type == "cuda")
@@ -286,8 +298,7 @@ def _generate(request: Request, source: "ModelSource", config: "RunConfig", worl
         world.is_first, lambda: PromptTexts(request.prompts, options, source), world.everyone
     )
     prompts, stop = broadcast_object((words.ids, words.stop) if words else None, world.everyone)
-    stages = run_on_some_ranks(True, lambda: load_stages(source, config, world, dtype), world.everyone)
-    assert stages is not None
+    stages = run_on_all_ranks(lambda: load_stages(source, config, world, dtype), world.everyone)
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     model = build_generation_model(stages, config.model, world)
     texts = generate_texts(model, prompts, options.max_new_tokens, sampling, stop, options.batch_size)
@@ -298,7 +309,7 @@ def _generate(request: Request, source: "ModelSource", config: "RunConfig", worl
     changed = [n for n in _RANDOM_SAMPLING if getattr(options, n) != getattr(GenerateOptions, n)]
     if changed and options.temperature == 0:
         flags = " ".join(f"{flag_of(name)} {getattr(options, name)}" for name in changed)
-        print_note(f"{flags}: the likeliest token is always taken, so this has no effect")
+        print_note(f"{flags}: greedy decoding takes the most likely token, so this has no effect")
     if options.master_port and config.grid.world_size == 1:
         print_note(f"--master-port {options.master_port}: there is one process, so this has no effect")
     type_name = str(dtype).removeprefix("torch.")

@@ -31,7 +31,7 @@ class PromptTexts:
         try:
             end += [] if self.tokenizer is None else [self.tokenizer.eod]
         except UserError as error:
-            print_note(f"texts end at --max-new-tokens alone: {error}")
+            print_note(f"generation stops only at --max-new-tokens: {error}")
         self.stop = source.stop or frozenset(end)
         self.ids = [prompt if self.as_tokens else self._encoded(prompt, source) or end for prompt in prompts]
         check_prompts(self.ids, source.model.vocab_size, self.positions)
@@ -95,7 +95,7 @@ class PromptTexts:
     def _end_text(self, which: str, text: Text | None) -> None:
         show_generated("\n")
         if text is not None and text.end == "positions":
-            print_note(f"the text{which} ends here: the model is made for {self.positions} tokens in all")
+            print_note(f"the text{which} ends here: the model has {self.positions} positions")
 
     def _data(self, number: int, text: Text) -> dict[str, Any]:
         decoded = None if self.tokenizer is None else text.decoded(self.tokenizer)

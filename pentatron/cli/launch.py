@@ -27,57 +27,65 @@ _KINDS = ("slurm", "torchrun")
 
 @dataclass(frozen=True)
 class LaunchOptions(Options):
-    nodes: int = option(1, "machines", also="--nnodes", unlisted="--num-nodes")
+    nodes: int = option(1, "number of machines", also="--nnodes", unlisted="--num-nodes")
     gpus_per_node: int | None = option(
         None,
-        "workers on each, one per GPU; with --device cpu as many processes",
+        "workers per machine, one per GPU; with --device cpu, processes per machine",
         value="G",
         unlisted="--nproc-per-node",
     )
     script: str = option(
         "",
-        "run this program instead: a script of the guides, or your own with pretrain_gpt.py's flags",
+        "program to run instead of pentatron train: a script of the guides, or your own with the flags of pretrain_gpt.py",
         value="FILE",
     )
-    write: str = option("", "name of the script (NAME.sbatch or NAME.sh; - prints it)", value="FILE")
+    write: str = option("", "file name of the script (NAME.sbatch or NAME.sh; - prints it)", value="FILE")
     job_name: str = option("pentatron", "name of the job", value="NAME", unlisted="--name")
-    master_addr: str = option("", "rendezvous host (slurm: the first node)", value="HOST")
+    master_addr: str = option("", "host of the rendezvous (slurm: the first node)", value="HOST")
     master_port: int | None = option(
-        None, "rendezvous port (slurm: from the job id; torchrun: 29500)", value="PORT"
+        None, "port of the rendezvous (slurm: from the job id; torchrun: 29500)", value="PORT"
     )
-    max_restarts: int = option(0, "restarts of failed workers, from the last checkpoint")
-    grace: int = option(300, "time to save when the job is about to end; 0: no warning", value="SECONDS")
-    setup: str = option("", "shell lines before the start, such as 'module load cuda'")
-    python: str = option("", "interpreter on the nodes (this one; in a container: python)", value="PATH")
+    max_restarts: int = option(0, "maximum restarts of failed workers, from the last checkpoint")
+    grace: int = option(
+        300, "seconds between the signal to save and the time limit of the job; 0: no signal", value="SECONDS"
+    )
+    setup: str = option("", "shell lines to run before the program, such as 'module load cuda'")
+    python: str = option(
+        "", "Python interpreter on the nodes (this one; in a container: python)", value="PATH"
+    )
 
 
 @dataclass(frozen=True)
 class SlurmOptions(LaunchOptions):
-    submit: bool = option(False, "hand the script to sbatch")
+    submit: bool = option(False, "submit the script with sbatch")
     time: str = option("", "time limit of the job", value="12:00:00")
     partition: str = option("", "partition of the cluster", value="NAME")
     account: str = option("", "account that the job is billed to", value="NAME")
     qos: str = option("", "quality of service", value="NAME")
     constraint: str = option("", "features that the nodes must have", value="NAME")
-    mem: str = option("", "memory of a node", value="SIZE")
-    cpus_per_task: int | None = option(None, "cores that the workers of a node may use")
-    gres: str = option("", "resources of a node (gpu:G)")
-    output: str = option("%x-%j.out", "file for what the job prints", value="FILE")
-    container_image: str = option("", "run in this container", value="IMAGE")
-    container_mounts: str = option("", "further folders to mount in it", value="FROM:TO,...")
+    mem: str = option("", "memory per node", value="SIZE")
+    cpus_per_task: int | None = option(None, "CPU cores per node, shared by its workers")
+    gres: str = option("", "generic resources per node (gpu:G)")
+    output: str = option(
+        "%x-%j.out",
+        "file for the output of the job; sbatch replaces %x by its name and %j by its id",
+        value="FILE",
+    )
+    container_image: str = option("", "container image to run in", value="IMAGE")
+    container_mounts: str = option("", "further folders to mount in the container", value="FROM:TO,...")
     no_requeue: bool = option(False, "do not requeue the job when it reaches its time limit")
-    sbatch: str = option("", "further options of sbatch", value="'--exclusive ...'")
+    sbatch: str = option("", "further options for sbatch", value="'--exclusive ...'")
 
 
 USAGE = f"""usage: pentatron launch slurm    --nodes N --gpus-per-node G [options] [--submit] [--setting value ...]
        pentatron launch torchrun --nodes N --gpus-per-node G [options] [--setting value ...]
 
 Writes a script that runs `pentatron train` with the same settings on N machines. Settings and sizes are checked first,
-so that an invalid job is refused here and not in the queue. Words after -- go to the script as they are.
+so that an invalid job is refused before it is queued. Arguments after -- are passed to the script unchanged.
 
 {options_help(LaunchOptions)}
 
-slurm alone:
+slurm only:
 {options_help(SlurmOptions, beside=LaunchOptions)}
 
   pentatron launch slurm --nodes 2 --gpus-per-node 8 --time 12:00:00 --preset llama3-8b --tp 8 --data-path DATA --train-iters 1000 --submit
@@ -116,11 +124,11 @@ def launch_command(words: Sequence[str]) -> int:
     _write_script(file, text)
     say(f"{file}: {equation}")
     if redact(text) != text:
-        key = "the script contains what looks like a key, so only you can read it"
-        say(f"note: {key}; export it in your shell instead: jobs inherit the environment")
+        key = "the script seems to contain a key, so only its owner may read it"
+        say(f"note: {key}; export the key in your shell instead, because jobs inherit the environment")
     # A value that the node computes itself is shell code, which is not shown.
     variables = [v.name if "$" in v.value else f"{v.name}={v.value}" for v in job.variables]
-    say(f"it sets what you have not exported: {', '.join(variables)}")
+    say(f"variables it sets unless exported: {', '.join(variables)}")
     if options.submit:
         return _submit(file)
     say(_how_to_start(job, kind, file))
@@ -133,7 +141,7 @@ def _program(script: str) -> tuple[EntryPoint, list[str]]:
     if script:
         if not Path(script).is_file():
             guess = did_you_mean(script, [name for name in ENTRY_POINTS if name.endswith(".py")])
-            raise UserError(f"--script {script} does not exist here{guess}")
+            raise UserError(f"--script {script} does not exist{guess}; name a file")
         entry, program = ENTRY_POINTS.get(Path(script).name, PRETRAIN_GPT), [script]
     return dataclasses.replace(entry, own=flags_of(SlurmOptions), own_help="pentatron launch"), program
 
@@ -143,9 +151,11 @@ def _checked_job(
 ) -> tuple[Job, RunConfig, list[str]]:
     """Returns the job, its configuration and notices; raises if the job or the configuration is invalid."""
     if not options.gpus_per_node:
-        on_cpus = "on CPUs add --device cpu, and G is the number of processes"
-        raise UserError(f"how many GPUs does a node have? Say --gpus-per-node G; {on_cpus}")
-    # Options of the same name as a field of the job are taken as they are.
+        on_cpus = "on CPUs: the number of processes, with --device cpu"
+        raise UserError(
+            f"--gpus-per-node is missing; give --gpus-per-node G, the GPUs of one node ({on_cpus})"
+        )
+    # Options with the name of a field of the job are copied unchanged.
     values = {f.name: getattr(options, f.name) for f in dataclasses.fields(Job) if hasattr(options, f.name)}
     values["python"] = options.python or ("python" if options.container_image else sys.executable)
     values |= {"processes": options.gpus_per_node, "uses_gpus": True, "words": tuple(words)}
@@ -162,22 +172,22 @@ def _checked_job(
 
 
 def _performance_notes(job: Job, config: RunConfig, kind: str) -> list[str]:
-    """Returns notes about a valid job that will be slow, or lose its training."""
+    """Returns notes about a valid job that will be slow, or lose its progress."""
     notes = []
     requeues = kind == "slurm" and not job.no_requeue
     if any(len({rank // job.processes for rank in group}) > 1 for group in config.grid.groups("tensor")):
         span = f"tensor groups of {config.grid.tensor} span several nodes of {job.processes}"
-        fix = f"a --tensor-model-parallel-size that divides {job.processes} keeps them inside"
-        notes.append(f"{span}, so every layer waits for the network; {fix}")
+        fix = f"use a --tensor-model-parallel-size that divides {job.processes}"
+        notes.append(f"{span} GPUs, so every layer waits for the network; {fix}")
     if job.container_image and not job.container_mounts:
-        fix = "name other folders, such as that of the data, with --container-mounts FROM:TO,..."
-        notes.append(f"the container sees {job.folder} and nothing else of the machine; {fix}")
+        fix = "mount other folders, such as the data, with --container-mounts FROM:TO,..."
+        notes.append(f"only {job.folder} is mounted in the container; {fix}")
     if not config.checkpoint.save_checkpoints and (job.max_restarts or requeues):
-        lost = "no checkpoint is saved, so a job that is restarted begins at step 0"
-        notes.append(f"{lost}; --save keeps what is trained")
+        lost = "no checkpoint is saved, so a restarted job begins at step 0"
+        notes.append(f"{lost}; add --save to keep checkpoints")
     if kind == "slurm" and not job.cpus_per_task and "--exclusive" not in job.sbatch_options:
-        few = f"Slurm may give one core to the {format_count(job.processes, 'worker')} of a node"
-        fix = "say how many cores they may use, or --sbatch=--exclusive for the whole node"
+        few = f"Slurm may give all {format_count(job.processes, 'worker')} of a node one core"
+        fix = "give their number of cores, or --sbatch=--exclusive for the whole node"
         notes.append(f"without --cpus-per-task {few}; {fix}")
     return notes
 
@@ -187,8 +197,8 @@ def _write_script(file: Path, text: str) -> None:
         if file.exists():
             lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
             if not any(line.startswith(WRITTEN_BY) for line in lines[:3]):
-                kept = "is not a script that pentatron wrote, so it is kept"
-                raise UserError(f"{file} {kept}; choose another name with --write")
+                kept = "exists and was not written by pentatron launch"
+                raise UserError(f"{file} {kept}; choose another file with --write")
         private = redact(text) != text
         if private:
             # Permissions are set before the key is written, so that no other user can read it in between.
@@ -198,12 +208,12 @@ def _write_script(file: Path, text: str) -> None:
         file.chmod(0o700 if private else 0o755)
     except OSError as error:
         reason = f"cannot be written ({error.strerror})"
-        raise UserError(f"{file} {reason}; choose another place with --write") from None
+        raise UserError(f"{file} {reason}; choose another file with --write") from None
 
 
 def _submit(file: Path) -> int:
     if shutil.which("sbatch") is None:
-        here = "there is no sbatch here; submit it on a machine of the cluster"
+        here = "sbatch is not installed on this machine; submit it on a machine of the cluster"
         raise UserError(f"{file} is written, but {here}")
     # Slurm passes sbatch's environment to the job. PYTHONSAFEPATH is left out, because the script sets it
     # itself.
@@ -211,7 +221,7 @@ def _submit(file: Path) -> int:
     result = subprocess.run(["sbatch", str(file)], capture_output=True, text=True, env=environment)
     if result.returncode != 0:
         reason = " ".join(result.stderr.split()) or f"exit code {result.returncode}"
-        raise UserError(f"sbatch did not take {file} ({reason}); fix what it names and run: sbatch {file}")
+        raise UserError(f"sbatch rejected {file} ({reason}); fix this and run: sbatch {file}")
     say(result.stdout.strip())
     return 0
 
@@ -221,6 +231,6 @@ def _how_to_start(job: Job, kind: str, file: Path) -> str:
         return f"submit it with: sbatch {file}"
     if job.nodes == 1:
         return f"start it with: bash {file}"
-    where = "" if job.master_addr else ", with MASTER_ADDR exported there as the address of the first"
+    where = "" if job.master_addr else ", with MASTER_ADDR exported as the address of the first"
     between = " and" if job.nodes == 2 else ", ...,"
     return f"start it on every machine{where}: bash {file} 0{between} bash {file} {job.nodes - 1}"

@@ -46,16 +46,16 @@ def _line(row: dict[str, Any]) -> str:
 
 
 _MEANINGS: dict[Axis, str] = {
-    "tensor": "share every layer: parts of one matrix product, summed after it",
-    "context": "share every sequence: each holds a part of it",
+    "tensor": "shard every layer: partial outputs are all-reduced",
+    "context": "shard every sequence: each holds a part of it",
     "data": "hold the same weights for different samples: gradients are summed",
     "pipeline": "hold consecutive layers: activations are sent forward, gradients back",
-    "expert_tensor": "share every expert",
+    "expert_tensor": "shard every expert",
     "expert": "hold different experts: tokens are exchanged (all-to-all)",
     "expert_data": "hold the same experts: their gradients are summed",
     "kv": "hold the same key/value head: its gradient is summed",
     "embedding": "first and last stage, which both hold the tied embedding",
-    "shards": "shard the weights (ZeRO 3): each keeps a shard and all-gathers the rest when it is needed",
+    "shards": "shard the weights (ZeRO 3): each keeps a shard and all-gathers the others before use",
     "instances": "hold the same shard of the weights: gradients are summed",
     "expert_shards": "shard the experts of a rank, as `shards` do the other weights",
     "expert_instances": "hold the same shard of the experts: gradients are summed",
@@ -70,9 +70,9 @@ _BAR = 24
 
 @dataclass(frozen=True)
 class LayoutReport:
-    """A layout and what follows from it.
+    """A layout with the properties derived from it.
 
-    `is_assumed_model`: no model was named, so that its shape is assumed.
+    `is_assumed_model`: no model was named, so its shape is assumed.
     """
 
     config: RunConfig
@@ -216,10 +216,10 @@ def _recompute(report: LayoutReport) -> list[str]:
     memory = report.config.memory
     if memory.recompute_granularity is None:
         return []
-    kept = f"{', '.join(memory.recompute_modules)} of every layer that has it keeps only its input and is recomputed"
-    lines = ["", f"  recompute: {kept}"]
+    modules = ", ".join(memory.recompute_modules)
+    lines = ["", f"  {modules}: recomputed in every layer that has them; only the input is kept"]
     if memory.recompute_granularity == "full":
-        kept = "these layers are recomputed; a micro-batch keeps one input for each run of them"
+        kept = "these layers are recomputed; each micro-batch keeps one input for each chunk of consecutive layers"
         lines = ["", f"  recompute: {kept}"]
         for stage, part in enumerate(report.config.stages):
             runs = report.config.recomputed(part)
@@ -228,8 +228,8 @@ def _recompute(report: LayoutReport) -> list[str]:
             layers = f" and all of {whole} {plural(whole, 'layer')}" if whole else ""
             lines.append(f"    stage {stage:>2}  {'  '.join(map(_layers, runs)) or 'none'}: {inputs}{layers}")
     if any(report.checked.deferred):
-        second = "the inputs of weight gradients are kept until the second"
-        lines.append(f"  this holds until the first half of its backward; {second}")
+        second = "inputs of weight gradients until those are computed"
+        lines.append(f"  kept until its input gradients are computed; {second}")
     return lines
 
 

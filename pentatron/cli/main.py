@@ -147,7 +147,7 @@ def _reporting_errors(action: Callable[[], int]) -> int:
         return 128 + stopped.number
     except KeyboardInterrupt:
         if is_first_rank:
-            print_error("stopped at once; checkpoints that were saved before are intact")
+            print_error("stopped immediately; earlier checkpoints are intact")
         return 130
     except OSError as error:
         file = _file_of_error(error) if error.errno in (errno.ENOSPC, errno.EDQUOT) else None
@@ -158,7 +158,7 @@ def _reporting_errors(action: Callable[[], int]) -> int:
         else:
             # A log or a metrics file: a checkpoint that cannot be written is reported where it is saved.
             fix = "make room on its disk, or choose another place"
-            intact = "checkpoints that were saved before are intact"
+            intact = "earlier checkpoints are intact"
             problem = f"{file} cannot be written ({error.strerror}); {fix}; {intact}"
     print_error(problem)
     return UserError.exit_code

@@ -217,10 +217,10 @@ def _memory(layout: Layout) -> Iterator[str]:
             yield row(name, [binary_size(part[name]) for part in parts], meaning)
     if any(rank.spared for rank in shown):
         spared = [f"-{binary_size(rank.spared)}" if rank.spared else "" for rank in shown]
-        yield row("not at once", spared, "gradients are allocated while activations are freed")
+        yield row("not simultaneous", spared, "gradients are allocated while activations are freed")
     bar = _bar(max(rank.total for rank in ranks) / device.memory)
     totals = [binary_size(rank.total) for rank in shown]
-    yield row("together", totals, f"{bar} of {binary_size(device.memory)}")
+    yield row("total", totals, f"{bar} of {binary_size(device.memory)}")
     if (recorded := layout.with_graphs) is not None:
         note = "small layers are captured as CUDA graphs if there is room; --cuda-graphs off avoids them"
         yield row("with graphs", [binary_size(recorded.total)], note)
@@ -263,7 +263,7 @@ def _pipeline(layout: Layout) -> Iterator[str]:
         alive = ", ".join(str(rank.micro_batches) for rank in layout.memory.ranks[:_MOST_RANKS])
         more = " ..." if len(layout.memory.ranks) > _MOST_RANKS else ""
         count = f"{config.accumulation} micro-batches, bubble {estimate.bubble:.1%}"
-        yield f"  pipeline         {count}; kept at once by rank: {alive}{more}"
+        yield f"  pipeline         {count}; in flight at most, by rank: {alive}{more}"
     parts = {"computing": estimate.computing, "waiting": estimate.waiting, "sending": estimate.sending.total}
     times = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in parts.items())
     speed = "{:,.0f} tokens/s/GPU, MFU {:.0%}".format(*speed_of(layout))
@@ -286,8 +286,8 @@ def _assumptions(report: PlanReport) -> str:
         "Assumed",
         "",
         *([f"  not given, so assumed: {'; '.join(report.assumed)}"] if report.assumed else []),
-        f"  {device.name}: {rate:.0f} TFLOP/s at its peak, of which matmuls reach {search.efficiency:.0%} (--efficiency), less where they are "
-        f"small; {device.link / 1e9:.0f} GB/s between GPUs of a machine, {device.network / 1e9:.0f} GB/s between machines",
+        f"  {device.name}: {rate:.0f} TFLOP/s at its peak, of which matmuls reach {search.efficiency:.0%} (--efficiency), less for "
+        f"small matrices; {device.link / 1e9:.0f} GB/s between GPUs of a machine, {device.network / 1e9:.0f} GB/s between machines",
         "  tensor and expert parallelism wait for what they send; messages of the pipeline are hidden; gradients are hidden behind the "
         "last backward with --overlap-grad-reduce",
         "  5 % of the memory and 1 GiB are left for the driver, NCCL, workspaces of cuBLAS and torch's gaps between tensors; attention keeps no scores (flash); experts are equally busy",

@@ -190,7 +190,7 @@ def _print_summary(job: "PrepareJob", outcome: "Outcome") -> None:
     for prefix in job.outputs:
         lengths = document_lengths(IndexedDataset(prefix))
         if not lengths.tokens:
-            say(f"\n{prefix}: no token, as the input holds no text; there is nothing in it to train on")
+            say(f"\n{prefix}: no tokens, because the input has no text; it cannot be trained on")
             continue
         count, mean = format_count(lengths.documents, "document"), lengths.tokens / lengths.documents
         span = f"{lengths.shortest:,} to {lengths.longest:,} tokens, {mean:,.1f} on average"

@@ -13,9 +13,9 @@ from pentatron.settings.declaration import ONE_OR_MORE
 
 @dataclass(frozen=True)
 class ReferenceOptions(Options):
-    model_path: str | None = option(None, "the model", value="FOLDER")
-    prompt: str | None = option(None, "what to continue")
-    max_new_tokens: int = option(20, "tokens to add", limit=ONE_OR_MORE)
+    model_path: str | None = option(None, "Hugging Face folder of the model", value="FOLDER")
+    prompt: str | None = option(None, "text to continue")
+    max_new_tokens: int = option(20, "maximum new tokens", limit=ONE_OR_MORE)
 
 
 USAGE = f"""{usage("huggingface_reference.py", ReferenceOptions)}
@@ -29,10 +29,10 @@ the command that does the same here.
 def reference_command(words: Sequence[str]) -> int:
     options, plain = parse_options(ReferenceOptions, words, "huggingface_reference.py")
     if plain or not options.model_path or not options.prompt:
-        raise UserError('say which model to ask and what: --model_path FOLDER --prompt "Hello, world!"')
+        raise UserError('expected a model and a prompt: --model_path FOLDER --prompt "Hello, world!"')
     folder, prompt, count = options.model_path, options.prompt, options.max_new_tokens
     if not (Path(folder) / "config.json").is_file():
-        raise UserError(f"--model_path {folder} is no Hugging Face folder: it has no config.json")
+        raise UserError(f"--model_path {folder} is not a Hugging Face folder: it has no config.json")
     tokens, text = _greedy(folder, prompt, count)
     say(f"tokens: {','.join(map(str, tokens))}")
     show_generated(f"text: {prompt}{text}\n")

@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 class VerifyOptions(Options):
     shrink_data: bool = option(
         False,
-        "2 data-parallel ranks, or the fewest that can hold the experts, for layouts that are too large for this machine",
+        "reduce the data-parallel size to 2, or to the smallest that can hold the experts, for layouts too large for this machine",
     )
-    everything: bool = option(False, "all parameters in the table, not only the worst")
-    json: bool = option(False, "the result for machines")
+    everything: bool = option(False, "print all parameters in the table, not only the worst")
+    json: bool = option(False, "print JSON")
 
 
 USAGE = f"""{usage("pentatron verify", VerifyOptions, "[--setting value ...]")}
 
-Trains a small model of the same structure for a few steps, in the layout that the settings ask for and on one process, and
+Trains a small model of the same structure for a few steps, in the layout of the settings and on one process, and
 compares losses, gradient norms, every gradient and every weight. It runs on this machine's CPU and reads no data. Ends
 with code 0 if all numbers agree, with 1 if any differs.
 
@@ -85,9 +85,9 @@ def _small_model(config: RunConfig, shrink: bool) -> RunConfig:
     world, smaller = of_a_replica * replicas, of_a_replica * fewest
     if world > _MOST_PROCESSES:
         can_shrink = smaller <= _MOST_PROCESSES and not shrink
-        way_out = f"add --shrink-data to run {smaller}" if can_shrink else "try smaller parallel sizes"
+        way_out = f"add --shrink-data to run {smaller}" if can_shrink else "use smaller parallel sizes"
         most = f"the {_MOST_PROCESSES} that verify starts on one machine"
-        raise UserError(f"this layout takes {world} processes, more than {most}; {way_out}")
+        raise UserError(f"this layout needs {world} processes, more than {most}; {way_out}")
     return small_twin(config, replicas)
 
 
@@ -95,8 +95,8 @@ def _compare(config: RunConfig, restart: Sequence[str], quiet: bool) -> tuple["V
     import torch
 
     from pentatron.compare import verify
+    from pentatron.files import scratch_folder
     from pentatron.parallel.world import single_process
-    from pentatron.supervise.launcher import scratch_folder
 
     started = time.perf_counter()
     world = config.grid.world_size
@@ -123,7 +123,7 @@ def _run_ranks(world: int, python_words: Sequence[str], config: RunConfig) -> No
     if ended.stopped_by is not None:
         raise KeyboardInterrupt
     if ended.exit_code != 0:
-        raise UserError(f"there is nothing to compare: {ended.story(world)}")
+        raise UserError(f"the layout did not finish: {ended.story(world)}")
 
 
 def _work(folder: Path) -> int:
@@ -134,7 +134,7 @@ def _work(folder: Path) -> int:
 
     worker = environment.find_worker(os.environ)
     if worker is None:
-        raise UserError(f"{_WORKER} is for the processes that verify starts itself; leave it out")
+        raise UserError(f"{_WORKER} is only for the processes that verify starts; leave it out")
     config = read_settings(folder)
     torch.set_num_threads(1)
     environment.export_rank_variables(worker, None)
@@ -153,7 +153,7 @@ def _work(folder: Path) -> int:
 
 
 def _table(verdict: "Verdict", everything: bool) -> str:
-    lines = ["largest gaps as a share of what is allowed; above 100% differs", ""]
+    lines = ["largest gaps as a share of the tolerance; above 100% differs", ""]
     lines += [f"  {name:<46}{_share(ratio)}" for name, ratio in verdict.numbers()]
     rows = verdict.tensors()
     kinds = list(rows[0][1])
@@ -176,7 +176,7 @@ def _conclusion(verdict: "Verdict") -> str:
     if first is None:
         return f"the layout computes the same numbers as one process: all {len(verdict.judged)} comparisons agree"
     count = sum(gap.fails for gap in verdict.judged)
-    differ = f"the layout computes other numbers: {count} of {len(verdict.judged)} comparisons differ"
+    differ = f"the layout computes different numbers: {count} of {len(verdict.judged)} comparisons differ"
     worst = f"the worst parameter is {verdict.tensors()[0][0]}"
     return f"{differ}; the first in the order of computation is {first.what}, {worst}"
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pentatron.files import lock_scratch_folder
 from pentatron.parallel.rank_status import RankStatus
 from pentatron.parallel.rendezvous import collective_error
 from pentatron.supervise.attempts import Attempt, LauncherState, identify_attempt
@@ -25,7 +26,6 @@ from pentatron.supervise.launcher import (
     LAUNCHER_VARIABLES,
     RESTART_COUNT,
     WORKER_VARIABLES,
-    lock_folder,
 )
 from pentatron.supervise.processes import mark_done, mark_working, rank_file, write_record
 
@@ -55,7 +55,7 @@ class SupervisedWorker:
             # The launcher died before prctl: no signal will come.
             sys.exit(128 + signal.SIGTERM)
         # The lock keeps later jobs from removing the folder as stale while this process is alive.
-        lock_folder(self.folder)
+        lock_scratch_folder(self.folder)
         mark_working(self.folder, self.rank)
         # Both files stay open until the process ends: faulthandler writes to their descriptors.
         crash, stacks = (rank_file(self.folder, self.rank, kind) for kind in ("crash", "stacks"))

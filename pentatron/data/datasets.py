@@ -23,7 +23,7 @@ from pentatron.data.sft import build_conversations, count_sequences, tokenize_co
 from pentatron.data.tokenizer import FileTokenizer, Tokenizer, TokenizerSettings
 from pentatron.errors import AgreedError, UserError
 from pentatron.monitor.display import Display
-from pentatron.parallel.collectives import broadcast_object, run_on_some_ranks
+from pentatron.parallel.collectives import broadcast_object, run_on_all_ranks, run_on_some_ranks
 from pentatron.parallel.world import World
 from pentatron.settings import data_paths
 from pentatron.settings.data_paths import Blend
@@ -307,7 +307,7 @@ def _end_of_document(source: IndexedDataset, tokenizer: Tokenizer | None) -> int
 def load_conversation_tokenizer(config: RunConfig, world: World) -> Tokenizer:
     """Loads the tokenizer on every rank; an error on one rank is raised on all."""
     load = partial(configured_tokenizer, config.data, config.model.vocab_size)
-    tokenizer = run_on_some_ranks(True, load, world.everyone)
+    tokenizer = run_on_all_ranks(load, world.everyone)
     assert tokenizer is not None, "the rules refuse conversations without a tokenizer"
     return tokenizer
 
@@ -344,13 +344,11 @@ def resolve_epochs(
     ):
         return resolved
     world.whereabouts.phase = "opening the data"
-    counted = run_on_some_ranks(True, lambda: _count(config, world, folder, display), world.everyone)
+    counted = run_on_all_ranks(lambda: _count(config, world, folder, display), world.everyone)
     # Nodes with different data are detected later; until then all ranks need the same length, or they
     # would hang.
     samples = broadcast_object(counted, world.everyone)
-    settled = run_on_some_ranks(True, lambda: resolved.with_epoch(samples), world.everyone)
-    assert settled is not None
-    return settled
+    return run_on_all_ranks(lambda: resolved.with_epoch(samples), world.everyone)
 
 
 def _count(config: RunConfig, world: World, folder: Path, display: Display) -> int:

@@ -122,8 +122,8 @@ def require_share(source: IndexedDataset, split: str | None, name: str) -> range
     if documents := range(len(source)) if split is None else split_documents(source, split)[share]:
         return documents
     if not len(source):
-        raise UserError(f"{source.prefix} holds no text; prepare it again, from files that hold some")
-    way_out = "give it a larger share, or 0 to do without" if share else "give it a larger share"
+        raise UserError(f"{source.prefix} has no tokens; prepare it again from files with text")
+    way_out = "give it a larger share, or 0 to leave it empty" if share else "give it a larger share"
     if len(source) == 1:
         # A text file is one document unless it is prepared as several, and one document cannot be split.
         several = "prepare it as several documents (of a .txt: --text-documents blank-line or line)"

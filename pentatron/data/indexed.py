@@ -279,6 +279,7 @@ class IndexedDataset:
             block, last = start * item // BLOCK_BYTES, (stop * item - 1) // BLOCK_BYTES
             while (block := self._verified.find(0, block, last + 1)) >= 0:
                 self._verify_block(self.sidecar, block)
+                block += 1
         return self.tokens[start:stop]
 
     def verify_checksums(self) -> int:

@@ -152,7 +152,7 @@ def _worker_death(workers: Sequence[BaseProcess]) -> UserError | None:
     if -signal.SIGBUS in codes:
         cause = "the shared memory (/dev/shm) is too small, or a data file became shorter while it was read"
     return UserError(
-        f"a process that reads data has died ({how}): {cause}; checkpoints are intact, and training can resume from the "
+        f"a DataLoader worker died ({how}): {cause}; checkpoints are intact, and training can resume from the "
         "newest one, perhaps with fewer --num-workers"
     )
 

@@ -1,12 +1,10 @@
 """A small corpus of Python's standard library, with a BPE tokenizer trained on it."""
 
-import fcntl
 import hashlib
 import json
 import os
 import sysconfig
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -15,7 +13,7 @@ from pentatron.data.indexed import pair_paths, sidecar_path, token_dtype
 from pentatron.data.indexed_writer import IndexedDatasetWriter
 from pentatron.data.tokenizer import FileTokenizer, identify_tokenizer, train_bpe
 from pentatron.errors import UserError
-from pentatron.files import TEMPORARY_SUFFIX, write_file
+from pentatron.files import TEMPORARY_SUFFIX, exclusive_folder, write_file
 from pentatron.text import parse_json
 
 Progress = Callable[[str, int, int], None]
@@ -80,7 +78,7 @@ def prepare_python_corpus(
     """
     folder, report = Path(folder), progress or (lambda stage, done, total: None)
     folder.mkdir(parents=True, exist_ok=True)
-    with folder_lock(folder):
+    with exclusive_folder(folder):
         sources = _read_sources(max_bytes, report)
         recipe = {"recipe": RECIPE, "vocab_size": vocab_size, "max_bytes": max_bytes}
         identity = {**recipe, "sources_sha256": sources.fingerprint}
@@ -161,15 +159,6 @@ def _reported(sources: _Sources, stage: str, report: Progress) -> Iterator[str]:
         yield text
         done += len(text.encode())
         report(stage, done, sources.bytes)
-
-
-@contextmanager
-def folder_lock(folder: Path) -> Iterator[None]:
-    """Holds an exclusive lock on a folder; a second process waits, then finds the result of the first."""
-    with (folder / ".lock").open("w") as file:
-        # The kernel releases the lock when the file is closed, also if the process is killed.
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _file_hashes(folder: Path) -> dict[str, str]:

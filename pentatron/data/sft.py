@@ -26,12 +26,12 @@ from pentatron.data.conversations import ConversationEncoder, MarkedText, Tokens
 from pentatron.data.indexed import IndexedDataset, pair_paths, token_dtype
 from pentatron.data.indexed_writer import IndexedDatasetWriter
 from pentatron.data.loader import ConcatenatedDataset, EpochShuffle
-from pentatron.data.python_corpus import folder_lock
 from pentatron.data.sampling import DOCUMENT_STARTS, Sample, parse_split, positions_in_documents, split_ranges
 from pentatron.data.tokenizer import Tokenizer, identify_tokenizer
 from pentatron.errors import UserError
+from pentatron.files import exclusive_folder
 from pentatron.monitor.display import Display
-from pentatron.parallel.collectives import run_on_some_ranks
+from pentatron.parallel.collectives import run_on_all_ranks, run_on_some_ranks
 from pentatron.parallel.world import World
 from pentatron.settings.run_config import RunConfig
 from pentatron.settings.training import DataConfig
@@ -260,14 +260,12 @@ def tokenize_conversations(
         return template, [_sha256(repr(recipe) + content) for content in contents]
 
     # An error on one node must be raised on all ranks before any of them waits for the others.
-    identified = run_on_some_ranks(True, identify, world.everyone)
-    assert identified is not None
-    template, contents = identified
+    template, contents = run_on_all_ranks(identify, world.everyone)
     prefixes = [folder / f"sft-{content[:16]}" for content in contents]
 
     def prepare() -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        with folder_lock(folder):
+        with exclusive_folder(folder):
             for path, prefix in zip(paths, prefixes):
                 if not _is_tokenized(prefix, display):
                     writer = ConversationEncoder(tokenizer, template)

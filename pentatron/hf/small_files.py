@@ -34,7 +34,7 @@ def new_folder(path: Path, needs_bytes: int) -> Iterator[Path]:
         final.parent.mkdir(parents=True, exist_ok=True)
         # Before the check for space: leftovers of killed processes may fill the disk.
         files.remove_leftover_folders(final)
-        if (free := _free(final)) < needs_bytes:
+        if (free := files.free_bytes(final)) < needs_bytes:
             raise UserError(
                 f"{final} would take {decimal_size(needs_bytes)} and {decimal_size(free)} are free there; make room, or choose "
                 f"another disk"
@@ -49,13 +49,9 @@ def new_folder(path: Path, needs_bytes: int) -> Iterator[Path]:
         if isinstance(error, OSError):
             reason = f"{error.filename or path}: {error.strerror or error}"
             raise UserError(
-                f"{path} could not be written ({reason}; {in_mib(_free(final))} MiB free); nothing was left behind"
+                f"{path} could not be written ({reason}; {in_mib(files.free_bytes(final))} MiB free); nothing was left behind"
             ) from None
         raise
-
-
-def _free(path: Path) -> int:
-    return shutil.disk_usage(next(p for p in (path, *path.parents) if p.exists())).free
 
 
 def small_files(folder: Path, tokenizer: Sequence[Path] = ()) -> list[Path]:

@@ -191,7 +191,7 @@ class TorchDistStore(CheckpointStore):
         final = self.folder / f"iter_{step:07d}"
         if not final.exists():
             return final
-        if (final / format.FILE_NAME).is_file():
+        if (final / format.MANIFEST_FILE).is_file():
             rename(final, replaced_name(final))
         else:
             rename_base(final)

@@ -1,4 +1,7 @@
-"""One rank of the all-reduce test of `pentatron doctor`: `handshake BACKEND RANK SIZE PORT`."""
+"""Runs one rank of the all-reduce test of `pentatron doctor`.
+
+Usage: `python -m pentatron.launch.all_reduce_probe BACKEND RANK SIZE PORT`.
+"""
 
 import datetime
 import sys

@@ -195,7 +195,7 @@ def _exit(job: Job) -> list[str]:
         "# A signal interrupts wait, not the step.",
         'while kill -0 "$step" 2>/dev/null; do wait "$step"; done',
         'wait "$step"; code=$?',
-        'if [ -n "$stopping" ]; then echo "$(date +%FT%T) stopped as asked; torchrun calls that a failure ($code)"; fi',
+        'if [ -n "$stopping" ]; then echo "$(date +%FT%T) stopped on request (torchrun exit code $code)"; fi',
     ]
     if not job.no_requeue:
         lines += [
@@ -203,7 +203,7 @@ def _exit(job: Job) -> list[str]:
             "# jobs that it had to kill. A failed job is not requeued.",
             'if [ "$code" -ne 0 ] && { [ -n "$warned" ] ||',
             '    scontrol show job --oneliner "$SLURM_JOB_ID" | grep -q " PreemptTime=[0-9]"; }; then',
-            '    echo "$(date +%FT%T) back into the queue"',
+            '    echo "$(date +%FT%T) requeued"',
             '    scontrol requeue "$SLURM_JOB_ID"',
             "fi",
         ]

@@ -7,6 +7,9 @@ virtual stages a rank holds several; `Placement` maps each stage to its rank.
 from dataclasses import dataclass
 from enum import StrEnum
 
+# Stage and micro-batch.
+Cell = tuple[int, int]
+
 
 class Kind(StrEnum):
     FORWARD = "F"

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from pentatron.layout.actions import RECEIVES, SENDS, Action, Kind, Placement, Schedule
+from pentatron.layout.actions import RECEIVES, SENDS, Action, Cell, Kind, Placement, Schedule
 
 # The halves of a split backward.
 _HALVES = (Kind.INPUT, Kind.WEIGHT)
@@ -19,7 +19,6 @@ DURATION = {Kind.FORWARD: 1, Kind.BACKWARD: 2, Kind.INPUT: 1, Kind.WEIGHT: 1}
 NAMES = {Kind.INPUT: "input gradient", Kind.WEIGHT: "weight gradient"}
 
 # Stage and micro-batch.
-Cell = tuple[int, int]
 Cells = frozenset[Cell]
 # Identifies a message on both ends: the kind of its receive, the stage that computed it, the micro-batch.
 Message = tuple[Kind, int, int]

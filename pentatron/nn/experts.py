@@ -71,7 +71,7 @@ class _Mixed(torch.autograd.Function):
         experts: "Experts",
     ) -> Tensor:
         groups, ctx.experts, ctx.weights = sort.groups, experts, (fc1, fc2)
-        # With `moe_act` the rows are recomputed too, gathered a second time; the activation is in any case.
+        # With `moe_act`, backward gathers the rows again. The activation is always recomputed.
         ctx.keeps_rows = "moe_act" not in experts.recompute.wanted.parts
         rows_ND = activation.dispatch_rows(x_TD, sort.places_TK)
         weights_N = weights_TK.flatten().index_select(0, sort.pairs_N)

@@ -145,10 +145,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(logits if overwrite else rows, flat, log_sums)
         ctx.shape, ctx.words, ctx.first, ctx.vocabulary = logits.shape, words, first, vocabulary
         ctx.passes, ctx.overwrite = passes, overwrite
-        # An invalid label gives NaN, so that it is noticed.
-        ignored_or_nan = torch.where(flat == _IGNORED, 0.0, torch.nan)
-        losses = torch.where(_is_valid(flat, vocabulary), log_sums - of_label, ignored_or_nan)
-        return losses.view(labels.shape)
+        return _without_ignored(log_sums - of_label, flat, vocabulary).view(labels.shape)
 
     @staticmethod
     @once_differentiable
@@ -168,6 +165,12 @@ class _FusedCrossEntropy(torch.autograd.Function):
 
 def _is_valid(labels: Tensor, vocabulary: int) -> Tensor:
     return (labels >= 0) & (labels < vocabulary)
+
+
+def _without_ignored(losses: Tensor, labels: Tensor, vocabulary: int) -> Tensor:
+    """Sets the loss of ignored labels to 0, as torch does, and that of invalid labels to NaN."""
+    ignored_or_nan = torch.where(labels == _IGNORED, 0.0, torch.nan)
+    return torch.where(_is_valid(labels, vocabulary), losses, ignored_or_nan)
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
@@ -191,12 +194,13 @@ class _SplitCrossEntropy(torch.autograd.Function):
         weights = shifted.exp_()
         sums = all_reduce_(torch.stack((weights.sum(-1), of_label)), group)
         ctx.save_for_backward(weights.div_(sums[0][..., None]), local, elsewhere)
-        ctx.dtype = logits_BSV.dtype
-        return sums[0].log() - sums[1]
+        ctx.dtype, ctx.invalid = logits_BSV.dtype, ~_is_valid(labels_BS, vocabulary)
+        return _without_ignored(sums[0].log() - sums[1], labels_BS, vocabulary)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
         probabilities, local, elsewhere = ctx.saved_tensors
         gradient = probabilities.clone()
         gradient.scatter_add_(-1, local[..., None], (elsewhere.float() - 1.0)[..., None])
-        return (gradient * gradients[0][..., None]).to(ctx.dtype), None, None, None, None
+        weights = gradients[0].masked_fill(ctx.invalid, 0.0)
+        return (gradient * weights[..., None]).to(ctx.dtype), None, None, None, None

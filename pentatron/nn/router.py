@@ -37,7 +37,7 @@ def loss_weights(moe: MoEConfig) -> dict[str, float]:
 class RouterLoad(nn.Module):
     """The load of one router's experts in this step, and the state that later steps need.
 
-    A micro-batch is counted in backward, which runs once, also if the forward is recomputed.
+    Tokens are counted in backward, because recompute runs the forward twice.
     """
 
     previous: Tensor

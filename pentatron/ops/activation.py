@@ -1,7 +1,7 @@
-"""Activation between the two matmuls of an expert, scaled by the routing weight.
+"""Activations of MLPs and experts with their backward, and dispatch of rows to experts.
 
-The second matrix is linear: a weight may be applied before it as well as after it, and before it rows are
-narrower, and nothing that the second matrix makes has to be kept for the weight's gradient.
+The routing weight is applied before the second matmul. Rows are narrower there, and the gradient of the
+weight does not need the output of that matmul.
 """
 
 import math

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pentatron.layout.actions import Cell
 from pentatron.settings.decisions import fit_grouped_matmul
 
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
@@ -210,10 +211,6 @@ def grouped_mm_supports(rows: Tensor, *widths: int) -> bool:
 # gradient of its output) instead of multiplying them. The weight half computes the product and passes it to
 # the parameter through autograd, hooks included. Gradients of biases, norms and embeddings are cheap and
 # computed in the input half.
-
-
-# Stage and micro-batch.
-Cell = tuple[int, int]
 
 
 @dataclass

@@ -247,7 +247,7 @@ class Optimizer(OptimizerBase):
         return [entry.place.now for entry in self._ranges]
 
     def _publish(self, rounded: bool = False) -> None:
-        # Weights in the model's dtype.
+        # Copies master weights to the weights in the model's dtype.
         separate = [bucket for bucket in self._buckets if bucket.master_is_separate]
         if separate and not (rounded and self.update.in_one_pass):
             torch._foreach_copy_([b.kept.of(b.weights) for b in separate], [b.master for b in separate])

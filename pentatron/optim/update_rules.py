@@ -99,10 +99,10 @@ _CHUNK_ELEMENTS = 1 << 25
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """What an update rule treats as one parameter: fp32 values, updated in place. Gradients may be on another
-    device.
+    """fp32 values that an update rule treats as one parameter.
 
-    `weights` are the values in the model's dtype on the same device, if they are separate.
+    Updated in place; gradients may be on another device. `weights` are the values in the model's dtype on the
+    same device, if they are separate.
     """
 
     values: Tensor

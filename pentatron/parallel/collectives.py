@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -236,7 +236,7 @@ def start_ring_exchange(tensor: Tensor, group: Group, tag: int) -> Pending:
 
     `tag` distinguishes exchanges that run at the same time.
     """
-    call = group.begins("exchange of neighbours", tensor)
+    call = group.begins("ring send/receive", tensor)
     leaving = (tensor.cpu() if group.through_host else tensor).contiguous()
     arriving = torch.empty_like(leaving)
     following, preceding = (group.rank + 1) % group.size, (group.rank - 1) % group.size
@@ -251,7 +251,7 @@ def start_ring_exchange(tensor: Tensor, group: Group, tag: int) -> Pending:
 
 def all_reduce_max_(tensor: Tensor, group: Group) -> Tensor:
     """Takes the maximum over the group, in place."""
-    return _run_in_place(tensor, group, "all-reduce (largest)", dist.all_reduce, op=dist.ReduceOp.MAX)
+    return _run_in_place(tensor, group, "all-reduce (max)", dist.all_reduce, op=dist.ReduceOp.MAX)
 
 
 def largest(number: int, group: Group) -> int:
@@ -275,7 +275,7 @@ def broadcast_object(value: Any, group: Group) -> Any:
     if group.size == 1:
         return value
     first, own_rest = sign(encode(value), group.key, 0, _BLOCK) if group.rank == 0 else (bytes(_BLOCK), b"")
-    with _object_exchange("broadcast of a value", group):
+    with _object_exchange("broadcast of an object", group):
         block = _as_tensor(first)
         dist.broadcast(block, group=group.process_group, group_src=0)
         rest_bytes = length_of_rest(_as_bytes(block), group.key, 0)
@@ -292,7 +292,7 @@ def gather_objects(value: Any, group: Group) -> Sequence[Any]:
     if group.size == 1:
         return [value]
     first, rest = sign(encode(value), group.key, group.rank, _BLOCK)
-    with _object_exchange("gathering of values", group):
+    with _object_exchange("all-gather of objects", group):
         blocks = _gathered(first, group)
         lengths = [length_of_rest(block, group.key, rank) for rank, block in enumerate(blocks)]
         longest = max(lengths)
@@ -332,11 +332,13 @@ def _object_exchange(what: str, group: Group) -> Iterator[None]:
         ) from None
 
 
-def run_on_some_ranks(chosen: bool, action: Callable[[], T], group: Group) -> T | None:
-    """Runs `action` where `chosen`.
+def run_on_all_ranks(action: Callable[[], T], group: Group) -> T:
+    """Runs `action`. Raises a user or file error of one rank on every rank, so that no rank hangs."""
+    return cast(T, run_on_some_ranks(True, action, group))
 
-    Raises an error of the user or of a file on every rank, so that no rank hangs.
-    """
+
+def run_on_some_ranks(chosen: bool, action: Callable[[], T], group: Group) -> T | None:
+    """Runs `action` on the ranks with `chosen`; errors as in `run_on_all_ranks`."""
     value, problem = None, None
     if chosen:
         try:

@@ -150,4 +150,4 @@ def _mac(key: bytes | None, part: bytes, sender: int, *content: bytes | memoryvi
 
 def _require_equal_mac(expected: bytes, received: Iterable[int]) -> None:
     if not hmac.compare_digest(expected, bytes(received)):
-        raise ForgedMessage("it does not carry the secret of this job")
+        raise ForgedMessage("its HMAC does not match the secret of this job")

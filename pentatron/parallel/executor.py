@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from pentatron.layout.actions import Action, Kind, Schedule
-from pentatron.ops.linear import Cell, DeferredGradients
+from pentatron.layout.actions import Action, Cell, Kind, Schedule
+from pentatron.ops.linear import DeferredGradients
 from pentatron.parallel.collectives import Pending
 from pentatron.parallel.messages import MessageKey, Messages, SendSummary, acknowledged_sends, summarize_sends
 from pentatron.parallel.sharding import Shape

@@ -117,8 +117,8 @@ def slow_rendezvous_text(rank: int, ranks: int, has_launcher: bool) -> str | Non
         return f"still waiting for the {others} other {plural(others, 'process')} of this run; are all of them started?"
     if rank == 1 and not has_launcher:
         return (
-            "still waiting, and something listens at the address of rank 0; if rank 0 has ended, that is another program: end this process "
-            "and set another MASTER_PORT (or --init-method) for all of them"
+            "still waiting: the address of rank 0 accepts connections, but the rendezvous does not complete. If rank 0 has exited, another "
+            "program uses its port: end this process and set another MASTER_PORT (or --init-method) for all processes"
         )
     return None
 
@@ -219,8 +219,8 @@ def rendezvous_error(message: str, world_size: int) -> RendezvousError:
     )
     if timed_out is not None:
         return RendezvousError(
-            f"{timed_out[2]} of {timed_out[3]} processes came within {timed_out[1]} seconds; start all of them with the same command, and "
-            f"check that WORLD_SIZE (torchrun: --nnodes × --nproc_per_node; --world-size) is their real number"
+            f"rendezvous timed out: {timed_out[2]} of {timed_out[3]} processes joined within {timed_out[1]} seconds; start all of them with the same "
+            f"command, and check that WORLD_SIZE (torchrun: --nnodes × --nproc_per_node; --world-size) is their real number"
         )
     if "EADDRINUSE" in message:
         return RendezvousError(

@@ -47,7 +47,7 @@ class CheckpointConfig:
     )
     save_retain_interval: int | None = setting(
         None,
-        "also keep every checkpoint at a multiple of this step for good (a multiple of --save-interval)",
+        "also keep checkpoints at multiples of this step permanently (a multiple of --save-interval)",
         POSITIVE,
         needs.checkpoints,
         needs.RETENTION,

@@ -9,7 +9,7 @@ from typing import Any
 from pentatron.files import write_file
 from pentatron.text import parse_json
 
-FILE_NAME = "job.json"
+JOB_FILE = "job.json"
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ def _is_restart(folder: Path, launcher: str, now: LauncherState) -> bool:
 def write_job(folder: Path, attempt: Attempt | None, foreign: Sequence[str]) -> None:
     """Records the attempt and the `foreign` files, which no run made, in the locked run folder."""
     known = {} if attempt is None else {"launchers": {n: asdict(s) for n, s in attempt.launchers.items()}}
-    write_file(folder / FILE_NAME, f"{json.dumps({**known, 'foreign': list(foreign)})}\n".encode())
+    write_file(folder / JOB_FILE, f"{json.dumps({**known, 'foreign': list(foreign)})}\n".encode())
 
 
 def recorded_job(folder: Path) -> dict[str, Any] | None:
     """Returns the content of job.json; None without one, or if it is not the file of a run."""
-    path = folder / FILE_NAME
+    path = folder / JOB_FILE
     try:
         content = parse_json(path.read_text(encoding="utf-8")) if path.is_file() else None
     except (OSError, ValueError):

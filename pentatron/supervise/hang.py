@@ -101,7 +101,7 @@ class Hang:
         """Describes the hang in one sentence. `states`: process states by rank, as far as known."""
         if not self.culprits:
             places = "; ".join(f"rank {s.beat.rank} {_where(s.beat)}" for s in self.standing[:4])
-            return f"after step {self.step} the job hangs and no single rank is the cause: {places}"
+            return f"the job hangs after step {self.step}; no single rank is the cause: {places}"
         return f"after step {self.step} rank {self.culprits[0]} of {ranks} {self._diagnosis(states)}"
 
     def _diagnosis(self, states: Mapping[int, str]) -> str:
@@ -120,7 +120,7 @@ class Hang:
             state = states.get(culprit, "")
             return f"is frozen{f' ({state})' if state else ''}: no heartbeat for {standing.silent:.0f} seconds{more}{waiting}"
         if standing.beat.waits_in is not None:
-            return f"is in another place than the other ranks, so it may have skipped a collective{more}: it {_where(standing.beat)}{waiting}"
+            return f"waits in a different collective than the other ranks, so it may have skipped one{more}: it {_where(standing.beat)}{waiting}"
         return f"hangs{more}: for {standing.still:.0f} seconds it {_where(standing.beat)}{waiting}"
 
 
@@ -209,12 +209,12 @@ def process_state(pid: int) -> str:
     fields = dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
     letter = fields.get("State", "?").strip()[:1]
     words = {
-        "T": "its process is stopped, as by SIGSTOP",
+        "T": "its process is stopped, e.g. by SIGSTOP",
         "t": "its process is stopped by a debugger",
         "R": "its process runs",
         "S": "its process sleeps",
         "D": "its process waits for a disk or a device",
-        "Z": "its process is dead",
+        "Z": "its process is a zombie",
     }
     return words.get(letter, f"its process is in state {letter}")
 
@@ -227,7 +227,7 @@ def format_report(hang: Hang, sentence: str, stacks: Mapping[int, str]) -> str:
         mark = "  <- the others wait for this one" if beat.rank in hang.culprits else ""
         lines.append(f"rank {beat.rank} (process {beat.pid} on {beat.host}){mark}")
         lines.append(
-            f"  {beat.step} steps done, phase: {beat.phase}, at this place for {rank_state.still:.1f} s, last heartbeat {rank_state.silent:.1f} s ago"
+            f"  {beat.step} steps done, phase: {beat.phase}, without progress for {rank_state.still:.1f} s, last heartbeat {rank_state.silent:.1f} s ago"
         )
         lines.append(f"  {'in no collective' if beat.waits_in is None else f'waits in the {beat.waits_in}'}")
         counts = ", ".join(f"{name}: {count}" for name, count in beat.counts.items())
@@ -288,7 +288,7 @@ class JobWatchdog:
         path = report_path(self.folder, hang.step)
         with suppress(OSError):
             path.write_text(format_report(hang, sentence, stacks), encoding="utf-8")
-            sentence = f"{sentence}; {path} says where every rank is"
+            sentence = f"{sentence}; {path} has the state of every rank"
         rank = hang.culprits[0] if hang.culprits else running[0].rank
         return Failure(rank, 1, time.time(), "hung", story=sentence)
 
@@ -388,7 +388,7 @@ class PeerWatchdog:
             with path.open("x", encoding="utf-8") as file:
                 file.write(format_report(hang, sentence, {}))
                 file.write(f"The stacks of the ranks that responded are in {self.beats}.\n")
-            self.tell(f"{sentence}; {path} says where every rank is, and {self.beats} has their stacks")
+            self.tell(f"{sentence}; {path} has the state of every rank, and {self.beats} has their stacks")
         except FileExistsError:
             pass
         except OSError as error:

@@ -1,25 +1,21 @@
 """Launcher: starts the workers of this machine, forwards signals, and determines how the job ended."""
 
 import contextlib
-import fcntl
 import os
 import resource
 import secrets
-import shutil
 import signal
 import socket
-import stat
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 from pentatron.errors import NonFiniteError, UserError
-from pentatron.files import lock
+from pentatron.files import scratch_folder
 from pentatron.parallel.rendezvous import LISTENER, SECRET, Rendezvous, listening_socket
 from pentatron.supervise.hang import STACKS_SIGNAL, read_heartbeats
 from pentatron.supervise.processes import (
@@ -97,50 +93,6 @@ class JobResult:
         first = self.failures[0]
         sentence = first.sentence(ranks, when)
         return f"{sentence}:\n{first.text.rstrip()}" if first.text else sentence
-
-
-# --- temporary folders ---
-
-_PREFIX, _LOCK = "pentatron-", "in-use"
-# The owner of a younger folder may not have locked it yet.
-_STALE_SECONDS = 60.0
-
-
-@contextmanager
-def scratch_folder(purpose: str) -> Iterator[Path]:
-    """Creates a temporary folder, and removes those of killed commands of this user."""
-    _remove_stale_folders(Path(tempfile.gettempdir()))
-    with tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{purpose}-") as name:
-        descriptor = lock_folder(Path(name))
-        try:
-            yield Path(name)
-        finally:
-            os.close(descriptor)
-
-
-def lock_folder(folder: Path) -> int:
-    """Locks a temporary folder against removal while the returned descriptor is open."""
-    descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    fcntl.flock(descriptor, fcntl.LOCK_SH)
-    return descriptor
-
-
-def _remove_stale_folders(place: Path) -> None:
-    for folder in place.glob(f"{_PREFIX}*-*"):
-        # Another process may remove it at the same time.
-        with contextlib.suppress(OSError):
-            status = folder.lstat()
-            is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
-            if is_own and time.time() - status.st_mtime > _STALE_SECONDS and not _is_locked(folder):
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_locked(folder: Path) -> bool:
-    descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        return not lock(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # --- workers ---
@@ -271,7 +223,7 @@ def _ended(
 ) -> JobResult:
     stopped_by = signals.first
     if signals.is_impatient:
-        sys.stderr.write("pentatron: stopped at once; checkpoints that were saved before are intact\n")
+        sys.stderr.write("pentatron: stopped immediately; earlier checkpoints are intact\n")
         sys.stderr.flush()
         return JobResult(128 + signal.SIGINT, stopped_by=signal.SIGINT)
     codes = [process.code for process in processes]

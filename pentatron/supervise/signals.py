@@ -66,7 +66,7 @@ class StopRequest:
             if self._tells and number == signal.SIGINT:
                 # A step and its save may take minutes. Python's streams are not safe in a signal handler.
                 with contextlib.suppress(OSError):
-                    os.write(2, b"Ctrl-C: the run ends after this step; once more ends it at once\n")
+                    os.write(2, b"Ctrl-C: stopping after this step; press again to stop immediately\n")
         elif number == signal.SIGINT:
             is_echo = self._launcher is not None and time.monotonic() - self._since <= _ECHO_SECONDS
             if not is_echo:

@@ -36,8 +36,8 @@ def seed_generators(seed: int) -> None:
 def random_state(world: World) -> dict[str, Tensor]:
     """Returns the states of this rank's global generators for a checkpoint.
 
-    Attention dropout uses torch's, a user's program any of them; all other random numbers are drawn from
-    names.
+    Attention dropout uses torch's generator; a user's program may use any of them. All other random numbers
+    are functions of the seed and a name and need no state.
     """
     version, words, gauss = random.getstate()
     python = torch.cat((torch.tensor([version, *words]), _bits(float("nan") if gauss is None else gauss)))

@@ -109,13 +109,12 @@ def check_compilation(
     problem = _trial(device)
     if problem and decided.required:
         raise UserError(
-            f"--compile on: nothing can be compiled here ({problem}); install what is missing (a C++ compiler; on a GPU also triton), or "
+            f"--compile on: torch.compile fails on this machine ({problem}); install what is missing (a C++ compiler; on a GPU also triton), or "
             f"use --compile off"
         )
     if problem:
         return None, (
-            f"layers are not compiled, which costs much of the speed: nothing can be compiled here ({problem}); --compile off runs without "
-            f"this line",
+            f"torch.compile fails on this machine ({problem}), so layers run uncompiled and slower; --compile off hides this note",
         )
     # By default a function that does not compile runs eagerly with a warning; with --compile on it is an
     # error.

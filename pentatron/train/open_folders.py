@@ -8,27 +8,24 @@ held from before the move to the end of the run.
 import contextlib
 import itertools
 import re
-import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from pentatron.checkpoint.format import rank_local_fragments
-from pentatron.checkpoint.lock import FILE_NAME as LOCK
-from pentatron.checkpoint.lock import FolderLock, lock_folder
+from pentatron.checkpoint.lock import LOCK_FILE, FolderLock, lock_folder
 from pentatron.checkpoint.state import TrainState
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.errors import FolderLost, UserError
-from pentatron.files import fsync_folder, next_numbered_name, rename
+from pentatron.files import free_bytes, fsync_folder, next_numbered_name, rename
 from pentatron.monitor.display import Display
 from pentatron.optim.build import AnyOptimizer
 from pentatron.parallel.collectives import gather_objects, run_on_some_ranks
 from pentatron.settings.files import paths_in_run, saved_values
 from pentatron.settings.run_config import RunConfig
 from pentatron.settings.settings import Settings, Start, is_inside
-from pentatron.supervise.attempts import FILE_NAME as JOB
-from pentatron.supervise.attempts import Attempt, recorded_foreign, recorded_job, write_job
+from pentatron.supervise.attempts import JOB_FILE, Attempt, recorded_foreign, recorded_job, write_job
 from pentatron.text import binary_size
 from pentatron.train.checkpoints import random_state
 from pentatron.train.model import ParallelModel
@@ -141,7 +138,7 @@ def open_folders(
         display.say(
             f"note: {folder.config} is damaged ({damage}); it was renamed to {renamed.name}, and is written again"
         )
-    if not config.train.skip_train or not (run / JOB).exists():
+    if not config.train.skip_train or not (run / JOB_FILE).exists():
         foreign = [str(path.relative_to(run)) for path in contents.others if path.exists()]
         write_job(run, None if config.train.skip_train else attempt, foreign)
     store = CheckpointStore(Path(config.checkpoint.save), keep=None)
@@ -184,14 +181,14 @@ def list_contents(folder: Path, save: Path | None = None) -> Contents:
         or any(_is_our_step(path) or path.name == "began-from.json" for path in paths)
     )
     if not holds_run:
-        return Contents(folder, False, (), tuple(entry for entry in entries if entry.name != LOCK))
+        return Contents(folder, False, (), tuple(entry for entry in entries if entry.name != LOCK_FILE))
     foreign = {folder / name for name in recorded_foreign(folder)}
     made = [path for path in paths if path not in foreign and _is_of_a_run(path)]
     made += [path for path in _output_folders(folder) if not foreign.intersection((path, *path.parents))]
-    made = [path for path in dict.fromkeys(made) if path.name != LOCK]
+    made = [path for path in dict.fromkeys(made) if path.name != LOCK_FILE]
     # Files of runs, and folders whose entries were listed one by one.
     seen = {*made, *(parent for path in (*made, *below) for parent in (path, *path.parents))}
-    others = [path for path in dict.fromkeys(paths) if path not in seen and path.name != LOCK]
+    others = [path for path in dict.fromkeys(paths) if path not in seen and path.name != LOCK_FILE]
     steps_first = sorted(made, key=lambda path: not _STEPS.fullmatch(path.name))
     return Contents(folder, True, tuple(steps_first), tuple(others))
 
@@ -278,7 +275,7 @@ def _inspect(run: Path, save: Path, start: Start, inputs: Iterable[str]) -> list
 def _would_mix(entry: Path) -> bool:
     """Whether a new run would write into the entry."""
     if entry.name == _CHECKPOINTS:
-        return not entry.is_dir() or any(inner.name != LOCK for inner in entry.iterdir())
+        return not entry.is_dir() or any(inner.name != LOCK_FILE for inner in entry.iterdir())
     if entry.name in _INSIDE:
         # The launcher creates `ranks` before the run opens its folder.
         return entry.name != "ranks"
@@ -359,7 +356,7 @@ def _check_free_space(
     free = free_bytes(store.folder)
     if free < size:
         raise UserError(
-            f"a checkpoint takes {binary_size(size)} and {store.folder} has {binary_size(free)} free, so nothing could be saved; make room, "
+            f"a checkpoint takes {binary_size(size)} and {store.folder} has {binary_size(free)} free, so no checkpoint can be saved; make room, "
             f"choose another folder with --save, or train without checkpoints (--no-save-checkpoints)"
         )
     keep, interval = config.checkpoint.keep_checkpoints, config.checkpoint.save_retain_interval
@@ -369,14 +366,8 @@ def _check_free_space(
     if free >= at_once * size:
         return []
     retention = "all are kept" if keep is None else f"--keep-checkpoints {keep}"
-    retention += f", and {retained} for good" if retained else ""
+    retention += f", and {retained} permanently" if retained else ""
     return [
         f"a checkpoint takes {binary_size(size)}, and {at_once} more will lie in {store.folder} at a time ({retention}): {binary_size(at_once * size)}, of "
         f"which {binary_size(free)} are free; keep fewer with --keep-checkpoints, or make room before a save fails"
     ]
-
-
-def free_bytes(folder: Path) -> int:
-    """Returns the space free to this user on the disk of a folder, which need not exist yet."""
-    existing = next(p for p in (folder, *folder.resolve().parents) if p.exists())
-    return shutil.disk_usage(existing).free

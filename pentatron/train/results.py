@@ -17,7 +17,7 @@ from pentatron.train.run_folder import RunFolder
 
 _LAST_STEPS = 10
 # The consequence if a file beside the checkpoints cannot be written.
-WITHOUT_IT = "the run is complete without it"
+WITHOUT_IT = "the run itself is complete"
 
 
 def describe_run(config: RunConfig, world: World, parameters: int) -> str:
@@ -88,7 +88,7 @@ def print_summary(config: RunConfig, folder: RunFolder, datasets: Datasets, outp
         output.say(f"note: {damaged_lines(metrics.damaged)}")
     tried = [row for row in metrics if not row.get("left_out")]
     if metrics and not tried:
-        output.say("finished, but every step was left out (--iterations-to-skip), so nothing was trained")
+        output.say("finished, but every step was skipped (--iterations-to-skip), so nothing was trained")
     updates = [row for row in tried if not row.get("skipped") and "loss" in row]
     if tried and not updates:
         output.say(
@@ -125,7 +125,7 @@ def _show_sample(config: RunConfig, folder: RunFolder, datasets: Datasets, outpu
         sample = prompt + "".join(pieces)
     except (UserError, OSError) as error:
         why = describe_os_error(error) if isinstance(error, OSError) else error
-        output.say(f"note: there is no sample of what it writes (--sample-prompt): {why}")
+        output.say(f"note: no sample text was generated (--sample-prompt): {why}")
         return
     content = f"{sample}\n".encode(errors="backslashreplace")
     output.attempt("sample.txt", lambda: write_file(folder.sample, content), WITHOUT_IT)

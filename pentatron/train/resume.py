@@ -23,7 +23,7 @@ from pentatron.hf.small_files import copy_model_files
 from pentatron.hf.tensor_names import load_weights
 from pentatron.optim.build import AnyOptimizer
 from pentatron.optim.update_rules import rule_of_checkpoint
-from pentatron.parallel.collectives import broadcast_object, run_on_some_ranks
+from pentatron.parallel.collectives import broadcast_object, run_on_all_ranks, run_on_some_ranks
 from pentatron.parallel.sharding import Fragment
 from pentatron.parallel.world import World
 from pentatron.settings.declaration import FREE, ORDER, SILENT, Setting
@@ -166,7 +166,7 @@ class StartPointLoader:
         chosen = self.config.checkpoint
         has_weights_only = not is_resumable(found.manifest)
         if chosen.finetune or has_weights_only:
-            run_on_some_ranks(True, lambda: self._load_model(found), self.world.everyone)
+            run_on_all_ranks(lambda: self._load_model(found), self.world.everyone)
             own_folder = self.store.folder.resolve()
             in_place = found.folder.resolve().parent == own_folder and found.manifest.step > 0
             began = self._new_training(found.folder, has_weights_only, replaces_training=in_place)
@@ -185,7 +185,7 @@ class StartPointLoader:
                 require_same_model(source.folder, settings_from_folder(folder), self.config)
                 load_weights(folder, self.config.model, self.config.moe, self._weights(without_prefix=True))
 
-        run_on_some_ranks(True, load, self.world.everyone)
+        run_on_all_ranks(load, self.world.everyone)
         self._record(source.folder, source)
         return self._new_training(source.folder, has_weights_only=True)
 
@@ -272,7 +272,7 @@ class StartPointLoader:
             if random:
                 restore_random_state(found, self.world)
 
-        run_on_some_ranks(True, lambda: self._mentioning_another_run(found, load), self.world.everyone)
+        run_on_all_ranks(lambda: self._mentioning_another_run(found, load), self.world.everyone)
         if not optimizer:
             state.updates, state.loss_scaling = 0, {}
         self.optimizer.loaded(state.updates)

@@ -16,7 +16,12 @@ from pentatron.monitor.memory import MemorySampler
 from pentatron.monitor.recorder import AppendedFile, Recorder
 from pentatron.monitor.report import LogLines
 from pentatron.optim.build import AnyOptimizer, build_optimizer
-from pentatron.parallel.collectives import broadcast_object, earliest_over_ranks, run_on_some_ranks
+from pentatron.parallel.collectives import (
+    broadcast_object,
+    earliest_over_ranks,
+    run_on_all_ranks,
+    run_on_some_ranks,
+)
 from pentatron.parallel.timers import Timers
 from pentatron.parallel.world import World
 from pentatron.settings.resolve import Resolved, notices_of_device
@@ -164,14 +169,14 @@ class Session:
         """Opens the data: before the model is built, or after it if the program names its data only then."""
         self.world.whereabouts.phase = "opening the data"
         given = (self.config, self.world, self.folder.data, self.display)
-        self.data = data = self._on_all_ranks(partial(self.program.open_data, *given))
+        self.data = data = run_on_all_ranks(partial(self.program.open_data, *given), self.world.everyone)
         if (begin := self.start_point) is None:
             return
         if (origin := begin.resumed_from) is None:
             record_data(begin.state, data)
         else:
             compare = partial(require_same_data, begin.state, data, origin, self.config.checkpoint)
-            begin.notes.extend(self._on_all_ranks(compare))
+            begin.notes.extend(run_on_all_ranks(compare, self.world.everyone))
 
     def build(self) -> None:
         """Builds model and optimizer, and loads the state that the run starts from."""
@@ -207,9 +212,11 @@ class Session:
         self.app_metrics.mark("build_dataiters_start")
         with self.timers("train/valid/test-data-iterators-setup", 0):
             given = (config, world, self.state, self.folder.data, self.display)
-            datasets = self._on_all_ranks(partial(build_datasets, data, *given))
+            datasets = run_on_all_ranks(partial(build_datasets, data, *given), self.world.everyone)
         self.app_metrics.mark("build_dataiters_finish")
-        self.output = output = self._on_all_ranks(lambda: self._open_output(parameters, start_point))
+        self.output = output = run_on_all_ranks(
+            lambda: self._open_output(parameters, start_point), self.world.everyone
+        )
         output.note(f"time to initialize (seconds): {self.initialized - self.started:.3f}")
         log_run_header(self.model, output)
         output.say(describe_run(config, world, parameters))
@@ -254,12 +261,6 @@ class Session:
                 write = partial(self.app_metrics.write, self.folder.app_metrics)
                 output.attempt("app_metrics.json", write, WITHOUT_IT)
         return Outcome(self.folder, ending)
-
-    def _on_all_ranks(self, action: Callable[[], T]) -> T:
-        """Runs an action on every rank; an error on one of them is raised on all."""
-        result = run_on_some_ranks(True, action, self.world.everyone)
-        assert result is not None
-        return result
 
     def _open_output(self, parameters: int, start_point: StartPoint) -> Output:
         config, world, folder, display = self.config, self.world, self.folder, self.display

@@ -50,9 +50,9 @@ class StepResult:
     experts: ExpertLoad | None = None
     # Values that the loss function reported, over the whole step.
     reported: Mapping[str, float] = field(default_factory=dict)
-    # Factor that the gradients lack without a loss scale; `gradient_norm` includes it.
+    # Correction not yet multiplied into the gradients (loss scale excluded). `gradient_norm` includes it.
     ratio: float = 1.0
-    # The gradients that are still in memory are scaled by this factor.
+    # Scale of the gradients in memory relative to the true gradients.
     gradient_scale: float = 1.0
 
     @property

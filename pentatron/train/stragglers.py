@@ -111,6 +111,6 @@ class StragglerDetector:
         same_stage = [other for other in others if self._stages[other] == self._stages[rank]]
         advice = "look at its GPU, its cores and the data it reads"
         if same_stage:
-            return [busy[other] for other in same_stage], "ranks like it", advice
+            return [busy[other] for other in same_stage], "ranks of the same stage", advice
         share = "`pentatron layout` with the same settings shows whether its stage has more to compute"
         return [busy[other] for other in others], "ranks of other stages", f"{share}; if not, {advice}"

@@ -181,7 +181,7 @@ class Trainer:
         self.state.skipped_samples += self.batch_size
         self.where.step_done(self.state.step, 0.0)
         step, size = self.state.step, self.batch_size
-        line = f"step {step} is left out (--iterations-to-skip); its {size} samples count as consumed"
+        line = f"step {step} is skipped (--iterations-to-skip); its {size} samples count as consumed"
         self.output.left_out(step, self.state.consumed_samples, line)
 
     def settle_batch_size(self) -> None:

@@ -1,1 +1,1 @@
-"""The pictures of docs/: every one is drawn from the code that training runs, by `make pictures`."""
+"""Draws the pictures of docs/ from the code that training runs (`make pictures`)."""

@@ -1,10 +1,10 @@
-"""A few shapes of SVG. A white ground makes the pictures readable on light and on dark pages."""
+"""Draws shapes of SVG on a white background, which is readable on light and on dark pages."""
 
 from __future__ import annotations
 
 from html import escape
 
-# One for each group or rank; dark enough for white letters.
+# One per group or rank; dark enough for white text.
 COLOURS = ("#4c78a8", "#59a14f", "#b07a2b", "#9c5a8a", "#c44e52", "#3a8f8f", "#7a6bb0", "#8a6d3b")
 FAINT, GREY, DARK = "#e6e6e6", "#777777", "#222222"
 

@@ -1,4 +1,4 @@
-"""Which tokens a rank has under context parallelism, and which keys its queries look at."""
+"""Draws the tokens of each rank under context parallelism, and the keys that its queries attend to."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""How tokens come to their experts: the holders of `ExpertAxis`, and tokens sorted as the dispatcher sorts
-them."""
+"""Draws how tokens are dispatched to experts on other ranks.
+
+The holders of experts are those of `ExpertAxis`; tokens are sorted as the dispatcher sorts them.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from pentatron.parallel.axes import ExpertAxis
 from pentatron.parallel.collectives import Group
 from pictures.canvas import COLOURS, FAINT, GREY, Canvas
 
-# The expert of each token, by rank: an example in which one expert is popular and one gets nothing.
+# Expert of each token, by rank: one expert is popular, and one gets no tokens.
 CHOSEN = ((0, 2, 1, 2), (2, 0, 5, 4), (6, 2, 7, 6), (4, 1, 6, 2))
 _EXPERTS, _TOKEN, _RANK = 8, 28, 176
 
@@ -22,7 +24,7 @@ def expert_dispatch() -> str:
         f"{_EXPERTS} experts on {ranks} ranks (expert parallel {ranks}), one expert for each token",
     )
     tokens_y, rows_y, experts_y = 60, 190, 246
-    # As rows arrive: by the rank they come from; then each rank sorts them by its experts.
+    # Rows arrive in the order of their source ranks; then each rank sorts them by its experts.
     arrived: list[list[tuple[int, int, int]]] = [[] for _ in range(ranks)]
     for rank, chosen in enumerate(CHOSEN):
         for expert, token in sorted((expert, token) for token, expert in enumerate(chosen)):

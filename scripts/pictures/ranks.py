@@ -1,4 +1,4 @@
-"""Which rank sits where, and which ranks talk to each other: the groups of `pentatron.layout.ranks.Grid`."""
+"""Draws the rank grid and its process groups, which are those of `pentatron.layout.ranks.Grid`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SAYS: dict[Axis, str] = {
 
 
 def rank_groups(grid: Grid, axes: tuple[Axis, ...]) -> str:
-    """One panel for each axis: ranks with one colour form a group."""
+    """Draws one panel for each axis: ranks with one colour form a group."""
     columns, rows = grid.pipeline * grid.tensor, grid.data * grid.context
     panel = max(columns * (_CELL + _GAP) + (grid.pipeline - 1) * 12, 190)
     height = 92 + rows * (_CELL + _GAP) + (grid.data - 1) * (6 if grid.context > 1 else 0) + 44

@@ -1,5 +1,4 @@
-"""Tokens a second of one GPU, ours beside what a user would pick instead: bars drawn from the results in
-bench/results."""
+"""Draws tokens per second on one GPU, ours beside other libraries, from bench/results."""
 
 from __future__ import annotations
 

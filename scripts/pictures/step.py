@@ -1,6 +1,6 @@
-"""One training step on two pipeline ranks: what is computed, and what is sent on which axis.
+"""Draws one training step on two pipeline ranks: computations, and messages by axis.
 
-The middle is the list of actions that the executor walks.
+The middle is the list of actions that the executor runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _INK = {
     "host": "#8a8a8a",
 }
 _FORWARD, _BACKWARD = "#4c78a8", "#59a14f"
-# Units of time before and after the schedule; pixels of a lane, and of all that is above the first rank.
+# Units of time before and after the schedule; pixels of a lane, and of the head above the first rank.
 _BEFORE, _AFTER, _LANE, _HEAD = 7, 8, 24, 84
 _BLOCK = len(_LANES) * _LANE + 40
 _SENDS = {Kind.SEND_ACTIVATION: Kind.FORWARD, Kind.SEND_GRADIENT: Kind.BACKWARD}
@@ -63,7 +63,7 @@ def step_lanes(ranks: int, micro_batches: int) -> str:
 
 
 def _phases(canvas: Canvas, time: int) -> None:
-    """The names of what follows each other, above all ranks."""
+    """Draws the names of the phases of a step, above all ranks."""
     for words, first, length in (
         ("read, agree", 0, 3.5),
         ("count tokens", 3.5, 3.5),
@@ -77,13 +77,13 @@ def _phases(canvas: Canvas, time: int) -> None:
 
 
 def _times(checked: ScheduleProperties, rank: int) -> dict[Action, tuple[float, float]]:
-    """When a rank begins and ends each of its computations."""
+    """Returns the start and the end of each computation of a rank."""
     return {slot.action: (_BEFORE + slot.start, _BEFORE + slot.end) for slot in checked.timeline[rank]}
 
 
 @dataclass(frozen=True)
 class _Lanes:
-    """What one rank does, lane by lane."""
+    """Draws the lanes of one rank."""
 
     canvas: Canvas
     rows: dict[str, int]
@@ -99,7 +99,7 @@ class _Lanes:
         self.box("replicas", 3.5, 2, _INK["replicas"], "tokens")
 
     def computed(self) -> None:
-        """Each computation, with the collectives inside its layers."""
+        """Draws each computation, with the collectives inside its layers."""
         for action, (start, end) in self.times.items():
             forward = action.kind is Kind.FORWARD
             fill = _FORWARD if forward else _BACKWARD
@@ -121,7 +121,10 @@ class _Lanes:
                 self.canvas.box(_LEFT + start * _UNIT + 1, y, 11, _LANE - 9, FAINT, "◂", GREY, GREY, 10)
 
     def ending(self, last: float) -> None:
-        """`last`: when the last rank has computed; the replicas of this one need not wait for it."""
+        """Draws reduction, norm, update and gather; `last` is when the last rank has computed.
+
+        The reduction over the replicas of this rank begins before that.
+        """
         own = max(end for _, end in self.times.values())
         self.box("replicas", own, 2, _INK["replicas"], "reduce")
         self.box("everyone", last + 2, 2, _INK["everyone"], "norm")

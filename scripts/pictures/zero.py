@@ -1,11 +1,11 @@
-"""What a rank of a data-parallel group keeps under ZeRO 0 to 3, in bytes for each parameter (bf16)."""
+"""Draws the memory of a data-parallel rank under ZeRO 0 to 3, in bytes for each parameter (bf16)."""
 
 from __future__ import annotations
 
 from pictures.canvas import COLOURS, FAINT, GREY, Canvas
 
-# Name, bytes of a parameter in bf16 training, first ZeRO stage that divides it between the replicas. Weights
-# under ZeRO 3 are kept in fp32 shares, which are the master weights: nothing is kept in bf16.
+# Name, bytes per parameter in bf16 training, first ZeRO stage that shards it over the replicas. ZeRO 3 keeps
+# fp32 shards of the weights, which are the master weights: nothing is kept in bf16.
 KEPT = (
     ("weights, bf16", 2.0, 3),
     ("gradients, fp32", 4.0, 2),
@@ -16,7 +16,7 @@ _SCALE = 12.0
 
 
 def bytes_kept(stage: int, ranks: int) -> list[float]:
-    """For each row of KEPT, the bytes of a parameter on one rank."""
+    """Returns for each row of KEPT the bytes per parameter on one rank."""
     found = [size / ranks if stage >= first else size for _, size, first in KEPT]
     if stage == 3:
         found[0] = 0.0

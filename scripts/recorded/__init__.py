@@ -1,0 +1,1 @@
+"""Parts of scripts/record_outputs.py: recorded commands, their inputs, and comparison."""

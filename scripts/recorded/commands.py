@@ -1,4 +1,7 @@
-"""Runs `pentatron` commands in processes forked from one with the package imported; records their output."""
+"""Runs `pentatron` commands in forked processes and records their output.
+
+The parent has imported the package, so a command does not wait for imports.
+"""
 
 import atexit
 import contextlib
@@ -46,7 +49,10 @@ class Recorder:
         noise: str = "exact",
         shown: str = "",
     ) -> Output:
-        """`noise`: what is removed, as in `Noise.remove`. `shown`: written before the command in the file."""
+        """Runs a command and writes its output into a file.
+
+        `noise`: what is removed, as in `Noise.remove`. `shown`: written before the command in the file.
+        """
         output = run(words, self.place, environment or {})
         parts = [
             self.noise.remove(f"$ {shown}pentatron {shlex.join(words)}", "exact"),
@@ -65,27 +71,27 @@ class Recorder:
 
 
 def slug(words: Sequence[str]) -> str:
-    """A file name that can be read and belongs to these words alone."""
+    """Returns a readable file name that no other words have."""
     text = shlex.join(words)
     readable = re.sub(r"[^A-Za-z0-9.]+", "-", text).strip("-")[:80]
     return f"{readable}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
 
 
 def import_package(tree: Path) -> None:
-    """Imports what the commands need, so that a forked process need not."""
+    """Imports the modules that commands need, so that forked processes have them."""
     package = importlib.import_module("pentatron")
     assert Path(str(package.__file__)).is_relative_to(tree), f"{package.__file__} is not in {tree}"
     importlib.import_module("torch")
     for module in pkgutil.walk_packages(package.__path__, "pentatron.", onerror=lambda name: None):
         if module.name.split(".")[1] in ("cli", "config", "settings", "plan", "layout", "checkpoint", "data"):
             importlib.import_module(module.name)
-    # The collection at the end of a command would otherwise copy all pages of this process.
+    # Garbage collection at the end of a command would otherwise copy all pages of this process.
     gc.collect()
     gc.freeze()
 
 
 def run(words: Sequence[str], place: Path, environment: Mapping[str, str]) -> Output:
-    """`python -m pentatron WORDS...` in `place`."""
+    """Runs `python -m pentatron WORDS...` in `place`, in a forked process."""
     files = [place.parent / f"{place.name}.{stream}" for stream in ("out", "err")]
     sys.stdout.flush()
     sys.stderr.flush()
@@ -114,7 +120,7 @@ def _wait(pid: int) -> int | None:
 
 
 def _live(words: Sequence[str], place: Path, environment: Mapping[str, str], files: Sequence[Path]) -> int:
-    """What an interpreter does around a program, without what the parent has registered."""
+    """Runs a command as a new interpreter would, without the exit handlers of the parent."""
     os.setsid()
     atexit._clear()
     for path, descriptor in zip(files, (1, 2)):

@@ -1,4 +1,4 @@
-"""What `pentatron config`, `--help`, `layout` and `plan` are asked: nothing of it starts a run."""
+"""Records `pentatron config`, `--help`, `layout` and `plan`, which start no run."""
 
 import re
 import shlex
@@ -28,7 +28,7 @@ COMMANDS = (
     *("config", "layout", "plan", "verify", "presets", "launch", "bench", "monitor", "doctor"),
 )
 
-# Name → processes and words, for every preset.
+# Name → number of processes and flags, for every preset.
 PRESET_LAYOUTS = {
     "one process": (1, ""),
     "tp2": (2, "--tp_size 2 --sequence-parallel"),
@@ -39,8 +39,7 @@ PRESET_LAYOUTS = {
     "ep2": (2, "--expert-model-parallel-size 2 --bf16"),
     "gpu": (1, "--device cuda --bf16"),
 }
-# Every setting is given alone beside each of these; values that no setting of its type may have beside the
-# first only.
+# Every setting is added to each of these; values that no setting of its type may have, only to the first.
 CONTEXTS = {
     "alone": f"{LEAST} --device cpu",
     "spread": f"{LEAST} --nproc-per-node 8 --tp_size 2 --pp_size 2 --num-layers 4 --swiglu --bf16 --zero-stage 1",
@@ -77,7 +76,7 @@ PLANS = (
 
 
 def record_questions(recorder: Recorder, tree: Path, only: Collection[str]) -> None:
-    """The groups in `only`; none of them may leave a file."""
+    """Records the groups in `only`, and the files that they leave, which should be none."""
     groups = {
         "help": _help,
         "listed": _listed,
@@ -99,7 +98,7 @@ def record_questions(recorder: Recorder, tree: Path, only: Collection[str]) -> N
 
 
 def _help(recorder: Recorder) -> None:
-    """The text, and the flags in it by name."""
+    """Records every help page, and the flags in it by name."""
     pages = {name: [*name.split(), "--help"] for name in COMMANDS} | {"pentatron": ["--help"]}
     for name, words in pages.items():
         output = recorder.record(f"help/{name}", words)
@@ -118,7 +117,7 @@ def _help(recorder: Recorder) -> None:
 
 
 def flag_entries(page: str) -> Iterator[tuple[str, str]]:
-    """Every entry of a help page that begins with a flag: flags, values and the sentence."""
+    """Yields flags with values, and the sentence, of every entry of a help page that begins with a flag."""
     flags, sentence = "", ""
     for line in [*page.splitlines(), ""]:
         is_flag = line.startswith("  --")
@@ -176,7 +175,7 @@ def _presets(recorder: Recorder) -> None:
 
 
 def _settings(recorder: Recorder) -> None:
-    """Every flag of `pentatron train --help`, with values of its kind and with values that are wrong."""
+    """Records every flag of `pentatron train --help` with legal values and with wrong ones."""
     page = recorder.record("settings/help", ["train", "--help"]).out
     for flags, kind, sentence in _flags_of(page):
         legal, wrong = _values(kind, sentence)
@@ -195,7 +194,7 @@ def _settings(recorder: Recorder) -> None:
 
 
 def _flags_of(page: str) -> Iterator[tuple[list[str], str, str]]:
-    """Flags of one kind in one entry, what they take ("" for nothing), and the sentence."""
+    """Yields flags of one kind in one entry, the kind of their value ("" for none), and the sentence."""
     for flags, sentence in flag_entries(page):
         waiting: list[str] = []
         for part in flags.split(", "):
@@ -209,7 +208,7 @@ def _flags_of(page: str) -> Iterator[tuple[list[str], str, str]]:
 
 
 def _values(kind: str, sentence: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Legal values and wrong ones."""
+    """Returns legal values and wrong ones."""
     bare = kind.removesuffix(" ...")
     if not kind:
         return ("",), ("maybe",)

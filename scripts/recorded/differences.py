@@ -1,4 +1,4 @@
-"""Compares two recordings: every kind of difference once, with the files in which it occurs."""
+"""Compares two recordings and prints every kind of difference once, with the files that have it."""
 
 import difflib
 from collections import defaultdict
@@ -8,7 +8,7 @@ SHOWN_LINES, SHOWN_KINDS = 30, 40
 
 
 def compare(first: Path, second: Path) -> int:
-    """Prints what differs; 1 if anything does."""
+    """Prints the differences; returns 1 if there are any."""
     files = [
         {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
         for root in (first, second)

@@ -1,4 +1,7 @@
-"""Small files that recorded commands read: texts, chats, tokenizers, settings. The same on every machine."""
+"""Writes small files that recorded commands read: texts, chats, tokenizers, settings.
+
+They are the same on every machine.
+"""
 
 import json
 import random
@@ -17,7 +20,7 @@ _FILES = {
 
 
 def write_inputs(place: Path) -> None:
-    """The same files wherever a command may look for them."""
+    """Writes all files into `place`, under every name that commands use."""
     for name in TOKENIZERS:
         _write_tokenizer(place / name)
     for name, text in _FILES.items():
@@ -45,7 +48,7 @@ def _vocabulary() -> dict[str, int]:
 
 
 def _write_tokenizer(folder: Path) -> None:
-    """Every word is a token."""
+    """Writes a tokenizer for which every word is a token."""
     end = {"id": 0, "content": "<|endoftext|>", "special": True}
     end |= {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     tokenizer = {

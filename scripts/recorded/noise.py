@@ -1,4 +1,4 @@
-"""Removes from outputs what differs between recordings of one code: paths, times, rates, memory in use."""
+"""Removes what differs between recordings of the same code: paths, times, rates, memory in use."""
 
 import json
 import re
@@ -15,7 +15,7 @@ _TIMED = [
     (re.compile(rf"{_NUMBER} (GiB|MiB|KiB) (of [\d.,]+ GiB )?free"), " N free"),
     (re.compile(rf"(tokens/s|memory) {_NUMBER} (GiB|MiB|KiB)\b"), r"\1 N bytes"),
     (re.compile(r"(tokens/s|memory \(MiB\)|resident|iteration \(ms\)|\(seconds\)): +[\d.]+"), r"\1: N"),
-    # Timers of the log, as the fastest and the slowest rank have them.
+    # Timers of the log: the times of the fastest and of the slowest rank.
     (re.compile(r": \([\d.]+, [\d.]+\)$", re.MULTILINE), ": (N, N)"),
     (re.compile(r"\b(left|saved|in|after|took) +\d+:\d\d(:\d\d)?"), r"\1 T"),
     (re.compile(rf"{_NUMBER} (ms|s|seconds|minutes)\b"), " N s"),
@@ -30,17 +30,24 @@ _MASKED = re.compile(
 
 
 class Noise:
-    """`places`: by the word that stands for it, a folder that outputs may name."""
+    """Removes noise from text.
+
+    `places` maps a placeholder to the folder that it replaces.
+    """
 
     def __init__(self, places: Mapping[str, Path | str]) -> None:
         found = {str(path): word for word, path in places.items()}
         found |= {str(Path(path).resolve()): word for word, path in places.items()}
-        # The longest first: one may lie inside another.
+        # The longest path first: one may lie inside another.
         self._places = sorted(found.items(), key=lambda pair: -len(pair[0]))
         self._host = socket.gethostname()
 
     def remove(self, text: str, kind: str) -> str:
-        """`kind`: "exact" for outputs without times, "times", or "numbers" where no number comes again."""
+        """Returns the text without paths, host name and dates, and what else `kind` demands.
+
+        `kind`: "exact" for outputs without times, "times", or "numbers" for outputs in which all numbers
+        vary.
+        """
         for path, word in self._places:
             text = text.replace(path, word)
         text = re.sub(rf"\b{re.escape(self._host)}\b", "HOST", text) if len(self._host) > 3 else text
@@ -55,7 +62,7 @@ class Noise:
 
 
 def without_times(data: Any, is_masked: bool = False) -> Any:
-    """The same structure; values of keys that name a time, a rate or memory in use become "..."."""
+    """Replaces values by "..." if their key names a time, a rate or memory in use."""
     if isinstance(data, dict):
         return {
             key: without_times(value, is_masked or bool(_MASKED.search(key))) for key, value in data.items()

@@ -1,4 +1,4 @@
-"""Short runs on the CPU and commands on what they leave: data files, checkpoints, metrics, reports."""
+"""Records short runs on the CPU, and commands on their data files, checkpoints, metrics and reports."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ _DATA = "--data-path corpus_text_document --split 80,10,10 --tokenizer-model tok
 _TRAIN = f"train {_MODEL} {_LENGTH} {_HERE} {_DATA}"
 _STEP = "checkpoints/step-00000004"
 
-# Name of the run → its words.
+# Name of the run → its flags.
 RUNS = {
     "one": "",
     "tp2-pp2": "--nproc-per-node 4 --tp_size 2 --pp_size 2",
@@ -90,13 +90,13 @@ READING = {
     "doctor": "doctor --no-trials",
     "doctor json": "doctor --no-trials --json",
 }
-# Commands that measure no time and no memory in use.
+# Commands whose output has no times and no memory in use.
 _TIMELESS = ("config", "layout", "plan", "launch", "bench list", "checkpoint diff", "generate")
 FOLDERS = (*RUNS, "epochs", "resharded", "imported", "exported", "benchmark_results")
 
 
 def record_runs(recorder: Recorder) -> None:
-    """Every command in turn, then every file that was left."""
+    """Records every command in turn, then every file that was left."""
     for name, words in PREPARING.items():
         recorder.record(f"data/{name}", words.split(), noise="times" if name == "prepare" else "exact")
     for path in sorted(recorder.place.glob("*.*")):
@@ -120,7 +120,7 @@ def _record_folder(recorder: Recorder, folder: Path, into: str) -> None:
 
 
 def described(recorder: Recorder, path: Path) -> str:
-    """Text without its times; of other files the checksum."""
+    """Returns a text file without its times, or the checksum of a binary file."""
     data = path.read_bytes()
     checksum = f"{len(data)} bytes, SHA-256 {hashlib.sha256(data).hexdigest()}\n"
     if path.suffix in (".bin", ".idx", ".safetensors"):
@@ -130,8 +130,8 @@ def described(recorder: Recorder, path: Path) -> str:
         return "".join(f"{row}\n" for row in rows)
     text = data.decode(errors="replace")
     if path.suffix == ".meta":
-        # A checksum of what was prepared, times and paths of the inputs included, and that of the line
-        # itself.
+        # Removes `job`, a checksum that includes times and paths of the inputs, and the line's checksum below
+        # it.
         return re.sub(r'"job": "\w+"(.*)\n\w+', r'"job": "..."\1\n...', text)
     if "benchmark_results" in path.parts:
         if path.suffix == ".svg":

@@ -1,4 +1,4 @@
-"""Runs what shows the items: all tests in one pytest run, every command once."""
+"""Runs the tests and commands that show items: all tests in one pytest run, every command once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Tick = Callable[[str], None]
 
 
 def gather(contract: Contract, root: Path, tick: Tick) -> dict[tuple[str, str], Outcome]:
-    """The outcome of every distinct entry, keyed as `Entry.key`."""
+    """Returns the outcome of every distinct entry, keyed as `Entry.key`."""
     tests = run_tests(contract.targets("test"), root, tick)
     commands = contract.targets("command")
     outcomes = {("test", target): outcome for target, outcome in tests.items()}
@@ -51,8 +51,8 @@ def run_command(command: str, root: Path, limit_s: float = COMMAND_LIMIT_S) -> O
 
 
 def run_tests(wanted: Sequence[str], root: Path, tick: Tick) -> dict[str, Outcome]:
-    # Unknown ids would stop pytest before the first test, so it gets whole files and the plugin
-    # keeps what is wanted; what no collected test matches is then known to be missing.
+    # Unknown ids would stop pytest before the first test. So it gets whole files, and the plugin keeps the
+    # wanted tests; a wanted id that matches no collected test is then known to be missing.
     files = sorted({file for file in map(_file_of, wanted) if (root / file).is_file()})
     log = PytestLog()
     if files:
@@ -76,7 +76,7 @@ def _run_pytest(files: list[str], wanted: Sequence[str], root: Path, log: Pytest
 
 @dataclass
 class PytestLog:
-    """What the plugin reported, and how the run ended."""
+    """Records the events of the plugin, and how the run ended."""
 
     collected: list[str] | None = None
     results: dict[str, Outcome] = field(default_factory=dict)
@@ -85,7 +85,7 @@ class PytestLog:
     end: str = ""
 
     def follow(self, process: subprocess.Popen[bytes], stream: IO[str], tick: Tick) -> None:
-        """Read events until the run ends, or until it has been silent for too long."""
+        """Reads events until the run ends, or until it has been silent for too long."""
         heard = time.monotonic()
         while True:
             code = process.poll()
@@ -114,7 +114,7 @@ class PytestLog:
                 self.running = ""
 
     def verdict(self, wanted: str, known: bool) -> Outcome:
-        """The worst outcome among the tests that a wanted id covers; `known`: its file exists."""
+        """Returns the worst outcome of the tests that a wanted id covers; `known`: its file exists."""
         file = _file_of(wanted)
         if not known:
             return Outcome("failed", "not found", f"there is no file {file}")
@@ -136,7 +136,7 @@ class PytestLog:
             found = Outcome("failed", label, f"pytest {self.end} {where}")
         if found.status == "passed" or node == wanted:
             return found
-        # The row names a file or a test with parameters: say which one of them it was.
+        # The entry names a file or a test with parameters, so the reason names the test.
         return replace(found, reason=f"{node.removeprefix(_file_of(node) + '::')}: {found.reason}")
 
 
@@ -150,7 +150,7 @@ def _file_of(node: str) -> str:
 
 
 def _events(stream: IO[str]) -> Iterator[dict[str, Any]]:
-    """Whole lines only: the writer may be in the middle of one."""
+    """Yields the events of whole lines only, as the last line may be incomplete."""
     while True:
         start = stream.tell()
         line = stream.readline()
@@ -170,7 +170,7 @@ def _last_line(output: IO[bytes]) -> str:
 def _process(
     call: list[str], root: Path, output: IO[bytes], pythonpath: Path | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process in a group of its own; whatever the way out, the group does not outlive it."""
+    """Runs a process in its own process group, which is ended on every way out."""
     # The interpreter's folder comes first, so that `pentatron` and `python` are those of this environment.
     env = _with_first("PATH", Path(sys.executable).parent)
     if pythonpath:
@@ -195,7 +195,7 @@ def _with_first(variable: str, folder: Path) -> dict[str, str]:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    # First as Ctrl-C would, so that pytest can end the processes that its fixtures started.
+    # SIGINT first, so that pytest can end the processes that its fixtures started.
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):

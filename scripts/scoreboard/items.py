@@ -1,4 +1,4 @@
-"""The contract's data file: its types, its checks, and how outcomes decide the state of an item."""
+"""Reads and checks the contract's data file, and decides the state of an item from outcomes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOT_YET = "not yet"
 
 
 class DataError(ValueError):
-    """The data file is wrong; the message is one sentence that names the place."""
+    """Raised if the data file is wrong; the message is one sentence that names the place."""
 
 
 class State(StrEnum):
@@ -27,7 +27,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class Entry:
-    """One thing that shows an item: a pytest node id or a shell command."""
+    """Evidence for an item: a pytest node id or a shell command."""
 
     kind: Literal["test", "command"]
     target: str
@@ -40,7 +40,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of an entry. `label` is stable between runs; `reason` may quote an error message."""
+    """Result of an entry. `label` is stable between runs; `reason` may quote an error message."""
 
     status: Literal["passed", "failed", "skipped"]
     label: str = ""
@@ -56,7 +56,7 @@ class Item:
     implied: bool
     kind: str
     shown_by: tuple[Entry, ...]
-    # Why nothing shows it yet.
+    # Why it has no entries yet.
     waits_for: str = ""
 
     @property
@@ -92,7 +92,7 @@ NEVER_RUN = Outcome("failed", "not run", "it was not run")
 
 
 def judge(item: Item, outcomes: Outcomes) -> State:
-    """An item holds only when it has entries and every one of them passed."""
+    """Returns the state of an item, which holds only if it has entries and all of them passed."""
     if not item.shown_by:
         return State.NOT_YET
     statuses = {outcomes.get(entry.key, NEVER_RUN).status for entry in item.shown_by}
@@ -102,7 +102,7 @@ def judge(item: Item, outcomes: Outcomes) -> State:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML keeps the last of two equal keys without a word; a file edited by hand must not."""
+    """Refuses a key that is given twice, of which YAML would silently keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -115,7 +115,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def load(path: Path) -> Contract:
-    """Read and check the data file."""
+    """Reads and checks the data file."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -242,7 +242,7 @@ def _check_ids(word: str, given: list[Any], expected: Iterable[Any]) -> None:
 
 
 def _check_sections(items: Iterable[Item]) -> None:
-    """A typing error in a title would otherwise open a section of its own."""
+    """Refuses two titles of one section: a typing error would otherwise open a new section."""
     titles: dict[str, str] = {}
     for item in items:
         if titles.setdefault(item.section_number, item.section) != item.section:

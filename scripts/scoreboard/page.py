@@ -1,4 +1,4 @@
-"""Writes docs/contract.md. Nothing in it changes from run to run unless a state or the data changed."""
+"""Renders docs/contract.md, which changes only if a state or the data changed."""
 
 from __future__ import annotations
 
@@ -78,5 +78,5 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def _row(cells: Iterable[str]) -> str:
-    """A bar ends a cell even inside backticks, and a line end ends the row."""
+    """Formats a row; `|` is escaped, as it ends a cell even inside backticks, and line ends are removed."""
     return "| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in cells) + " |"

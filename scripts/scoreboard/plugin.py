@@ -1,4 +1,4 @@
-"""Loaded into the scoreboard's pytest run: keeps the wanted tests only and logs one JSON line per event."""
+"""Pytest plugin of the scoreboard: keeps only the wanted tests and logs one JSON line per event."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 def matches(wanted: str, node_id: str) -> bool:
-    """Whether a wanted id (a file, a test, or one parameter of a test) covers a collected node id."""
+    """Checks whether a wanted id (a file, a test, or one parameter of a test) covers a collected node id."""
     return node_id == wanted or node_id.startswith((f"{wanted}::", f"{wanted}["))
 
 
@@ -68,7 +68,7 @@ class Recorder:
 
 
 def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
-    """The one line that says most: the skip's message, the crash message, or the end of the traceback."""
+    """Returns one line: the skip's message, the crash message, or the end of the traceback."""
     text = report.longrepr
     if isinstance(text, tuple):
         return str(text[2]).removeprefix("Skipped: ")

@@ -1,5 +1,4 @@
-"""Where trials happen: commands in forked processes with limits, undisturbed runs to compare with, and
-verdicts."""
+"""Runs trials: commands in forked processes with limits, compared with undisturbed runs."""
 
 import contextlib
 import os
@@ -29,15 +28,15 @@ TINY = (
 )
 SYNTHETIC = "--dataset-size 100"
 LAST = 6
-# Ranks, and words beside those of TINY, in which {corpus} stands for a pair of files.
+# Ranks, and flags beside those of TINY, where {corpus} stands for a pair of files.
 LAYOUTS: Mapping[str, tuple[int, str]] = {
     "sync": (1, SYNTHETIC),
     "async": (1, f"{SYNTHETIC} --async-save"),
     "files": (1, "--data-path {corpus} --split 1,0,0 --tokenizer-type NullTokenizer --data-cache-path cache"),
     "zero1": (2, f"{SYNTHETIC} --use-distributed-optimizer"),
 }
-# Seconds of a command, by the clock and of the processor; bytes it may reserve, and bytes it may use, beyond
-# those of its imports.
+# Limits of a command: seconds of wall time and of CPU time; bytes of address space and of resident memory
+# beyond its imports.
 WALL, CPU = 60.0, 25.0
 RESERVED, USED = 4 << 30, 1 << 30
 _PAUSE = 0.1
@@ -57,7 +56,7 @@ EQUAL, REFUSED, ACCEPTED = "equal", "refused", "accepted within bounds"
 
 @dataclass
 class Verdict:
-    """How a trial ended, and what was wrong about it: (kind, what was seen)."""
+    """The outcome of a trial, and its defects as (kind, description)."""
 
     outcome: str = EQUAL
     defects: list[tuple[str, str]] = field(default_factory=list)
@@ -74,7 +73,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Fault:
-    """The call that fails below `disk` of a place, and how."""
+    """The number of the file call below `Place.disk` that fails, and how it fails."""
 
     call: int
     mode: Mode
@@ -104,7 +103,7 @@ class Ended:
         return "\n".join(self.text.strip().splitlines()[-6:])
 
     def problems(self) -> list[tuple[str, str]]:
-        """What no command may do, whatever it was given."""
+        """Returns defects that no input excuses: hangs, tracebacks, memory use and fatal signals."""
         found = []
         if self.hung:
             found.append((HANG, f"still running after its time\n{self.tail()}"))
@@ -118,7 +117,7 @@ class Ended:
 
 
 class Bench:
-    """The fork server and the undisturbed runs; to be closed in the end."""
+    """The fork server and the undisturbed runs. Call `close` at the end."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -133,14 +132,14 @@ class Bench:
         self.zygote.close()
 
     def once(self, name: str, make: "Callable[[Place], Any]") -> Any:
-        """What `make` gives, made once in a folder of this name."""
+        """Returns the result of `make`, which is called once with a folder of this name."""
         with self._guard:
             if name not in self._made:
                 self._made[name] = make(Place(self, self.folder / "undisturbed" / name))
             return self._made[name]
 
     def journal(self, layout: str, rank: int = 0) -> list[Record]:
-        """The calls of one rank in an undisturbed run."""
+        """Returns the file calls of one rank in an undisturbed run."""
 
         def make(place: "Place") -> list[Record]:
             journal = place.folder / "journal"
@@ -162,8 +161,7 @@ class Bench:
 
 
 class Place:
-    """One trial's: its disk, which may fail, and beside it the output and the temporary folder of its
-    commands."""
+    """The folders of one trial: a disk that may fail, and the output and temporary files of its commands."""
 
     def __init__(self, bench: Bench, folder: Path) -> None:
         self.bench, self.folder = bench, folder.resolve()
@@ -190,7 +188,7 @@ class Place:
         without: Sequence[str] = (),
         variables: Mapping[str, str] | None = None,
     ) -> "Running":
-        """`fault` and `journal` are those of rank `rank`; the others have a sound disk."""
+        """Starts a command. `fault` and `journal` are for rank `rank`; the other ranks have a sound disk."""
         self._commands += 1
         log = self.folder / f"{self._commands}.log"
         log.touch()
@@ -233,7 +231,7 @@ class Place:
         words = f"train {TINY} {own.format(corpus=self.bench.corpus)} {more}".split()
         return self.command(*words, "--run-dir", str(run or self.run), ranks=ranks, **given)
 
-    # ---- what is there ----
+    # ---- contents of the disk ----
 
     def steps(self, run: Path | None = None) -> list[int]:
         found = (re.fullmatch(r"step-(\d{8})(-again\d+)?", p.name) for p in self._checkpoints(run))
@@ -244,7 +242,7 @@ class Place:
         return list(folder.iterdir()) if folder.is_dir() else []
 
     def step(self, number: int, run: Path | None = None) -> Path | None:
-        """The folder of a step; of one saved again, the last."""
+        """Returns the folder of a step, the last one if it was saved again."""
         name = re.compile(rf"step-{number:08d}(-again\d+)?")
         found = [p for p in self._checkpoints(run) if name.fullmatch(p.name)]
         return max(found, key=lambda p: (len(p.name), p.name), default=None)
@@ -259,7 +257,7 @@ class Place:
             return None
 
     def leftovers(self) -> list[str]:
-        """Files with temporary names, here and in the folder of temporary files."""
+        """Returns files with temporary names on the disk, and all entries of the temporary folder."""
         found = [str(p.relative_to(self.folder)) for p in self.temporary.iterdir()]
         for path in self.disk.rglob("*"):
             hidden = path.name.startswith(".") and path.name != ".lock"
@@ -270,7 +268,7 @@ class Place:
     # ---- judging ----
 
     def judge_resumed(self, first: Ended, second: Ended, layout: str, verdict: Verdict) -> Verdict:
-        """After a disturbed command and the same one without a disturbance."""
+        """Judges a disturbed command and the undisturbed repetition of it."""
         for which, ended in (("first", first), ("second", second)):
             verdict.defects += [(kind, f"{which} command: {what}") for kind, what in ended.problems()]
         if second.code or self.state() != self.bench.state(layout):
@@ -343,8 +341,10 @@ def _processor_seconds(pid: int) -> float:
 
 
 def shares(total: int, names: Sequence[str], rng: random.Random, least: int) -> dict[str, int]:
-    """`total` trials over the names, each of which is expensive to prepare: those that get any get `least` of
-    them."""
+    """Distributes `total` trials over the names.
+
+    A name is expensive to prepare, so that each chosen one gets at least `least` trials, if `total` suffices.
+    """
     chosen = rng.sample(list(names), min(len(names), max(1, total // least)))
     return {name: total // len(chosen) + (n < total % len(chosen)) for n, name in enumerate(chosen)}
 

@@ -1,4 +1,4 @@
-"""Runs a command in this process with limits of memory and time, and says how it ended."""
+"""Runs a command in this process with limits of memory and time, and returns its outcome."""
 
 import io
 import os
@@ -26,21 +26,21 @@ class Outcome:
 
     @property
     def is_good(self) -> bool:
-        """Accepted, or refused with one sentence that does not blame the machine."""
+        """Whether it was accepted, or refused with one sentence that is not about host memory."""
         complaints = [line for line in self.said.splitlines() if line.startswith("pentatron: ")]
         refused = self.kind == "refused" and len(complaints) == 1 and "out of host memory" not in self.said
         return self.kind == "accepted" or refused
 
 
 class TookTooLong(BaseException):
-    """Not an Exception, so that no handler of the program takes it for its own."""
+    """Raised at the time limit. Not an Exception, so that no handler of the program catches it."""
 
 
 @contextmanager
 def limited(memory_bytes: int, seconds: float) -> Iterator[None]:
-    """So much more address space than this process has now, and so many seconds.
+    """Limits time, and address space beyond what this process has now.
 
-    Needs the main thread; memory needs Linux.
+    Needs the main thread; the memory limit needs Linux.
     """
 
     def stop(number: int, frame: Any) -> None:
@@ -61,12 +61,12 @@ def limited(memory_bytes: int, seconds: float) -> Iterator[None]:
 
 
 def run_bounded(words: Sequence[object], memory_bytes: int = 1 << 30, seconds: float = 20) -> Outcome:
-    """A command as it is typed."""
+    """Runs a command line."""
     return bounded(lambda: main([str(word) for word in words]), memory_bytes, seconds)
 
 
 def bounded(action: Callable[[], int], memory_bytes: int = 1 << 30, seconds: float = 20) -> Outcome:
-    """The outcome of an action that returns an exit code."""
+    """Runs an action that returns an exit code; returns its outcome."""
     said = io.StringIO()
     try:
         with redirect_stdout(said), redirect_stderr(said), limited(memory_bytes, seconds):

@@ -1,7 +1,6 @@
-"""The process of one trial, forked from one that has imported everything: any command of pentatron, on a disk
-that may fail.
+"""Runs any command of pentatron in a forked process, on a disk that may fail.
 
-`python -m tests.adversary.child` is the fork server; `tests.faults.commands.Zygote` speaks to it.
+`python -m tests.adversary.child` is the fork server; `tests.faults.commands.Zygote` is its client.
 """
 
 import contextlib
@@ -20,7 +19,7 @@ from tests.adversary import shim
 from tests.faults import zygote
 from tests.harness import processes
 
-# Python's own code for a standard output that cannot be flushed at the end.
+# Exit code of Python if standard output cannot be flushed at the end.
 FLUSH_FAILED = 120
 
 
@@ -45,7 +44,7 @@ def live(request: Mapping[str, Any]) -> int:
 
 
 def _command(words: list[str]) -> int:
-    """Its exit code, as the interpreter would give it."""
+    """Runs a command; returns its exit code as the interpreter would."""
     from pentatron.cli.main import main
 
     sys.argv = ["pentatron", *words]
@@ -60,9 +59,9 @@ def _command(words: list[str]) -> int:
 
 
 def _take_streams(out: str, err: str, terminal: bool) -> None:
-    """Standard streams at these paths; an empty one is closed, as `>&-` does it.
+    """Redirects standard streams to these paths; an empty path closes the stream, as `>&-` does.
 
-    `terminal`: it controls this process.
+    `terminal`: `out` becomes the controlling terminal of this process.
     """
     if terminal:
         os.setsid()
@@ -85,7 +84,7 @@ def _take_streams(out: str, err: str, terminal: bool) -> None:
 
 
 def _leave_streams(code: int) -> int:
-    """Flushes them as the interpreter does at its end."""
+    """Flushes the streams as the interpreter does at its end."""
     for name, number in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
         try:
@@ -100,19 +99,19 @@ def _leave_streams(code: int) -> int:
 
 
 def _status(name: str) -> int:
-    """Bytes, of a line of /proc/self/status."""
+    """Returns a size of /proc/self/status in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) << 10
     return 0
 
 
-# ---- controls: protections of the product that can be switched off, to see that the trial notices ----
+# ---- controls: protections of the product, switched off to check that a trial notices ----
 
 
 @contextlib.contextmanager
 def _without_fsync() -> Iterator[None]:
-    """Nothing is made to reach the disk before names are changed."""
+    """Disables fsync, so that a rename may reach the disk before the data."""
     original = os.fsync
     os.fsync = lambda descriptor: None  # type: ignore[assignment]
     try:
@@ -123,7 +122,7 @@ def _without_fsync() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_errors() -> Iterator[None]:
-    """A command that fails ends with code 0 all the same."""
+    """Makes commands that fail end with exit code 0."""
     from pentatron.cli import main
 
     original = main.run_guarded

@@ -1,7 +1,7 @@
-"""What a power cut leaves on a disk, computed from the journal of a run.
+"""Computes from the journal of a run what a power cut leaves on the disk.
 
-A call changes memory of the kernel first. What has reached the disk by then is decided by fsync, and beyond
-it by the file system: four models span what real ones do.
+A call changes the page cache first. What is on the disk at the cut depends on fsync, and beyond that on the
+file system: four models span the behaviour of real ones.
 """
 
 import enum
@@ -14,7 +14,7 @@ from tests.adversary.shim import Op, Record
 
 
 class Model(enum.Enum):
-    """Of what was never synced, this much is there after the cut."""
+    """How much of the unsynced changes survives a power cut."""
 
     STRICT = "only what was synced"
     ENTRIES = "every name, no data"
@@ -24,7 +24,7 @@ class Model(enum.Enum):
 
 @dataclass
 class File:
-    """`changes`: (offset, data) since the last sync, and (length, None) where it was cut or grown."""
+    """`changes` since the last sync: (offset, data) of a write, (length, None) of a truncation."""
 
     synced: bytes = b""
     changes: list[tuple[int, bytes | None]] = field(default_factory=list)
@@ -36,7 +36,7 @@ class File:
         self.syncs += 1
 
     def mark(self, model: Model) -> tuple[int, ...]:
-        """The same for two moments whose contents are the same after a cut."""
+        """Returns a key that is equal for two moments with equal contents after a cut."""
         if model is Model.STRICT:
             return id(self), self.syncs
         kept = sum(data is None for _, data in self.changes) if model is Model.ENTRIES else len(self.changes)
@@ -85,7 +85,7 @@ class Folder:
 
 
 class Disk:
-    """The folder `root` while a journal is played; what lay there before counts as synced."""
+    """The folder `root` while a journal is replayed; its earlier contents count as synced."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.top = root, Folder()
@@ -93,7 +93,7 @@ class Disk:
         self._played = 0
 
     def play(self, records: Sequence[Record], until: int) -> None:
-        """The calls up to this number, after those that were played before."""
+        """Replays the calls up to number `until` that were not replayed before."""
         while self._played < len(records) and records[self._played].number <= until:
             self._do(records[self._played])
             self._played += 1
@@ -154,7 +154,7 @@ class Disk:
         return self._folder(parent).entries.pop(name)
 
     def _survivors(self, model: Model | None) -> "Iterator[tuple[str, File | Folder]]":
-        """Everything with a name after a cut now; without a model: what programs saw.
+        """Yields every file and folder that a cut now would leave; without a model, what programs saw.
 
         Symlinks are left out.
         """
@@ -170,7 +170,7 @@ class Disk:
         return walk(self.top, "")
 
     def files(self, model: Model | None) -> dict[str, bytes | None]:
-        """Their contents, None for a folder."""
+        """Returns contents by path, None for a folder."""
 
         def content(what: File | Folder) -> bytes | None:
             if isinstance(what, Folder):
@@ -180,9 +180,7 @@ class Disk:
         return {path: content(what) for path, what in self._survivors(model)}
 
     def mark(self, model: Model) -> tuple[object, ...]:
-        """The same for two moments after which a cut leaves the same disk; found without looking at
-        contents.
-        """
+        """Returns a key that is equal for two moments with equal disks after a cut; reads no contents."""
         return tuple(
             (path, None if isinstance(what, Folder) else what.mark(model))
             for path, what in self._survivors(model)

@@ -1,4 +1,4 @@
-"""The k-th change of a file fails, or the process dies there; then the same command runs on a sound disk."""
+"""The k-th file call fails or kills the process; then the same command runs on a sound disk."""
 
 import random
 import re
@@ -24,7 +24,7 @@ from tests.adversary.bench import (
 from tests.adversary.shim import Mode, Op, Record, read_journal
 from tests.faults.lab import write_corpus
 
-# A model whose config.json has the sizes that a stranger can lie about.
+# A model whose config.json has sizes that a hostile file can change.
 LLAMA = (
     "--normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope --group-query-attention "
     "--num-query-groups 1 --untie-embeddings-and-output-weights"
@@ -38,8 +38,7 @@ SAMPLES = {"sync": 110, "async": 60, "files": 30, "zero1": 24}
 def spread(
     records: Sequence[Record], rng: random.Random, count: int | None
 ) -> list[tuple[int, Mode, Record]]:
-    """Calls and modes, so that every kind of call on every kind of file has its turn; all of them without a
-    count."""
+    """Draws `count` calls and modes that cover every kind of call on every kind of file; None: all."""
     kinds: dict[tuple[Op, str], list[Record]] = {}
     for record in records:
         if record.op is not Op.OUTPUT:
@@ -64,7 +63,7 @@ def _calls(records: Sequence[Record]) -> list[Record]:
 
 
 def _kind(record: Record) -> str:
-    """A name without what is drawn at random or counted."""
+    """Returns the name of the file without random suffixes and numbers."""
     name = Path(record.other or record.path).name
     return re.sub(r"\.[0-9a-f]{8}$|\d+", "", name)
 
@@ -98,8 +97,7 @@ def train_twice(layout: str, fault: Fault) -> Callable[[Place], Verdict]:
 
 
 def blame_end(first: Ended, is_done: bool, verdict: Verdict) -> None:
-    """Exit code 0 means that all is there; any other one comes with a sentence, unless the process was
-    killed."""
+    """Exit code 0 requires the result; another one requires a sentence, unless the process was killed."""
     if first.code == 0 and not is_done:
         verdict.blame(SILENT, f"exit code 0 without the result ({first.fired})\n{first.tail()}")
     elif first.code and not first.killed and not first.hung and not first.sentence:
@@ -111,9 +109,10 @@ def blame_end(first: Ended, is_done: bool, verdict: Verdict) -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """`words` of the command, after inputs were made.
+    """A command that writes files.
 
-    `result`: names below the disk; `mark`: without it there is no result.
+    `words`: its arguments, made from the inputs. `result`: glob of its files below the disk. `mark`: the file
+    without which there is no result.
     """
 
     words: Callable[[Place, "Inputs"], list[str]]
@@ -177,7 +176,7 @@ PER_JOB = 16
 def commands(bench: Bench, rng: random.Random, every: bool, scale: float = 1.0) -> list[Trial]:
     trials = []
     total = round(PER_JOB * len(JOBS) * scale)
-    # Of few trials none is of `prepare`, whose workers are new processes that take seconds to start.
+    # A small sample omits `prepare`, whose workers are new processes that take seconds to start.
     counts = shares(total, [name for name in JOBS if name != "prepare" or total >= len(JOBS)], rng, 1)
     for name in JOBS if every else counts:
         job, (records, _) = JOBS[name], _undisturbed(bench, name)
@@ -196,7 +195,7 @@ def _result(place: Place, job: Job) -> dict[str, bytes] | None:
 
 
 def _undisturbed(bench: Bench, name: str) -> tuple[list[Record], dict[str, bytes]]:
-    """The calls of the command, and its result as far as it is the same every time."""
+    """Returns the calls of the command, and the files that it writes identically every time."""
     job = JOBS[name]
 
     def make(place: Place) -> tuple[list[Record], dict[str, bytes]]:
@@ -234,7 +233,7 @@ def _job(name: str, job: Job, fault: Fault) -> Callable[[Place], Verdict]:
         second = place.command(*words)
         for which, ended in (("first", first), ("second", second)):
             verdict.defects += [(kind, f"{which} command: {what}") for kind, what in ended.problems()]
-        # A result that is there is not written again.
+        # An existing result is not overwritten.
         refused = was_whole and second.code == 2 and second.sentence
         if not is_whole() or (second.code and not refused):
             verdict.blame(UNEQUAL, f"the second command ends with {second.code}\n{second.tail()}")

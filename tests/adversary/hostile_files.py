@@ -1,4 +1,4 @@
-"""Files of strangers: checkpoints signed by a forger, Hugging Face folders, chat templates."""
+"""Hostile files: forged checkpoints, Hugging Face folders and chat templates."""
 
 import json
 import random
@@ -30,7 +30,7 @@ def _some(found: list[Any], every: bool, count: float) -> list[Any]:
 
 def manifests(bench: Bench, rng: random.Random, every: bool, scale: float = 1.0) -> list[Trial]:
     document = json.loads((stopped(bench) / _STEP / "manifest.json").read_text())
-    # Nine in ten leaves are numbers of tensors: the rest is drawn on its own.
+    # Nine in ten leaves are numbers of tensors, so that the others are drawn separately.
     rest = [(key,) for key in document if key not in ("tensors", "sha256")]
     changed = [
         *mutations(document, rng, under=[("tensors",)], limit=_limit(every, MANIFESTS * scale * 0.25)),
@@ -38,7 +38,7 @@ def manifests(bench: Bench, rng: random.Random, every: bool, scale: float = 1.0)
         *several(document, rng, 3, round(MANIFESTS * scale * 0.15)),
     ]
     rng.shuffle(changed)
-    # Most by a resume, which reads all of it; the others read parts in other ways.
+    # Half of them by a resume, which reads the whole manifest; the other commands read parts of it.
     readers = ("resume", "generate", "resume", "inspect", "resume", "export")
     return [
         Trial(f"{readers[n % 6]}: {label}", _read_manifest(readers[n % 6], mutated))
@@ -48,8 +48,7 @@ def manifests(bench: Bench, rng: random.Random, every: bool, scale: float = 1.0)
 
 def _read_manifest(reader: str, document: Any) -> Callable[[Place], Verdict]:
     def run(place: Place) -> Verdict:
-        """What a forger signs is taken at its word, so another state is no defect here; whatever breaks
-        bounds is."""
+        """A signed forgery is trusted, so that another state is no defect; exceeding a limit is."""
         copy_run(place)
         write_manifest(place.run / _STEP, document)
         step = str(place.run / _STEP)
@@ -110,7 +109,7 @@ def _tensors(path: Path) -> tuple[dict[str, Any], bytes]:
 
 
 def _config(document: Any) -> Callable[[Path], None]:
-    # A key that stands for one that is not there is null in all but its own mutation.
+    # Keys that the original lacks are null, except in their own mutations.
     return lambda folder: (folder / "config.json").write_text(json.dumps(document)) and None
 
 
@@ -177,7 +176,7 @@ def _read_folder(reader: str, change: Callable[[Path], None]) -> Callable[[Place
 # ---- chat templates ----
 
 _REST = "{% for m in messages %}{{ m.content }}{% endfor %}"
-# What each does, with a size in it that is drawn.
+# Templates by what they do. N is replaced by a random size.
 HOSTILE_TEMPLATES = {
     "doubles with ~": "{% set n = namespace(s='a') %}{% for i in range(N) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
     "doubles with +": "{% set n = namespace(s='a') %}{% for i in range(N) %}{% set n.s = n.s + n.s %}{% endfor %}{{ n.s|length }}",
@@ -230,7 +229,7 @@ def templates(bench: Bench, rng: random.Random, every: bool, scale: float = 1.0)
         for name, text in HOSTILE_TEMPLATES.items()
         for size in (rng.sample(range(25, 90), 2) if "N" in text else [0])
     ]
-    # Two at once: a bound on each part is no bound on the whole.
+    # Pairs too, since limits on each part do not limit the whole.
     for _ in range(len(found) // 4):
         (first, one), (second, two) = rng.sample(found, 2)
         found.append((f"{first} and {second}", one + two))

@@ -1,5 +1,4 @@
-"""Forged checkpoints and Hugging Face folders, loaded by the commands that read them: which of them end with
-more than a sentence."""
+"""Loads forged checkpoints and Hugging Face folders; yields those that end with more than a sentence."""
 
 import json
 import random
@@ -11,17 +10,17 @@ from typing import Any
 from tests.adversary.bounded import Outcome, run_bounded
 from tests.adversary.mutations import Place, mutations, write_manifest
 
-# A run that saves one step and goes on for another.
+# A run that saves every step: a test trains one step and resumes for another.
 RUN = (
     "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --vocab-size 31 --seq-length 8 --dataset-size 64 --global-batch-size 4 "
     "--micro-batch-size 4 --eval-interval 0 --device cpu --progress-bar off --save-interval 1"
 ).split()
-# What a command needs beyond what a test process has; a model of a few kilobytes needs no more.
+# Memory limit beyond what a test process has; a model of a few kilobytes needs no more.
 MEMORY_BYTES = 1 << 30
 
 
 def make_run(folder: Path, *words: str) -> Path:
-    """A finished run of one step."""
+    """Trains a run of one step."""
     outcome = run_bounded(["train", *RUN, *words, "--train-iters", "1", "--run-dir", folder], 4 << 30, 120)
     assert outcome.kind == "accepted", outcome.said
     return folder
@@ -39,7 +38,7 @@ def manifest_of(run: Path) -> dict[str, Any]:
 
 
 def load_words(command: str, run: Path, out: Path) -> list[object]:
-    """`resume` goes on with the run, `finetune` begins another with its weights."""
+    """Returns a command line: `resume` continues the run, `finetune` begins another with its weights."""
     words: dict[str, list[object]] = {
         "resume": ["train", *RUN, "--train-iters", "2", "--run-dir", run],
         "finetune": ["train", *RUN[8:], "--train-iters", "1", "--run-dir", out, "--load", run, "--finetune"],
@@ -53,7 +52,7 @@ def load_words(command: str, run: Path, out: Path) -> list[object]:
 def load_forged(
     run: Path, work: Path, command: str, manifest: dict[str, Any], seconds: float = 20
 ) -> Outcome:
-    """A copy of the run in `work`, with another manifest that is rightly signed, loaded by a command."""
+    """Loads a copy of the run with a forged, correctly signed manifest by a command."""
     copied, out = work / "run", work / "out"
     for folder in (copied, out):
         shutil.rmtree(folder, ignore_errors=True)
@@ -70,7 +69,7 @@ def failures_of_manifests(
     limit: int | None,
     under: Sequence[Place] = ((),),
 ) -> Iterator[tuple[str, Outcome]]:
-    """Those of `limit` forged manifests that neither load nor end with one sentence."""
+    """Yields those of `limit` forged manifests that neither load nor end with one sentence."""
     for label, manifest in mutations(manifest_of(run), rng, under=under, limit=limit):
         outcome = load_forged(run, work, command, manifest)
         if not outcome.is_good:
@@ -80,7 +79,10 @@ def failures_of_manifests(
 def failures_of_configurations(
     model: Path, work: Path, command: str, rng: random.Random, limit: int | None
 ) -> Iterator[tuple[str, Outcome]]:
-    """The same of a Hugging Face folder whose config.json is changed; `command` is import or generate."""
+    """Yields those of `limit` changed config.json files that neither load nor end with one sentence.
+
+    `command` is import or generate.
+    """
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     for label, changed in mutations({"head_dim": None, **config}, rng, limit=limit):
         outcome = load_configuration(model, work, command, changed)
@@ -89,7 +91,7 @@ def failures_of_configurations(
 
 
 def load_configuration(model: Path, work: Path, command: str, config: dict[str, Any]) -> Outcome:
-    """A copy of the folder in `work` with another config.json, read by a command."""
+    """Runs a command on a copy of the folder with another config.json."""
     copied, out = work / "model", work / "out"
     for folder in (copied, out):
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,8 +1,7 @@
-"""Hostile copies of JSON documents: one leaf or one container changed at a time, in an order that a seed
-decides.
+"""Hostile mutations of JSON documents, one leaf or container at a time, in an order given by a seed.
 
-`mutations` yields a label and a whole new document for each change, so that a caller writes it, signs it if
-the format has a checksum, and reads it as a command would. The document that was passed in is never changed.
+`mutations` yields a label and a mutated copy for each change. The caller writes it, signs it if the format
+has a checksum, and reads it as a command would.
 """
 
 import copy
@@ -18,8 +17,8 @@ from typing import Any
 Key = str | int
 Place = tuple[Key, ...]
 
-# Values that no honest writer puts in place of a leaf: other kinds, numbers beyond every machine, texts that
-# steer or escape.
+# Values that no honest writer puts in place of a leaf: other types, numbers beyond every machine, texts that
+# steer a terminal or escape a folder.
 HOSTILE_VALUES: Mapping[str, Any] = {
     "null": None,
     "true": True,
@@ -47,14 +46,14 @@ HOSTILE_VALUES: Mapping[str, Any] = {
 
 
 def leaves(document: Any, prefix: Place = ()) -> Iterator[tuple[Place, Any]]:
-    """Every scalar of a document and every empty container, with the keys that lead to it."""
+    """Yields every scalar and every empty container of a document with its path."""
     for path, value in nodes(document, prefix):
         if not (isinstance(value, dict | list) and value):
             yield path, value
 
 
 def nodes(document: Any, prefix: Place = ()) -> Iterator[tuple[Place, Any]]:
-    """Every value of a document, containers before what they hold; the document itself is left out."""
+    """Yields every value of a document with its path, a container before its contents; not the root."""
     if isinstance(document, dict):
         entries: Any = document.items()
     elif isinstance(document, list):
@@ -77,11 +76,10 @@ def mutations(
     removals: bool = True,
     limit: int | None = None,
 ) -> Iterator[tuple[str, Any]]:
-    """(label, mutated copy) for every place and hostile value, shuffled by `rng`; at most `limit` of them.
+    """Yields (label, mutated copy) for every path and hostile value, shuffled; at most `limit` of them.
 
-    `under` restricts the places to those below the given keys. With `containers`, whole objects and lists are
-    replaced too; with `removals`, each place is also left out once, and each entry of a list is also repeated
-    once.
+    `under` restricts the paths to those below the given keys. `containers`: whole objects and lists are
+    replaced too. `removals`: each path is also removed once, and each entry of a list repeated once.
     """
     chosen = [
         (path, value)
@@ -107,9 +105,7 @@ def mutations(
 def several(
     document: Any, rng: random.Random, changes: int, count: int, **options: Any
 ) -> Iterator[tuple[str, Any]]:
-    """`count` documents with `changes` mutations each; places that an earlier change removed are
-    passed over.
-    """
+    """Yields `count` documents with `changes` mutations each, every one drawn after the one before."""
     for _ in range(count):
         mutated, labels = document, []
         for _ in range(changes):
@@ -121,13 +117,13 @@ def several(
 
 
 def written(path: Place) -> str:
-    """`("model", "sizes", 0)` as `model.sizes[0]`."""
+    """Formats `("model", "sizes", 0)` as `model.sizes[0]`."""
     text = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path)
     return text.removeprefix(".")
 
 
 def sign_manifest(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """A checkpoint manifest with the checksum that its content has, as a forger would sign it."""
+    """Returns a checkpoint manifest with the checksum of its content, as a forger would sign it."""
     content = {name: value for name, value in manifest.items() if name != "sha256"}
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     return {**content, "sha256": digest}

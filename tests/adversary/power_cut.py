@@ -1,4 +1,4 @@
-"""The power is cut after any call of a run, and the run is resumed from what the disk then holds."""
+"""Cuts the power after any file call of a run, and resumes the run from what the disk then holds."""
 
 import random
 import re
@@ -15,7 +15,7 @@ _SAVED = re.compile(rb"successfully saved checkpoint from iteration\s+(\d+)")
 
 
 def journal(bench: Bench, layout: str) -> list[Record]:
-    """Of a run that stops at step 4 and is resumed to its end; the calls of both commands counted through."""
+    """Returns the calls of a run that stops at step 4 and is resumed, numbered through both commands."""
 
     def make(place: Place) -> list[Record]:
         found: list[Record] = []
@@ -39,7 +39,7 @@ def _counted_from(record: Record, base: int) -> Record:
 
 
 def _require_whole(place: Place, records: Sequence[Record]) -> None:
-    """A journal that misses a call would prove nothing."""
+    """Raises if the journal does not reproduce the files; one that misses a call would prove nothing."""
     disk = Disk(place.disk)
     disk.play(records, records[-1].number)
     there = {
@@ -63,7 +63,7 @@ def trials(bench: Bench, rng: random.Random, every: bool, scale: float = 1.0) ->
             if record.op is Op.WRITE and (match := _SAVED.search(record.data)):
                 told = max(told, int(match[1]))
             for model in Model:
-                # What is promised is part of the trial: the same disk before and after the promise are two.
+                # The report of a save is part of the trial: the same disk before and after it counts twice.
                 mark = (told, model, disk.mark(model))
                 if record.op is not Op.OUTPUT and mark not in seen:
                     seen.add(mark)

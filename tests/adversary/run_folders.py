@@ -1,4 +1,4 @@
-"""Run folders in which entries are not what they should be; then the run is resumed, or watched."""
+"""Resumes or monitors runs whose folder has odd entries or damaged files."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.adversary.bench import ACCEPTED, EQUAL, REFUSED, SILENT, Bench, Ended, Place, Trial, Verdict
 from tests.adversary.mutations import mutations
 
-# Of a run that stopped at step 4.
+# Files of a run that stopped at step 4.
 FILES = (
     "config.yaml",
     "job.json",
@@ -31,7 +31,7 @@ Change = Callable[[Path], None]
 
 
 def stopped(bench: Bench) -> Path:
-    """A run that stopped at step 4 of 6."""
+    """Returns a run that stopped at step 4 of 6."""
 
     def make(place: Place) -> Path:
         ended = place.train("sync", "--exit-interval 4 --log-progress")
@@ -171,13 +171,13 @@ BYTES: dict[str, Callable[[int], Change]] = {
 
 
 def trials(bench: Bench, rng: random.Random, every: bool, scale: float = 1.0) -> list[Trial]:
-    """Resumed as the user would."""
+    """Draws odd entries and damaged files, after which a run is resumed."""
     stopped(bench)
     found = list(ENTRIES.items())
     for name in FILES:
         found += [(f"{name} {kind}", _at(name, change)) for kind, change in KINDS.items()]
         for kind, seeded in BYTES.items():
-            # Where a byte is chosen, it is chosen three times.
+            # Kinds that choose a byte at random are tried with three seeds.
             for seed in rng.sample(range(1000), 3) if kind.endswith(("flipped", "set", "anywhere")) else [0]:
                 found.append((f"{name} {kind} ({seed})", _at(name, seeded(seed))))
     if not every:
@@ -203,7 +203,7 @@ def _resume(change: Change) -> Callable[[Place], Verdict]:
 
 
 def resumed(place: Place) -> Verdict:
-    """The same command again: it ends with the undisturbed state, or is refused."""
+    """Repeats the command, which must end with the undisturbed state or be refused."""
     ended = place.train("sync")
     verdict = judge_input(ended)
     if ended.code == 0:
@@ -215,7 +215,7 @@ def resumed(place: Place) -> Verdict:
 
 
 def judge_input(ended: Ended) -> Verdict:
-    """A command whose input is odd: accepted, or refused with a sentence."""
+    """Judges a command with odd input, which must be accepted, or refused with a sentence."""
     verdict = Verdict(ACCEPTED if ended.code == 0 else REFUSED, ended.problems())
     if ended.code and not verdict.defects and not ended.sentence:
         verdict.blame(SILENT, f"exit code {ended.code} without a sentence\n{ended.tail()}")
@@ -223,7 +223,7 @@ def judge_input(ended: Ended) -> Verdict:
 
 
 def monitored(bench: Bench, rng: random.Random, every: bool, scale: float = 1.0) -> list[Trial]:
-    """Lines of metrics.jsonl with hostile values, shown by `pentatron monitor` and read by a resume."""
+    """Draws hostile values in metrics.jsonl, which `pentatron monitor` shows and a resume reads."""
     lines = (stopped(bench) / "metrics.jsonl").read_text().splitlines()
     limit = None if every else max(1, round(MONITORED * scale))
     changed = list(mutations(json.loads(lines[1]), rng, limit=limit))

@@ -1,4 +1,4 @@
-"""The failing disk: builds shim.c, arms it in a process that was started with it, and reads its journal."""
+"""Simulates a failing disk: compiles shim.c, arms it in a process that preloads it, reads its journal."""
 
 import ctypes
 import enum
@@ -20,9 +20,9 @@ _MAGIC = 0x41445653
 
 
 class Mode(enum.IntEnum):
-    """What becomes of the k-th call.
+    """What happens at the k-th call.
 
-    ENOSPC refuses what needs room; EROFS, every change; removing files works on a full disk.
+    ENOSPC fails calls that need space, so that files can still be removed. EROFS fails every change.
     """
 
     NONE = 0
@@ -68,7 +68,7 @@ class Record:
 
 
 def missing() -> str | None:
-    """Why there can be no failing disk here, or None."""
+    """Returns why the shim cannot be used here, or None."""
     if not sys.platform.startswith("linux"):
         return f"the failing disk needs Linux, and this is {sys.platform}"
     if compiler() is None:
@@ -81,7 +81,7 @@ def compiler() -> str | None:
 
 
 def built() -> Path:
-    """The shared library, compiled once for each text of its source."""
+    """Returns the shared library, which is compiled once for each version of its source."""
     text = SOURCE.read_bytes() + sysconfig.get_platform().encode()
     folder = Path(tempfile.gettempdir()) / f"pentatron-adversary-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -99,8 +99,7 @@ def built() -> Path:
 def arm(
     folder: str, journal: str = "", report: str = "", call: int = 0, mode: int = Mode.NONE
 ) -> ctypes.CDLL:
-    """From now on, calls of this process that change files below `folder` are counted; number `call` of them
-    fails."""
+    """Counts calls of this process that change files below `folder` from now on; call `call` fails."""
     library = ctypes.CDLL(None)
     library.adversary_arm.argtypes = [ctypes.c_char_p] * 3 + [ctypes.c_long, ctypes.c_int]
     if library.adversary_arm(os.fsencode(folder), os.fsencode(journal), os.fsencode(report), call, mode) != 0:

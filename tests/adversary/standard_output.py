@@ -1,5 +1,4 @@
-"""Runs and commands whose standard output cannot be written: the exit code stays true and the run is not
-disturbed."""
+"""Commands whose standard output cannot be written keep their exit code and the state of the run."""
 
 import contextlib
 import os
@@ -31,7 +30,7 @@ SAMPLES = 40
 
 @dataclass(frozen=True)
 class Kind:
-    """A run: its further words, and its exit code where output works."""
+    """A run: its further flags, and its exit code if output works."""
 
     words: str
     code: int
@@ -62,7 +61,7 @@ def _closed() -> "contextlib.AbstractContextManager[tuple[str, Callable[[Running
 def _reader(
     place: Place, size: int
 ) -> "contextlib.AbstractContextManager[tuple[str, Callable[[Running], None]]]":
-    """A pipe whose reader leaves after so many bytes."""
+    """Opens a pipe whose reader closes it after `size` bytes."""
 
     @contextlib.contextmanager
     def make() -> "Iterator[tuple[str, Callable[[Running], None]]]":
@@ -78,7 +77,7 @@ def _reader(
         thread = threading.Thread(target=read, daemon=True)
         thread.start()
         yield str(fifo), lambda running: None
-        # A command that never opened it would leave the reader waiting.
+        # Unblocks the reader if the command never opened the pipe.
         with contextlib.suppress(OSError):
             os.close(os.open(fifo, os.O_WRONLY | os.O_NONBLOCK))
         thread.join(5)
@@ -87,7 +86,7 @@ def _reader(
 
 
 def _terminal(size: int) -> "contextlib.AbstractContextManager[tuple[str, Callable[[Running], None]]]":
-    """A terminal that is closed after so many bytes."""
+    """Opens a terminal that is closed after `size` bytes."""
 
     @contextlib.contextmanager
     def make() -> "Iterator[tuple[str, Callable[[Running], None]]]":
@@ -96,15 +95,15 @@ def _terminal(size: int) -> "contextlib.AbstractContextManager[tuple[str, Callab
         def leave(running: Running) -> None:
             left = size
             with contextlib.suppress(OSError):
-                # A command may end before it has written that much, and this end of the terminal keeps it
-                # open.
+                # A command may end before it has written `size` bytes; as `slave` is open here, there is no
+                # end of file.
                 while left > 0 and running.is_alive:
                     if select.select([master], [], [], 0.05)[0]:
                         left -= len(os.read(master, left))
             os.close(master)
 
         name = os.ttyname(slave)
-        # Its own end stays open until the command has one, or the terminal would be gone at once.
+        # `slave` stays open until the command has opened the terminal, which would be gone at once otherwise.
         try:
             yield name, lambda running: (leave(running), None)[1]
         finally:

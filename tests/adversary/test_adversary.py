@@ -1,4 +1,4 @@
-"""A small part of the trials of `make adversary`, and that the trials can fail."""
+"""Runs a small part of the trials of `make adversary`, and checks that trials can fail."""
 
 import random
 import time
@@ -14,7 +14,7 @@ from tests.adversary.disk import Disk, Model, write_disk
 from tests.adversary.shim import Mode, Op, read_journal
 
 SEED = 0
-# The part of each group's usual number of trials.
+# Share of each group's usual number of trials.
 SCALES = {
     "faults": 0.016,
     "commands": 0.025,
@@ -28,7 +28,7 @@ SCALES = {
 }
 
 
-# Templates that end only when their seconds are over.
+# Templates that end only at the time limit.
 SLOW = ("calls itself twice", "loops", "multiplies numbers", "takes a power", "nests for")
 
 
@@ -39,7 +39,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     made.close()
 
 
-# One test of many trials: each process that runs tests needs a fork server and undisturbed runs of its own.
+# One test with many trials, since every pytest process needs its own fork server and undisturbed runs.
 def test_no_trial_shows_a_defect(bench: Bench, tmp_path: Path) -> None:
     wrong = []
     for group, (draw, _) in GROUPS.items():
@@ -60,7 +60,7 @@ needs_the_shim = pytest.mark.skipif(shim.missing() is not None, reason=str(shim.
 
 @needs_the_shim
 def test_a_run_killed_after_its_last_step_leaves_no_files(bench: Bench, tmp_path: Path) -> None:
-    """No save follows that would remove them."""
+    """No later save would remove leftover files."""
     calls = [r.number for r in bench.journal("sync") if r.op is Op.RMDIR]
     verdict = failing_disk.train_twice("sync", Fault(calls[-1], Mode.KILL))(Place(bench, tmp_path / "place"))
     assert verdict.defects == []
@@ -68,7 +68,7 @@ def test_a_run_killed_after_its_last_step_leaves_no_files(bench: Bench, tmp_path
 
 @needs_the_shim
 def test_without_fsync_a_power_cut_is_noticed(bench: Bench, tmp_path: Path) -> None:
-    """The control: with the protection off, a trial has to report a defect."""
+    """Control: with fsync disabled, a trial must report a defect."""
     place = Place(bench, tmp_path / "recorded")
     assert place.train("sync", journal=tmp_path / "journal", without=["fsync"]).code == 0
     records = list(read_journal(tmp_path / "journal"))
@@ -95,7 +95,7 @@ def test_another_state_is_noticed(bench: Bench, tmp_path: Path) -> None:
 
 
 def test_what_no_command_may_do_is_noticed(bench: Bench, tmp_path: Path) -> None:
-    """Processes that loop, take memory or are killed in silence are told from ones that answer."""
+    """Finds leftover files; a command that refuses odd input with a sentence has no defect."""
     place = Place(bench, tmp_path / "place")
     write_disk({"odd": None, "odd/file": b"x"}, place.disk)
     (place.disk / ".step-1.tmp").touch()

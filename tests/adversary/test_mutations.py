@@ -1,4 +1,4 @@
-"""The mutation library: every place and value once, the same for the same seed, the original untouched."""
+"""Tests mutations: every place and value once, the same for the same seed, the original untouched."""
 
 import copy
 import random

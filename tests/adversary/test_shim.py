@@ -1,4 +1,4 @@
-"""The failing disk and the power cut fail as real ones do, and the journal has every change."""
+"""Tests that the failing disk and the power cut act as real ones, and that the journal is complete."""
 
 import os
 import subprocess
@@ -14,8 +14,8 @@ from tests.faults.page import added_sections, write_matrix, write_section
 
 needs_the_shim = pytest.mark.skipif(shim.missing() is not None, reason=str(shim.missing()))
 
-# Makes a folder, writes and syncs a file under a temporary name, renames it, appends to it unsynced, removes
-# another one.
+# Makes a folder, writes and syncs a file under a temporary name, renames it, appends to it unsynced, creates
+# another one and removes the first.
 PROGRAM = """
 import os, sys
 from tests.adversary.shim import arm

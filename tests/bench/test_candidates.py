@@ -1,4 +1,4 @@
-"""Every layout of a number of processes, each once."""
+"""Lists every layout of a number of processes, each once."""
 
 import csv
 import itertools
@@ -72,7 +72,7 @@ def test_what_the_metrics_say(tmp_path: Path) -> None:
     assert (found.step_seconds, found.samples_per_second, found.tokens_per_second) == (2.0, 5.0, 320.0)
     assert found.memory_bytes == [4 * 2**20, 5 * 2**20] and found.steps == 3
     assert found.communication_share == pytest.approx(3 / 16) and found.pipeline_wait_share == 0.0
-    # Where waiting is not known no share is made up.
+    # Without waiting times there is no communication share.
     for r in rows:
         r["ranks"] = {"memory_bytes": [1, 2]}
     file.write_text("".join(json.dumps(r) + "\n" for r in rows))

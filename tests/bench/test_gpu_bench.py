@@ -1,4 +1,4 @@
-"""bench/gpu.py as far as it can be wrong without a GPU: arithmetic, groups of kernels, turns and tables."""
+"""Tests bench/gpu.py without a GPU: FLOP counts, groups of kernels, turns and tables."""
 
 import dataclasses
 from pathlib import Path
@@ -21,7 +21,7 @@ PAGE = Path(__file__).parents[2] / "docs/performance.md"
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_shapes_are_those_of_our_presets(shape: str, tmp_path: Path) -> None:
-    """The arithmetic of the shape is that of the model which the settings describe."""
+    """The FLOPs of a shape equal those of the model that its settings describe."""
     case = Case("ours:selective", shape, 2, 512, "cpu")
     words = [*words_of(case, "--seed 7", tmp_path, 10), "--dataset-size", "10"]
     config = prepare(words, dataclasses.replace(TRAIN, default_preset=None)).resolved.config
@@ -67,7 +67,7 @@ def test_groups_of_a_trace_add_up() -> None:
     found = grouped(
         [
             event("kernel", "nvjet_a", 0, 4000),
-            # On another stream at the same time: busy once.
+            # On another stream at the same time as a kernel: the gaps count this busy time once.
             event("gpu_memcpy", "Memcpy HtoD", 3000, 1000),
             event("kernel", "vectorized_elementwise", 6000, 1000),
             event("gpu_user_annotation", OPTIMIZER, 8000, 2000),
@@ -93,12 +93,12 @@ LAST = {"peak": 60 * GIB, "held": 40 * GIB, "total": 139 * GIB, "loss": 11.5, "f
 def test_a_record_is_of_the_median_step_and_the_spread_of_blocks() -> None:
     found = record(CASE, [[0.40, 0.41, 0.40], [0.42, 0.42, 9.0], [0.40, 0.40, 0.40]], LAST)
     assert found["tok_s"] == round(16384 / 0.40) and found["spread"] == 0.05
-    # 536 TFLOP/s at 38,810 tokens/s is what was printed elsewhere for this shape.
+    # Printed elsewhere for this shape: 536 TFLOP/s at 38,810 tokens/s.
     assert pytest.approx(found["tflops"] / found["tok_s"], rel=2e-3) == 536 / 38810
 
 
 class Clock:
-    """Of a GPU that takes a millisecond for all that it is given."""
+    """Fakes torch.cuda.Event: the time is `done`, which the tested work increases."""
 
     done = 0
 
@@ -124,7 +124,7 @@ def test_what_comes_before_and_what_warms_up_is_not_timed(monkeypatch: pytest.Mo
         Clock.done += 100
 
     assert milliseconds(work, 2, before=much) == milliseconds_in_a_row(work, 5) == 1.0
-    # One clock for all of them.
+    # All benchmarks measure time in one file.
     own = [
         path.name for path in (PAGE.parents[1] / "bench").glob("*.py") if "elapsed_time" in path.read_text()
     ]
@@ -132,7 +132,7 @@ def test_what_comes_before_and_what_warms_up_is_not_timed(monkeypatch: pytest.Mo
 
 
 class Fake(Competitor):
-    """Answers without a process; more than `room` bytes at once are too many."""
+    """A competitor without a process, which runs out of memory beyond `room` bytes in all."""
 
     def __init__(self, case: Case, held: dict[str, float], log: list[str], room: float) -> None:
         self.case, self.blocks, self.extras, self.failure = case, [], {}, None
@@ -159,7 +159,7 @@ class Fake(Competitor):
     [
         (3, 200, "a b c a b c a b c", "abc"),
         (2, 200, "a b a b a b c c c", "ab"),
-        # Two have room at once; the third is not even tried before they are done.
+        # Two fit at once; the third is not tried before they are done.
         (3, 139, "a b a b a b c c c", "ab"),
         (3, 70, "a a a b b b c c c", ""),
     ],
@@ -189,6 +189,6 @@ def test_tables_are_made_of_results() -> None:
     assert "| Pentatron, bf16 | 40,960 |" in page and "| 1.10 |" in page and "out of memory" in page
     assert "python bench/gpu.py --json bench/results\n" in page and "/some/where" not in page
     assert with_tables(page, [ours, titan, missing]) == page
-    # What another run measured is not compared.
+    # Results of different commands are not compared.
     apart = with_tables(page, [ours | {"command": "python bench/gpu.py"}, titan])
     assert "| 40,960 |" in apart and "| 1.10 |" not in apart

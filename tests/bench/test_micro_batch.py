@@ -1,4 +1,4 @@
-"""The search for the largest micro-batch, with trials whose memory is known."""
+"""Tests the search for the largest micro-batch, with trials whose memory is known."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def attempt_within(room: float, held: float, each: float, tried: list[int]):  # 
 @pytest.mark.parametrize("fitting", [1, 2, 3, 11, 37, 1000, 4096])
 @pytest.mark.parametrize("misleading", [1.0, 1.3, 0.8])
 def test_the_largest_that_fits_is_found(fitting: int, first: int, misleading: float) -> None:
-    """Wherever the search begins, and also where the limit it is told is not quite the real one."""
+    """Finds the largest size from any start, also with a limit that is 30 % too high or 20 % too low."""
     tried: list[int] = []
     room = 40.0 + 5.0 * (fitting + 0.5)
     trials = find_largest(ALL, first, misleading * room, attempt_within(room, 40.0, 5.0, tried))

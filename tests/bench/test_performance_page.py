@@ -1,4 +1,4 @@
-"""docs/performance.md from files: every kind of result in its own table, and the commands that make them."""
+"""Tests the tables of docs/performance.md: the place of each result, and the commands for them."""
 
 import json
 import os
@@ -120,7 +120,7 @@ def test_every_result_is_in_the_table_where_it_belongs(tmp_path: Path) -> None:
     assert by_case["gpt2-124m", "Pentatron, bf16"][7] == "0.96 × transformers + torch.compile"
     assert by_case["gpt2-124m", "Pentatron, bf16, `--cuda-graphs off`"][7].startswith("0.80 ×")
     assert by_case["gpt2-124m", "transformers + torch.compile"][7] == ""
-    # As many multiplications in a quarter less time.
+    # The dense model has as many FLOPs and takes a quarter less time.
     assert by_case["qwen3-30b-a3b-4l", "Pentatron, bf16"][7] == "75.0% of the TFLOP/s of qwen3-dense-a3b-4l"
     assert by_case["qwen2.5-1.5b", "Pentatron, full recompute"][1] == "qwen2.5-1.5b, 1 × 32768"
     assert by_case["qwen2.5-1.5b", "Pentatron, fp8, the head too"][3] == "out of memory"
@@ -140,7 +140,7 @@ def test_every_result_is_in_the_table_where_it_belongs(tmp_path: Path) -> None:
 
 
 def test_nothing_is_typed() -> None:
-    """Without results no table has a figure; with those that are kept, the page is what it is."""
+    """Without results no table has a number; with the kept results, the page is unchanged."""
     made = tables([])
     assert {made[name] for name in TABLES if name != "surroundings"} == {NOT_YET}
     page = PAGE.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The pictures, drawn where nothing but Python is installed."""
+"""Draws the pictures of results with Python alone."""
 
 import csv
 import re
@@ -45,7 +45,7 @@ def bars(picture: Path, colour: str) -> list[float]:
 
 def test_drawn_beside_the_results_by_python_alone(tmp_path: Path) -> None:
     shutil.copy(plot_results.__file__, summary(tmp_path, dp4=400.0, tp4=100.0, pp4=0.0))
-    # -I -S: no installed package is seen, neither ours nor matplotlib.
+    # -I -S hides all installed packages, also ours and matplotlib.
     words = [sys.executable, "-I", "-S", "plot_results.py"]
     ended = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr

@@ -1,4 +1,4 @@
-"""Processes that end in every way there is."""
+"""Tests processes that end well, fail, are killed or hang."""
 
 import os
 import signal
@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-# Every process imports this module: nothing large here.
+# Every process imports this module, so it has no large imports.
 from pentatron.bench.fork_server import ForkServer, RankExits
 
 

@@ -1,4 +1,4 @@
-"""One run, and many kills of its ranks and its launcher at random moments."""
+"""Kills the ranks and the launcher of one run at random moments, many times."""
 
 import contextlib
 import os
@@ -14,28 +14,30 @@ from typing import Any
 from tests.chaos.launching import children_of, is_running
 
 _PAUSE = 0.005
-# How long anything may take that should happen: the next step, the end of orphans.
+# Timeouts in seconds: of anything that should happen, and of the end of orphaned ranks.
 _PATIENCE = 300.0
 _ORPHANS_END = 60.0
-# How long those that were not killed may still write.
+# Seconds in which ranks that were not killed may still write.
 _DYING = 0.3
-# How often two ranks are killed at once.
+# Probability that two ranks are killed at once.
 _BOTH = 0.2
-# What is aimed at, and how often.
+# Targets of a kill and their weights.
 AIMS = {"step": 9, "save": 5, "start": 3, "launcher": 3, "everything": 2}
 
 Start = Callable[[Sequence[str], Path], Any]
 
 
 class ChaosFailed(Exception):
-    """The run did not come through, or left something behind."""
+    """Raised if the run did not survive or left processes behind."""
 
 
 @dataclass
 class Kill:
-    """`place`: where the run was, as seen from outside. `starts`: those that its log told of by then.
+    """One kill, and its cost.
 
-    `lost` steps had to be computed again; those of several kills without a step between are the first one's.
+    `place`: what the run was doing, as seen from outside. `starts`: number of starts in the log by then.
+    `lost`: steps that had to be computed again; of several kills without a step between, the first one has
+    them.
     """
 
     place: str
@@ -49,11 +51,11 @@ class Kill:
 
 @dataclass
 class Log:
-    """What the run's log says, read as it grows."""
+    """Follows the run's log as it grows."""
 
     path: Path
     resumed_at: int = 0
-    # Of this start: the last step, if there was one. Of all starts: how many were computed.
+    # `step`: last step of this start, if any. `computed`: steps of all starts.
     step: int | None = None
     computed: int = 0
     starts: int = 0
@@ -61,7 +63,7 @@ class Log:
     _rest: str = ""
 
     def read(self) -> bool:
-        """Whether a step was made since it was read last."""
+        """Reads new lines; returns whether they have a step."""
         if not self.path.exists() or self.path.stat().st_size == self._place:
             return False
         with self.path.open(encoding="utf-8", errors="replace") as file:
@@ -86,7 +88,7 @@ class Log:
 
 @dataclass
 class Campaign:
-    """`startup` and `step_seconds`: how long they take undisturbed."""
+    """`startup` and `step_seconds`: durations in an undisturbed run."""
 
     words: Sequence[str]
     folder: Path
@@ -103,7 +105,7 @@ class Campaign:
     last_kill: float = 0.0
 
     def run(self, count: int, steps: int, interval: int, tell: Callable[[str], None]) -> float:
-        """Kills `count` times while the run goes on to its end; returns the seconds it took."""
+        """Kills `count` times while the run trains to its end; returns its duration in seconds."""
         self.log = Log(self.folder / "train.log")
         thresholds = sorted(self.dice.randint(1, steps - 2 * interval) for _ in range(count))
         begun = time.monotonic()
@@ -142,9 +144,9 @@ class Campaign:
         self.hurt, self.last_kill = frozenset(ranks), time.time()
 
     def _kill_launcher(self, with_ranks: bool) -> None:
-        """With its ranks: as if the machine had lost its power.
+        """Kills the launcher.
 
-        Without them, they must notice and end in good order.
+        With its ranks, as a power failure does. Without them, the ranks must notice and end in good order.
         """
         ranks = children_of(self.launcher.pid)
         self._record("the launcher and all ranks" if with_ranks else "the launcher")
@@ -159,7 +161,7 @@ class Campaign:
                 raise ChaosFailed(f"the launcher was killed, and {len(left)} of its ranks live on")
             time.sleep(_PAUSE)
         self.last_kill = time.time()
-        # As a scheduler would: the same command again.
+        # Starts the same command again, as a scheduler would.
         self._launch()
 
     def _record(self, victims: str) -> None:
@@ -181,11 +183,11 @@ class Campaign:
         return bool(self._ranks()) and self.log.step is not None and not self._is_before_start()
 
     def _is_before_start(self) -> bool:
-        """Whether the last start that the log tells of is one that was hurt."""
+        """Whether the last start in the log is the one that was killed."""
         return bool(self.kills) and self.log.starts == self.kills[-1].starts
 
     def _look(self) -> None:
-        """Takes in what has happened: steps, and the end of the launcher."""
+        """Reads the log for new steps and checks the launcher; restarts one that gave up."""
         if self.log.read() and self.kills:
             self._settle()
         if self.has_ended or self.launcher.poll() is None:
@@ -197,12 +199,12 @@ class Campaign:
             self._launch()
 
     def _settle(self) -> None:
-        """A step after one kill, or several: what they have cost is the first one's."""
+        """Computes the cost of kills at the next step; the first of several kills has the lost steps."""
         waiting = [kill for kill in self.kills if kill.back_after is None]
         if not waiting:
             return
         if self._is_before_start():
-            # The last step of those that are dying.
+            # The last step of ranks that are still ending.
             waiting[0].reached = max(waiting[0].reached, self.log.step or 0)
             return
         waiting[0].lost = max(0, waiting[0].reached - self.log.resumed_at)
@@ -210,12 +212,12 @@ class Campaign:
             kill.back_after = time.monotonic() - kill.at
 
     def _ranks(self) -> list[int]:
-        """Those of an attempt that was not hurt yet, if all of them are there."""
+        """Returns the ranks of an attempt without a kill, or none until all have started."""
         found = children_of(self.launcher.pid)
         return [] if self.hurt & set(found) or len(found) < self.ranks else found
 
     def _is_saving(self) -> bool:
-        """What the last kill may have left of a save lies there until the next one."""
+        """Whether a save is in progress; a partial one that the last kill left does not count."""
         for path in (self.folder / "checkpoints").glob(".step-*"):
             with contextlib.suppress(FileNotFoundError):
                 if path.stat().st_mtime > self.last_kill + _DYING:

@@ -1,8 +1,7 @@
-"""`pentatron train` as a process whose ranks are forked from what is imported here, instead of eight fresh
-interpreters each time.
+"""Runs `pentatron train` with ranks forked from this process instead of eight new interpreters.
 
-All else is the product's: its launcher, its supervisor, its workers and their files. It computes nothing and
-starts no thread before it forks.
+All else is the product's: its launcher, its supervisor, its workers and their files. This process computes
+nothing and starts no thread before it forks.
 """
 
 import contextlib
@@ -21,9 +20,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def prepare_to_fork() -> None:
-    """Imports what every process needs; whoever loses its parent becomes ours, so that nobody is
-    left unseen.
-    """
+    """Imports what every process needs, and becomes the subreaper of orphaned processes."""
     preload()
     import pentatron.cli.train
     import pentatron.supervise.supervisor  # noqa: F401
@@ -34,7 +31,7 @@ def prepare_to_fork() -> None:
 
 
 def start_launcher(words: Sequence[str], console: Path) -> Forked:
-    """`pentatron train WORDS...`; what it says goes to the file."""
+    """Starts `pentatron train WORDS...` with its output in `console`."""
 
     def live() -> int:
         send_to(console, 1)
@@ -46,7 +43,7 @@ def start_launcher(words: Sequence[str], console: Path) -> Forked:
 
 
 def start_fresh(words: Sequence[str], console: Path) -> "subprocess.Popen[bytes]":
-    """The same as a user starts it."""
+    """Starts `pentatron train WORDS...` in a new interpreter, as a user does."""
     with console.open("ab") as file:
         return subprocess.Popen(
             [sys.executable, "-m", "pentatron", "train", *words],
@@ -57,7 +54,7 @@ def start_fresh(words: Sequence[str], console: Path) -> "subprocess.Popen[bytes]
 
 
 def children_of(pid: int) -> list[int]:
-    """In the order in which they were started: that of the ranks."""
+    """Returns the children in the order in which they were started, which is that of the ranks."""
     try:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:
@@ -65,9 +62,9 @@ def children_of(pid: int) -> list[int]:
 
 
 def is_running(pid: int) -> bool:
-    """A process that is dead and only waited for is not.
+    """Whether a process runs; a zombie does not.
 
-    One of ours that ended is not left to be waited for.
+    Reaps the process if it is an ended child of this one.
     """
     with contextlib.suppress(ChildProcessError):
         if os.waitpid(pid, os.WNOHANG)[0] == pid:

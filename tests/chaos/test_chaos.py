@@ -1,4 +1,4 @@
-"""`make chaos` in small: two ranks, three kills, one of them the launcher's."""
+"""Runs a small `make chaos`: two ranks and three kills, one of them the launcher's."""
 
 import re
 import subprocess

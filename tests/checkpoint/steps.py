@@ -1,4 +1,4 @@
-"""Small steps to save and to find again."""
+"""Helpers that save, find and load small steps."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def whole(name: str, tensor: torch.Tensor) -> Fragment:
 
 
 def share(group: Group, value: float) -> list[Fragment]:
-    """Some rows of every tensor; a number and what is empty belong to rank 0."""
+    """Returns this rank's rows of every tensor; scalars and empty tensors belong to rank 0."""
     found = []
     for name, tensor in tensors(value).items():
         rows = len(tensor) if tensor.dim() else 0

@@ -1,4 +1,4 @@
-"""Saving while training goes on: the same files, no failure lost, nothing half done."""
+"""Tests async saves: equal files, no failure lost, no partial step."""
 
 import contextlib
 import os
@@ -52,7 +52,7 @@ def test_files_and_manifest_are_those_of_a_save_in_the_foreground(tmp_path: Path
 
 
 def hold_writing(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Files are written only once the event is set."""
+    """Delays all writes until the returned event is set."""
     go_on, honest = threading.Event(), parts_module.write_tensors
 
     def late(*arguments: Any) -> Any:
@@ -105,8 +105,7 @@ def test_the_next_save_waits_and_says_so_once(tmp_path: Path, monkeypatch: pytes
 
 @distributed(world=2)
 def test_one_rank_that_cannot_write_is_told_by_all_and_the_older_step_stays(tmp_path: Path) -> None:
-    """A limit on the size of files is what a full disk is to a writer: some of it is written, then comes an
-    error."""
+    """A limit on the size of files acts as a full disk does: a partial write, then an error."""
     import resource
 
     group = Group(dist.get_rank(), 2, dist.group.WORLD)
@@ -132,7 +131,7 @@ def test_one_rank_that_cannot_write_is_told_by_all_and_the_older_step_stays(tmp_
 
 
 def die_while_writing(folder: Path, moment: str) -> None:
-    """On a forked rank."""
+    """Runs on a forked rank, which it kills."""
     honest = parts_module.write_tensors
 
     def killed(path: Path, tensors: Any) -> Any:
@@ -182,7 +181,7 @@ def test_a_copy_of_a_gpu_is_of_the_moment_it_was_begun() -> None:
 
 
 def test_a_thread_copies_on_the_gpu_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise it would go back to the first one, where every rank of the machine would take some memory."""
+    """The thread selects its rank's GPU, as every rank would allocate memory on the default one."""
     done: list[tuple[str, Any]] = []
 
     class Stream:

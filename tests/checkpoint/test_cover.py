@@ -1,4 +1,4 @@
-"""Rectangles that make up a tensor exactly, and all the ways of failing to."""
+"""Tests that rectangles cover a tensor exactly once, and that any other cover is named."""
 
 import itertools
 import math
@@ -14,7 +14,7 @@ Part = tuple[Shape, Shape]
 
 
 def cut(rng: random.Random, start: Shape, size: Shape, depth: int) -> list[Part]:
-    """A random tiling: one cut through the rectangle, then each side by itself."""
+    """Returns a random tiling: cuts the rectangle in two, then each part in the same way."""
     possible = [d for d, n in enumerate(size) if n > 1]
     if depth == 0 or not possible:
         return [(start, size)]
@@ -27,7 +27,7 @@ def cut(rng: random.Random, start: Shape, size: Shape, depth: int) -> list[Part]
 
 
 def counted(whole: Shape, parts: list[Part]) -> dict[Shape, int]:
-    """How often each element is held, found the slow way."""
+    """Counts by brute force how often each element is covered."""
     counts = dict.fromkeys(itertools.product(*map(range, whole)), 0)
     for start, size in parts:
         for at in itertools.product(*(range(i, i + n) for i, n in zip(start, size, strict=True))):
@@ -60,7 +60,7 @@ def test_tilings_pass_and_whatever_differs_from_one_is_named(whole: Shape) -> No
 def test_numbers_and_empty_tensors() -> None:
     assert cover_problem((), [((), ())]) is None
     assert cover_problem((), []) == "element [] of [] is missing"
-    assert cover_problem((), [((), ())] * 2) == "element [] of [] is there 2 times"
+    assert cover_problem((), [((), ())] * 2) == "element [] of [] is covered 2 times"
     assert cover_problem((0, 7), []) is None
     assert cover_problem((0, 7), [((0, 0), (0, 7))] * 2) is None
     assert cover_problem((4,), [((0,), (4,)), ((2,), (0,))]) is None

@@ -1,4 +1,4 @@
-"""Damage is found and named, and the step before is used; another format version is refused."""
+"""Tests damaged steps: the damage is named, and the step before is used; other format versions."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ def flip_bit(path: Path, at: int) -> None:
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Alters a manifest as someone who knows how to sign it."""
+    """Alters a manifest and signs it again."""
     content = json.loads((folder / "manifest.json").read_text())
     del content["sha256"]
     change(content)
@@ -32,14 +32,14 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 def record_of(path: Path, name: str) -> dict[str, Any]:
-    """What a manifest says of a file whose sum is that of all its bytes."""
+    """Returns the record of a file that has one checksum of all its bytes."""
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     size = path.stat().st_size
     return {"name": name, "bytes": size, "sha256": digest, "block_bytes": 0, "block_sums": "sha256"}
 
 
 def in_rows(folder: Path, change: Callable[[list[dict[str, Any]]], None]) -> None:
-    """Stores weights/b in five pieces, one element each, and then alters what the manifest says of them."""
+    """Stores weights/b in five pieces of one element, and alters their records in the manifest."""
     path = folder / DATA
     stored = load_file(path)
     values = stored.pop("weights/b")

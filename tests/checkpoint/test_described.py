@@ -1,4 +1,4 @@
-"""The model that a checkpoint describes."""
+"""Tests the model settings that a checkpoint describes."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The digest of a state: the same in any pieces, another one for any other bit."""
+"""Tests state digests: equal for any sharding, different for any other bit."""
 
 import dataclasses
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Which steps stay: the newest, every so many for good, and always one that was read and compared."""
+"""Tests which steps are kept: the newest, multiples of `retain`, and always a verified one."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def test_every_so_many_steps_stay_for_good(tmp_path: Path) -> None:
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the steps that are read after they were saved."""
+    """Records the names of the steps that are verified after a save."""
     found: list[str] = []
     honest = store_module.verify_rank_share
 
@@ -58,7 +58,7 @@ def test_a_step_goes_only_if_one_that_stays_was_read(tmp_path: Path, read: list[
 
 
 def test_a_new_step_that_is_damaged_replaces_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that says it has written and has not: found before the only good step goes."""
+    """Verification finds a lost write before the only good step is removed."""
     store = CheckpointStore(tmp_path, keep=1)
     save(store, 1)
     honest, rename = CheckpointStore.place, Path.rename
@@ -107,7 +107,7 @@ def test_the_tracker_has_the_number_and_misleads_nobody(tmp_path: Path) -> None:
 def test_what_a_killed_save_left_goes_before_the_next_one_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may be what fills the disk."""
+    """A partial save may be what fills the disk."""
     store = CheckpointStore(tmp_path, keep=None)
     save(store, 1)
     (tmp_path / ".step-00000002.abcd").mkdir()
@@ -130,7 +130,7 @@ def test_steps_that_would_never_be_saved_are_refused() -> None:
 
 
 def test_a_step_is_saved_also_where_nothing_can_point_to_it(tmp_path: Path) -> None:
-    """`latest` is for people: that it cannot be written is told, and is no reason to train a step twice."""
+    """`latest` is informational: if it cannot be written, that is reported, and the step is saved."""
     store = CheckpointStore(tmp_path, keep=None)
     (tmp_path / "latest").mkdir(parents=True)
     (tmp_path / "latest" / "in the way").touch()

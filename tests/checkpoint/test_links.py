@@ -1,4 +1,4 @@
-"""Links by themselves: rectangles and values there and back, for every kind of layout a table can name."""
+"""Tests links: rectangles and values converted in both directions, for every form of a name table."""
 
 import random
 
@@ -56,7 +56,7 @@ def linked(form: tuple[Source, ...], shape: Shape) -> list[Link]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_there_and_back(case: str) -> None:
-    """Any rectangle of either side, read out of the other one."""
+    """Reads random rectangles of either format from the other one."""
     choose, (form, shape) = random.Random(3), CASES[case]
     links = linked(form, shape)
     name, values = links[0].ours, torch.randn(shape)

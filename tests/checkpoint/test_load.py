@@ -1,4 +1,4 @@
-"""What any layout wrote, any other reads, bit for bit and without holding more than its own."""
+"""Tests loading: any layout reads what another one wrote, bit for bit and in bounded memory."""
 
 import itertools
 import json
@@ -34,7 +34,7 @@ Layout = list[tuple[Shape, tuple[Shard, ...]]]
 
 
 def bounds(rng: random.Random, length: int, parts: int) -> list[tuple[int, int]]:
-    """Some consecutive intervals that make up [0, length)."""
+    """Returns random consecutive intervals that make up [0, length)."""
     cuts = sorted({0, length, *(rng.randint(0, length) for _ in range(parts - 1))})
     return list(itertools.pairwise(cuts))
 
@@ -45,7 +45,7 @@ def slab(shape: Shape, dimension: int, first: int, last: int) -> tuple[Shape, Sh
 
 
 def along(rng: random.Random, shape: Shape, dimension: int) -> Layout:
-    """Every rank holds some neighbouring rows, or columns."""
+    """Splits a tensor into bands of rows or columns, one for each rank."""
     found = []
     for first, last in bounds(rng, shape[dimension], rng.randint(1, 4)):
         start, size = slab(shape, dimension, first, last)
@@ -54,9 +54,7 @@ def along(rng: random.Random, shape: Shape, dimension: int) -> Layout:
 
 
 def in_blocks(rng: random.Random, shape: Shape) -> Layout:
-    """Like query, key and value of some heads: every rank holds several bands of rows, one below
-    the other.
-    """
+    """Splits rows into bands, of which a rank holds several, as of queries, keys and values."""
     ranks = rng.randint(1, 3)
     bands: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
     for band in bounds(rng, shape[0], 7):
@@ -68,13 +66,13 @@ def in_blocks(rng: random.Random, shape: Shape) -> Layout:
             start, size = slab(shape, 0, first, last)
             pieces.append(Shard(start, (rows, *start[1:]), size))
             rows += last - first
-        # Padding, which belongs to nobody, lies below the last band.
+        # Padding below the last band, which is part of no logical tensor.
         found.append(((rows + rng.randint(0, 2), *shape[1:]), tuple(pieces)))
     return found
 
 
 def grid(rng: random.Random, shape: Shape) -> Layout:
-    """Rows and columns cut, as experts and tensor parallelism do."""
+    """Splits rows and columns, as expert and tensor parallelism together do."""
     found = []
     for top, bottom in bounds(rng, shape[0], 3):
         for left, right in bounds(rng, shape[-1], 3):
@@ -96,9 +94,7 @@ def random_layout(rng: random.Random, shape: Shape) -> Layout:
 
 
 def cut(rng: random.Random, layout: Layout, logical: Tensor) -> Iterator[Fragment]:
-    """Every rank's parameter in flat shards, as an optimizer divides them; the values are those of
-    `logical`.
-    """
+    """Yields the fragments of all ranks, cut as an optimizer shards them, with values of `logical`."""
     for local_shape, pieces in layout:
         local = torch.full(local_shape, -1, dtype=logical.dtype)
         for piece in pieces:
@@ -120,7 +116,7 @@ def save(folder: Path, fragments: list[Fragment], **own: Tensor) -> Checkpoint:
 
 
 def numbered(shape: Shape, dtype: torch.dtype) -> Tensor:
-    """All elements different, as far as the type can tell them apart."""
+    """Returns a tensor whose elements differ, as far as its dtype can distinguish them."""
     return torch.arange(math.prod(shape)).to(dtype).reshape(shape)
 
 
@@ -183,7 +179,7 @@ def test_one_load_fills_many_tensors_and_leaves_the_rest_alone(tmp_path: Path) -
 
 
 class Watched:
-    """Notes the files that are opened and the size of everything that is read from them."""
+    """Records the files that are opened and the sizes of everything that is read from them."""
 
     def __init__(self) -> None:
         self.opened: list[str] = []
@@ -263,7 +259,7 @@ def test_a_save_copies_small_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(tensor_file, "_host_bytes", watched_raw)
     monkeypatch.setattr(tensor_file, "BLOCK_BYTES", 1000)
     logical = numbered(shape, torch.float32)
-    # A view whose memory is not in order, as a shard of columns is.
+    # A view that is not contiguous, as a shard of columns is not.
     strided = logical.mT.contiguous().mT if logical.dim() > 1 else logical.repeat_interleave(2)[::2]
     found = save(tmp_path, [Fragment("x", shape, (0,) * len(shape), strided)])
     assert max(copied) <= 1000 and sum(copied) == logical.nbytes
@@ -271,7 +267,7 @@ def test_a_save_copies_small_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_every_file_is_opened_once_and_only_if_it_is_needed(tmp_path: Path, watched: Watched) -> None:
-    """Three ranks saved, each its rows of twenty tensors; one rank reads rows of two of them."""
+    """Three ranks saved rows of twenty tensors; one rank reads rows that lie in two or three files."""
     folder = save_by_three(tmp_path)
     targets = [
         Fragment(f"t{i:02}", (9, 4), (first, 0), torch.zeros(3, 4)) for i in range(20) for first in (4, 1)
@@ -285,7 +281,7 @@ def test_every_file_is_opened_once_and_only_if_it_is_needed(tmp_path: Path, watc
 
 
 def save_by_three(folder: Path) -> Checkpoint:
-    """What three ranks would have saved, put together from three saves of one process."""
+    """Builds the checkpoint of three ranks in one process."""
     from pentatron.checkpoint.format import Manifest, StoredPiece, TensorRecord
 
     files, pieces = {}, {f"t{i:02}": [] for i in range(20)}
@@ -322,7 +318,7 @@ def test_damage_that_no_checksum_was_asked_for_is_one_sentence(tmp_path: Path) -
 
 
 def test_many_pieces_are_found_quickly(tmp_path: Path) -> None:
-    """Four thousand pieces on either side: asking each for each would be sixteen million questions."""
+    """Four thousand pieces on either side: comparing every pair would take sixteen million calls."""
     import pentatron.checkpoint.load as module
 
     asked = 0

@@ -54,7 +54,7 @@ def on_a_shared_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_job_that_lives_on_another_machine_is_met_by_its_signs_of_life(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between machines the kernel's lock may not hold: here nobody has it, and the record alone speaks."""
+    """Between machines flock may not work: nothing holds it here, and only the record shows the owner."""
     on_a_shared_disk(monkeypatch)
     leave_a_record(tmp_path)
     living = threading.Timer(0.3, lambda: os.utime(tmp_path / ".lock"))
@@ -75,7 +75,7 @@ def test_what_a_silent_owner_left_is_taken_over(tmp_path: Path, monkeypatch: pyt
         while (tmp_path / ".lock").stat().st_mtime == first:
             assert time.monotonic() < deadline, "who holds it says so again and again"
             time.sleep(0.02)
-    # One that has ended, or that this machine's kernel would know of, is not waited for.
+    # An owner that has released the lock, or that this machine's kernel would know, is not waited for.
     with lock_folder(tmp_path, said.append):
         pass
     leave_a_record(tmp_path, host=socket.gethostname())
@@ -92,8 +92,7 @@ def test_the_disk_of_a_folder_is_found_out(tmp_path: Path) -> None:
 def test_a_lock_file_that_is_replaced_before_it_is_locked_keeps_out_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between opening and locking, another job takes the folder under a new inode: the old one's lock is
-    worth nothing."""
+    """Another job replaces the file between open and flock, so that a lock of the old inode is void."""
     (tmp_path / ".lock").touch()
     honest, held = fcntl.flock, contextlib.ExitStack()
 
@@ -131,7 +130,7 @@ def test_an_owner_asks_whether_the_folder_is_still_its_own(tmp_path: Path) -> No
 def test_an_owner_that_slept_finds_its_folder_taken_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between machines, where the kernel's lock does not hold."""
+    """Imitates two machines, between which flock does not work."""
     on_a_shared_disk(monkeypatch)
     monkeypatch.setattr(lock_module, "_BEAT_SECONDS", 60.0)
     monkeypatch.setattr(fcntl, "flock", lambda file, how: None)
@@ -155,7 +154,7 @@ def test_a_file_that_is_no_lock_is_not_overwritten(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["FIFO", "device", "folder"])
 def test_what_is_no_file_is_not_opened_as_a_lock(tmp_path: Path, kind: str) -> None:
-    """A FIFO would block, and a device be read without end."""
+    """Opening a FIFO would block, and reading a device would not end."""
     path = tmp_path / ".lock"
     if kind == "FIFO":
         os.mkfifo(path)

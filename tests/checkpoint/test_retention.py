@@ -1,4 +1,4 @@
-"""Which steps may go: one rule for a run and for `pentatron checkpoint prune`."""
+"""Tests which steps are removed: one rule for a run and for `pentatron checkpoint prune`."""
 
 from pathlib import Path
 

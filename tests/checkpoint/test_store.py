@@ -1,4 +1,4 @@
-"""The commit protocol: a step is complete or not there."""
+"""Tests the commit protocol: a step is complete or does not exist."""
 
 import json
 import os
@@ -77,8 +77,8 @@ def rows(first: int, last: int, of: int = 6, dtype: torch.dtype = torch.float32)
 WRONG = {
     "a gap": ([rows(0, 2)], [rows(3, 6)], r"element \[2, 0\] of \[6, 2\] is missing"),
     "a gap at the end": ([rows(0, 2)], [rows(2, 5)], r"element \[5, 0\] of \[6, 2\] is missing"),
-    "an overlap": ([rows(0, 4)], [rows(3, 6)], r"element \[3, 0\] of \[6, 2\] is there 2 times"),
-    "the same twice": ([rows(0, 6)], [rows(0, 6)], r"element \[0, 0\] of \[6, 2\] is there 2 times"),
+    "an overlap": ([rows(0, 4)], [rows(3, 6)], r"element \[3, 0\] of \[6, 2\] is covered 2 times"),
+    "the same twice": ([rows(0, 6)], [rows(0, 6)], r"element \[0, 0\] of \[6, 2\] is covered 2 times"),
     "as much as needed, not as it should": ([rows(0, 3)], [rows(1, 4)], r"element \[1, 0\] .* 2 times"),
     "outside": ([rows(0, 3)], [rows(3, 7)], r"lies outside \[6, 2\]"),
     "two types": ([rows(0, 3)], [rows(3, 6, dtype=torch.float64)], "float32 .* and float64"),
@@ -201,7 +201,7 @@ def test_wrong_shape_and_missing_tensor_are_named(tmp_path: Path) -> None:
 
 
 def save_and_die(folder: Path, where: str) -> None:
-    """On a forked rank, which it breaks."""
+    """Runs on a forked rank, which it patches and kills."""
 
     def die(*args: Any, **kwargs: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -305,7 +305,7 @@ def test_a_state_of_another_step_is_refused(tmp_path: Path) -> None:
 
 
 def test_nothing_is_written_into_a_folder_that_was_lost(tmp_path: Path) -> None:
-    """Before the temporary folder is made, before the step gets its name, and before older ones go."""
+    """Checks the lock before the temporary folder, before the commit, and before older steps are removed."""
     store = CheckpointStore(tmp_path, keep=1)
     save(store, 1)
     for asked, left in ((1, 0), (2, 1), (3, 2)):

@@ -1,4 +1,4 @@
-"""Sums compared by all ranks, each some of the files, with one verdict."""
+"""Tests verification by all ranks: each reads a share of the files, and all get one verdict."""
 
 import shutil
 from pathlib import Path
@@ -61,7 +61,7 @@ def test_damage_that_another_rank_finds_sends_all_to_the_step_before(tmp_path: P
 
 @distributed(world=2)
 def test_a_rank_that_sees_a_copy_checks_that_one(tmp_path: Path) -> None:
-    """As on machines without a common folder: a link, which differs for each rank, stands for the disk."""
+    """Imitates machines without a shared folder: each rank verifies the step on its own disk."""
     group = Group(dist.get_rank(), 2, dist.group.WORLD)
     save(CheckpointStore(tmp_path / "disk-0", keep=None), 1, group)
     dist.barrier()
@@ -71,7 +71,7 @@ def test_a_rank_that_sees_a_copy_checks_that_one(tmp_path: Path) -> None:
     dist.barrier()
     steps = CheckpointStore.steps
     mine = tmp_path / f"disk-{group.rank}" / "step-00000001"
-    # What rank 0 names is a path; here each rank finds its own disk behind it.
+    # Rank 0 sends a path, behind which each rank has its own disk.
     import pentatron.checkpoint.verify as module
 
     honest = module.verify_rank_share

@@ -1,4 +1,4 @@
-"""`pentatron bench`: a sweep with real processes, and its files."""
+"""Runs a sweep of `pentatron bench` with real processes and checks its files."""
 
 import csv
 import subprocess
@@ -53,7 +53,7 @@ def test_a_sweep(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch:
     assert not list(Path("benchmark_results").rglob("checkpoints")), "nothing is saved"
     for name in ("throughput.svg", "memory.svg", "time.svg"):
         assert (tmp_path / "benchmark_results" / name).stat().st_size > 500
-    # The command of a row runs the same training.
+    # `pentatron config` accepts the command in a row.
     command = rows["pp2"]["command"].split()
     assert command[:2] == ["pentatron", "train"] and "--global-batch-size" in command
     assert main(["config", *command[2:]]) == 0

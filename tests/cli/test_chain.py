@@ -1,5 +1,4 @@
-"""The whole way of a model, as it is typed: Hugging Face folder → convert.py → training → export → the same
-text everywhere."""
+"""Imports a Hugging Face model with convert.py, trains, exports, and compares generated text."""
 
 import runpy
 import sys
@@ -24,7 +23,7 @@ PROMPTS = ["import os\n", "def f(x):\n    return "]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A small Qwen with a tokenizer."""
+    """Saves a small Qwen model with a tokenizer."""
     found = save(theirs("qwen2", vocab_size=WORDS), tmp_path / "qwen")
     tokenizer = train_bpe(iter(["import os\nimport sys\ndef f(x):\n    return x\n"] * 3), WORDS)
     tokenizer.post_processor = TemplateProcessing(single="$A")

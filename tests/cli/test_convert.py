@@ -1,4 +1,4 @@
-"""Runs `pentatron import`, `pentatron export` and tools/checkpoint/convert.py through their command lines."""
+"""Runs `pentatron import`, `pentatron export` and tools/checkpoint/convert.py."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from tests.hf.test_round_trip import names, same, tensors
 from tests.train.test_loaded import train_on_a_rank
 
 ROOT = Path(__file__).parents[2]
-# The command of the guide with other folders.
+# Flags of the guide's command; tests add their own folders.
 GUIDE = """--bf16 --model-type GPT --loader llama_mistral --saver core --target-tensor-parallel-size 2
  --target-pipeline-parallel-size 1 --checkpoint-type hf --model-size qwen2.5 --loader-transformer-impl transformer_engine
  --make-vocab-size-divisible-by 128"""
@@ -81,7 +81,7 @@ def test_a_broken_tokenizer_is_not_carried_along_in_silence(
 
 
 def test_what_was_not_said(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run trained in bf16 without a tokenizer gives a note about each."""
+    """Export of a bf16 run without a tokenizer prints a note about the dtype and about the tokenizer."""
     assert main(["import", str(folder), str(tmp_path / "ours"), "--dtype", "fp32"]) == 0
     step = find_step(tmp_path / "ours")[0].folder
     for path in (tmp_path / "ours" / "huggingface").iterdir():
@@ -137,7 +137,7 @@ def test_without_transformers(
 
 
 class Terminated(SilentDisplay):
-    """Interrupts a conversion with SIGTERM."""
+    """Sends SIGTERM to this process after half of a conversion."""
 
     def work(self, what: str, done: int, total: int, facts: str = "") -> None:
         if 2 * done > total:
@@ -184,7 +184,7 @@ def test_the_command_of_the_guide(folder: Path, tmp_path: Path) -> None:
     found, _ = find_step(tmp_path / "ours")
     assert {record.dtype for record in found.manifest.tensors.values()} == {"bfloat16"}
     assert "tokenizer.model" in names(tmp_path / "ours" / "huggingface")
-    # Loaded in another layout than the requested one and exported again, it has the same bytes.
+    # A checkpoint that is loaded in another layout than the requested one exports the same bytes.
     words = (
         f"--load {tmp_path / 'ours'} --finetune --ckpt-format torch_dist --pp_size 2 --bf16 --train-iters 0"
     )
@@ -241,7 +241,7 @@ def test_flags_act_or_are_refused(
 
 
 def test_sizes_of_the_guide_are_known(capsys: pytest.CaptureFixture[str]) -> None:
-    """The loader that the guide refers to lists the same sizes."""
+    """`--model-size` takes the sizes that the guide's loader lists."""
     loader = runpy.run_path(
         str(ROOT / "tools" / "checkpoint" / "loader_llama_mistral.py"), run_name="__main__"
     )

@@ -27,7 +27,7 @@ def text(tmp_path: Path) -> Path:
 
 
 def test_the_guides_script_makes_exactly_these_files(text: Path, tmp_path: Path) -> None:
-    """The command of the guide, with a folder instead of a name of the hub."""
+    """Runs the guide's command with a local folder in place of a Hub model name."""
     (tmp_path / "model").mkdir()
     train_bpe(iter([text.read_text()]), 270).save(str(tmp_path / "model" / "tokenizer.json"))
     words = f"--input {text} --output-prefix {tmp_path}/my_dataset --tokenizer-type HFTokenizer --tokenizer-model {tmp_path}/model"
@@ -226,7 +226,7 @@ def test_an_input_without_text_is_told(tmp_path: Path, capsys: pytest.CaptureFix
         (tmp_path / f"{name}.jsonl").write_text(content)
         words = f"--input {tmp_path / name}.jsonl --output-prefix {tmp_path / name} --tokenizer-type ByteTokenizer"
         assert main(["prepare", *words.split()]) == 0
-        assert f"{name}_text_document: no token, as the input holds no text" in capsys.readouterr().out
+        assert f"{name}_text_document: no tokens, because the input has no text" in capsys.readouterr().out
 
 
 def test_what_data_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:

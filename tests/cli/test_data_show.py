@@ -39,7 +39,7 @@ def chats(tmp_path: Path) -> Path:
 
 
 def loaded(words: str, folder: Path, part: str, samples: int) -> list[dict[str, Any]]:
-    """Returns the samples of the batches of a training run."""
+    """Returns the first samples that the data loader of a training run yields."""
     config = prepare(f"{words} {SHAPE}".split(), TRAIN).resolved.config
     world = single_process(torch.device("cpu"))
     opened = open_data(config, world, folder, SilentDisplay())
@@ -79,7 +79,7 @@ def test_json_is_what_the_loader_gives(
     assert main(["data", "show", *f"{written} {options} --part {part}".split()]) == 0
     assert json.loads(capsys.readouterr().out) == expected
     if "--sft" not in words and part == "train":
-        # Control: a run of another length has another order.
+        # Control: a run of another length reads its samples in another order.
         assert main(["data", "show", *f"{written} --index 0:8 --train-samples 400 --json".split()]) == 0
         assert json.loads(capsys.readouterr().out) != expected
 

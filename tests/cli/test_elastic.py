@@ -1,4 +1,4 @@
-"""A run that goes on with more processes or fewer: the same samples in the same steps, and the same loss."""
+"""Resumes a run with more or fewer processes: the batch size, samples and losses stay the same."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from pentatron.train.session import run_training
 from tests.cli.test_train import forked, losses
 
 TINY = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 61 --dataset-size 64 --lr 1e-2 --device cpu"
-# The names and defaults of pretrain_gpt.py.
+# A script with the flag names and defaults of pretrain_gpt.py.
 ENTRY = "from pentatron.cli.main import run_entry\nfrom pentatron.settings.entry_points import PRETRAIN_GPT\nrun_entry(PRETRAIN_GPT)\n"
 RUN = f"{TINY} --train-iters 6 --eval-interval 0 --sample-tokens 0"
 
@@ -25,7 +25,7 @@ def on(processes: int, folder: Path, words: str) -> Resolved:
 
 
 def batch(resolved: Resolved) -> tuple[int | None, int | None, int]:
-    """Samples of a step, of a micro-batch, and how many of those each rank runs."""
+    """Returns the global batch size, the micro-batch size, and the micro-batches of a rank in a step."""
     config = resolved.config
     return config.train.global_batch_size, config.train.micro_batch_size, config.accumulation
 
@@ -37,8 +37,11 @@ def alone(folder: Path, words: str) -> None:
 def test_the_batch_of_a_run_is_kept_on_any_number_of_processes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One command on two processes, then on one: of a rank it says the same, of a step it would not; but the
-    run keeps its own."""
+    """Resumes a run of two ranks on one rank with the global batch size of the checkpoint.
+
+    The command gives only the micro-batch size, from which one rank alone would derive a smaller global batch
+    size.
+    """
     words = "--micro-batch-size 2 --lr-decay-style constant"
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     script = tmp_path / "pretrain.py"
@@ -58,9 +61,10 @@ def test_the_batch_of_a_run_is_kept_on_any_number_of_processes(
         "the checkpoint was made on 1 tensor × 1 pipeline × 1 context × 2 data ranks; it resumes on" in shown
     )
     assert losses(cut) == [(step, pytest.approx(loss, rel=1e-5)) for step, loss in losses(whole)]
-    # Also where its last start had another number; and so on.
+    # The last start had one process. The batch size is still kept, on one and on two.
     assert batch(on(1, cut, words)) == (4, 2, 2) and batch(on(2, cut, words)) == (4, 2, 1)
-    # Who says another number wants it; and what cannot be divided is refused with the equation.
+    # Another micro-batch or global batch size on the command line replaces the kept one. A batch that the
+    # ranks cannot divide is refused with the equation.
     assert batch(on(1, cut, "--micro-batch-size 1"))[0] == 1
     assert batch(on(1, cut, f"{words} --global-batch-size 6"))[0] == 6
     equation = r"global batch size \(4\) is not divisible by micro batch size \(2\) times data parallel size"
@@ -73,7 +77,7 @@ def test_the_batch_of_a_run_is_kept_on_any_number_of_processes(
 
 
 def test_what_a_guide_says_of_a_rank_is_divided_anew(tmp_path: Path) -> None:
-    """`--batch_size` of the guides is a rank's: on more ranks than before, each has fewer."""
+    """The guides' `--batch_size` counts samples of one rank; more ranks keep the global batch size."""
     folder = tmp_path / "a"
     said = f"{TINY} --train-iters 2 --batch_size 4 --sample-tokens 0 --save {folder} --load {folder}".split()
     run_training(prepare(said, STANDARD, Facts(1, 1, 1)).resolved, single_process(), True)

@@ -1,4 +1,4 @@
-"""Who started this process, and what is left in the environment for torch."""
+"""Tests which launcher is detected and which environment variables are set for torch."""
 
 import sys
 
@@ -154,12 +154,12 @@ def test_malformed_environment(environment: dict[str, str], sentence: str) -> No
     assert str(error.value) == sentence
 
 
-# --- what torch is told ---
+# --- variables for torch ---
 
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """`os.environ`, replaced by an empty one."""
+    """Replaces `os.environ` with an empty dict."""
     empty: dict[str, str] = {}
     monkeypatch.setattr("os.environ", empty)
     return empty

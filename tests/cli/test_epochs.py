@@ -1,6 +1,4 @@
-"""`--epochs`: steps are counted from the index of files before anything starts, or when the run has
-tokenized its data.
-"""
+"""Tests `--epochs`: counts steps from .idx files before the start, or after the run has tokenized."""
 
 import json
 from pathlib import Path
@@ -28,7 +26,7 @@ SHAPE = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 
 
 @pytest.fixture
 def pairs(tmp_path: Path) -> tuple[Path, Path]:
-    """20 documents of 10 tokens, and 10 of 5: 24 and 6 sequences of 8."""
+    """Writes 20 documents of 10 tokens and 10 of 5 tokens: 24 and 6 sequences of 8 tokens."""
     for name, documents, tokens in (("a", 20, 10), ("b", 10, 5)):
         with IndexedDatasetWriter(tmp_path / name, "uint16") as writer:
             for number in range(documents):
@@ -79,7 +77,7 @@ def test_the_nearer_of_two_limits(pairs: tuple[Path, Path]) -> None:
 
 
 def test_every_document_is_read_as_often_as_epochs_say(pairs: tuple[Path, Path], tmp_path: Path) -> None:
-    """The order that is built holds just these epochs, and the run reads all of it."""
+    """The shuffled order has exactly the requested epochs, and the run reads all of it."""
     config = prepared(
         f"--data-path {pairs[0]} --split 1,0,0 --global-batch-size 4 --epochs 3 --eval-iters 0"
     ).resolved.config
@@ -111,7 +109,7 @@ def test_what_cannot_be_counted_is_one_sentence(pairs: tuple[Path, Path], tmp_pa
 
 
 def test_a_job_for_other_machines_counts_there(tmp_path: Path) -> None:
-    """Its script may be written where the data is not."""
+    """Preparing a job for other machines needs no data here: the steps are counted when it runs."""
     there = Facts(4, 4, 8, "torchrun", True)
     words = (
         f"{SHAPE.partition(' --nproc')[0]} --data-path {tmp_path / 'none'} --global-batch-size 4 --epochs 2"
@@ -132,7 +130,7 @@ def test_text_is_told_once(tmp_path: Path) -> None:
 
 
 def under_torchrun(prefix: Path) -> str:
-    """What a rank says that a launcher started; the first of them has no data."""
+    """Returns the step count that a rank under torchrun resolves, or its error message."""
     words = f"{SHAPE.partition(' --nproc')[0]} --data-path {prefix} --split 1,0,0 --global-batch-size 4 --epochs 2"
     resolved = prepare(words.split(), TRAIN, Facts(2, 2, 8, "torchrun", True)).resolved
     world = create_groups(resolved.config.grid, dist.get_rank(), dist.get_rank(), torch.device("cpu"))
@@ -180,7 +178,7 @@ def test_shown_samples_are_those_of_the_epochs(
 
 @pytest.fixture
 def chats(tmp_path: Path) -> str:
-    """10 conversations, and a tokenizer; the words that name them."""
+    """Writes 10 conversations and a tokenizer; returns the flags that select them."""
     lines = [{"input": f"what is {n}", "output": f"the answer {n}"} for n in range(10)]
     (tmp_path / "chats.jsonl").write_text(
         "".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8"
@@ -204,7 +202,7 @@ def test_epochs_of_conversations(chats: str, tmp_path: Path, capsys: pytest.Capt
     assert said.count("10 conversations padded to 10 sequences") == 1
     saved = (tmp_path / "run" / "config.yaml").read_text()
     assert "train_iters: 10 " in saved and "2 epochs of 10 samples" in saved
-    # The schedules end where the run ends.
+    # The learning rate schedule ends with the run.
     assert "lr_decay_iters: 10 " in saved
     assert (
         main([*words.split(), "--sft-packing", "--train-iters", "1", "--run-dir", str(tmp_path / "packed")])
@@ -222,7 +220,7 @@ def test_ranks_agree_on_the_epochs_of_conversations(chats: str, tmp_path: Path) 
 
 
 def test_epochs_of_the_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The preset's number of steps is nobody's wish."""
+    """`--epochs` replaces the number of steps of the preset."""
     words = "train --corpus python --corpus-bytes 60000 --vocab-size 300 --seq-length 512 --global-batch-size 16 --epochs 1"
     assert main([*f"{words} {SMALL} --nproc-per-node 1".split(), "--run-dir", str(tmp_path / "run")]) == 0
     assert capsys.readouterr().out.count("corpus: Python's standard library") == 1

@@ -56,7 +56,7 @@ def test_without_a_gpu_it_is_foreseen(
 
 
 def on_a_gpu_of(room: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Fakes a GPU with `room` bytes, of which a sample needs a million; returns the sizes tried."""
+    """Fakes a GPU with `room` bytes, where a sample needs 10**6; returns the list of sizes tried."""
     tried: list[int] = []
 
     def measured(sweep: Any, layout: MicroBatch, starter: Any, live: Any) -> Row:
@@ -91,7 +91,7 @@ def test_real_steps_decide_on_a_gpu(
         and kept["settings"].startswith("--num-layers 2")
     )
     assert [trial["size"] for trial in kept["trials"]] == tried
-    # Only divisors of a given batch.
+    # With a given global batch size, only its divisors are tried.
     tried.clear()
     assert main([*ALONE, "--global-batch-size", "32"]) == 0
     assert "largest: 16;" in capsys.readouterr().out and set(tried) <= {1, 2, 4, 8, 16, 32}

@@ -1,4 +1,4 @@
-"""`pentatron generate`: what it takes, what it prints, and the same words from several processes."""
+"""Tests `pentatron generate`: its inputs, its output, and equal text from several processes."""
 
 import io
 import json
@@ -27,7 +27,7 @@ QUICK = ["--max-new-tokens", "6", "--seed", "1", "--threads", "1", "--device", "
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face folder whose tokenizer begins every text with a token of its own."""
+    """Saves a Hugging Face model whose tokenizer prepends `<|endoftext|>` to every text."""
     path = tmp_path_factory.mktemp("model")
     save(theirs("llama", vocab_size=WORDS, tie_word_embeddings=True), path)
     from tokenizers.processors import TemplateProcessing
@@ -119,7 +119,7 @@ def test_the_reference_is_what_transformers_says(
 def test_an_import_says_the_same_as_its_source(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Tokenizer and stop tokens come along."""
+    """An import copies the tokenizer and the stop tokens."""
     free = objects(capsys, folder, "import ", *QUICK, "--greedy")[0]
     source = tmp_path / "source"
     shutil.copytree(folder, source)
@@ -160,11 +160,9 @@ def test_a_run_its_checkpoints_and_one_step(run: Path, capsys: pytest.CaptureFix
         f"--- prompt 1 of 2 ---\n{first}\n--- prompt 2 of 2 ---\n{second}\n"
     )
     assert say(capsys, run, "--tokens", "1,2,3", "--greedy", *QUICK)[0] == f"{first}\n"
-    # 16 positions: the text of 14 tokens gets two more, and a note.
+    # The model has 16 positions: a prompt of 14 tokens gets two more, and a note.
     many = ",".join(map(str, range(14)))
-    assert (
-        "ends here: the model is made for 16 tokens in all" in say(capsys, run, "--tokens", many, *QUICK)[1]
-    )
+    assert "ends here: the model has 16 positions" in say(capsys, run, "--tokens", many, *QUICK)[1]
 
     weights = next((run / "checkpoints" / "step-00000002").glob("*.safetensors"))
     whole = weights.read_bytes()
@@ -179,7 +177,7 @@ def test_a_run_its_checkpoints_and_one_step(run: Path, capsys: pytest.CaptureFix
 def test_what_has_nothing_to_act_on_is_told(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, err = say(capsys, run, "--tokens", "1", "--greedy", "--top-k", "3", "--top-p", "0.5", *QUICK)
     assert (
-        "note: --top-k 3 --top-p 0.5 --seed 1: the likeliest token is always taken, so this has no effect"
+        "note: --top-k 3 --top-p 0.5 --seed 1: greedy decoding takes the most likely token, so this has no effect"
         in err
     )
     _, err = say(capsys, run, "--tokens", "1", *QUICK, "--master-port", "29555")
@@ -201,11 +199,11 @@ def test_a_name_of_the_hub_is_its_folder(
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("", "say which model to use"),
+        ("", "expected a model and a prompt in quotes"),
         ("nowhere x", "the folder nowhere does not exist"),
         ("RUN x", "has no tokenizer; give one with --tokenizer-model DIR, or token ids with --tokens"),
-        ("RUN --tokens 1,x", "--tokens must be ids such as 1,2,3"),
-        ("RUN x --tokens 1", "--tokens are the prompts"),
+        ("RUN --tokens 1,x", "--tokens must be token ids such as 1,2,3"),
+        ("RUN x --tokens 1", "--tokens gives the prompts already"),
         ("RUN --tokens 1,99", "token 99, and the model knows the tokens 0 to 60"),
         ("RUN --tokens 1 --top-p 0", "--top-p 0.0 must be above 0 and at most 1"),
         ("RUN --tokens 1 --seed 4294967296", "--seed 4294967296 must be from 0 to 4294967295"),
@@ -223,7 +221,10 @@ def test_a_name_of_the_hub_is_its_folder(
             "RUN --tokens 1 --spec some module",
             "was made without layers of its own; leave --spec some module out",
         ),
-        ("RUN --tokens 1 --greedy --temperature 0.5", "--greedy is --temperature 0, but --temperature 0.5"),
+        (
+            "RUN --tokens 1 --greedy --temperature 0.5",
+            "--greedy means --temperature 0, but --temperature 0.5",
+        ),
         ("RUN --tokens 1 --json=maybe", "--json must be true or false, not 'maybe'"),
         ("RUN --tokens 1 --temprature 0", "did you mean --temperature"),
         ("RUN --prompt-file nowhere", "--prompt-file nowhere cannot be read"),

@@ -1,5 +1,4 @@
-"""A rank that gives no sign of life, one that loops, and one that leaves a collective out: named, written
-down, ended."""
+"""Tests hang detection: names a frozen or looping rank, writes the stacks and ends the job."""
 
 from pathlib import Path
 
@@ -26,7 +25,7 @@ def test_a_stopped_rank_is_named_and_the_job_goes_on_without_it(tmp_path: Path) 
     code, _, err, folder = run(tmp_path, STOPPED)
     assert code == 0, err
     first, second = err.splitlines()
-    assert "after step 7 rank 1 of 2 is frozen (its process is stopped, as by SIGSTOP)" in first
+    assert "after step 7 rank 1 of 2 is frozen (its process is stopped, e.g. by SIGSTOP)" in first
     assert "and rank 0 waits in the all-reduce" in first
     assert second == "pentatron: restarting from step 6 (1 of 1); 1 step is lost"
     dump = (folder / "hang-7.txt").read_text()

@@ -1,4 +1,4 @@
-"""Help and dispatch: grouped, complete, without torch; a mistake is one line and exit code 2."""
+"""Tests help and dispatch: every setting is listed, torch stays out, a mistake is one line and code 2."""
 
 import os
 import re
@@ -16,7 +16,7 @@ from pentatron.settings.entry_points import ENTRY_POINTS, EXAMPLE, PARALLEL_3D, 
 from pentatron.settings.run_config import sections, table
 
 ROOT = Path(__file__).parents[2]
-# Runs a command and tells, in its exit code, whether that brought in torch.
+# Runs a command; exit code 90 means that it has imported torch.
 WITHOUT_TORCH = """
 import sys
 from pentatron.cli.main import main
@@ -49,7 +49,7 @@ def test_torch_is_not_imported(words: str) -> None:
 
 
 def test_help_comes_at_once() -> None:
-    """By the time it computes: what else runs on the machine is not its fault."""
+    """Measures CPU time, which does not depend on the load of the machine."""
 
     def computed() -> float:
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -95,7 +95,7 @@ def test_help_of_one_group() -> None:
 
 
 def line_of(text: str, flag: str) -> str:
-    """The entry that starts with a flag, its continuation lines joined."""
+    """Returns the help entry of a flag with its continuation lines joined."""
     lines = text.splitlines()
     start = next(i for i, line in enumerate(lines) if re.match(rf"  (--[a-z0-9-]+, )*{flag}\b(?!-)", line))
     end = next(i for i in range(start + 1, len(lines)) if not lines[i].startswith(" " * 8))
@@ -174,7 +174,8 @@ def test_train_help_through_the_command(capsys: pytest.CaptureFixture[str]) -> N
         ("bench --step 3", "unknown flag --step (did you mean --steps?); pentatron bench --help"),
         ("bench --find-microbatch", "unknown flag --find-microbatch (did you mean --find-micro-batch?); pentatron bench --help"),
         ("launch slurm --nodez 2 --gpus-per-node 8", "unknown flag --nodez (did you mean --nodes?)"),
-        # Before a value that is missing, as it may be the misspelt one, and before values that are wrong.
+        # An unknown flag is reported before a missing value, whose flag it may misspell, and before wrong
+        # values.
         ("launch slurm --nodes 2 --gpu-per-node 8", "unknown flag --gpu-per-node (did you mean --gpus-per-node?); pentatron launch --help"),
         ("layout --draw x --tp_siz 2", "unknown flag --tp_siz (did you mean --tp-size?)"),
         ("bench --steps 0 --prest demo", "unknown flag --prest (did you mean --preset?)"),
@@ -276,7 +277,7 @@ def test_help_is_found_by_every_way(words: str, capsys: pytest.CaptureFixture[st
 
 
 class _Interrupted:
-    """Ctrl-C while modules are imported."""
+    """Raises KeyboardInterrupt during the import of pentatron.cli.main."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         if name == "pentatron.cli.main":
@@ -289,7 +290,7 @@ def test_ctrl_c_is_answered_from_the_first_moment_on(
     monkeypatch.setattr(sys, "meta_path", [_Interrupted(), *sys.meta_path])
     monkeypatch.delitem(sys.modules, "pentatron.cli.main")
     assert program() == 130
-    assert capfd.readouterr().err == "pentatron: stopped before anything was done\n"
+    assert capfd.readouterr().err == "pentatron: interrupted during startup\n"
 
 
 def test_as_a_process_a_mistake_has_no_traceback() -> None:

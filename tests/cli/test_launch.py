@@ -1,4 +1,4 @@
-"""`pentatron launch`: what is refused, what is written, and a written script that trains on two machines."""
+"""Tests `pentatron launch`: refusals, written scripts, and one that trains on two machines."""
 
 import subprocess
 from pathlib import Path
@@ -31,12 +31,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
          ["8 processes are too few: one copy of the model needs 4 (tensor) × 4 (pipeline) × 1 (context) = 16"]),
         ([*CLUSTER, "--world-size", "16"], ["--world-size 16 does not match the 8 started process(es)"]),
         ([*CLUSTER, "--hiden-size", "8"], ["unknown flag --hiden-size"]),
-        (["--nodes", "2"], ["how many GPUs does a node have? Say --gpus-per-node G"]),
+        (["--nodes", "2"], ["--gpus-per-node is missing; give --gpus-per-node G"]),
         (["--nodes", "0", "--gpus-per-node", "4", "--time", "soon"],
          ["--nodes 0 must be at least 1", "--time soon must look like"]),
         ([*CLUSTER, "--sbatch", "--time=5 --exclusive --gres=gpu:1"],
          ["--sbatch: --time=5 would bypass the checks", "--sbatch: --gres=gpu:1 would bypass"]),
-        ([*CLUSTER, "--script", "nowhere.py"], ["--script nowhere.py does not exist here"]),
+        ([*CLUSTER, "--script", "nowhere.py"], ["--script nowhere.py does not exist"]),
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_refused_and_nothing_is_written(
@@ -73,7 +73,8 @@ def test_a_batch_script_says_what_was_asked(here: Path, capsys: pytest.CaptureFi
     assert "try.sbatch: 2 nodes × 4 = 8 processes = 2 tensor × 2 pipeline × 1 context × 2 data" in out
     assert "submit it with: sbatch try.sbatch" in out
     assert (
-        "what you have not exported: OMP_NUM_THREADS=8, CUDA_DEVICE_MAX_CONNECTIONS=1, NCCL_DEBUG=WARN" in out
+        "variables it sets unless exported: OMP_NUM_THREADS=8, CUDA_DEVICE_MAX_CONNECTIONS=1, NCCL_DEBUG=WARN"
+        in out
     )
     script = (here / "try.sbatch").read_text()
     lines = script.splitlines()
@@ -98,15 +99,13 @@ def test_a_batch_script_says_what_was_asked(here: Path, capsys: pytest.CaptureFi
     [
         ("--nodes 2 --master-addr host", "on every machine: bash job.sh 0 and bash job.sh 1\n"),
         ("--nodes 4 --master-addr host", "on every machine: bash job.sh 0, ..., bash job.sh 3\n"),
-        ("--nodes 2", "with MASTER_ADDR exported there as the address of the first: bash job.sh 0 and"),
+        ("--nodes 2", "with MASTER_ADDR exported as the address of the first: bash job.sh 0 and"),
     ],
 )
 def test_how_to_start_it_is_said_in_full(
     here: Path, capsys: pytest.CaptureFixture[str], words: str, sentence: str
 ) -> None:
-    """The script refuses to run without an address; whoever reads this line should not have to find
-    that out.
-    """
+    """Prints the complete start command, because the script refuses to run without an address."""
     asked = f"torchrun {words} --gpus-per-node 2 --write job.sh"
     assert main(["launch", *asked.split(), *MODEL]) == 0
     assert sentence in capsys.readouterr().out
@@ -118,7 +117,7 @@ def test_a_container_sees_the_folder_it_works_in(here: Path, capsys: pytest.Capt
     assert (
         '--container-mounts="$PWD:$PWD" --container-workdir="$PWD"' in (here / "pentatron.sbatch").read_text()
     )
-    assert f"the container sees {here} and nothing else of the machine" in capsys.readouterr().out
+    assert f"only {here} is mounted in the container" in capsys.readouterr().out
     assert main([*words, "--container-mounts", f"{here.parent}:{here.parent}"]) == 0
     assert '"$PWD:$PWD"' not in (here / "pentatron.sbatch").read_text(), "seen already"
 
@@ -134,7 +133,7 @@ def test_tensor_groups_over_nodes_and_one_core_are_remarked_upon(capsys: pytest.
     assert main(["launch", "slurm", *CLUSTER, *MODEL, *one_head_each]) == 0
     said = capsys.readouterr().out
     assert "note: tensor groups of 8 span several nodes of 4" in said
-    assert "without --cpus-per-task Slurm may give one core to the 4 workers" in said
+    assert "without --cpus-per-task Slurm may give all 4 workers of a node one core" in said
 
 
 def test_a_job_that_saves_nothing_and_may_start_again_is_remarked_upon(
@@ -142,7 +141,7 @@ def test_a_job_that_saves_nothing_and_may_start_again_is_remarked_upon(
 ) -> None:
     (here / "pretrain_gpt.py").write_text("")
     words = ["--script", "pretrain_gpt.py", *MODEL]
-    said = "note: no checkpoint is saved, so a job that is restarted begins at step 0"
+    said = "note: no checkpoint is saved, so a restarted job begins at step 0"
     assert main(["launch", "slurm", *CLUSTER, *words]) == 0
     assert said in capsys.readouterr().out
     for other in (["--save", "out"], ["--no-requeue"]):
@@ -155,26 +154,28 @@ def test_a_file_of_others_is_kept(here: Path, capsys: pytest.CaptureFixture[str]
         assert main(["launch", "torchrun", *CLUSTER, *MODEL]) == 0, "our own may be written again"
     (here / "pentatron.sh").write_text("echo mine\n")
     assert main(["launch", "torchrun", *CLUSTER, *MODEL]) == 2
-    assert "pentatron.sh is not a script that pentatron wrote, so it is kept" in capsys.readouterr().err
+    assert "pentatron.sh exists and was not written by pentatron launch" in capsys.readouterr().err
 
 
 def test_submitting_needs_sbatch(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And says what it answers, good or bad."""
+    """`--submit` prints the answer of sbatch, whether it succeeds or fails."""
     tools = here / "tools"
     tools.mkdir()
     monkeypatch.setenv("PATH", str(tools))
     words = ["launch", "slurm", *CLUSTER, *MODEL, "--submit"]
     assert main(words) == 2
-    assert "pentatron.sbatch is written, but there is no sbatch here" in capsys.readouterr().err
+    assert (
+        "pentatron.sbatch is written, but sbatch is not installed on this machine" in capsys.readouterr().err
+    )
     (tools / "sbatch").write_text('#!/bin/sh\necho "Submitted batch job 7 of $1"\n')
     (tools / "sbatch").chmod(0o755)
     assert main(words) == 0
     assert "Submitted batch job 7 of pentatron.sbatch" in capsys.readouterr().out
     (tools / "sbatch").write_text('#!/bin/sh\necho "error: invalid partition" >&2; exit 1\n')
     assert main(words) == 2
-    assert "sbatch did not take pentatron.sbatch (error: invalid partition)" in capsys.readouterr().err
+    assert "sbatch rejected pentatron.sbatch (error: invalid partition)" in capsys.readouterr().err
 
 
 OF_THE_GUIDES = {
@@ -184,8 +185,7 @@ OF_THE_GUIDES = {
 
 
 def test_the_written_script_trains_on_two_machines(here: Path) -> None:
-    """Two launchers on the loopback interface, each with one stage of the pipeline; variables reach the
-    workers."""
+    """Runs two launchers over loopback with one pipeline stage each; NCCL variables reach the workers."""
     place = f"--nodes 2 --gpus-per-node 1 --device cpu --pp 2 --master-addr 127.0.0.1 --master-port {free_port()}".split()
     assert main(["launch", "torchrun", *place, *MODEL, "--run-dir", str(here / "run")]) == 0
     machines = [
@@ -202,7 +202,7 @@ def test_the_written_script_trains_on_two_machines(here: Path) -> None:
     assert [code for code, _, _ in ended] == [0, 0], ended
     assert layout_of(here / "run") == (1, 2)
     assert [step for step, _ in losses(here / "run")] == [1, 2, 3]
-    # The machine may have some of its own.
+    # The environment of the test machine may have further NCCL variables.
     everything = {n: v for n, v in environment().items() if n.startswith("NCCL_")} | OF_THE_GUIDES
     given = ", ".join(f"{name}={value}" for name, value in sorted(everything.items()))
     said = ended[0][1]

@@ -1,4 +1,4 @@
-"""`pentatron layout`: its output matches the layout, is readable, and nothing is started."""
+"""Tests `pentatron layout`: tables, drawing and JSON match the layout, and no process starts."""
 
 import json
 import re
@@ -165,16 +165,14 @@ EVEN = "--account-for-loss-in-pipeline-split --account-for-embedding-in-pipeline
 def test_layers_that_run_again_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     text = show(capsys, f"{FULL} uniform --recompute-num-layers 2 {EVEN}")
     assert (
-        "recompute: these layers are recomputed; a micro-batch keeps one input for each run of them" in text
-    )
-    assert "    stage  0  0-1  2-3  4: keeps 3 inputs\n    stage  1  5-6  7-8  9: keeps 3 inputs\n" in text
-    assert "second" not in text, "no halves of backwards here"
-    text = show(capsys, f"{FULL} block --recompute-num-layers 1 {EVEN} --pipeline-schedule zero-bubble")
-    assert "    stage  0  0: keeps 1 input and all of 4 layers\n" in text
-    assert (
-        "until the first half of its backward; the inputs of weight gradients are kept until the second"
+        "recompute: these layers are recomputed; each micro-batch keeps one input for each chunk of consecutive layers"
         in text
     )
+    assert "    stage  0  0-1  2-3  4: keeps 3 inputs\n    stage  1  5-6  7-8  9: keeps 3 inputs\n" in text
+    assert "input gradients" not in text, "no halves of backwards here"
+    text = show(capsys, f"{FULL} block --recompute-num-layers 1 {EVEN} --pipeline-schedule zero-bubble")
+    assert "    stage  0  0: keeps 1 input and all of 4 layers\n" in text
+    assert "until its input gradients are computed; inputs of weight gradients until those are" in text
     found = data(capsys, f"{FULL} block --recompute-num-layers 2 {EVEN}")
     assert [stage["recomputed"] for stage in found["stages"]] == [[[0], [1]], [[5], [6]]]
     assert found["recompute"] == {"granularity": "full", "modules": []}
@@ -182,10 +180,8 @@ def test_layers_that_run_again_are_shown(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_modules_that_run_again_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     text = show(capsys, "--recompute-granularity selective --recompute-modules core_attn mlp")
-    assert (
-        "recompute: core_attn, mlp of every layer that has it keeps only its input and is recomputed" in text
-    )
-    assert "recompute:" not in show(capsys, "--pp_size 2")
+    assert "core_attn, mlp: recomputed in every layer that has them; only the input is kept" in text
+    assert "recomputed" not in show(capsys, "--pp_size 2")
 
 
 def test_a_folded_pipeline_shares_a_tied_embedding_with_nobody(capsys: pytest.CaptureFixture[str]) -> None:
@@ -226,7 +222,7 @@ def test_every_computation_is_drawn_once_and_no_line_is_too_long(words: str, wid
 
 
 def test_columns_are_time() -> None:
-    """Step n starts at n cell widths on every rank."""
+    """An action at time n is drawn n cell widths from the left on every rank."""
     report = resolve_layout("--pp_size 4 --num-microbatches 8".split())
     lines = draw_text(report.checked, report.config.placement, 400, colours=False)
     for rank, slots in enumerate(report.checked.timeline):
@@ -320,6 +316,6 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_torch_stays_out(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch is made unimportable."""
+    """Makes `import torch` fail."""
     monkeypatch.setitem(sys.modules, "torch", None)
     show(capsys, f"{SIXTEEN} --draw")

@@ -1,5 +1,4 @@
-"""Runs whose processes do not meet, or wait in vain: one sentence with its advice, and a list where machines
-are involved."""
+"""Tests failed rendezvous and timeouts: one sentence with advice, and a checklist on several machines."""
 
 import contextlib
 import io
@@ -28,8 +27,7 @@ def hang(*words: object, **named: object) -> None:
 
 
 def train_here(run_dir: str, variables: dict[str, str], hangs: int | None = None) -> tuple[int, str]:
-    """`pentatron train` as a worker of a launcher that left `variables`: its exit code and what it complained
-    of."""
+    """Runs `pentatron train` as a worker with `variables` of a launcher; returns exit code and stderr."""
     place = {
         "RANK": dist.get_rank(),
         "WORLD_SIZE": dist.get_world_size(),
@@ -51,7 +49,7 @@ def train_here(run_dir: str, variables: dict[str, str], hangs: int | None = None
 
 
 def alone(tmp_path: object, **variables: str) -> list[str]:
-    """The lines of a process that thinks it has company."""
+    """Returns the stderr lines of the only worker of a run that expects two."""
     usual = {"MASTER_ADDR": "127.0.0.1", "NCCL_TIMEOUT": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     [(code, told)] = run_distributed(
         train_here,
@@ -94,7 +92,7 @@ def test_fewer_processes_than_announced_on_several_machines(tmp_path: object) ->
     place = {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     waiting, first, *rest = alone(tmp_path, RANK="0", MASTER_PORT=str(free_port()), **place)
     assert "rank 0: still waiting for the 1 other process of this run" in waiting
-    assert "1 of 2 processes came within" in first and "WORLD_SIZE" in first
+    assert "1 of 2 processes joined within" in first and "WORLD_SIZE" in first
     checks = " ".join(rest)
     assert all(word in checks for word in ("ping", "firewall", "MASTER_ADDR", "same code", "NCCL")), rest
     assert [line.split(".")[0].strip() for line in rest[1:]] == ["1", "2", "3", "4", "5"]
@@ -111,7 +109,7 @@ def test_a_meeting_point_that_is_none(
 
 
 def test_a_rank_that_hangs(tmp_path: object) -> None:
-    """The other one gives up after the time that NCCL_TIMEOUT allows, and says what to try."""
+    """The other rank gives up after NCCL_TIMEOUT and prints what to try."""
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NCCL_TIMEOUT": "3"}
     (code, told), _ = run_distributed(
         train_here, 2, run_dir=str(tmp_path), variables=variables, hangs=1, timeout=60

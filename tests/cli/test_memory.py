@@ -1,6 +1,4 @@
-"""A run that will not fit is said to before it starts, and one that ran out of memory is told what
-to change.
-"""
+"""Tests the warning before a run that will not fit in memory, and the advice after an OOM."""
 
 import os
 import subprocess
@@ -96,7 +94,7 @@ def test_what_cannot_be_is_refused_unless_told_otherwise(monkeypatch: pytest.Mon
 def test_an_optimizer_in_host_memory_is_compared_with_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Seen by a run on GPUs, whose own memory is large enough."""
+    """Checks host memory also if the memory of the GPU is large enough."""
     config = resolved(f"{MODEL} --optimizer-cpu-offload").config
     host = memory_of(config).largest.held.in_host
     monkeypatch.setattr(
@@ -137,7 +135,7 @@ def test_a_container_has_what_its_control_group_allows(tmp_path: Path) -> None:
     assert host_memory(tmp_path) == (1024 * 1024, 824 * 1024)
     (group / "memory.max").write_text("600000\n")
     assert host_memory(tmp_path) == (600000, 599995)
-    # Data that was read fills a container in the end, and is no less free for that.
+    # The control group counts the page cache of files as used, but the inactive part can be reclaimed.
     (group / "memory.current").write_text("600000\n")
     (group / "memory.stat").write_text("anon 100000\nfile 500000\ninactive_file 450000\nactive_file 50000\n")
     assert host_memory(tmp_path) == (600000, 450000)
@@ -188,7 +186,7 @@ def test_running_out_of_memory_is_one_sentence_with_the_plan_and_the_advice(
 
 
 def test_graphs_that_were_recorded_can_be_done_without() -> None:
-    """Also those of --cuda-graphs auto, which the plan does not know of."""
+    """Advises `--cuda-graphs off` also for `--cuda-graphs auto`, whose graphs the plan does not count."""
     allocated = "Of the allocated memory 70.00 GiB is allocated by PyTorch, "
     private = "with 1.50 GiB allocated in private pools (e.g., CUDA Graphs), "
     config = resolved(f"{MODEL} --micro-batch-size 2").config

@@ -71,7 +71,7 @@ def test_a_running_run_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_the_slow_rank_and_the_waiting_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_run(tmp_path / "run", steps=4)
-    # Another rank was slow in one step by chance.
+    # Rank 2 is the straggler in every step but the third, where rank 3 is slower by chance.
     write(
         folder, [row(s, busy=(1.0, 1.0, 2.0 if s != 3 else 1.0, 1.0 if s != 3 else 1.9)) for s in range(1, 6)]
     )
@@ -163,7 +163,7 @@ def test_a_run_is_finished_when_what_follows_its_steps_is_done(
 
 
 def test_the_time_left_follows_a_batch_that_grows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two samples a second; eight steps remain, of 4, 4 and then 8 samples."""
+    """At 2 samples/s, 8 steps remain: two of 4 samples and six of 8 samples, which take 28 s."""
     folder = make_run(tmp_path / "run", steps=2)
     write(folder, [row(s, global_batch_size=4) for s in (1, 2)])
     with (folder / "config.yaml").open("a") as file:

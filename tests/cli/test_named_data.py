@@ -1,4 +1,4 @@
-"""Files that are named and not there are told with all else that is wrong, before anything starts."""
+"""Reports missing files together with all other configuration errors, before anything starts."""
 
 from pathlib import Path
 
@@ -37,8 +37,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("--sft --tokenizer-type ByteTokenizer --data-path chats.jsonl", ["there is no file chats.jsonl; with --sft", NO_LENGTH]),
         ("--sft --tokenizer-type ByteTokenizer --data-path 0.5 chats.jsonl --train-iters 2",
          ["--sft reads every conversation once in an epoch, so the weight 0.5 has no meaning"]),
-        # What only the model could tell is not asked for: its vocabulary, or whether its heads can be shared
-        # by two.
+        # No error about values that only the missing model has: the vocabulary size, heads that 2 ranks can
+        # share.
         ("--load nowhere --data-path nowhere --tp 2 --num-attention-heads 7", [NO_MODEL, NO_DATA, NO_LENGTH]),
         ("--load nowhere --dataset-size 8 --train-iters 2", [NO_MODEL]),
         ("--load nowhere --dataset-size 8 --num-layers 0 --train-iters 2", [NO_MODEL, "--num-layers 0 must be more than 0"]),

@@ -1,4 +1,4 @@
-"""Options of side commands: declared as fields, read and listed from there."""
+"""Tests options of side commands: parsing and help come from declared fields."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The guides' parallel scripts, tables and example layouts, and a run that changes its layout."""
+"""Tests the guides' parallel scripts, tables and example layouts, and a resume in another layout."""
 
 import os
 import shutil
@@ -243,8 +243,11 @@ def checked(kind: str, micro_batches: int) -> ScheduleProperties:
 
 
 def test_what_the_schedules_cost() -> None:
-    """1F1B keeps fewer micro-batches; with the memory that GPipe has for four, it waits less; more
-    micro-batches wait less."""
+    """Compares the memory and the bubble of 1F1B and GPipe.
+
+    1F1B keeps fewer micro-batches alive. With the memory that GPipe needs for four micro-batches, 1F1B has a
+    smaller bubble. More micro-batches make the bubble smaller.
+    """
     assert max(checked("1f1b", 16).alive) == 4 < max(checked("gpipe", 16).alive) == 16
     assert max(checked("gpipe", 4).alive) == 4, "the same memory as 1F1B with any number of micro-batches"
     assert checked("gpipe", 4).bubble > checked("1f1b", 16).bubble

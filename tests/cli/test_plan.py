@@ -1,4 +1,4 @@
-"""`pentatron plan`: reports on real models, a command that runs, and a fast start."""
+"""Tests `pentatron plan`: reports on real models, commands that run, and no import of torch."""
 
 import json
 import os
@@ -164,7 +164,7 @@ def test_a_gpu_without_bf16_is_planned_in_fp16() -> None:
 
 
 def test_one_gpu_must_have_room_for_activations_too() -> None:
-    """Static memory of this model is a tenth of the GPU; activations of one sequence exceed it."""
+    """Static memory is a tenth of the GPU, but activations of a micro-batch exceed the rest."""
     tree = plan("--preset gpt2 --gpus 1 --gpu-memory 24 --micro-batch-size 256").advice.tree
     assert tree[0].answer.startswith("no, weights, gradients and optimizer take 2.09 GiB")
     assert "smaller micro-batches" in tree[0].answer

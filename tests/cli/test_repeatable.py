@@ -1,4 +1,4 @@
-"""--deterministic-mode."""
+"""Tests `--deterministic-mode`."""
 
 import torch
 
@@ -6,7 +6,7 @@ from pentatron.cli.worker_errors import nondeterminism_error
 
 
 def test_a_kernel_that_cannot_repeat_its_result_is_one_sentence() -> None:
-    """Torch's own words, of a kernel that has no such form on a CPU either."""
+    """Turns torch's error about a nondeterministic kernel, here one of the CPU, into one sentence."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:

@@ -1,16 +1,16 @@
-"""Which starts are restarts, by what launchers leave in the environment."""
+"""Detects restarts of a job from the environment variables of its launcher."""
 
 from pathlib import Path
 
 import pytest
 
 from pentatron.cli.worker import current_attempt
-from pentatron.supervise.attempts import FILE_NAME, Attempt, write_job
+from pentatron.supervise.attempts import JOB_FILE, Attempt, write_job
 from pentatron.supervise.launcher import JOB_FOLDER, LAUNCHER_PID, RESTART_COUNT
 
 
 def elastic(agent: str, restarts: int, **others: str) -> dict[str, str]:
-    """As torchrun sets it on one machine."""
+    """Returns the environment variables that torchrun sets on one machine."""
     place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
     errors = f"/tmp/torchelastic_x/{agent}/attempt_{restarts}/0/error.json"
     counted = {"TORCHELASTIC_ERROR_FILE": errors, "TORCHELASTIC_RESTART_COUNT": str(restarts)}
@@ -22,7 +22,7 @@ def slurm(job: str, restarts: int) -> dict[str, str]:
 
 
 def began(folder: Path, environment: dict[str, str]) -> Attempt:
-    """A start that came so far that the folder was its own."""
+    """Records a start that got as far as writing its job file into the run folder."""
     attempt = current_attempt(environment, folder)
     write_job(folder, attempt, ())
     return attempt
@@ -44,7 +44,7 @@ def test_a_restart_is_one_of_the_job_that_used_the_folder(launched: object, tmp_
 
 def test_a_folder_that_says_nothing_of_its_job_is_gone_on_with(tmp_path: Path) -> None:
     assert current_attempt(slurm("1", 1), tmp_path).restarted
-    (tmp_path / FILE_NAME).write_text("not JSON")
+    (tmp_path / JOB_FILE).write_text("not JSON")
     assert current_attempt(slurm("1", 1), tmp_path).restarted
     began(tmp_path, {})
     assert not current_attempt(slurm("1", 1), tmp_path).restarted, "typed by hand, outside any job"

@@ -1,4 +1,4 @@
-"""A job whose ranks die is started again and comes to the same end."""
+"""Restarts a job whose rank dies; its losses equal those of an undisturbed run."""
 
 import contextlib
 import io
@@ -23,7 +23,7 @@ SMALL = (
     "--device cpu"
 ).split()
 
-# Breaks a rank in its step after step 7, once.
+# Breaks rank 1 in the step after step 7, in the first start only.
 BROKEN = """
 import os, signal
 import pentatron.train.trainer as trainer
@@ -50,7 +50,7 @@ def broken(folder: Path, how: str) -> str:
 
 @distributed(world=1, timeout=150, process_group=False)
 def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint_and_nothing_else(tmp_path: Path) -> None:
-    """Also with --fresh, which means the first start."""
+    """`--fresh` applies to the first start only, so that the restart resumes."""
     script = broken(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
     folder = tmp_path / "run"
     words = [*SMALL, "--nproc-per-node", "2", "--run-dir", str(folder), "--fresh"]
@@ -88,7 +88,10 @@ def test_a_traceback_is_told_once_and_those_of_the_others_are_kept(tmp_path: Pat
 def test_the_last_step_is_read_by_another_process_where_torch_is_not_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A launcher would hold torch from then on, and be what the kernel ends next when memory runs out."""
+    """Reads the last step in another process, so that the launcher does not import torch.
+
+    A launcher that holds torch would be the next process that the OOM killer ends.
+    """
     config = resolved(f"--save {tmp_path}").config
     answers = {"None\n": None, "a note of a library\n40\n": 40}
 

@@ -1,4 +1,4 @@
-"""Fine-tuning as it is typed: the guide's flags, resuming, and starting from other training."""
+"""Fine-tunes with the guide's flags, resumes, and starts from weights of another run."""
 
 import json
 from pathlib import Path
@@ -45,7 +45,7 @@ def test_conversations_train_resume_and_follow_pretraining(
     whole = train(tmp_path / "whole", f"{conversations} {SHAPE} --train-iters 4")
     assert "9 conversations packed into" in capsys.readouterr().out
     train(tmp_path / "parts", f"{conversations} {SHAPE} --train-iters 2")
-    # The same command goes on, in the second epoch too: not one bit differs.
+    # Resuming with the same command, in the second epoch too, gives bitwise equal losses.
     assert train(tmp_path / "parts", f"{conversations} {SHAPE} --train-iters 4") == whole
 
     weights = f"--load {tmp_path / 'base'} --finetune"

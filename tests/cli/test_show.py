@@ -1,4 +1,4 @@
-"""`pentatron config` and `pentatron presets`: every value, where it came from, and nothing started."""
+"""Tests `pentatron config` and `pentatron presets`: values and origins, without starting a run."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ def show(capsys: pytest.CaptureFixture[str], words: str) -> str:
 
 
 def rows(text: str) -> dict[str, tuple[str, str]]:
-    """Setting → value and source, from the lines of the printed table."""
+    """Returns {setting: (value, source)} from the lines of the printed table."""
     lines = [line[2:] for line in text.splitlines() if line.startswith("  ")]
     width = max(38, *(len(line.split()[0]) for line in lines))
     return {
@@ -65,7 +65,7 @@ def test_groups_and_notices(capsys: pytest.CaptureFixture[str]) -> None:
     model = text[text.index("Model architecture") : text.index("Data and tokenizer")]
     assert "  num_layers " in model and "  lr " not in model and "  seed " not in text
     assert "note: --no-rope-fusion: there is no separate rotary kernel here\n" in text
-    assert text.endswith("add --all to see them, --json for machines\n")
+    assert text.endswith("add --all to print them, --json to print all as JSON\n")
 
 
 def test_all_shows_all(capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,7 +85,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_json_can_be_trained_from(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Its values, given back as a file, lead to the same values."""
+    """Values of `--json` that are passed back with `--config` resolve to the same values."""
     first = json.loads(show(capsys, "--json --nproc-per-node 2 --hidden-size 384"))
     given = {name: row["value"] for name, row in first.items() if row["source"] != "default"}
     path = tmp_path / "again.json"
@@ -147,14 +147,14 @@ def test_presets(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_preset_that_needs_what_is_not_built_says_so() -> None:
-    """None of ours does; one that comes may."""
+    """Marks presets that need unavailable settings; no present preset does."""
     local = {"num_layers": 3, "non_persistent_ckpt_type": "local"}
     assert unavailable(local) == "  not available yet: non-persistent checkpoints"
     assert unavailable({"fp8_recipe": "delayed"}) == "  for now with --fp8-recipe tensorwise"
     assert unavailable({"num_layers": 3}) == ""
 
 
-# --- what comes before: words and environment to a checked configuration ---
+# --- arguments and environment to a checked configuration ---
 
 
 def prepared(words: str) -> dict[str, object]:

@@ -1,5 +1,4 @@
-"""Signals to the launcher and to ranks: the run ends in good order, or at once when asked twice; nothing is
-left."""
+"""Sends signals to launcher and ranks: the run saves and ends, or ends at once on a second signal."""
 
 import os
 import signal
@@ -34,7 +33,7 @@ def wait_until_gone(pids: list[int], seconds: float = 60) -> None:
 
 
 class Run:
-    """A long run of two workers that has begun."""
+    """Starts a long run of two workers and waits for step 3."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -49,23 +48,23 @@ def test_readers_leave_signals_to_the_rank_and_one_that_dies_is_a_sentence(tmp_p
     run = start_forked("-m", "pentatron", "train", *LONG, *alone, "--run-dir", str(tmp_path / "run"))
     wait_for_step(tmp_path / "run", 2)
     (reader,) = children(run.pid)
-    # As a scheduler does, which tells every process of a job.
+    # A scheduler sends its signal to every process of a job.
     os.kill(reader, signal.SIGTERM)
     os.kill(reader, signal.SIGINT)
     reached = losses(tmp_path / "run")[-1][0]
     wait_for_step(tmp_path / "run", reached + 10)
     assert children(run.pid) == [reader] and run.poll() is None
-    # As with the ranks of a launcher: the stacks are written, and the run continues.
+    # SIGQUIT writes the stacks and the run continues, as with ranks of a launcher.
     os.kill(run.pid, signal.SIGQUIT)
     wait_for_step(tmp_path / "run", losses(tmp_path / "run")[-1][0] + 2)
-    # What the kernel does when memory runs out.
+    # The OOM killer of the kernel sends SIGKILL.
     os.kill(reader, signal.SIGKILL)
     code, _, err = finish(run)
     stacks, _, err = err.rpartition("\npentatron: ")
-    # Without "Current thread" if a thread of a library received the signal.
+    # The stacks have no "Current thread" if a thread of a library received the signal.
     assert "most recent call first" in stacks and "trainer.py" in stacks
     assert (code, err.count("\n")) == (2, 1), err
-    assert "a process that reads data has died (killed by SIGKILL): not enough memory" in err
+    assert "a DataLoader worker died (killed by SIGKILL): not enough memory" in err
     assert "training can resume from the newest one, perhaps with fewer --num-workers" in err
 
 
@@ -104,7 +103,7 @@ run_entry(TRAIN)
 
 @distributed(world=1, timeout=150, process_group=False)
 def test_a_warning_and_a_harder_signal_during_the_save_are_one_save(tmp_path: Path) -> None:
-    """As a scheduler sends them, to the launcher and to every rank."""
+    """Sends SIGUSR1 and then SIGTERM to the launcher and to every rank, as a scheduler does."""
     script, folder = tmp_path / "slow.py", tmp_path / "run"
     script.write_text(SLOW_SAVE)
     launcher = start_forked(str(script), *LONG, "--run-dir", str(folder))
@@ -141,7 +140,7 @@ def test_a_second_ctrl_c_ends_a_run_that_is_stuck(tmp_path: Path) -> None:
     run.launcher.send_signal(signal.SIGINT)
     code, _, err = finish(run.launcher)
     assert code == 130
-    assert "stopped at once" in err and "Traceback" not in err
+    assert "stopped immediately" in err and "Traceback" not in err
     wait_until_gone(run.workers, 5)
 
 

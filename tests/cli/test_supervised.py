@@ -1,4 +1,4 @@
-"""A worker whose launcher is gone."""
+"""Tests workers whose launcher has died, and processes that inherit a worker's environment."""
 
 import os
 import subprocess
@@ -27,11 +27,11 @@ from pentatron.supervise.launcher import JOB_FOLDER, LAUNCHER_PID, RESTART_COUNT
 
 
 class Ended(Exception):
-    """Instead of ending this process and others."""
+    """Raised in place of killing this process and the other ranks."""
 
 
 def stuck_for(seconds: float, where: RankStatus, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether a rank without a launcher gives up by then."""
+    """Returns whether a rank without a launcher kills its job after `seconds` without progress."""
 
     def kill_job(self: _OrphanWatchdog) -> None:
         raise Ended
@@ -39,7 +39,7 @@ def stuck_for(seconds: float, where: RankStatus, monkeypatch: pytest.MonkeyPatch
     now = 100.0
     monkeypatch.setattr(_OrphanWatchdog, "_kill_job", kill_job)
     monkeypatch.setattr(worker_module.time, "monotonic", lambda: now)
-    # Also with --heartbeat-timeout 0, which is about launchers that live.
+    # --heartbeat-timeout 0 switches off hang detection of live launchers only.
     watchdog = _OrphanWatchdog(SupervisedWorker(Path("/nowhere"), 1, 0, 0), where, HangLimits(0.0, 600.0))
     watchdog.check()
     now += seconds
@@ -79,8 +79,8 @@ def test_a_process_of_another_job_is_not_taken_for_a_rank(tmp_path: Path) -> Non
 
 @pytest.fixture
 def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The environment of rank 1 of 2, whose launcher is this process's parent; the folder of its job."""
-    # Set before it is removed: what a test leaves in the environment is undone then.
+    """Sets the environment of rank 1 of 2, whose launcher is the parent process; returns the job folder."""
+    # Set before it is removed, so that monkeypatch undoes what a test leaves in the variable.
     monkeypatch.setenv(WORKER, "")
     monkeypatch.delenv(WORKER)
     given = dict.fromkeys(WORKER_VARIABLES, "1") | {
@@ -98,7 +98,7 @@ def test_a_command_that_a_rank_starts_is_none_of_its_ranks(worker: Path) -> None
     assert current_worker() == SupervisedWorker(worker, os.getppid(), 1, 1)
     clear_inherited_worker_variables()
     assert current_worker() is not None, "the rank itself stays one"
-    # What a child of it finds.
+    # A child process of the rank inherits the parent's pid in this variable.
     inherited = os.environ[WORKER].replace(str(os.getpid()), str(os.getpid() + 1), 1)
     os.environ[WORKER] = inherited
     assert current_worker() is None
@@ -111,12 +111,12 @@ def test_a_launcher_that_a_rank_starts_has_ranks_of_its_own(
 ) -> None:
     assert current_worker() is not None
     inherited = os.environ[WORKER].replace(str(os.getpid()), str(os.getpid() + 1), 1)
-    # As torchrun sets it, and leaves the rest.
+    # torchrun sets this variable and leaves the others.
     monkeypatch.setenv("MASTER_PORT", "2")
     monkeypatch.setenv(WORKER, inherited)
     clear_inherited_worker_variables()
     assert current_worker() is None and find_worker(os.environ) is not None
-    # As a launcher of ours does.
+    # Our launcher sets all of these variables.
     for name, value in {
         JOB_FOLDER: "/another",
         LAUNCHER_PID: "7",

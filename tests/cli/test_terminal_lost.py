@@ -1,4 +1,4 @@
-"""Whole runs whose terminal goes away: what they save, what they end with, and what the log says."""
+"""Closes the terminal of whole runs and checks what they save, their exit codes and their logs."""
 
 import signal
 from pathlib import Path
@@ -11,8 +11,7 @@ from tests.harness import distributed
 
 LOST = "warning: standard output cannot be written any more ({reason}); this log has every line"
 
-# Runs on a terminal of its own, as its session's leader; another process is the terminal, and goes away after
-# some steps.
+# Runs as session leader on a pseudo-terminal, whose other end a child process closes after some steps.
 ON_A_TERMINAL = """
 import fcntl, os, select, signal, sys, termios
 from pathlib import Path
@@ -83,7 +82,10 @@ def test_a_run_that_ignores_sighup_trains_to_its_end_without_its_terminal(
 
 @distributed(world=1, timeout=150, process_group=False)
 def test_a_job_is_restarted_after_the_reader_of_its_output_has_left(tmp_path: Path) -> None:
-    """Complaints are what fails first then: they must not end the launcher, and least of all with 0."""
+    """A broken stdout and stderr must not end the launcher, least of all with exit code 0.
+
+    The launcher's error messages are the first writes that fail.
+    """
     script, folder = Path(broken(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")), tmp_path / "run"
     left = "import os\nif 'RANK' not in os.environ:\n    r, w = os.pipe(); os.close(r); os.dup2(w, 1); os.dup2(w, 2)\n"
     script.write_text(left + script.read_text())

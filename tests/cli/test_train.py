@@ -1,4 +1,4 @@
-"""The command as a user runs it: real processes, real signals."""
+"""Runs the commands as a user does, with real processes and real signals."""
 
 import dataclasses
 import errno
@@ -31,7 +31,7 @@ TINY = (
 
 
 def environment() -> dict[str, str]:
-    """Without what a launcher or the test harness may have left, and without GPUs."""
+    """Returns the environment without variables of a launcher or the harness, and without GPUs."""
     hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     own = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     return {k: v for k, v in os.environ.items() if k not in hidden} | own
@@ -49,8 +49,10 @@ def start(*words: str, cwd: Path | None = None) -> "subprocess.Popen[str]":
 
 
 def start_forked(*words: str, fork_workers: bool = True) -> Command:
-    """The same without the seconds that every process takes for its imports; in tests without a process
-    group."""
+    """Starts a command in a forked process, without the seconds that imports take.
+
+    Only for tests with `process_group=False`.
+    """
     return Command.start(*words, cwd=Path.cwd(), environment=environment(), fork_workers=fork_workers)
 
 
@@ -59,7 +61,7 @@ def finish_forked(words: Sequence[str], fork_workers: bool) -> tuple[int, str, s
 
 
 def forked(*words: str, fork_workers: bool = True) -> tuple[int, str, str]:
-    """`python WORDS...` to its end."""
+    """Runs `python WORDS...` in a forked process to its end."""
     named = {"words": words, "fork_workers": fork_workers}
     [ended] = run_distributed(finish_forked, 1, timeout=150.0, process_group=False, **named)
     return ended
@@ -93,7 +95,7 @@ def wait_for_step(folder: Path, step: int) -> None:
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo, smaller: two workers, one corpus, one sample."""
+    """Trains a smaller demo: two workers, one corpus, one sample."""
     folder = tmp_path_factory.mktemp("demo") / "run"
     code, out, err = train(*TINY, "--run-dir", str(folder))
     assert code == 0, err
@@ -172,7 +174,7 @@ def test_ctrl_c_stops_with_one_line_and_the_same_command_goes_on_to_the_same_los
     assert code == 130
     last = losses(folder)[-1][0]
     assert f"stopped by Ctrl-C after step {last}; its checkpoint is saved" in out
-    assert err == "Ctrl-C: the run ends after this step; once more ends it at once\n", err
+    assert err == "Ctrl-C: stopping after this step; press again to stop immediately\n", err
     assert len(losses(folder)) < 60, "too fast to interrupt: make the run longer"
     code, out, err = forked(*command)
     assert code == 0, err
@@ -197,7 +199,7 @@ def test_a_killed_rank_is_named_and_nothing_is_left_running(tmp_path: Path) -> N
 
 
 def children(pid: int) -> list[int]:
-    """In the order in which they were started: that of the ranks."""
+    """Returns the pids of child processes in the order of their starts, which is that of the ranks."""
     return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
@@ -215,7 +217,7 @@ NO_EXTRAS = "import runpy, sys; sys.modules.update(dict.fromkeys({missing})); sy
 
 
 def test_the_example_needs_torch_and_numpy_only(tmp_path: Path) -> None:
-    """And of torch not its compiler, whose import takes half as long as that of all the rest."""
+    """Runs without torch._dynamo too, whose import takes half as long as all other imports."""
     missing = ["rich", "tokenizers", "safetensors", "yaml", "matplotlib", "wandb", "torch._dynamo"]
     words = "--num-layers=1 --hidden-size=32 --seq-length=16 --vocab-size=50 --batch-size=4 --train-steps=5 --dataset-size=20"
     argv = [
@@ -269,7 +271,7 @@ def test_what_only_a_worker_finds_wrong_is_one_sentence_too(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """In this process, which has torch already."""
+    """Runs in this process, which has imported torch already."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     place = f"--nproc-per-node 1 --threads-per-process 1 --run-dir {tmp_path / 'run'}"
     assert main(["train", *words.split(), *place.split()]) == 2

@@ -1,4 +1,4 @@
-"""`pentatron verify` as a user runs it."""
+"""Runs `pentatron verify` as a user does."""
 
 import contextlib
 import io
@@ -38,8 +38,10 @@ def verify_here(words: Sequence[str], restart: Sequence[str], fork_workers: bool
 def verify(
     *words: str, restart: Sequence[str] = ("-m", "pentatron", "verify"), fork_workers: bool = False
 ) -> tuple[int, str]:
-    """In a process of its own, which the harness spares the import of torch; it starts fresh workers, or
-    forks them."""
+    """Runs `pentatron verify` in a forked process, which saves the import of torch.
+
+    Its workers are started afresh, or forked with `fork_workers`.
+    """
     named = {"words": words, "restart": restart, "fork_workers": fork_workers}
     [ended] = run_distributed(verify_here, 1, timeout=150.0, process_group=False, **named)
     return ended
@@ -69,11 +71,11 @@ def test_a_wrong_layout_ends_with_code_1_and_names_the_parameter(tmp_path: Path)
     [
         (
             "--tp_size 4 --dp_size 8",
-            "this layout takes 32 processes, more than the 16 that verify starts on one machine; add --shrink-data to run 8",
+            "this layout needs 32 processes, more than the 16 that verify starts on one machine; add --shrink-data to run 8",
         ),
         (
             "--tp_size 4 --pp_size 8 --shrink-data",
-            "this layout takes 32 processes, more than the 16 that verify starts on one machine; try smaller parallel sizes",
+            "this layout needs 32 processes, more than the 16 that verify starts on one machine; use smaller parallel sizes",
         ),
         (
             "--zero-stage 3 --pp_size 2 --pipeline-schedule zero-bubble",

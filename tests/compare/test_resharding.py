@@ -1,4 +1,4 @@
-"""The files of a layout that one process computes are those that the ranks of that layout write."""
+"""Resharding in one process writes the same files as the ranks of the target layout."""
 
 import dataclasses
 from pathlib import Path

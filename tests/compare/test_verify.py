@@ -1,4 +1,4 @@
-"""The small twin of a layout keeps its structure, and the verdict of a comparison is right."""
+"""Tests `verify`: the small twin of a layout keeps its structure, and planted bugs are named."""
 
 import math
 import re

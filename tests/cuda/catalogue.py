@@ -1,5 +1,4 @@
-"""Everything that is checked on a GPU, and what cannot be: what `make cuda` runs and writes into
-docs/cuda.md."""
+"""Lists the checks that `make cuda` runs and writes into docs/cuda.md, and what it cannot check."""
 
 import difflib
 import functools
@@ -19,7 +18,7 @@ from tests.hf.families import CASES as OF_TRANSFORMERS
 from tests.parity.bf16 import FP16
 from tests.parity.cases import BATCH, FAMILIES, MIXTURES, SHAPE
 
-# What makes a GPU faster, and how it is switched off.
+# Optimizations on a GPU, and the flags that switch them off.
 _SWITCHES = {
     "compile": "--compile off",
     "cuda_graphs": "--cuda-graphs off",
@@ -28,9 +27,9 @@ _SWITCHES = {
     "moe_grouped_gemm": "--no-moe-grouped-gemm",
     "bias_swiglu_fusion": "--no-bias-swiglu-fusion",
 }
-# The layers as they are written, one operation after the other: the reference of all that is faster.
+# Eager layers without optimizations: the reference of all faster variants.
 EAGER = " ".join(flag for setting, flag in _SWITCHES.items() if setting in table())
-# As a user gets it on a GPU who asks for nothing; and so without what is compiled anew for every layout.
+# The defaults on a GPU, and the defaults without compiling, which would be repeated for every layout.
 FAST = ""
 UNCOMPILED = "--compile off" if "compile" in table() else ""
 
@@ -39,8 +38,8 @@ TINY = {
     family: f"{SHAPE} --num-layers 2 --micro-batch-size {BATCH // 2} {words}"
     for family, words in KINDS.items()
 }
-# Wide enough for the kernels that a real model gets; heads of 64 and of 128, words that are no multiple of
-# anything.
+# Wide enough for the kernels of real models: heads of 64 and of 128, a vocabulary size that is no round
+# number.
 _WIDE = (
     f"--num-layers 2 --hidden-size 256 --num-attention-heads 8 --ffn-hidden-size 384 --seq-length 192 --vocab-size 1003 "
     f"--make-vocab-size-divisible-by 64 --micro-batch-size 2 --init-method-std 0.05 --adam-eps 1e-6 --clip-grad 0.5 "
@@ -58,10 +57,10 @@ RECOMPUTED = {
     "qwen3, selective recompute": f"{WIDE['qwen3']} --recompute-granularity selective --recompute-modules core_attn mlp layernorm",
 }
 
-# On a CPU products are those of rounded values, computed in fp32.
+# On a CPU, fp8 matmuls multiply rounded values in fp32.
 FP8 = "--bf16 --fp8 hybrid"
 
-# One of so many layouts of four processes over NCCL, of two and of four over gloo; all of them would take
+# Every n-th layout is run: of four processes over NCCL, of two and of four over gloo. All of them would take
 # minutes more.
 OF_FOUR, OF_TWO_GLOO, OF_FOUR_GLOO = 4, 4, 12
 
@@ -96,7 +95,10 @@ NOT_RUN = (
 
 @dataclass(frozen=True)
 class Check:
-    """`measure` gets the device and returns rows of the table; `ranks` is how many processes it starts."""
+    """A check of one table.
+
+    `measure` takes the device and returns rows of the table; `ranks` is the number of processes it starts.
+    """
 
     table: str
     name: str
@@ -162,13 +164,13 @@ def _faster_exactly(name: str, words: str, device: str) -> Rows:
 
 
 def _faster_roughly(name: str, words: str, flags: str, device: str) -> Rows:
-    # Flash: scores that are rounded to bf16, as the plain ones are, would allow much.
+    # The reference uses flash attention. Plain attention rounds scores to bf16, which would allow large gaps.
     kernel = "--attention-backend flash" if device == "cuda" else ""
     return trials.roughly(name, words, flags, FAST, device, device, EAGER, kernel)
 
 
 def _twins() -> dict[str, list[str]]:
-    """Presets by the structure of their small twin, as text."""
+    """Returns {structure of a preset's small twin, as text: presets with it}."""
     found: dict[str, list[str]] = {}
     for preset in presets():
         twin = _twin(preset)
@@ -185,7 +187,7 @@ def _twin(preset: str) -> RunConfig:
 
 
 def _every_preset(device: str) -> Rows:
-    """One check, because only one process then has to find out which presets are alike."""
+    """Checks all presets in one process, because only one then groups them by structure."""
     rows: Rows = {}
     for alike in _twins().values():
         more = f" and {len(alike) - 1} like it" if len(alike) > 1 else ""
@@ -276,7 +278,7 @@ def _resumed(name: str, device: str) -> Rows:
 
 
 def _launched(name: str, device: str) -> Rows:
-    # Compiled once: three runs each would otherwise compile for a minute.
+    # Only one layout is compiled: three runs of each would compile for a minute.
     more = FAST if name == next(iter(whole_runs.LAUNCHED)) else UNCOMPILED
     return _titled("started by the launcher", whole_runs.launched(name, more, device))
 
@@ -298,7 +300,7 @@ def checks() -> list[Check]:
         Check(CONTROLS, bug, functools.partial(spread.planted_bug, bug, UNCOMPILED), 2)
         for bug in spread.smallest_bugs(6)
     ]
-    # What takes longest comes first.
+    # The longest checks come first.
     return [
         *_whole(),
         *reversed(_over_nccl()),
@@ -314,7 +316,7 @@ def checks() -> list[Check]:
 
 
 def measured(check: Check, device: str) -> Rows:
-    """What fails is as far away as can be, and says why."""
+    """Runs a check; an error becomes an infinite gap with the message as its note."""
     try:
         return check.measure(device)
     except ModuleNotFoundError as error:
@@ -326,7 +328,7 @@ def measured(check: Check, device: str) -> Rows:
 
 
 def nothing_called(only: str, table: str) -> str:
-    """What there is instead, with the nearest at the end, where it is seen."""
+    """Lists the names that exist, with the nearest ones in the last line, where they are seen."""
     of_tables = [check for check in checks() if table.lower() in check.table.lower()]
     if not of_tables:
         return _listed(f"--table {table!r}", "table", table, TABLES)
@@ -335,8 +337,9 @@ def nothing_called(only: str, table: str) -> str:
 
 
 def _listed(given: str, kind: str, typed: str, names: Collection[str]) -> str:
-    """Parts of names are enough to choose by, so some with as many words as were typed may be what
-    was meant.
+    """Lists names, and in the last line those that are nearest to what was typed.
+
+    A part of a name selects it, so the guess compares parts with as many words as were typed.
     """
     count, parts = len(typed.split()), dict[str, str]()
     for name in names:

@@ -1,4 +1,4 @@
-"""Families against `transformers`, both on the GPU."""
+"""Compares families with `transformers`, both on the GPU."""
 
 import contextlib
 
@@ -7,7 +7,7 @@ from tests.hf.families import CASES
 
 
 def beside_transformers(name: str, more: str, device: str) -> Rows:
-    # Here, because it brings `transformers` along.
+    # Imported here, because it imports `transformers`.
     from tests.hf.oracle import Gaps, compare, run
 
     case = next(case for case in CASES if case.name == name)

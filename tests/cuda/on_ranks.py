@@ -1,4 +1,4 @@
-"""What ranks run that share a GPU. They import this module and need nothing of what compares them."""
+"""Functions of ranks that share a GPU; a separate module keeps their imports few."""
 
 import os
 from collections.abc import Sequence
@@ -15,19 +15,19 @@ from tests.support import resolved
 
 
 def several(commands: Sequence[str], device: str) -> list[Trajectory]:
-    """One layout after the other, as a process takes seconds to open a GPU."""
+    """Runs layouts one after the other, because a process takes seconds to open a GPU."""
     return [run(words, dist.get_world_size(), device) for words in commands]
 
 
 def train(words: str, device: str, compiled_into: str) -> None:
-    """A whole run, as the command makes it; what the compiler makes is kept in that folder."""
+    """Trains a whole run as the command does; `compiled_into` is the cache of the compiler."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = compiled_into
     chosen = resolved(words, dist.get_world_size())
     if chosen.config.precision.deterministic_mode:
-        # As the command does.
+        # The command does this for --deterministic-mode.
         set_cublas_workspace()
         torch.use_deterministic_algorithms(True)
-    # With its number, as a run has it.
+    # The device has its index, as in a run of the command.
     place = torch.device(device, 0) if device == "cuda" else torch.device(device)
     world = create_groups(chosen.config.grid, dist.get_rank(), dist.get_rank(), place)
     run_training(chosen, world if world.everyone.size > 1 else single_process(place), True)

@@ -1,4 +1,4 @@
-"""Several processes that share the GPU, over NCCL or gloo: layouts against one process on the same GPU."""
+"""Compares layouts of processes that share the GPU, over NCCL or gloo, with one process on it."""
 
 import functools
 import itertools
@@ -20,13 +20,13 @@ from tests.parity.verdicts import disagreements, failures, largest_gap
 
 TIMEOUT = 220.0
 Cases = Sequence[tuple[str, str]]
-# Every layout, each with a family in turn.
+# Every layout, with the families in turn.
 EVERY = [
     (layout.name, family)
     for layouts, families in ((LAYOUTS, FAMILIES), (MIXTURE_LAYOUTS, MIXTURES))
     for layout, family in zip(layouts, itertools.cycle(families))
 ]
-# One of each axis, for what is compiled anew in every layout.
+# One layout of each axis, for checks that compile again in every layout.
 EACH_AXIS = (
     ("tp2 sp", "qwen3"),
     ("dp2 zero1 overlap", "llama"),
@@ -47,7 +47,7 @@ def of_size(ranks: int) -> Cases:
 
 
 def in_batches(cases: Cases, count: int) -> list[Cases]:
-    """Dealt out one by one, so that like layouts do not meet."""
+    """Deals cases out in turn, so that similar layouts get into different batches."""
     return [cases[n::count] for n in range(count)]
 
 
@@ -57,12 +57,12 @@ def alone(words: str, device: str) -> Trajectory:
 
 
 def experts_in_pipelines(ranks: int) -> Cases:
-    """Every layout of experts with a pipeline: each schedule, both dispatchers."""
+    """Returns every layout of experts with a pipeline: each schedule, both dispatchers."""
     return [case for case in of_size(ranks) if case[1] in MIXTURES and "pp2" in case[0]]
 
 
 def over_nccl(cases: Cases, more: str, device: str) -> Rows:
-    """On a CPU, for a rehearsal, over gloo."""
+    """Runs layouts over NCCL, or over gloo in a rehearsal on a CPU."""
     rows = layouts(cases, more, device, NCCL if device == "cuda" else GLOO)
     return {f"{name}, NCCL": row for name, row in rows.items()}
 
@@ -82,7 +82,7 @@ def layouts(cases: Cases, more: str, device: str, backend: str = GLOO) -> Rows:
     except RanksFailed as error:
         if len(cases) == 1:
             return {_shown(*cases[0]): Found(float("inf"), note=str(error).strip().splitlines()[-1])}
-        # Which one it was, and what the others are worth.
+        # Runs the cases one by one, to find the failed one and the results of the others.
         return {name: row for case in cases for name, row in layouts([case], more, device, backend).items()}
     by_layout = zip(*found)
     return {_shown(*case): _judged(case, more, device, seen) for case, seen in zip(commands, by_layout)}
@@ -101,7 +101,7 @@ def _shown(layout: str, family: str) -> str:
 
 
 def objectives(layout: str, device: str) -> Rows:
-    """Loss functions of users on ranks over NCCL, against a plain loop on the GPU."""
+    """Compares loss functions of users on ranks over NCCL with a plain loop on the GPU."""
     ranks, words, context = user_losses.LAYOUTS[layout]
     found = run_distributed(
         user_losses.several,
@@ -123,7 +123,7 @@ def objectives(layout: str, device: str) -> Rows:
 
 
 def smallest_bugs(count: int) -> list[str]:
-    """Mistakes of layouts with two processes, each of another layout."""
+    """Returns planted bugs of layouts with two processes, each of another layout."""
     by_layout: dict[str, str] = {}
     for bug, (_, family, layout) in BUGS.items():
         if named(layout, family).ranks == 2:
@@ -132,7 +132,7 @@ def smallest_bugs(count: int) -> list[str]:
 
 
 def planted_bug(bug: str, more: str, device: str) -> Rows:
-    """A control: the share is what one process without the mistake finds of itself."""
+    """Returns the gap of a planted bug as a control; the share of a sound process is 0."""
     _, family, layout = BUGS[bug]
     case = named(layout, family)
     with_more = replace(case, both=f"{case.both} {more}")

@@ -1,5 +1,4 @@
-"""Everything of `make cuda`, check by check; without a GPU nothing of it runs, but the catalogue must still
-be whole."""
+"""Runs each check of `make cuda`; without a GPU, tests only that the catalogue is complete."""
 
 import re
 
@@ -45,7 +44,7 @@ def test_the_catalogue_is_whole() -> None:
 
 
 def test_planted_mistakes_are_far_beyond_what_is_allowed() -> None:
-    """The same that a GPU is held to, with the CPU in its place."""
+    """Applies the comparison for a GPU to the CPU: planted mistakes exceed the tolerance tenfold."""
     (row,) = trials.exactly("qwen3", TINY["qwen3"], "", "cpu", "cpu", "").values()
     assert row.share == 0 and {*row.controls} == {ONE_WEIGHT, ROPE_BASE, LOSS_MASK}
     assert all(share > 10 for share in row.controls.values()), row.controls

@@ -1,5 +1,4 @@
-"""A few training steps of one process, on the GPU or the CPU, with or without a planted mistake; and how far
-two of them are apart."""
+"""Runs a few training steps on a GPU or CPU, also with planted mistakes, and compares two runs."""
 
 import contextlib
 import functools
@@ -24,17 +23,18 @@ from tests.parity.bf16 import ALLOWED, KINDS, distance
 from tests.parity.verdicts import failures, largest_gap
 from tests.support import resolved
 
-# What someone could have got wrong, none of it large; each must be further away than what is allowed.
+# Small planted mistakes, each of which must exceed the tolerance.
 ONE_WEIGHT, ROPE_BASE, LOSS_MASK = "one weight", "rope base + 1 %", "loss mask ignored"
-# In bf16 one weight of many is lost in the rounding.
+# In bf16, a change of one weight among many is lost in rounding.
 ONE_MATRIX = "one matrix + 20 %"
 
 
 @dataclass(frozen=True)
 class Found:
-    """`share`: the largest gap, in units of what is allowed.
+    """Result of a comparison.
 
-    `controls`: what each planted mistake makes of it. `left_out`: why it could not be run, if it could not.
+    `share` is the largest gap in units of the tolerance, `controls` the same for each planted mistake.
+    `left_out` is the reason if the check could not run.
     """
 
     share: float
@@ -57,7 +57,7 @@ Rows = dict[str, Found]
 
 
 def trial(words: str, device: str, mistake: str = "") -> Trajectory:
-    """As `run_trial`, with a mistake."""
+    """Runs the training steps of these flags, with a planted mistake if one is named."""
     more = " --rotary-base 10100" if mistake == ROPE_BASE else ""
     return trial_of(resolved(f"{words}{more}").config, device, mistake)
 
@@ -89,7 +89,7 @@ def _change(model: ParallelModel, mistake: str) -> None:
 
 
 def unmasked() -> Any:
-    """As if the loss took no notice of which labels count."""
+    """Patches the samples so that the loss counts every label."""
     as_they_are = UnevenMasks.__getitem__
 
     def everything_counts(samples: UnevenMasks, index: int) -> dict[str, Any]:
@@ -109,15 +109,15 @@ def mistakes_of(words: str, half: bool = False) -> tuple[str, ...]:
     return (ONE_MATRIX if half else ONE_WEIGHT, *rotated, LOSS_MASK)
 
 
-# Experts chosen by scores that are all but equal are others after any rounding, and the two runs go different
-# ways from there. Only where that is what happened, token by token, is a case asked again with other weights.
+# Any rounding changes experts whose scores are nearly tied, and the two runs then diverge. A case is repeated
+# with other weights only if a comparison of experts, token by token, shows this.
 _SEEDS = ("", "--seed 77", "--seed 78")
-# A run: its words and its device.
+# The flags and the device of a run.
 Run = tuple[str, str]
 
 
 def choices(words: str, device: str) -> list[Tensor]:
-    """The experts of every token, router by router and step by step."""
+    """Returns the experts of every token, for each router and step."""
     seen: list[Tensor] = []
     best = Router._best
 
@@ -132,7 +132,7 @@ def choices(words: str, device: str) -> list[Tensor]:
 
 
 def sent_elsewhere(one: Run, other: Run) -> int:
-    """How many tokens went to other experts in the other run."""
+    """Counts the tokens that go to other experts in the other run."""
     pairs = zip(choices(*one), choices(*other), strict=True)
     return sum(int(a.ne(b).any(-1).sum()) for a, b in pairs)
 
@@ -140,7 +140,10 @@ def sent_elsewhere(one: Run, other: Run) -> int:
 def _asked_again(
     measure: Callable[[str], Found], words: str, runs: Callable[[str], tuple[Run, Run]]
 ) -> Found:
-    """`runs`: the two that are compared, with a seed."""
+    """Measures a case, and repeats it with other seeds if tokens went to other experts.
+
+    `runs` returns the two compared runs for a seed.
+    """
     found, notes = measure(_SEEDS[0]), list[str]()
     for before, seed in itertools.pairwise(_SEEDS):
         if found.passes or "--num-experts" not in words:
@@ -155,7 +158,7 @@ def _asked_again(
 
 
 def exactly(name: str, words: str, more: str, device: str, other: str, other_words: str) -> Rows:
-    """A run in fp32 against another, tensor by tensor, as layouts are compared with one process."""
+    """Compares a run in fp32 with another, tensor by tensor, as layouts with one process."""
     return {
         name: _asked_again(
             lambda seed: _exactly(f"{words} {seed}", more, device, other, other_words),
@@ -170,7 +173,7 @@ def _exactly(words: str, more: str, device: str, other: str, other_words: str) -
 
     def judged(mistake: str = "") -> tuple[float, str]:
         found = gaps([trial(f"{words} {more}", device, mistake)], expected)
-        # How many labels count is said beside the loss: that alone must not be what gives a mistake away.
+        # The number of tokens that count must not be what reveals a mistake.
         found = [gap for gap in found if not (mistake and gap.what.startswith("tokens"))]
         return largest_gap(found).ratio, largest_gap(found).what if failures(found) else ""
 
@@ -181,10 +184,10 @@ def _exactly(words: str, more: str, device: str, other: str, other_words: str) -
 def roughly(
     name: str, words: str, half: str, more: str, device: str, other: str, other_words: str, kernel: str = ""
 ) -> Rows:
-    """A run in half precision: how many times as far from fp32 as another in the same precision, as a share
-    of what is allowed.
+    """Compares a run in half precision with another by their distances from fp32.
 
-    `kernel`: what that other one needs, and fp32 cannot have.
+    The result is the ratio of the distances, as a share of the allowed ratio. `kernel` has flags that the
+    other run needs in half precision and cannot have in fp32.
     """
     return {
         name: _asked_again(
@@ -216,6 +219,6 @@ def _roughly(
 
 
 def same_structure(config: RunConfig, device: str) -> Found:
-    """A small model of a preset's structure, on the device and on the CPU."""
+    """Compares a small model of a preset's structure on the device with the CPU."""
     found = gaps([trial_of(config, device)], trial_of(config, "cpu"))
     return Found(largest_gap(found).ratio, note=largest_gap(found).what if failures(found) else "")

@@ -1,5 +1,4 @@
-"""Whole runs on the GPU: stopped and resumed, in fp16, started by the launcher; texts; the tests that only a
-GPU can run."""
+"""Runs whole trainings, launches, generation and the suite's GPU tests on a GPU."""
 
 import json
 import os
@@ -24,9 +23,8 @@ from tests.train.texts import texts
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 220.0
-# With the flag a run is repeatable, and is held to it. Without, attention over long sequences and kernels
-# that the compiler chooses by the clock are not: a resumed run must be one of the undisturbed runs, if those
-# can be told apart from it.
+# With the flag, runs must be repeatable. Without it, attention over long sequences and kernels that the
+# compiler selects by timing are not: a resumed run then fails only if two undisturbed runs are equal.
 _REPEATABLE, _COMPILED = "--deterministic-mode", "--deterministic-mode --compile on"
 RESUMED = {
     "one process, bf16": (1, f"{_REPEATABLE} --bf16"),
@@ -42,8 +40,8 @@ RESUMED = {
     "two processes, ZeRO 3, bf16": (2, f"{_REPEATABLE} --zero-stage 3 --bf16"),
     "two processes, pipeline, bf16": (2, f"{_REPEATABLE} --pp_size 2 --pipeline-schedule zero-bubble --bf16"),
 }
-# They skip themselves where there is no GPU.
-OWN_TESTS = "nn/test_dropout.py optim/test_offload.py parallel/test_grouped.py parallel/test_executor.py parallel/test_reduction.py parallel/test_messages.py checkpoint/test_background.py nn/test_loss.py nn/test_experts_on_device.py train/test_ahead.py train/test_graphs.py kernels"
+# These tests skip themselves without a GPU.
+OWN_TESTS = "nn/test_dropout.py optim/test_offload.py parallel/test_executor.py parallel/test_reduction.py parallel/test_messages.py checkpoint/test_background.py nn/test_loss.py nn/test_experts_on_device.py train/test_ahead.py train/test_graphs.py ops"
 
 
 def _state(folder: Path, ranks: int, words: str, device: str, cache: Path) -> StateDigest:
@@ -57,13 +55,11 @@ def _state(folder: Path, ranks: int, words: str, device: str, cache: Path) -> St
 
 
 def resumed(name: str, device: str) -> Rows:
-    """Stopped in the middle and resumed: the state at the end is the undisturbed run's, bit for bit.
+    """Stops and resumes a run; its last state must equal that of an undisturbed run, bit for bit.
 
-    Where it was stopped, it is not.
-
-    If it is not the same, the undisturbed run is made once more, which tells whether resuming is to blame.
-    What resumes, and what is made once more, compiles its layers anew: a run may go on where nothing of the
-    compiler's is left.
+    As a control, the weights at the stop must differ. If the last states differ, the undisturbed run is
+    repeated, which tells whether resuming is the cause. The resumed and the repeated run compile their layers
+    again, because a run may resume without the compiler's cache.
     """
     ranks, words = RESUMED[name]
     if device == "cpu":
@@ -87,8 +83,10 @@ def resumed(name: str, device: str) -> Rows:
 def verdict(
     found: StateDigest, whole: StateDigest, again: StateDigest, repeatable: bool
 ) -> tuple[float, str]:
-    """How far a resumed run is from the undisturbed one, which was made `again` if it is not the same; and
-    what to tell of it."""
+    """Returns the gap between a resumed and the undisturbed run, and a note.
+
+    `again` is a second undisturbed run, made if the first differs from the resumed one.
+    """
     if found == whole:
         return 0.0, ""
     apart = ", ".join(found.differences(whole))
@@ -129,8 +127,10 @@ def _losses(folder: Path, words: str, device: str) -> list[float]:
 
 
 def launched(name: str, more: str, device: str) -> Rows:
-    """`pentatron train` with two processes, which share the GPU if there is one alone, against one process;
-    every loss within 1e-5."""
+    """Compares `pentatron train` on two processes with one process: every loss within 1e-5.
+
+    The processes share the GPU if there is only one.
+    """
     alone = "--nproc-per-node 1"
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
@@ -148,9 +148,11 @@ SPOKEN = ("gpt2", "llama", "mistral with a window", "qwen2", "qwen3", "qwen3_moe
 
 
 def spoken(name: str, device: str) -> Rows:
-    """Texts of a Hugging Face folder: on the GPU the words that the CPU chooses, as likely within 1e-4; so
-    too drawn by lot."""
-    # Here, because they bring `transformers` along.
+    """Compares texts on the GPU with the CPU, greedy and sampled.
+
+    Tokens must be equal and log probabilities agree within 1e-4.
+    """
+    # Imported here, because they import `transformers`.
     from tests.hf.support import save, theirs
     from tests.train.test_generation import CASES
 
@@ -172,9 +174,9 @@ def spoken(name: str, device: str) -> Rows:
 
 
 def own_tests() -> Rows:
-    """The tests of the suite that only a GPU can run."""
-    files = [f"tests/{path}" for path in OWN_TESTS.split() if (ROOT / "tests" / path).exists()]
-    # A failure in three lines: its assertion, where it is, and its name.
+    """Runs the tests of the suite that need a GPU."""
+    files = [f"tests/{path}" for path in OWN_TESTS.split()]
+    # Prints three lines for a failure: its assertion, its place and its name.
     command = [
         sys.executable,
         "-m",
@@ -200,7 +202,7 @@ def own_tests() -> Rows:
 
 
 def told_by_pytest(printed: str) -> str:
-    """How many passed; of what failed the names and what was asserted."""
+    """Returns the counts of tests, and names and assertions of those that failed."""
     summary = re.findall(r"^=*\s*(\d+ (?:passed|failed|error).*?)=*$", printed, re.MULTILINE)
     failed = re.findall(r"^(?:FAILED|ERROR) (\S.*)$", printed, re.MULTILINE)
     asserted = [line.strip() for line in re.findall(r"^E  +(.*)$", printed, re.MULTILINE)]

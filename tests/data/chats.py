@@ -14,7 +14,7 @@ class WholeTemplate(ChatTemplate):
     """A template that renders whole conversations."""
 
     def render(self, messages: Sequence[Message], answer_follows: bool = False) -> Rendered:
-        """`answer_follows` adds the generation prompt."""
+        """Renders all messages; `answer_follows` appends the generation prompt."""
         return self.render_cuts(messages, None, [(len(messages), answer_follows)])[0]
 
 

@@ -111,14 +111,14 @@ def test_a_dataset_that_is_asked_for_too_much_goes_on_with_another_epoch() -> No
 @pytest.mark.parametrize("weights", [None, [0.6, 0.3, 0.1]])
 @pytest.mark.parametrize("members", [1, 3])
 def test_a_longer_run_keeps_the_order_and_appends(weights: list[float] | None, members: int) -> None:
-    """Extends once, twice, or directly with the same numbers."""
+    """Extends an order once and twice; the earlier samples stay the same."""
     named = [member(60, 31, 8), member(25, 26), member(90)][:members]
     weights = weights[:members] if weights else None
     short = build_blend(named, weights, [20], RECIPE)
     longer = build_blend(named, weights, [20, 70], RECIPE)
     longest = build_blend(named, weights, [20, 70, 200], RECIPE)
     assert tokens(longer, 20) == tokens(short, 20)
-    # Up to the length of the shorter order, which exceeds the requested number.
+    # The orders agree up to the length of the shorter one, which exceeds the requested number.
     assert tokens(longest, len(longer)) == tokens(longer, len(longer))
     assert len(longest) >= 200
     # Extending matters: an order built for the larger number differs.

@@ -19,7 +19,7 @@ WISHES = list(itertools.product((False, True), repeat=3))
 
 
 def test_each_wish_by_itself() -> None:
-    """An end token belongs to its document and counts where it is the input, not the label."""
+    """Boundaries follow end tokens in the inputs, not the labels; an end token ends its own document."""
     plain = next_token_sample(TOKENS)
     positions = next_token_sample(TOKENS, Boundaries(EOD, reset_positions=True))
     attention = next_token_sample(TOKENS, Boundaries(EOD, reset_attention=True))

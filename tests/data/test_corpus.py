@@ -162,7 +162,7 @@ def test_nothing_to_read_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", ["train tokenizer", "tokenize"])
 def test_a_killed_preparation_does_not_look_finished(small: Path, stage: str) -> None:
-    """Killed while rebuilding over an older, finished corpus: the next call must build, and clean up."""
+    """A kill during a rebuild over a finished corpus makes the next call rebuild and clean up."""
     body = f"""
 import os, signal
 from pentatron.data.python_corpus import prepare_python_corpus

@@ -68,7 +68,7 @@ def test_damaged_tokens_never_become_a_sample(prefix: Path) -> None:
 
 
 def test_the_test_set_is_the_tail_of_the_files(prefix: Path) -> None:
-    """Compares with Megatron-LM's third split, against which `open_splits` is tested elsewhere."""
+    """Compares with the third split of `open_splits`, which other tests compare with Megatron-LM."""
     datasets = build(prefix, "--vocab-size 257 --split 8,1,1 --eval-iters 5")
     expected = open_splits(prefix, "8,1,1", (12, 20, 20), 64, 1234)
     for found, wanted in zip((datasets.train, datasets.valid, datasets.test), expected, strict=True):
@@ -86,8 +86,7 @@ def test_the_test_set_is_the_tail_of_the_files(prefix: Path) -> None:
     assert without.untested == f"--split 969,30,1 leaves 0 tokens of {small} to test with, and 1 are needed"
     for words in ("--split 8,2", "--split 8,1,1 --eval-iters 0", "--split 8,1,1 --eval-interval 0"):
         assert build(prefix, f"--vocab-size 257 {words}").test is None
-    # Several corpora without weights are weighed by the samples each has: one too few tokens for any is
-    # no error.
+    # Corpora without weights are weighted by their samples: too few test tokens in all of them is no error.
     blended = build(Path(f"{prefix} {prefix}"), "--vocab-size 257 --split 900,99,1 --seq-length 512")
     assert blended.test is None and "and 513 are needed" in blended.untested
 
@@ -114,7 +113,7 @@ def test_files_of_its_own_to_test_with(prefix: Path) -> None:
         opened("--test-data-path absent")
     with IndexedDatasetWriter(prefix.parent / "empty", "uint16"):
         pass
-    with pytest.raises(UserError, match=r"empty holds no text; prepare it again"):
+    with pytest.raises(UserError, match=r"empty has no tokens; prepare it again"):
         opened(f"--train-data-path {prefix.parent / 'empty'} --valid-data-path {prefix}")
     with pytest.raises(UserError, match="--test-data-path needs --train-data-path"):
         opened(f"--test-data-path {other} --data-path {prefix} --train-data-path=")

@@ -155,12 +155,12 @@ def test_a_split_without_documents_is_an_error_that_says_so(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("documents", "sentence"),
     [
-        (0, r"x holds no text; prepare it again"),
+        (0, r"x has no tokens; prepare it again"),
         (
             1,
             r"\(1 sequence\) to the valid set; train on all of it with --split 1,0,0, or .* --text-documents",
         ),
-        (10, r"\(10 sequences\) to the valid set; give it a larger share, or 0 to do without"),
+        (10, r"\(10 sequences\) to the valid set; give it a larger share, or 0 to leave it empty"),
     ],
 )
 def test_the_way_out_of_such_a_split_is_one_that_helps(tmp_path: Path, documents: int, sentence: str) -> None:

@@ -40,7 +40,7 @@ def test_built_once_and_found_again(tmp_path: Path) -> None:
 
 
 def test_without_a_file_everyone_builds_in_memory(tmp_path: Path) -> None:
-    """The folder of another node, a small order, or no folder."""
+    """Builds in memory if another node writes the folder, for a small order, and without a folder."""
     builder = Builder()
     assert same(builder.get(tmp_path, builds=False)) and same(builder.get(tmp_path, entries=4))
     assert same(builder.get(None))
@@ -53,7 +53,7 @@ def test_every_damage_is_noticed_and_mended(tmp_path: Path) -> None:
     (path,) = tmp_path.iterdir()
     good = path.read_bytes()
     damages = [good[:-1], good[:5], b"", good + b"x", b"x" + good[1:], good.replace(b'"bytes"', b'"bites"')]
-    # Every byte of the header, then some of the content and the last one.
+    # Every seventh of the first 300 bytes, then one in the middle and the last one.
     places = [*range(0, 300, 7), len(good) // 2, len(good) - 1]
     damages += [good[:at] + bytes([good[at] ^ 4]) + good[at + 1 :] for at in places]
     for number, bad in enumerate(damages, start=1):

@@ -297,7 +297,7 @@ def test_a_replaced_pair_ends_reading(prefix: Path, opened: IndexedDataset) -> N
 
 
 def test_a_removed_or_copied_pair_is_read_on(prefix: Path, opened: IndexedDataset, tmp_path: Path) -> None:
-    """Neither changes the mapped tokens."""
+    """Neither removing the file nor replacing it with a copy changes the mapped tokens."""
     binary = Path(f"{prefix}.bin")
     shutil.copy2(binary, tmp_path / "copy")
     (tmp_path / "copy").replace(binary)

@@ -44,7 +44,7 @@ def test_the_next_start_removes_what_a_killed_one_left(pair: Path, tmp_path: Pat
     (folder / "other.bin.4194304.tmp").touch()
     merge([pair], folder / "pair")
     assert temporary_files(folder) == ["other.bin.4194304.tmp"]
-    # Also if the result exists already and nothing is written.
+    # Leftovers are removed even if the result exists already and nothing is written.
     leave(folder, "pair.ends")
     with pytest.raises(Exception, match="exists already"):
         merge([pair], folder / "pair")
@@ -66,7 +66,7 @@ def test_files_that_another_process_is_writing_stay(pair: Path, tmp_path: Path) 
     assert sorted(temporary_files(folder)) == before
     begun.discard()
     assert temporary_files(folder) == []
-    # The same for one file, checked from another process.
+    # A clean-up by another process also keeps a single file that this process is writing.
     program = f"from pathlib import Path; from pentatron.files import remove_leftovers; remove_leftovers(Path({str(folder / 'x')!r}))"
     with atomic_write(folder / "x") as file:
         file.write(b"whole")

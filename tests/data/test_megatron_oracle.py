@@ -17,7 +17,7 @@ from pentatron.data.inspect import seal, verify
 from tests.data.fuzzed_pairs import Documents, random_documents, write
 
 with warnings.catch_warnings():
-    # It warns on import about missing kernels.
+    # megatron-core warns on import about missing kernels.
     warnings.simplefilter("ignore")
     theirs = pytest.importorskip("megatron.core.datasets.indexed_dataset")
     import torch

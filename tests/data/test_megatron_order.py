@@ -18,7 +18,7 @@ from pentatron.data.indexed_writer import IndexedDatasetWriter
 from pentatron.data.sampling import parse_split, split_ranges
 
 with warnings.catch_warnings():
-    # It warns on import about missing kernels.
+    # megatron-core warns on import about missing kernels.
     warnings.simplefilter("ignore")
     pytest.importorskip("megatron.core.datasets.helpers_cpp")
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -51,7 +51,7 @@ def no_waiting() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Writes corpora of short and long documents, many and few."""
+    """Writes five corpora of many or few, short or long documents."""
     folder = tmp_path_factory.mktemp("corpora")
     draw = np.random.default_rng(3)
     for number, (count, longest) in enumerate([(300, 20), (40, 300), (12, 60), (150, 90), (7, 30)]):

@@ -16,7 +16,7 @@ def test_the_pair_that_was_meant_is_named(tmp_path: Path) -> None:
     touch(tmp_path, "wiki_text_document.bin", "wiki_text_document.idx", "half.idx", "half_text.idx")
     pair = tmp_path / "wiki_text_document"
     assert missing_pairs_message([pair]) == ""
-    # The prefix that was given to prepare, a folder, and one of the two files.
+    # Wrong prefixes: the one given to prepare, a folder, or one file of the pair.
     assert (
         missing_pairs_message([tmp_path / "wiki"])
         == f"no data file {tmp_path}/wiki.idx; did you mean {pair}?"

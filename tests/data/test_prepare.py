@@ -220,7 +220,7 @@ def test_a_bad_line_stops_or_is_left_out(tmp_path: Path) -> None:
     refused = r"o_text_document\.idx exists already, from other inputs .*--overwrite"
     with pytest.raises(ValueError, match=refused):
         run(skip=True)
-    # Not even the progress of an unfinished job with --overwrite changes that.
+    # Recorded progress of an unfinished job with --overwrite does not change that.
     (tmp_path / "out" / ".o.preparing").mkdir()
     (tmp_path / "out" / ".o.preparing" / "progress.json").write_text('x\n{"fingerprint": "another"}')
     with pytest.raises(ValueError, match=refused):

@@ -128,7 +128,7 @@ def test_impossible_requests_are_refused(
 
 
 def test_tokens_beyond_32_bits() -> None:
-    """Three billion tokens: offsets stay exact, and the last start is known."""
+    """Offsets stay exact with 3 billion tokens, which do not fit into 32 bits."""
     lengths = np.full(3, 10**9, dtype=np.int32)
     index = build_sample_index(lengths, range(3), None, 10**6, 0)
     assert len(index) == (3 * 10**9 - 1) // 10**6

@@ -20,7 +20,7 @@ from pentatron.data.tokenizer import ByteTokenizer
 from pentatron.errors import AgreedError, ConfigError, UserError
 from pentatron.layout.ranks import Grid
 from pentatron.monitor.display import SilentDisplay
-from pentatron.parallel.collectives import run_on_some_ranks
+from pentatron.parallel.collectives import run_on_all_ranks
 from pentatron.parallel.world import create_groups, single_process
 from pentatron.settings.entry_points import TRAIN
 from pentatron.settings.resolve import Resolved, gather, resolve
@@ -99,7 +99,7 @@ def test_packed_and_padded_give_the_same_loss_and_gradients(tmp_path: Path) -> N
             losses = stage(batch.tokens, batch.position_ids, batch.labels, documents=batch.documents)
             total = total + (losses * batch.loss_mask).sum()
         if batch.documents is not None:
-            # The control: attending to earlier conversations changes the outputs.
+            # Control: attending to earlier conversations changes the outputs.
             mixed = stage(batch.tokens, batch.position_ids, batch.labels)
             assert not torch.allclose(mixed, losses, atol=1e-3)
         total.backward()
@@ -199,8 +199,8 @@ def test_several_files_are_one_set(tmp_path: Path) -> None:
         tmp_path / "whole.jsonl", [line for at in (0, 20) for line in lines(30)[at : at + (8 if at else 16)]]
     )
     assert labels(found.train, 24) == labels(build(whole, tmp_path).train, 24)
-    # Every file is divided by itself; an epoch has every conversation once, so it draws as many as each
-    # file has.
+    # Each file is split separately. An epoch has every conversation once, so a file contributes as many
+    # samples as it has conversations.
     assert labels(found.valid, 3) == labels(
         build(write(tmp_path / "v.jsonl", [*lines(30)[16:18], lines(30)[28]]), tmp_path).train, 3
     )
@@ -222,7 +222,7 @@ def test_what_one_machine_lacks_is_one_sentence_on_both(tmp_path: Path) -> None:
     config = resolved(path, "--tokenizer-model", str(folder), "--vocab-size", "2000").config
     world = create_groups(Grid(data=2), rank, rank, CPU)
     with pytest.raises(AgreedError, match="Tokenizer not found"):
-        run_on_some_ranks(True, lambda: open_data(config, world, tmp_path, Said()), world.everyone)
+        run_on_all_ranks(lambda: open_data(config, world, tmp_path, Said()), world.everyone)
 
 
 def test_shares_to_validate_and_test_with(tmp_path: Path) -> None:

@@ -238,7 +238,7 @@ def test_sealing_is_atomic_and_complete(prefix: Path) -> None:
 
 
 def test_hundreds_of_damaged_pairs(tmp_path: Path) -> None:
-    """More of them: make fuzz-data."""
+    """`make fuzz-data` runs more cases."""
     outcomes = try_many(0, 250, tmp_path / "case")
     assert outcomes["refused"] > 150
 

@@ -1,4 +1,4 @@
-"""What a case of the fault matrix is, and how it is judged."""
+"""A case of the fault matrix, and its outcome."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,11 +16,10 @@ GROUPS = (
 
 @dataclass
 class Outcome:
-    """What became of a fault.
+    """The outcome of a fault; None: the field does not apply.
 
-    `detected`: somebody was told of it, in words that fit; `named`: the rank or the file is the right one.
-
-    None: the question does not arise.
+    `detected`: a line or an exit code other than 0 reports the fault. `named`: the line has the right rank or
+    file.
     """
 
     detected: bool = False
@@ -39,7 +38,7 @@ class Outcome:
     def expect_output(
         self, ran: Ran, pattern: str, since: float | None = None, within: float | None = None
     ) -> None:
-        """Some line must fit the pattern, which has the right rank or file in it."""
+        """Expects a line that matches `pattern`, which contains the right rank or file."""
         line = ran.find(pattern)
         self.named = line is not None
         self.detected = self.detected or self.named
@@ -81,8 +80,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Case:
-    """`control`: the protection is switched off, and the fault must go unnoticed: so the table can
-    show it.
+    """A case of the matrix.
+
+    `control`: the protection is switched off and the fault must go unnoticed, as proof that the table would
+    show an unnoticed fault.
     """
 
     group: str

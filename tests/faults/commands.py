@@ -1,7 +1,4 @@
-"""Training as real processes: forked ones, cheap, and ones started as a user starts them.
-
-What they say is kept with its time.
-"""
+"""Runs training as real processes, forked or started as a user does, and timestamps their output."""
 
 import contextlib
 import fcntl
@@ -30,7 +27,7 @@ _OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTE
 
 
 def environment() -> dict[str, str]:
-    """Without what a launcher or the test harness may have left, and without GPUs."""
+    """Returns the environment without GPUs and without variables of a launcher or the test harness."""
     own = {
         "PYTHONPATH": str(ROOT),
         "CUDA_VISIBLE_DEVICES": "",
@@ -41,10 +38,10 @@ def environment() -> dict[str, str]:
 
 
 class Zygote:
-    """Forks processes on request; to be closed in the end."""
+    """Client of a process that forks on request. Call `close` at the end."""
 
     def __init__(self, module: str = "tests.faults.zygote", **variables: str) -> None:
-        """`variables`: further ones of its environment."""
+        """`variables`: added to its environment."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", module],
             env={**environment(), **variables},
@@ -75,7 +72,7 @@ class Zygote:
             self._news.notify_all()
 
     def fork(self, request: dict[str, Any]) -> "tuple[int, Callable[[float], tuple[int, float] | None]]":
-        """The process's number, and how to wait for its code and the time of its end."""
+        """Returns the pid, and a function that waits for the exit code and the time of the end."""
         assert self._process.stdin is not None
         with self._news:
             self._count += 1
@@ -106,7 +103,7 @@ class Zygote:
 
 
 class Terminal:
-    """A pseudo-terminal that is read until it is closed, as its window is."""
+    """A pseudo-terminal that is read until it is closed, as a terminal window does."""
 
     def __init__(self) -> None:
         self._master, self.descriptor = pty.openpty()
@@ -127,7 +124,7 @@ class Terminal:
 
 
 def take_terminal() -> None:
-    """In a process that leads a session: its output is its terminal, if it is one."""
+    """Makes standard output the controlling terminal of a session leader, if it is a terminal."""
     if os.isatty(1):
         fcntl.ioctl(1, termios.TIOCSCTTY, 0)
 
@@ -175,7 +172,7 @@ class Followed:
 
 @dataclass
 class Ran:
-    """A command that has ended: its exit codes by rank (of a launcher: one), and what was said."""
+    """A finished command: its exit codes by rank (one for a launcher) and its output."""
 
     codes: list[int]
     started: float
@@ -185,7 +182,7 @@ class Ran:
 
     @property
     def code(self) -> int:
-        """The first one that is not 0."""
+        """The first exit code that is not 0, else 0."""
         return next((code for code in self.codes if code), 0)
 
     @property
@@ -197,7 +194,7 @@ class Ran:
 
     @property
     def resumed_at(self) -> list[int]:
-        """The steps that starts of the run went on from; one that began anew is a 0."""
+        """The step at which each start resumed; 0 for the start of a new run."""
         found = []
         for line in self.lines:
             if line.text.startswith("model: "):
@@ -208,7 +205,7 @@ class Ran:
 
 
 class Running:
-    """Processes of one command."""
+    """The processes of one command."""
 
     def __init__(
         self,
@@ -222,8 +219,9 @@ class Running:
         self.followed = Followed(paths)
 
     def wait(self, seconds: float = 120, leave: float = 5) -> Ran:
-        """`leave`: seconds that the others have after whoever was started has ended; then they are
-        orphans.
+        """Waits for the end of the command.
+
+        `leave`: seconds in which its other processes must end after it. Later they are orphans.
         """
         deadline = time.monotonic() + seconds
         ends = [wait(max(0.0, deadline - time.monotonic())) for wait in self._waits]
@@ -257,13 +255,13 @@ class Running:
         return any(wait(0) is None for wait in self._waits)
 
     def hung(self, what: str) -> "Hung":
-        """Ends what is left of the command."""
+        """Kills the command; returns an error with its last lines."""
         self.kill()
         told = "\n".join(line.text for line in self.followed.lines[-15:])
         return Hung(f"{what}; the last lines:\n{told}")
 
     def members(self) -> list[int]:
-        """All processes of this command, workers and their readers too."""
+        """Returns all processes of this command, including workers and data readers."""
         found = []
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit() or not processes.is_running(int(entry.name)):
@@ -274,7 +272,7 @@ class Running:
         return found
 
     def rank(self, number: int) -> int:
-        """The process of this rank, under a launcher."""
+        """Returns the process of this rank, a child of the launcher."""
         for pid in self.members():
             with contextlib.suppress(OSError):
                 said = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
@@ -295,4 +293,4 @@ class Running:
 
 
 class Hung(Exception):
-    """A command that did not end, or did not come to where it should."""
+    """Raised for a command that did not end or did not reach an expected point."""

@@ -1,5 +1,4 @@
-"""The newest step is damaged: it is named, set aside, and the run goes on from the one before to the same
-end."""
+"""The newest step is damaged: it is named and set aside, and the run resumes from the step before."""
 
 import os
 import shutil
@@ -20,8 +19,10 @@ def truncated(name: str, keep: Callable[[int], int]) -> Callable[[Path], None]:
 
 
 def flipped(name: str, at: int | None = None) -> Callable[[Path], None]:
-    """Without a place, in the middle: of a shard, that is in a tensor, and in no last digit, which the next
-    update may round away."""
+    """Flips a bit at byte `at`, by default in the middle.
+
+    In a shard that is a bit of a tensor, and not one of the lowest, which the next update may round away.
+    """
 
     def damage(step: Path) -> None:
         content = bytearray((step / name).read_bytes())
@@ -32,7 +33,7 @@ def flipped(name: str, at: int | None = None) -> Callable[[Path], None]:
 
 
 def flipped_number(step: Path) -> None:
-    """One digit in the state of the run: as good a JSON as before."""
+    """Changes a digit of the run state; the manifest remains valid JSON."""
     path = step / MANIFEST
     text = path.read_text()
     at = text.index('"consumed_samples": ') + len('"consumed_samples": ')
@@ -93,7 +94,7 @@ def goes_on_from_the_one_before(damage: Callable[[Path], None], named: str) -> C
     return run
 
 
-# Those whose kin is among the quick ones.
+# Not quick: `make test` has similar cases.
 SLOW = (
     "a shard cut by one byte",
     "a shard cut to 0 bytes",
@@ -105,8 +106,7 @@ for _name, (_damage, _named) in DAMAGES.items():
 
 
 def pointer(content: str | None) -> Callable[[Lab], Outcome]:
-    """Which step is the newest is read from the steps: a wrong pointer can mislead nobody, and the next save
-    mends it."""
+    """Damages `latest`: the newest step is found without it, and the next save writes it again."""
 
     def run(lab: Lab) -> Outcome:
         lab.interrupted(LAYOUT, NEWEST)
@@ -145,7 +145,7 @@ def every_step(lab: Lab) -> Outcome:
 
 @SERIES.case("a bit flipped, with --no-verify-checkpoint", quick=True, control=True)
 def unverified(lab: Lab) -> Outcome:
-    """Sums are not compared, as the user wished: the run ends elsewhere and nothing says so."""
+    """Without verification the run ends with another state, and nothing reports it."""
     flipped(SHARD)(lab.interrupted(LAYOUT, NEWEST))
     ran, outcome = lab.fork(LAYOUT, "--no-verify-checkpoint"), Outcome()
     outcome.exit_code = ran.code

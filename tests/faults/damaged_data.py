@@ -1,5 +1,4 @@
-"""Data files that are damaged, or not those of the run: structure is refused at the start, content where it
-is read."""
+"""Damaged or changed data files: structure is refused at the start, content when it is read."""
 
 import os
 import shutil
@@ -23,7 +22,7 @@ def truncated(path: Path) -> None:
 
 
 def flipped(path: Path) -> None:
-    """The lowest bit of a token: the vocabulary has the other one as well."""
+    """Flips the lowest bit of a token, which stays within the vocabulary."""
     overwritten(path, path.stat().st_size // 4 * 2, lambda old: bytes([old[0] ^ 1]), 1)
 
 
@@ -42,17 +41,17 @@ def magic(path: Path) -> None:
 
 
 def dtype(path: Path) -> None:
-    """int32 instead of uint16."""
+    """Replaces dtype uint16 by int32."""
     overwritten(path, 17, lambda old: b"\x04", 1)
 
 
 def length(path: Path) -> None:
-    """Of the first sequence, which begins after the header."""
+    """Changes the length of the first sequence, which follows the header."""
     overwritten(path, 34, lambda old: struct.pack("<i", struct.unpack("<i", old)[0] + 1), 4)
 
 
 def pointer(path: Path) -> None:
-    """Of the second sequence."""
+    """Changes the pointer of the second sequence."""
     overwritten(path, 34 + 60 * 4 + 8, lambda old: struct.pack("<q", struct.unpack("<q", old)[0] + 2), 8)
 
 
@@ -71,7 +70,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], None], bool]] = {
     ".idx with another dtype": (".idx", dtype, True),
     ".bin of another pair": (".bin", of_another_pair, True),
     ".idx of another pair": (".idx", of_another_pair, True),
-    # Files of Megatron have no checksums: their structure is all there is to check.
+    # Megatron's files have no checksums, so that only their structure can be checked.
     ".bin cut to half, no checksums": (".bin", truncated, False),
     ".idx with a wrong pointer, no checksums": (".idx", pointer, False),
     ".idx with another dtype, no checksums": (".idx", dtype, False),
@@ -85,7 +84,7 @@ def is_refused(suffix: str, damage: Callable[[Path], None], sums: bool) -> Calla
         if not sums:
             path.with_suffix(".meta").unlink()
         ran, outcome = lab.fork(LAYOUT), Outcome()
-        # A pair that does not fit may be told of by either file.
+        # The error about a pair that does not fit may name either file.
         either = r"corpus\.(bin|idx)" if not sums or damage is of_another_pair else rf"corpus\{suffix}"
         outcome.expect_output(ran, rf"{either}.*bytes? \d+|{either}.*\d+ bytes")
         outcome.ended(ran, 2)
@@ -103,7 +102,7 @@ for _name, (_suffix, _damage, _sums) in DAMAGES.items():
 
 @SERIES.case("a bit of .bin flipped, no checksums", control=True)
 def unknowable(lab: Lab) -> Outcome:
-    """Nothing in Megatron's format says what a token was; `pentatron data` adds checksums to such files."""
+    """Megatron's format has no checksums; `pentatron data seal` adds them."""
     prefix = write_corpus(lab.corpus)
     Path(f"{prefix}.meta").unlink()
     flipped(Path(f"{prefix}.bin"))
@@ -118,8 +117,7 @@ def unknowable(lab: Lab) -> Outcome:
 def change_refused(
     change: Callable[[Lab], str], named: str, layout: str = LAYOUT
 ) -> Callable[[Lab], Outcome]:
-    """Refused; with --allow-changed-data told and gone on with; brought back, the run ends as if nothing had
-    been."""
+    """Expects changed data to be refused, accepted with --allow-changed-data, and no effect once restored."""
 
     def run(lab: Lab) -> Outcome:
         write_corpus(lab.corpus)
@@ -165,7 +163,7 @@ SERIES.case("the blend changed between two starts")(
 
 @SERIES.case("the tokenizer changed between two starts")
 def another_tokenizer(lab: Lab) -> Outcome:
-    """Its name is kept with the files that it made."""
+    """The files record the name of the tokenizer that made them."""
     text = lab.folder / "text.jsonl"
     text.write_text("".join(f'{{"text": "document {n} of a few words"}}\n' for n in range(60)))
     prepare = "-m pentatron prepare --input text.jsonl --tokenizer-type ByteTokenizer --output-prefix text --workers 1"
@@ -188,15 +186,14 @@ def another_tokenizer(lab: Lab) -> Outcome:
 
 
 def changed_under_the_run(do: str, sums: bool, named: str) -> Callable[[Lab], Outcome]:
-    """The run ends before it reads another sample; with the file restored, the same command ends as the
-    undisturbed run does."""
+    """The run stops before it reads another sample; with the file restored it ends undisturbed."""
 
     def run(lab: Lab) -> Outcome:
         binary = Path(f"{write_corpus(lab.corpus)}.bin")
         if not sums:
             binary.with_suffix(".meta").unlink()
-        # Longer than the interval between two checks: a truncated page that is read before the next one is a
-        # SIGBUS.
+        # Longer than the interval between two checks of the file: reading a truncated page before the next
+        # check is a SIGBUS.
         fault = Fault("update", do, step=5, seconds=0.05, file=str(binary), once=lab.marker())
         ran, outcome = lab.fork(LAYOUT, faults=[fault]), Outcome()
         outcome.expect_output(ran, named, lab.when(), 10)
@@ -228,7 +225,7 @@ SERIES.case(".bin truncated during the run", quick=True)(
 def dead_reader(lab: Lab) -> Outcome:
     fault = Fault("sample", "kill", step=0, once=lab.marker())
     ran, outcome = lab.fork(LAYOUT, "--num-workers 1", [fault]), Outcome()
-    outcome.expect_output(ran, r"a process that reads data has died \(killed by SIGKILL\)", lab.when(), 10)
+    outcome.expect_output(ran, r"a DataLoader worker died \(killed by SIGKILL\)", lab.when(), 10)
     outcome.ended(ran, 2)
     again = lab.fork(LAYOUT, "--num-workers 1")
     outcome.expect(again.code == 0, again.text)

@@ -1,5 +1,7 @@
-"""`python -m tests.faults.entry FAULT... -- WORDS...`: `pentatron train WORDS...`, whose workers suffer the
-faults meant for them."""
+"""Runs `pentatron train FLAGS...` with faults planted in its workers.
+
+`python -m tests.faults.entry FAULT... -- FLAGS...`; a FAULT is a word of `Fault.word`.
+"""
 
 import os
 import sys
@@ -20,7 +22,7 @@ def take_words(words: Sequence[str]) -> "tuple[list[str], Program]":
     middle = list(words).index("--")
     faults = [Fault.parse(word) for word in words[:middle]]
     Injector(faults, int(os.environ.get("RANK", ALONE))).install()
-    # None: the configured one, which a launcher need not import.
+    # None is the configured program, which a launcher need not import.
     return list(words[middle + 1 :]), cast("Program", None)
 
 

@@ -1,5 +1,4 @@
-"""A rank that hangs, crawls or fails alone: it is named long before the process group would give up, a slow
-one is only reported."""
+"""A rank that hangs or fails is named long before the process group times out; a slow one is reported."""
 
 import re
 from collections.abc import Callable
@@ -11,15 +10,15 @@ from tests.faults.lab import SAVE_INTERVAL, Lab
 
 SERIES = Series("frozen or slow")
 STEP = 6
-# The heartbeat's limit, and the process group's, which must never be what is met.
+# Timeouts of the heartbeat and of the process group, which must never be reached.
 LIMIT, TIMEOUT = 4.0, 600.0
 WATCHED = f"--heartbeat-timeout {LIMIT:g} --distributed-timeout-minutes {TIMEOUT / 60:g}"
-# On a machine that has other things to do as well.
+# Generous, for a machine under load.
 SECONDS = 15.0
 
 
 def hangs(fault: Fault, sentence: str, layout: str = "dp2", more: str = "") -> Callable[[Lab], Outcome]:
-    """Named, written down with where every rank is, started again, and the same end."""
+    """Expects the hang named, a dump with the status of all ranks, a restart and the undisturbed end."""
 
     def run(lab: Lab) -> Outcome:
         ran = lab.launch(layout, f"{WATCHED} {more}", [replace(fault, once=lab.marker())]).wait(150)
@@ -44,7 +43,7 @@ WAITS = "rank 0 waits in the "
 SERIES.case("SIGSTOP to rank 1")(
     hangs(
         Fault("forward", "freeze", 1, STEP),
-        rf"rank 1 of 2 is frozen \(its process is stopped, as by SIGSTOP\).*{WAITS}",
+        rf"rank 1 of 2 is frozen \(its process is stopped, e.g. by SIGSTOP\).*{WAITS}",
     )
 )
 SERIES.case("rank 1 loops without end")(
@@ -56,11 +55,11 @@ SERIES.case("rank 1 loops without end")(
 SERIES.case("rank 1 of 4 leaves a collective out")(
     hangs(
         Fault("sum", "leave out", 1, STEP),
-        "rank 1 of 4 is not where the others are, as if a collective had been left out",
+        "rank 1 of 4 waits in a different collective than the other ranks, so it may have skipped one",
         "any dp4",
     )
 )
-# In the worker no step is counted: it reads two micro-batches for each.
+# A data worker does not count steps; it reads two micro-batches for each.
 SERIES.case("a data worker of rank 1 loops without end")(
     hangs(
         Fault("sample", "loop", 1, 0, after=10),
@@ -72,8 +71,7 @@ SERIES.case("a data worker of rank 1 loops without end")(
 
 @SERIES.case("an exception on rank 1 alone")
 def exception(lab: Lab) -> Outcome:
-    """Its traceback comes first and is the only one; the others' complaints about lost contact are in their
-    own files."""
+    """Its traceback is the only one shown; errors of other ranks about lost contact are in their files."""
     ran = lab.launch("dp2", faults=[Fault("forward", "raise", 1, STEP, once=lab.marker())]).wait()
     outcome = Outcome()
     outcome.expect_output(ran, r"rank 1 of 2 failed with exit code 1 after step 5:", lab.when(), SECONDS)
@@ -87,13 +85,15 @@ def exception(lab: Lab) -> Outcome:
 
 @SERIES.case("rank 1 is three times slower")
 def straggler(lab: Lab) -> Outcome:
-    """Reported, not killed: the run comes to its end."""
+    """A straggler is reported, not killed."""
     slow = Fault("forward", "dawdle", 1, 1, seconds=0.15)
     ran, outcome = (
         lab.launch("dp2", WATCHED, [slow]).wait(150),
         Outcome(remark="reported, goes on"),
     )
-    outcome.expect_output(ran, r"straggler: rank 1 was busy for \d+ ms in step \d+, ranks like it for \d+ ms")
+    outcome.expect_output(
+        ran, r"straggler: rank 1 was busy for \d+ ms in step \d+, ranks of the same stage for \d+ ms"
+    )
     outcome.ended(ran, 0)
     outcome.expect(ran.find("restarting") is None, "it was started again")
     outcome.same_state(lab.all_equal("dp2"))

@@ -1,8 +1,7 @@
-"""Faults inside a process that trains: at which point, on which rank, what happens.
+"""Injects faults into a training process: at a point, on a rank, with an action.
 
 The product has no hooks for this. A point is a function that is wrapped from outside, or a file operation,
-which Python's audit events tell of before it is done; those are named by the file, as the protocol of
-checkpoints has it.
+which a Python audit event reports before it is done and which is identified by the name of the file.
 """
 
 import fnmatch
@@ -26,13 +25,13 @@ ALONE = -1
 
 @dataclass(frozen=True)
 class Fault:
-    """`at`: a name of POINTS, `open GLOB` before a file is opened for writing, or `rename GLOB` before one
-    gets that name.
+    """An action, and the point, rank and step at which it happens.
 
-    `rank` ALONE is a run of one process. `step` counts from 1; of a file, its name says which step it is of.
-    `once`: a file that is made when it happens, holding the time and the step; it happens no second time.
-    `after`: so many times in
-    a process it is let pass. Without one it happens in every step from `step` on.
+    `at`: a name of POINTS, `open GLOB` before a file is opened for writing, or `rename GLOB` before a file
+    gets that name. `rank`: ALONE for a run of one process. `step` counts from 1 and is ignored for a file,
+    whose name has the step. `once`: a file that is created with time and step when the fault happens, so that
+    it happens once; without it, the fault happens in every step from `step` on. `after`: calls in a process
+    that pass before it.
     """
 
     at: str
@@ -54,13 +53,13 @@ class Fault:
 
 
 def happened(marker: Path) -> tuple[float, int]:
-    """When, and in which step (0: a file operation)."""
+    """Returns the time of a fault and the step in progress (0: before the first)."""
     content = json.loads(marker.read_text())
     return content["time"], content["step"]
 
 
 class Injector:
-    """Brings about the faults of this rank."""
+    """Installs the faults of this rank."""
 
     def __init__(self, faults: list[Fault], rank: int) -> None:
         self.step = 0
@@ -72,8 +71,8 @@ class Injector:
         import pentatron.train.step as step_module
 
         _wrap(step_module, "_start", self._count)
-        # Python ignores it, so that such a write is an error; here, where no thread does anything yet, it
-        # becomes an end again.
+        # Python ignores SIGXFSZ, so that a write beyond RLIMIT_FSIZE is an error. The default action, which
+        # ends the process, is restored here, before other threads run.
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         for fault in self._faults:
             kind, _, pattern = fault.at.partition(" ")
@@ -84,7 +83,7 @@ class Injector:
                 _wrap(owner, name, self._at(fault))
 
     def _count(self, original: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        # Its fourth argument is the number of the step, from 0.
+        # The fourth argument of `_start` is the number of the step, from 0.
         self.step = given[3] + 1
         return original(*given, **named)
 
@@ -147,7 +146,7 @@ def _backward() -> tuple[Any, str]:
 
 
 def _update() -> tuple[Any, str]:
-    """Called for the weights that decay, then for the others."""
+    """Called for the weights with weight decay, then for the others."""
     from pentatron.optim.update_rules import Adam
 
     return Adam, "_update"
@@ -222,7 +221,7 @@ def _kill_after(fault: Fault, original: Callable[..., Any], *given: Any, **named
 
 
 def _kill_in_the_next_write(fault: Fault, original: Callable[..., Any], *given: Any, **named: Any) -> Any:
-    """The kernel ends this process as soon as a file of it has so many bytes."""
+    """Lets the kernel end this process when a file that it writes reaches `fault.bytes`."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (fault.bytes, fault.bytes))
     return original(*given, **named)
@@ -244,7 +243,7 @@ def _dawdle(fault: Fault, original: Callable[..., Any], *given: Any, **named: An
 
 
 def _record(fault: Fault, original: Callable[..., Any], *given: Any, **named: Any) -> Any:
-    """No fault: which samples are read."""
+    """Records which samples are read; not a fault."""
     with Path(fault.file).open("a") as file:
         for sample in given[0]:
             file.write(hashlib.sha256(sample["tokens"].tobytes()).hexdigest() + "\n")
@@ -252,23 +251,23 @@ def _record(fault: Fault, original: Callable[..., Any], *given: Any, **named: An
 
 
 def _fill(fault: Fault, original: Callable[..., Any], *given: Any, **named: Any) -> Any:
-    """Takes all room of a file system but for so many bytes."""
+    """Fills a file system except for `fault.bytes`."""
     room = shutil.disk_usage(Path(fault.file).parent).free
     with suppress(OSError), Path(fault.file).open("wb") as file:
-        # A save under way may want the same.
+        # A save in progress may take the space first.
         file.write(bytes(room - fault.bytes))
     return original(*given, **named)
 
 
 def _truncate(fault: Fault, original: Callable[..., Any], *given: Any, **named: Any) -> Any:
-    """In place, as a program that writes the file again does first."""
+    """Truncates a file in place, as a program that rewrites it does first."""
     os.truncate(fault.file, fault.bytes)
     time.sleep(fault.seconds)
     return original(*given, **named)
 
 
 def _zero(fault: Fault, original: Callable[..., Any], *given: Any, **named: Any) -> Any:
-    """The same inode and the same size with zeros in place of its bytes."""
+    """Overwrites a file with zeros; inode and size stay the same."""
     with Path(fault.file).open("r+b") as file:
         file.write(bytes(os.fstat(file.fileno()).st_size))
     time.sleep(fault.seconds)
@@ -276,19 +275,19 @@ def _zero(fault: Fault, original: Callable[..., Any], *given: Any, **named: Any)
 
 
 def _delete(fault: Fault, original: Callable[..., Any], *given: Any, **named: Any) -> Any:
-    """A file, by somebody else."""
+    """Deletes a file, as another program would."""
     Path(fault.file).unlink()
     return original(*given, **named)
 
 
 def _move(fault: Fault, original: Callable[..., Any], *given: Any, **named: Any) -> Any:
-    """A folder, by somebody else."""
+    """Moves a folder, as another program would."""
     Path(fault.file).rename(f"{fault.file}-moved")
     return original(*given, **named)
 
 
 def _set_clock_back(fault: Fault, original: Callable[..., Any], *given: Any, **named: Any) -> Any:
-    """For this process."""
+    """Sets back the clock of this process only."""
     now = time.time
     time.time = lambda: now() - fault.seconds
     return original(*given, **named)
@@ -299,7 +298,7 @@ def _raise(fault: Fault, original: Callable[..., Any], *given: Any, **named: Any
 
 
 def _leave_out(fault: Fault, original: Callable[..., Any], *given: Any, **named: Any) -> Any:
-    """The caller gets its first argument back: what a collective in place would have returned."""
+    """Skips a collective and returns its first argument, as an in-place collective does."""
     return given[0]
 
 
@@ -320,7 +319,7 @@ def _scaled_gradient(factor: float) -> Callable[..., Any]:
 
 
 def _change_weight(change: Callable[[float], float]) -> Callable[..., Any]:
-    """Of this rank's copy alone, after the update: what a bad memory cell does."""
+    """Changes a weight of this rank only, after the update, as a bad memory cell does."""
 
     def action(fault: Fault, original: Callable[..., Any], *given: Any, **named: Any) -> Any:
         found = original(*given, **named)

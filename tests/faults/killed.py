@@ -1,5 +1,4 @@
-"""A rank is killed: it is named, the others end within seconds, and the job goes on from its last step to the
-undisturbed end."""
+"""A killed rank is named, the others end within seconds, and the restarted job ends undisturbed."""
 
 import os
 import signal
@@ -13,8 +12,7 @@ from tests.faults.injection import Fault, happened
 from tests.faults.lab import LAST, LAYOUTS, SAVE_INTERVAL, Lab
 
 SERIES = Series("killed rank")
-# Until the others have ended and the dead one is named; on a machine with nothing else to do it is about
-# three.
+# Seconds until the others have ended and the dead rank is named; about three on an idle machine.
 SECONDS = 8.0
 STEP, SAVED = 6, 6
 
@@ -22,8 +20,9 @@ STEP, SAVED = 6, 6
 def judged(
     lab: Lab, ran: Ran, layout: str, rank: int, done: int, by: str = "SIGKILL", in_background: bool = False
 ) -> Outcome:
-    """`done`: the steps that were done when it happened; with a save in the background there may be
-    one more.
+    """Judges a command in which a rank was killed.
+
+    `done`: steps completed before the kill. With an async save there may be one more.
     """
     outcome = Outcome()
     since, ranks = lab.when(), LAYOUTS[layout].ranks
@@ -59,7 +58,7 @@ for _name, _words in IN_STEP.items():
 
 @SERIES.case("in the forward, after the reader of the output has left")
 def without_reader(lab: Lab) -> Outcome:
-    """What tells of the failure fails itself, and must not end the launcher."""
+    """The message about the failure cannot be written either, which must not end the launcher."""
     reader, writer = os.pipe()
     os.close(reader)
     fault = Fault("forward", "kill", 1, STEP, once=lab.marker())
@@ -78,7 +77,7 @@ def in_save(
     more: str = "",
     **given: float,
 ) -> Callable[[Lab], Outcome]:
-    """`done`: the step that was being saved; `expected`: the one that can be gone on from."""
+    """`done`: the step that was being saved. `expected`: the step that can be resumed."""
 
     def run(lab: Lab) -> Outcome:
         fault = Fault(at, do, rank, once=lab.marker(), **given)  # type: ignore[arg-type]
@@ -117,7 +116,7 @@ SERIES.case("between rename and pointer")(in_save(0, "open */.latest.*", done=2,
 
 @SERIES.case("saving a step again after a rollback")
 def resaved(lab: Lab) -> Outcome:
-    """The newest step is damaged, so the run goes back; it is killed when it comes there again."""
+    """A damaged newest step sets the run back; it is killed when it saves that step again."""
     flipped(SHARD)(lab.interrupted("dp2", SAVED))
     ran = lab.launch(
         "dp2", faults=[Fault(f"open {HALF_WRITTEN}{SHARD}", "kill", 1, once=lab.marker())]
@@ -132,12 +131,12 @@ def resaved(lab: Lab) -> Outcome:
 
 @SERIES.case("the launcher")
 def launcher(lab: Lab) -> Outcome:
-    """Nobody is left to name anybody: the workers end in good order, and the same command goes on."""
+    """Workers without a launcher save and end; the same command resumes the run."""
     running = lab.launch("dp2", faults=[Fault("forward", "dawdle", 1, seconds=0.2)])
     lab.wait_for_step(running, 5)
     killed_at = time.time()
     running.signal(signal.SIGKILL)
-    # Their step and their save may take a while where the machine has other things to do.
+    # Their step and their save may take a while on a machine under load.
     ran = running.wait(leave=30)
     outcome = Outcome(exit_code=ran.code, remark="workers save and end")
     lived = time.time() - killed_at
@@ -154,7 +153,7 @@ def launcher(lab: Lab) -> Outcome:
 
 @SERIES.case("five times in one run, any rank")
 def five_times(lab: Lab) -> Outcome:
-    """Each time at another step and place; `make chaos` does so fifty times."""
+    """Kills at another step and point each time; `make chaos` kills fifty times."""
     points = (("forward", 0, 3), ("backward", 1, 4), ("update", 1, 6), ("forward", 1, 7), ("backward", 0, 9))
     faults = [
         Fault(at, "kill", rank, step, once=lab.marker(f"fault-{number}"))

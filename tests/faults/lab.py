@@ -1,4 +1,4 @@
-"""Where a case does its work: its folder, its commands, and the undisturbed runs it is compared with."""
+"""The folder, the commands and the undisturbed reference runs of a case."""
 
 import os
 import shutil
@@ -41,7 +41,7 @@ EXPERTS = "--num-experts 2 --moe-router-topk 1 --moe-router-pre-softmax"
 
 @dataclass(frozen=True)
 class Layout:
-    """`data`: its words, in which {corpus} stands for a pair of files."""
+    """Ranks and flags of a run. `data`: flags of its data, where {corpus} stands for a pair of files."""
 
     ranks: int
     words: str = ""
@@ -50,7 +50,7 @@ class Layout:
 
 LAYOUTS = {
     "alone": Layout(1),
-    # Both ranks keep a part of the optimizer, so that both have something to save.
+    # Both ranks have a shard of the optimizer state, so that both save.
     "dp2": Layout(2, "--use-distributed-optimizer"),
     "pp2": Layout(2, "--pipeline-model-parallel-size 2"),
     "ep2": Layout(2, f"{EXPERTS} --expert-model-parallel-size 2"),
@@ -76,7 +76,7 @@ def free_port() -> int:
 
 
 def write_corpus(prefix: Path, seed: int = 0, documents: int = 60) -> Path:
-    """A pair with its sidecar."""
+    """Writes a .bin/.idx pair with its sidecar."""
     draw = np.random.default_rng(seed)
     with IndexedDatasetWriter(prefix, "uint16") as writer:
         for _ in range(documents):
@@ -93,7 +93,7 @@ def step_folder(run: Path, step: int) -> Path:
 
 
 def recorders(layout: str, folder: Path) -> list[Fault]:
-    """Every rank writes down what it reads."""
+    """Returns faults by which every rank records the samples that it reads."""
     count = LAYOUTS[layout].ranks
     return [
         Fault(
@@ -108,9 +108,9 @@ def recorders(layout: str, folder: Path) -> list[Fault]:
 
 
 def samples(folder: Path, ranks: int) -> list[list[str]]:
-    """Of each step, which samples were read, in an order that is that of no rank.
+    """Returns the hashes of the samples of each step, sorted, so that they do not depend on ranks.
 
-    Ranks that share micro-batches read the same.
+    Ranks that share micro-batches read the same samples.
     """
     by_rank = [(folder / f"samples-{rank}").read_text().split() for rank in range(ranks)]
     distinct = list(dict.fromkeys(tuple(read) for read in by_rank))
@@ -151,7 +151,7 @@ class References:
 
 
 class Lab:
-    """One case's."""
+    """The folder and the commands of one case."""
 
     def __init__(self, folder: Path, references: References) -> None:
         self.folder, self.references = folder, references
@@ -164,8 +164,7 @@ class Lab:
         return str(self.folder / name)
 
     def interrupted(self, layout: str, after: int = 6) -> Path:
-        """The run's folder as it is after a run of this layout was interrupted after so many steps; its
-        newest step."""
+        """Copies an undisturbed run as if interrupted after step `after`; returns its newest step."""
         shutil.copytree(self.references.of(layout), self.run)
         steps = self.run / "checkpoints"
         for folder in steps.glob("step-*"):
@@ -175,11 +174,11 @@ class Lab:
         return step_folder(self.run, after)
 
     def words(self, layout: str, more: str = "", run: Path | None = None) -> list[str]:
-        """As the layout has them; of two for one setting, the latter counts."""
+        """Returns the flags of a layout and `more`; the last flag for a setting counts."""
         chosen = LAYOUTS[layout]
         if chosen.data == FILES and not Path(f"{self.corpus}.bin").exists():
             write_corpus(self.corpus)
-        # By a name that is the same in every case: a run's state has it.
+        # A name that is equal in every case, since the run state contains it.
         data = chosen.data.format(corpus=self.corpus.name)
         return f"{TINY} {chosen.words} {data} {more} --run-dir {run or self.run}".split()
 
@@ -199,10 +198,10 @@ class Lab:
         rescue: tuple[str, str] | None = None,
         plain: bool = False,
     ) -> Running:
-        """Forked ranks, which nobody watches over: as mpirun or a scheduler starts them.
+        """Forks ranks without a launcher, as mpirun or a scheduler starts them.
 
-        `around`: variables of a rank beside the usual ones. `mounts`: file systems that only they see;
-        `rescue` copies a folder of theirs in the end. `plain`: without the rights of root.
+        `around`: further environment variables of a rank. `mounts`: file systems that only the ranks see;
+        `rescue` copies a folder from them at the end. `plain`: without the rights of root.
         """
         out, err = self._files()
         ranks, mark = LAYOUTS[layout].ranks, uuid.uuid4().hex
@@ -242,10 +241,10 @@ class Lab:
     def launch(
         self, layout: str, more: str = "", faults: Sequence[Fault] = (), output: int | None = None
     ) -> Running:
-        """`pentatron train` as a user types it, with its workers.
+        """Starts `pentatron train` and its workers as a user does.
 
-        `output`: a descriptor for both streams, closed here once the command has it; what is said is then
-        read from the run's log.
+        `output`: a descriptor for both streams, closed here once the command has it. Lines are then read from
+        the run's log.
         """
         out, err = self._files()
         mark = uuid.uuid4().hex
@@ -279,16 +278,16 @@ class Lab:
         return Running([process.pid], [wait], said, mark)
 
     def is_equal(self, layout: str, step: int = LAST, run: Path | None = None) -> bool:
-        """Whether the run's step holds what that of the undisturbed run does."""
+        """Whether a step of the run has the state of the undisturbed run."""
         folder = self.newest(step, run)
         return folder is not None and state_of(folder) == self.references.state(layout, step)
 
     def all_equal(self, layout: str) -> bool:
-        """The same of every step that was saved: none is a mixture of two."""
+        """Whether every saved step has the state of the undisturbed run."""
         return all(self.is_equal(layout, step) for step in range(SAVE_INTERVAL, LAST + 1, SAVE_INTERVAL))
 
     def last_step(self, run: Path | None = None) -> int:
-        """The last one that the run's metrics have."""
+        """Returns the last step in the run's metrics."""
         path = (run or self.run) / "metrics.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         return len(lines)
@@ -311,11 +310,11 @@ class Lab:
         return state_of(step).weights == other.weights
 
     def when(self, name: str = "happened") -> float:
-        """The time at which a fault came about."""
+        """Returns the time of a fault."""
         return happened(self.folder / name)[0]
 
     def newest(self, step: int, run: Path | None = None) -> Path | None:
-        """The folder of a step; of one saved again, the last."""
+        """Returns the folder of a step, the last one if it was saved again."""
         found = sorted(
             (run or self.run).glob(f"checkpoints/step-{step:08d}*"), key=lambda p: (len(p.name), p.name)
         )

@@ -1,4 +1,4 @@
-"""Numbers that are none, that stand out, or that differ between ranks that should hold the same."""
+"""NaN and inf, spikes, and weights that differ between replicas."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ REPRODUCIBLE, TRANSIENT = 16, 17
 
 
 def stops(at: str, do: str, passing: bool, code: int, named: str) -> Callable[[Lab], Outcome]:
-    """Every rank stops before the update; without the fault the run goes on to the undisturbed end."""
+    """Every rank stops before the update; without the fault the run resumes to the undisturbed end."""
 
     def run(lab: Lab) -> Outcome:
         fault = Fault(at, do, rank=1, step=STEP, once=lab.marker() if passing else None)
@@ -49,7 +49,7 @@ SERIES.case("NaN in the gradient of rank 1, whenever it is computed")(
 
 @SERIES.case("NaN in a weight of rank 1")
 def bad_weight(lab: Lab) -> Outcome:
-    """Planted after the update of the step before."""
+    """Sets a weight to NaN after the update of the step before."""
     fault = Fault("optimizer", "weight becomes nan", rank=1, step=STEP - 1, once=lab.marker())
     ran, outcome = lab.fork(LAYOUT, faults=[fault]), Outcome()
     outcome.expect_output(ran, rf"step {STEP}: .*begins with the weight \S+ on rank 1", lab.when())
@@ -59,7 +59,7 @@ def bad_weight(lab: Lab) -> Outcome:
 
 @SERIES.case("NaN in the gradient of rank 1, steps are left out instead")
 def left_out(lab: Lab) -> Outcome:
-    """All ranks leave out the same step: their weights stay the same, which is compared after every step."""
+    """All ranks skip the same step; their weights are compared after every step."""
     fault = Fault("forward", "gradient becomes nan", rank=1, step=STEP, once=lab.marker())
     words = "--no-check-for-nan-in-loss-and-grad --check-weight-hash-across-dp-replicas-interval 1"
     ran, outcome = lab.fork(LAYOUT, words, [fault]), Outcome(remark="all ranks skip it")

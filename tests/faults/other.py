@@ -1,5 +1,4 @@
-"""What belongs to no other group: two jobs on one folder, files lost beside the checkpoints, clocks, another
-model, loggers."""
+"""Other faults: two jobs on one folder, lost or damaged files, clocks, another model, loggers."""
 
 import os
 import signal
@@ -16,8 +15,7 @@ SERIES = Series("other")
 
 @SERIES.case("two jobs on one folder")
 def two_jobs(lab: Lab) -> Outcome:
-    """The second is refused and told who the first is, which goes on undisturbed; once it is killed, its lock
-    is nobody's."""
+    """The second job is refused with the process of the first, which continues undisturbed."""
     fault = Fault("forward", "dawdle", step=4, seconds=2.0, once=lab.marker())
     first = lab.begin("alone", faults=[fault])
     first.wait_for("^step ")
@@ -32,7 +30,7 @@ def two_jobs(lab: Lab) -> Outcome:
 
 @SERIES.case("two jobs save into one folder of checkpoints")
 def two_savers(lab: Lab) -> Outcome:
-    """The second has a folder of its own for its log, and names the first one's for its checkpoints."""
+    """The second job has its own run folder, but saves to the first one's checkpoints."""
     fault = Fault("forward", "dawdle", step=4, seconds=2.0, once=lab.marker())
     first = lab.begin("alone", faults=[fault])
     first.wait_for("^step ")
@@ -48,7 +46,7 @@ def two_savers(lab: Lab) -> Outcome:
 
 @SERIES.case("the lock is deleted during the run")
 def deleted_lock(lab: Lab) -> Outcome:
-    """Nobody else has taken the folder by then, so its owner locks it again; a second job is refused."""
+    """The owner creates its lock again, as no other job took the folder; a second job is refused."""
     faults = [
         Fault("forward", "delete", step=3, file=str(lab.run / ".lock"), once=lab.marker()),
         Fault("forward", "dawdle", step=5, seconds=2.0, once=lab.marker("dawdled")),
@@ -66,7 +64,7 @@ def deleted_lock(lab: Lab) -> Outcome:
 
 @SERIES.case("the run's folder is moved during the run")
 def moved_folder(lab: Lab) -> Outcome:
-    """All ranks stop before anything is written under the old name; under the new one the run is whole."""
+    """All ranks stop before they write under the old name; under the new name the run is complete."""
     fault = Fault("forward", "move", rank=0, step=7, file=str(lab.run), once=lab.marker())
     ran, outcome = lab.fork("dp2", faults=[fault]), Outcome(remark="stopped before the next write")
     outcome.expect_output(ran, rf"{lab.run} was moved or removed while this run wrote to it", lab.when())
@@ -117,7 +115,7 @@ def flipped_metrics(lab: Lab) -> Outcome:
 
 
 def goes_on(lab: Lab, said: str) -> Outcome:
-    """The checkpoint has all that is needed."""
+    """Expects a resume, since the checkpoint has all that is needed."""
     ran, outcome = lab.fork("alone"), Outcome(remark="told, goes on")
     outcome.expect_output(ran, said)
     outcome.ended(ran, 0)
@@ -142,7 +140,7 @@ def stale_lock(lab: Lab) -> Outcome:
 
 @SERIES.case("the clock jumps back a day, and files are from tomorrow")
 def clock(lab: Lab) -> Outcome:
-    """Steps are ordered by their number: older ones carry the latest times."""
+    """Steps are ordered by number, although older ones have later modification times."""
     lab.interrupted("alone")
     tomorrow = time.time() + 86400
     for step in (2, 4):
@@ -190,7 +188,7 @@ def another_model(lab: Lab) -> Outcome:
 
 @SERIES.case("other settings in the command", quick=True)
 def other_settings(lab: Lab) -> Outcome:
-    """What the numbers depend on is told, and gone on with."""
+    """Changed settings that affect the numbers are reported and used."""
     lab.interrupted("alone")
     ran, outcome = lab.fork("alone", "--lr 1e-3 --seed 7"), Outcome(remark="told, goes on")
     outcome.expect_output(
@@ -202,7 +200,7 @@ def other_settings(lab: Lab) -> Outcome:
 
 
 def logger(lab: Lab, words: str, pattern: str, place: Path, kib: int | None) -> Outcome:
-    """A log is no reason to stop training."""
+    """Expects a warning and the undisturbed end, although the logger cannot write."""
     place.mkdir()
     ran = lab.fork("alone", words, mounts=[{"at": str(place), "kib": kib}])
     outcome = Outcome(remark="told, goes on")
@@ -229,7 +227,7 @@ def locked_tensorboard(lab: Lab) -> Outcome:
 
 
 def lost_wandb(lab: Lab) -> Outcome:
-    """Its client is made to fail as it does without a key or a network."""
+    """Makes the W&B client fail as it does without a key or a network."""
     around = {
         "WANDB_MODE": "online",
         "WANDB_API_KEY": "",
@@ -244,6 +242,6 @@ def lost_wandb(lab: Lab) -> Outcome:
     return outcome
 
 
-# Where it is not installed there is nothing that could be out of reach.
+# Without wandb installed there is no client that could fail.
 if find_spec("wandb") is not None:
     SERIES.case("Weights & Biases cannot be reached")(lost_wandb)

@@ -1,5 +1,4 @@
-"""A run goes on in another layout: the same samples, exactly, and the losses of the undisturbed run within
-the published tolerance."""
+"""Resumes in another layout: exactly the same samples, and losses within the published tolerance."""
 
 import json
 from collections.abc import Callable

@@ -1,5 +1,4 @@
-"""docs/faults.md, which two commands write: `make faults` all but the sections that others add, `make
-adversary` its own section."""
+"""Writes docs/faults.md: `make faults` writes the matrix, `make adversary` a section of its own."""
 
 from pathlib import Path
 
@@ -9,19 +8,19 @@ ADDED = ("## The adversary",)
 
 
 def added_sections(text: str) -> str:
-    """What `make faults` leaves as it is."""
+    """Returns the sections at the end, which `make faults` keeps."""
     places = [at for heading in ADDED if (at := text.find(f"\n{heading}\n")) >= 0]
     return text[min(places) + 1 :] if places else ""
 
 
 def write_matrix(text: str, page: Path = PAGE) -> None:
-    """The page but for the sections at its end."""
+    """Writes the page except the sections at its end."""
     kept = added_sections(page.read_text(encoding="utf-8")) if page.exists() else ""
     page.write_text(f"{text.rstrip()}\n" + (f"\n{kept.rstrip()}\n" if kept else ""), encoding="utf-8")
 
 
 def write_section(heading: str, text: str, page: Path = PAGE) -> None:
-    """One section at the end of the page, new or in place of the one that was there."""
+    """Adds or replaces one section at the end of the page."""
     assert heading in ADDED
     before = page.read_text(encoding="utf-8") if page.exists() else ""
     rest = added_sections(before)

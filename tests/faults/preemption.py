@@ -1,5 +1,4 @@
-"""Signals that ask for a stop: one coordinated save at the end of a step, nothing lost, a clean exit code and
-one line."""
+"""Stop signals: one coordinated save at the end of a step, a clean exit code and one line."""
 
 import os
 import signal
@@ -13,13 +12,13 @@ from tests.faults.lab import LAST, SAVE_INTERVAL, Lab
 
 SERIES = Series("preemption")
 LAYOUT = "dp2"
-# So that there is time to send a signal in the middle of the run.
+# Slows the run down, so that a signal arrives in the middle of it.
 SLOW = Fault("forward", "dawdle", 1, seconds=0.1)
 SECONDS = 20.0
 
 
 def judged(lab: Lab, ran: Ran, number: signal.Signals, asked_at: float, code: int | None = None) -> Outcome:
-    """Stopped, saved, and gone on to the same end."""
+    """Expects a stop with a saved checkpoint, and a resume to the undisturbed end."""
     outcome, done = Outcome(), lab.last_step()
     name = "Ctrl-C" if number == signal.SIGINT else number.name
     outcome.expect_output(
@@ -62,7 +61,7 @@ SERIES.case("SIGTERM to the launcher, as a wish (--exit-signal-handler)")(
 
 @SERIES.case("the terminal is closed")
 def closed_terminal(lab: Lab) -> Outcome:
-    """The kernel sends SIGHUP, and every line that is written from then on is an error."""
+    """The kernel sends SIGHUP, and every later write to the terminal fails."""
     terminal = Terminal()
     running = lab.launch(LAYOUT, "--progress-bar on", [SLOW], output=terminal.descriptor)
     lab.wait_for_step(running, 3)
@@ -90,7 +89,7 @@ SERIES.case("SIGUSR1, then SIGTERM")(asked(twice((signal.SIGUSR1, signal.SIGTERM
 
 
 def everyone(running: Running) -> None:
-    """As a scheduler does."""
+    """Sends SIGTERM to every process, as a scheduler does."""
     for pid in running.members():
         os.kill(pid, signal.SIGTERM)
 
@@ -100,7 +99,7 @@ SERIES.case("SIGTERM to every process of the job")(asked(everyone, signal.SIGTER
 
 @SERIES.case("SIGTERM to ranks without a launcher of ours")
 def without_launcher(lab: Lab) -> Outcome:
-    """Started as mpirun or srun do."""
+    """Starts ranks as mpirun or srun do."""
     running = lab.begin(LAYOUT, faults=[SLOW])
     lab.wait_for_step(running, 3)
     at = time.time()
@@ -123,7 +122,7 @@ SERIES.case("SIGTERM during a save in the background")(lambda lab: during_save(l
 
 @SERIES.case("Ctrl-C twice")
 def impatient(lab: Lab) -> Outcome:
-    """Whoever asks twice wants out: at once, with the last checkpoint as it was."""
+    """The second Ctrl-C stops at once and leaves the last checkpoint as it was."""
     hanging = Fault("open */.step-00000005.*/manifest.json", "dawdle", 0, seconds=60, once=lab.marker())
     running = lab.launch(
         LAYOUT, faults=[Fault("forward", "dawdle", 1, step=5, seconds=1.0, once=lab.marker("slow")), hanging]
@@ -145,7 +144,7 @@ def impatient(lab: Lab) -> Outcome:
 
 @SERIES.case("a save slower than the grace time")
 def too_slow(lab: Lab) -> Outcome:
-    """The scheduler kills everything in the middle of the save it has asked for."""
+    """The scheduler kills all processes in the middle of the save that SIGTERM caused."""
     hanging = Fault("open */.step-00000005.*/manifest.json", "dawdle", 0, seconds=60, once=lab.marker())
     running = lab.launch(
         LAYOUT, faults=[Fault("forward", "dawdle", 1, step=5, seconds=1.0, once=lab.marker("slow")), hanging]

@@ -1,4 +1,4 @@
-"""Where a run writes and meets: full, locked, missing or taken."""
+"""Folders that are full, read-only or missing, a port in use, and a rendezvous that fails."""
 
 import os
 import socket
@@ -12,7 +12,7 @@ SERIES = Series("storage")
 
 @SERIES.case("the disk under standard output is full")
 def full_output(lab: Lab) -> Outcome:
-    """Nothing of the run lies there."""
+    """No file of the run is on that disk."""
     ran = lab.launch("dp2", output=os.open("/dev/full", os.O_WRONLY)).wait()
     outcome = Outcome(remark="told in train.log, goes on")
     outcome.expect_output(ran, r"standard output cannot be written any more \(No space left on device\)")
@@ -31,7 +31,7 @@ def refused(lab: Lab, pattern: str, layout: str = "alone", code: int = 2, **give
 
 @SERIES.case("the disk has no room for one checkpoint")
 def too_small(lab: Lab) -> Outcome:
-    """A file system of 200 KiB for checkpoints of a few hundred."""
+    """Mounts a file system of 200 KiB for checkpoints of a few hundred KiB."""
     lab.run.mkdir()
     return refused(
         lab, r"a checkpoint takes \d+ KiB and \S+ has \d+ KiB free", mounts=[{"at": str(lab.run), "kib": 200}]
@@ -39,7 +39,7 @@ def too_small(lab: Lab) -> Outcome:
 
 
 def filled(lab: Lab, more: str = "") -> Outcome:
-    """Somebody else takes what is left after the third checkpoint."""
+    """Fills the disk after the third checkpoint, as another program would."""
     lab.run.mkdir()
     fault = Fault(
         "forward", "fill", step=7, bytes=64 * 1024, file=str(lab.run / "ballast"), once=lab.marker()
@@ -50,7 +50,7 @@ def filled(lab: Lab, more: str = "") -> Outcome:
     outcome = Outcome(remark="told, training goes on, the last valid step is kept")
     said = "the checkpoint of step 8 could not be saved "
     if more:
-        # The one of step 6 may still be under way, or take the last byte from the log.
+        # The async save of step 6 may still be in progress, or take the last byte from the log.
         said = "(the checkpoint of step [68] could not be saved |a file of the run cannot be written )"
     intact = (
         r"(the last checkpoint is step [46]\. Training goes on|checkpoints that were saved before are intact)"
@@ -61,7 +61,7 @@ def filled(lab: Lab, more: str = "") -> Outcome:
     (rescued / "ballast").unlink(missing_ok=True)
     again = lab.fork("alone", run=rescued)
     outcome.expect(again.code == 0 and again.resumed_at[-1:] in ([4], [6]), again.text)
-    # There was room for none of the saves from there on.
+    # No later save had space.
     outcome.lost(LAST - again.resumed_at[-1], LAST - 4)
     outcome.same_state(lab.is_equal("alone", run=rescued))
     return outcome
@@ -172,7 +172,7 @@ def wrong_world_size(lab: Lab) -> Outcome:
     more = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
     return refused(
         lab,
-        r"2 of 4 processes came within \d+ seconds",
+        r"2 of 4 processes joined within \d+ seconds",
         "dp2",
         more="--distributed-timeout-minutes 0.1",
         around=lambda rank: more,

@@ -18,7 +18,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Iterator[References]
     zygote.close()
 
 
-# Few tests of many cases: each process that runs tests needs a zygote and undisturbed runs of its own.
+# Few tests with many cases, since every pytest process needs its own zygote and undisturbed runs.
 @pytest.mark.parametrize("of_checkpoints", [True, False], ids=["damaged checkpoints", "all others"])
 def test_faults_end_as_they_should(of_checkpoints: bool, references: References, tmp_path: Path) -> None:
     chosen = [c for c in cases() if c.quick and (c.group == "damaged checkpoint") is of_checkpoints]

@@ -1,8 +1,7 @@
-"""Forks processes that train from one that has imported everything: a start costs tenths of a second instead
-of seconds.
+"""Forks training processes from one that has imported everything, each in tenths of a second.
 
-It reads requests from its input, one JSON object a line, and tells of every start and end on its output. Like
-the harness's, it computes nothing and starts no thread.
+Reads requests from standard input, one JSON object a line, and reports every start and end on standard
+output. Like the harness's zygote, it computes nothing and starts no thread.
 """
 
 import atexit
@@ -35,9 +34,9 @@ class _InChild(Exception):
 
 
 def main(live: "Callable[[Mapping[str, Any]], int] | None" = None) -> None:
-    """`live`: what a forked process does with its request; by default it trains."""
+    """`live`: runs in the forked process with its request; the default trains."""
     with warnings.catch_warnings():
-        # That megatron-core is installed as well is nobody's matter here.
+        # Hides the warning that megatron-core is installed as well.
         warnings.simplefilter("ignore")
         preload()
     import pentatron.cli.train  # noqa: F401 - every child needs it
@@ -59,8 +58,7 @@ def main(live: "Callable[[Mapping[str, Any]], int] | None" = None) -> None:
 
 
 def _end(live: Callable[[Mapping[str, Any]], int], request: Mapping[str, Any]) -> NoReturn:
-    """What ends with a process ends here as well, but the memory of everything imported is not taken apart,
-    which takes longer."""
+    """Ends the process as the interpreter does, but skips freeing the imported modules, which is slow."""
     code = 1
     try:
         code = live(request)
@@ -128,21 +126,20 @@ def _live(request: Mapping[str, Any]) -> int:
     sys.argv = ["pentatron", *request["faults"], "--", *request["words"]]
     code = train_program(take_words, TRAIN, RESTART)
     if request["rescue"]:
-        # What lies on a file system of this process's own is gone with it.
+        # A private file system disappears with its process.
         shutil.copytree(*request["rescue"], dirs_exist_ok=True)
     return code
 
 
 def _give_up_rights() -> None:
-    """Root may write everywhere, unless it gives up all capabilities."""
+    """Drops all capabilities, as permissions do not apply to root with them."""
     header, none = struct.pack("Ii", _CAPABILITY_VERSION_3, 0), bytes(24)
     if ctypes.CDLL(None, use_errno=True).capset(header, none) != 0:
         raise OSError(ctypes.get_errno(), "capset failed")
 
 
 def _mount(at: str, kib: int | None) -> None:
-    """For this process alone: a file system of so many KiB, or, without a number, the folder itself but
-    read-only."""
+    """Mounts a tmpfs of `kib` KiB for this process only; None mounts the folder itself read-only."""
     libc = ctypes.CDLL(None, use_errno=True)
     user, group = os.geteuid(), os.getegid()
 

@@ -1,4 +1,4 @@
-"""Generation with a KV cache against the plain model, which reads the whole text for each token."""
+"""Compares generation with a KV cache with the plain model, which reads all tokens each time."""
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ def whole_model(model: GenerationModel) -> CausalLM:
 
 @torch.no_grad()
 def reread(model: GenerationModel, prompt: tuple[int, ...], made: list[int]) -> torch.Tensor:
-    """Log probabilities after the prompt and after every token, by the whole model at once: [tokens, V]."""
+    """Returns log probabilities after the prompt and each token, without a cache: [tokens, V]."""
     tokens = torch.tensor([[*prompt, *made]])
     logits = whole_model(model)(tokens, torch.arange(tokens.shape[1])[None])[0, len(prompt) - 1 : -1, :61]
     return logits.double().log_softmax(-1)
@@ -114,7 +114,7 @@ def test_masks_are_made_once_for_all_layers_of_a_kind(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(kv_cache, "_visible", counted)
     list(generate(model, RAGGED, 4, GREEDY))
-    # The first token comes from reading the prompts, whose attention is the layers' own.
+    # The first token comes from reading the prompts, which uses the attention of the layers.
     assert sorted(made, key=str) == sorted(((end, w) for end in (10, 11, 12) for w in (2, None)), key=str)
     made.clear()
     list(generate(model, [RAGGED[1]] * 2, 4, GREEDY))
@@ -196,7 +196,7 @@ def test_attention_of_another_kind_reads_everything_anew() -> None:
 
 
 def test_logits_are_copied_to_the_host_for_lots_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Greedy decoding runs on the device."""
+    """Greedy decoding stays on the device; sampling copies the logits to the host."""
     copied: list[torch.Size] = []
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:

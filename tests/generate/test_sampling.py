@@ -1,4 +1,4 @@
-"""Sampling, compared by probabilities with `transformers`."""
+"""Compares the probabilities of sampling with those of `transformers`."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 from pentatron.generate.generate import Choice, Sampling, choose_tokens, probabilities
 
 LOGITS = torch.tensor([0.3, 2.0, -1.0, 2.0, 1.1, 0.3, -4.0, 1.9])
-# Of equal tokens at the edge of what is left out, either may stay.
+# No two of these are equal: of equal logits at the cutoff of top-k or top-p, either may stay.
 UNEQUAL = LOGITS + 0.01 * torch.arange(8)
 
 
@@ -39,12 +39,12 @@ def test_probabilities(temperature: float, top_k: int, top_p: float) -> None:
 
 
 def test_by_hand() -> None:
-    """Probabilities of 1/2, 1/4, 1/8, 1/8: the second token reaches 0.6."""
+    """The probabilities are 1/2, 1/4, 1/8 and 1/8: the second token reaches 0.6."""
     logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()
     assert probabilities(logits, Sampling(1.0, top_p=0.6)).tolist() == pytest.approx([2 / 3, 1 / 3, 0, 0])
     assert probabilities(logits, Sampling(1.0, top_p=0.4)).tolist() == [1, 0, 0, 0]
     assert probabilities(logits, Sampling(1.0, top_k=3)).tolist() == pytest.approx([0.5, 0.25, 0.125, 0.125])
-    # Far below what a logit can be divided by.
+    # Logits divided by this temperature would overflow.
     assert probabilities(logits, Sampling(1e-320, top_k=3, top_p=0.9)).tolist() == [1, 0, 0, 0]
 
 
@@ -69,9 +69,7 @@ def test_the_likeliest_token_and_the_models_own_probability() -> None:
 
 
 def test_rounding_of_the_logits_does_not_reorder_the_draws() -> None:
-    """Other layouts round differently, so equal probabilities differ slightly; a seed must still draw the
-    same tokens.
-    """
+    """A seed draws the same tokens although layouts round logits differently."""
     sampling = Sampling(1.0, seed=7)
     noise = 1e-6 * torch.randn(8, generator=torch.Generator().manual_seed(1))
 

@@ -1,5 +1,4 @@
-"""Distributed tests that cost tenths of a second: ranks are forked from a process that has imported
-everything.
+"""Runs distributed tests in tenths of a second: ranks are forked from a process with all imports done.
 
     @distributed(world=4)
     def test_sum() -> None:
@@ -7,11 +6,11 @@ everything.
         dist.all_reduce(ones)
         assert ones.tolist() == [4, 4, 4]
 
-Who does what:
+The processes:
 
-    test process   api.py, client.py, report.py     sends a `Job`, turns what came of it into results or a failure
-      zygote       zygote.py, supervisor.py         imports once, forks the ranks of each job, watches and buries them
-        ranks      rank.py                          one fresh process group, one call of the test function, one report
+    test process   api.py, client.py, report.py     sends a `Job`, returns the results or raises the failure
+      zygote       zygote.py, supervisor.py         imports once, forks, watches and reaps the ranks of a job
+        ranks      rank.py                          fresh process group, one call of the function, one report
 """
 
 from tests.harness.api import GLOO, NCCL, distributed, run_distributed

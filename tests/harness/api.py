@@ -1,4 +1,4 @@
-"""What tests and benches call."""
+"""The interface for tests and benches: `distributed` and `run_distributed`."""
 
 import functools
 import pickle
@@ -15,19 +15,18 @@ from tests.harness.report import RanksFailed, failure_text
 
 DEFAULT_TIMEOUT = 60.0
 LARGEST_WORLD = 8
-# Backends of a test's process group. With NCCL tensors of the CPU go through gloo.
+# Backends of a test's process group. With NCCL, tensors on the CPU still use gloo.
 GLOO, NCCL = "gloo", "cpu:gloo,cuda:nccl"
 
 
 def distributed(
     world: int, timeout: float = DEFAULT_TIMEOUT, process_group: bool = True
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a test function run on `world` ranks, each with a fresh gloo process group.
+    """Makes a test function run on `world` ranks, each with a fresh gloo process group.
 
-    It may take parametrised arguments and fixtures as long as they can be pickled (`tmp_path`, which all
-    ranks share); fixtures run once, in the test process. The test fails if any rank fails, or takes longer
-    than `timeout` seconds. Without a process group it is a process that has imported everything and can fork
-    (`tests/harness/forked.py`).
+    The function may take parametrised values and fixtures that can be pickled. Fixtures run once, in the test
+    process, so all ranks share one `tmp_path`. The test fails if any rank fails or if it takes longer than
+    `timeout` seconds. With `process_group=False` a rank can fork (`tests/harness/forked.py`).
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
@@ -38,7 +37,7 @@ def distributed(
             try:
                 _run(body, world, timeout, arguments, process_group)
             except RanksFailed as failed:
-                # The ranks' tracebacks are in the text; the one of this process would only show the harness.
+                # The text has the tracebacks of the ranks; that of this process would only show the harness.
                 raise pytest.fail.Exception(str(failed), pytrace=False) from None
 
         test.distributed_body = body  # type: ignore[attr-defined]  # what the ranks call
@@ -56,10 +55,10 @@ def run_distributed(
     backend: str = GLOO,
     **arguments: Any,
 ) -> list[Any]:
-    """Call a module-level function on `world` ranks and return each rank's return value; `RanksFailed` if one
-    fails.
+    """Calls a module-level function on `world` ranks and returns the return values in rank order.
 
-    `backend` is `GLOO`, or `NCCL` for ranks that share one GPU and communicate over NCCL.
+    Raises `RanksFailed` if a rank fails. `backend` is `GLOO`, or `NCCL` for ranks that share one GPU and
+    communicate over NCCL.
     """
     return _run(function, world, timeout, arguments, process_group, backend)
 

@@ -1,6 +1,4 @@
-"""The test process's side: starts the zygote when first needed, sends it jobs, replaces it when it
-has died.
-"""
+"""Client of the zygote: starts it when first needed, sends jobs, and restarts it after its death."""
 
 import contextlib
 import functools
@@ -21,12 +19,12 @@ from tests.harness.report import RanksFailed
 REPOSITORY = Path(__file__).parents[2]
 START_SECONDS = 180.0
 STOP_SECONDS = 10.0
-# The zygote ends a hanging test itself; this much later it must be hanging too.
+# The zygote stops a hanging test itself; without an answer this much later, the zygote hangs too.
 ANSWER_MARGIN = 60.0
 
 
 def rank_environment() -> dict[str, str]:
-    """This process's environment as ranks get it: one thread each, and gloo on the loopback interface."""
+    """Returns the environment of ranks: one OpenMP thread each, and gloo on the loopback interface."""
     environment = dict(os.environ, OMP_NUM_THREADS="1")
     if sys.platform == "linux":
         environment["GLOO_SOCKET_IFNAME"] = "lo"
@@ -59,7 +57,7 @@ class Zygote:
         return subprocess.Popen(
             command,
             cwd=REPOSITORY,
-            # Plugins would only cost time: of pytest the zygote uses nothing but assertion rewriting.
+            # Plugins would only cost time: the zygote uses only the assertion rewriting of pytest.
             env=rank_environment() | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
             pass_fds=[descriptor],
             stdin=subprocess.DEVNULL,
@@ -77,12 +75,12 @@ class Zygote:
         return self._process.poll() is None
 
     def run(self, job: Job) -> list[Outcome]:
-        """Raises `RanksFailed` only if the zygote itself fails.
+        """Runs a job and returns the outcome of every rank.
 
-        After any exception it is good for `stop` alone.
+        Raises `RanksFailed` only if the zygote itself fails. After any exception only `stop` may be called.
         """
         doing = f"running {job.name} on {job.world} ranks"
-        # If the zygote is gone, receiving its answer fails as well, and says why.
+        # If the zygote is gone, receiving its answer fails as well, with the reason.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._connection.send(job)
         started: Started = self._receive(ANSWER_MARGIN, doing)
@@ -107,9 +105,9 @@ class Zygote:
         return self._log.read().decode(errors="replace")
 
     def stop(self) -> None:
-        """End the zygote, its ranks and its files.
+        """Stops the zygote and its ranks, and removes its files.
 
-        It does so itself when the connection closes, unless it cannot.
+        The zygote exits by itself when the connection closes; it is killed if it does not.
         """
         self._connection.close()
         try:
@@ -124,7 +122,7 @@ class Zygote:
 
 
 class ZygoteKeeper:
-    """Keeps a zygote at hand: starts it at the first job and again after it has died."""
+    """Holds one zygote: starts it at the first job, and a new one after its death."""
 
     def __init__(self) -> None:
         self._zygote: Zygote | None = None
@@ -152,5 +150,5 @@ class ZygoteKeeper:
 
 @functools.cache
 def session_zygote() -> ZygoteKeeper:
-    """The one keeper of this process."""
+    """Returns the zygote keeper of this process."""
     return ZygoteKeeper()

@@ -1,9 +1,8 @@
-"""`python WORDS...` as processes forked from this one, which has imported everything: a start costs tenths of
-a second, not seconds.
+"""Runs `python WORDS...` in processes forked from this one, which has all imports done.
 
-All but the start is the product's: a launcher that runs in such a process forks its workers in the same way,
-and everybody is the child of whoever started it. For processes that have no process group and no threads: see
-`distributed(process_group=False)`.
+A start costs tenths of a second instead of seconds. Everything after the start is product code: a launcher in
+such a process forks its workers in the same way, and every process is the child of the one that started it.
+The forking process must have no process group and no threads: see `distributed(process_group=False)`.
 """
 
 import atexit
@@ -31,7 +30,7 @@ _PAUSE = 0.02
 
 
 class Forked:
-    """What is used of `subprocess.Popen`, for a process that was not started but forked."""
+    """The used part of the interface of `subprocess.Popen`, for a forked process."""
 
     def __init__(
         self,
@@ -40,9 +39,9 @@ class Forked:
         start_new_session: bool = False,
         pass_fds: Sequence[int] = (),
     ) -> None:
-        """For the launcher: a worker, which leads a session of its own.
+        """Forks a worker in its own session; called by the launcher in place of `Popen`.
 
-        Words begin with the interpreter; descriptors are all inherited.
+        `words` begin with the interpreter. All descriptors are inherited.
         """
         self.returncode: int | None = None
         self.pid = fork(lambda: _as_worker(words[1:], env or {}), session=True)
@@ -78,7 +77,7 @@ class Forked:
 
 
 class Command(Forked):
-    """A command and what it says."""
+    """A forked command with captured output."""
 
     outputs: tempfile.TemporaryDirectory[str]
 
@@ -86,9 +85,9 @@ class Command(Forked):
     def start(
         cls, *words: str, cwd: Path, environment: Mapping[str, str], fork_workers: bool = True
     ) -> "Command":
-        """`python WORDS...`, a script or `-m` and a module.
+        """Starts `python WORDS...`: a script, or `-m` and a module.
 
-        Workers can also be fresh interpreters, as a user's are.
+        With `fork_workers=False` workers are fresh interpreters, as for a user.
         """
         outputs = tempfile.TemporaryDirectory()
         out, err = (Path(outputs.name) / name for name in ("out", "err"))
@@ -114,7 +113,7 @@ class Command(Forked):
 
 
 def fork_workers_too() -> None:
-    """From now on, a launcher in this process forks its workers."""
+    """Makes a launcher in this process fork its workers."""
     stand_in: Any = SimpleNamespace(Popen=Forked, TimeoutExpired=subprocess.TimeoutExpired)
     processes_module.subprocess = stand_in
 
@@ -126,7 +125,7 @@ def send_to(path: Path, descriptor: int) -> None:
 
 
 def as_python(words: Sequence[str]) -> int:
-    """Runs what `python WORDS...` would."""
+    """Runs `python WORDS...` in this process."""
     if words[0] == "-P":
         # Nothing is imported from the current folder here in any case.
         words = words[1:]
@@ -141,8 +140,10 @@ def as_python(words: Sequence[str]) -> int:
 
 
 def fork(live: Callable[[], int], session: bool = False) -> int:
-    """The process that ends with what `live` returns; who leads a session does so before this returns, as
-    with `Popen`."""
+    """Forks a process that exits with the return value of `live`, and returns its pid.
+
+    With `session`, the child leads a session before this function returns, as with `Popen`.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     begun, begins = os.pipe()
@@ -160,8 +161,7 @@ def fork(live: Callable[[], int], session: bool = False) -> int:
 
 
 def _end(live: Callable[[], int]) -> NoReturn:
-    """Nobody comes out of here: whatever goes wrong on the way, this process must not go on as a second one
-    of its parent's."""
+    """Runs `live` and exits, whatever is raised: the child must not continue as a copy of its parent."""
     status = 1
     try:
         status = _lived(live)
@@ -170,8 +170,10 @@ def _end(live: Callable[[], int]) -> NoReturn:
 
 
 def _lived(live: Callable[[], int]) -> int:
-    """What an interpreter does around a program, without what the parent has registered: its temporary
-    folders are among it."""
+    """Runs `live` as an interpreter runs a program, and returns the exit code.
+
+    Exit handlers of the parent are dropped first: they would remove its temporary folders.
+    """
     atexit._clear()
     faulthandler.disable()
     faulthandler.unregister(signal.SIGQUIT)
@@ -187,7 +189,7 @@ def _lived(live: Callable[[], int]) -> int:
     except BaseException as error:
         traceback.print_exc()
         interrupted = isinstance(error, KeyboardInterrupt)
-    # Threads are waited for; in this order.
+    # The order matters: threads are joined before exit handlers run.
     threading._shutdown()  # type: ignore[attr-defined]
     multiprocessing_util._run_finalizers()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
@@ -201,7 +203,7 @@ def _lived(live: Callable[[], int]) -> int:
 
 
 def _as_worker(words: Sequence[str], environment: Mapping[str, str]) -> int:
-    # Handlers of the launcher are not those of a worker.
+    # A worker must not inherit the signal handlers of the launcher.
     for number in WATCHED:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     _surround(environment)

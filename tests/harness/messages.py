@@ -1,7 +1,7 @@
-"""What the test process, the zygote and the ranks tell each other.
+"""Messages between the test process, the zygote and the ranks.
 
-Plain data only. Arguments and results travel as pickled bytes that the zygote passes on unopened: opening
-them could import a test's own modules into the zygote, and every later test would inherit those.
+Messages are plain data. Arguments and results are pickled bytes that the zygote forwards without unpickling,
+because unpickling could import a test module into the zygote, and all later tests would inherit it.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Job:
-    """One function to be run on `world` ranks, in the surroundings the caller had at that moment."""
+    """One function to run on `world` ranks, with the caller's import path, directory and environment."""
 
     module: str
     main_file: str | None  # the script to load when `module` is `__main__`
@@ -21,7 +21,7 @@ class Job:
     import_path: list[str]
     working_directory: str
     environment: dict[str, str]
-    process_group: bool = True  # without: one process, which can fork
+    process_group: bool = True  # if False, the rank can fork
     backend: str = "gloo"  # of the process group
 
     @property
@@ -36,7 +36,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Started:
-    """The ranks run, in this process group; the test process can kill it should the zygote die."""
+    """The ranks run in this process group of the OS, which the test process kills if the zygote dies."""
 
     process_group: int
 

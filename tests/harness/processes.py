@@ -1,4 +1,4 @@
-"""Small operations on processes: families, groups, and how a process ended."""
+"""Operations on processes: descendants, process groups of the OS, and descriptions of exit codes."""
 
 import contextlib
 import ctypes
@@ -17,14 +17,14 @@ HUGE_PAGE = 1 << 21
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant that loses its own, so that none can slip away unseen (Linux)."""
+    """Makes this process the parent of all orphaned descendants, so that none escapes (Linux)."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when `parent`, which has just forked it, dies (Linux)."""
+    """Makes the kernel kill this process when `parent`, which has just forked it, dies (Linux)."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the kernel was asked
+    if os.getppid() != parent:  # it died before prctl
         os._exit(1)
 
 
@@ -34,8 +34,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def collapse_memory() -> None:
-    """Put this process's own memory into huge pages, where the system can: a fork copies a table entry for
-    every page."""
+    """Moves this process's memory into huge pages: a fork copies a table entry for every page."""
     if sys.platform != "linux":
         return
     madvise = ctypes.CDLL(None).madvise
@@ -46,11 +45,11 @@ def collapse_memory() -> None:
             continue
         first, last = (int(address, 16) for address in place.split("-"))
         for start in range(-(-first // HUGE_PAGE) * HUGE_PAGE, last - HUGE_PAGE + 1, HUGE_PAGE):
-            madvise(start, HUGE_PAGE, MADV_COLLAPSE)  # refused, it changes nothing
+            madvise(start, HUGE_PAGE, MADV_COLLAPSE)  # an error changes nothing
 
 
 def child_pids(pid: int) -> list[int]:
-    """The children of a process, zombies included; empty where the system does not tell."""
+    """Returns the children of a process, including zombies; empty without /proc."""
     try:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:
@@ -58,7 +57,7 @@ def child_pids(pid: int) -> list[int]:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process exists and is not a zombie; False where the system does not tell."""
+    """Whether a process exists and is not a zombie; False without /proc."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -66,34 +65,34 @@ def is_running(pid: int) -> bool:
 
 
 def open_descriptors(pid: int) -> int:
-    """How many file descriptors a process holds; none where the system does not tell."""
+    """Returns the number of open file descriptors of a process; 0 without /proc."""
     directory = Path(f"/proc/{pid}/fd")
     return len(list(directory.iterdir())) if directory.is_dir() else 0
 
 
 def thread_count() -> int:
-    """Threads of this process, those of C++ libraries included where the system tells."""
+    """Returns the number of threads of this process; without /proc those of Python only."""
     tasks = Path("/proc/self/task")
     return len(list(tasks.iterdir())) if tasks.is_dir() else threading.active_count()
 
 
 def join_group(pid: int, group: int) -> None:
-    """Put a child into a process group. Parent and child both do this, so neither can run ahead of it."""
+    """Puts a child into a process group. Parent and child both call it, as either may run first."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.setpgid(pid, group)
 
 
 def kill_group(group: int) -> None:
-    # PermissionError: macOS answers so when only zombies are left in the group.
+    # macOS raises PermissionError when only zombies are left in the group.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
 
 
 def kill_and_reap_descendants(group: int) -> None:
-    """Kill a process group and whatever else descends from this process, and wait until all of it is gone."""
+    """Kills a process group and all other descendants, and waits until they are gone."""
     kill_group(group)
     while True:
-        # A descendant that left the group turns up here when its parent dies, because of `adopt_orphans`.
+        # A descendant outside the group becomes a child when its parent dies, because of `adopt_orphans`.
         for child in child_pids(os.getpid()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
@@ -104,7 +103,7 @@ def kill_and_reap_descendants(group: int) -> None:
 
 
 def describe_exit(code: int) -> str:
-    """In words, an exit code as `subprocess` counts it: below zero for a signal."""
+    """Describes an exit code of `subprocess`, which is negative for a signal."""
     if code >= 0:
         return f"exited with code {code}"
     try:

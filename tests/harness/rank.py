@@ -1,4 +1,4 @@
-"""One rank: everything that happens in a forked process, from the fork to its report."""
+"""One rank: everything in a forked process, from the fork to its report."""
 
 import faulthandler
 import importlib
@@ -21,13 +21,12 @@ import torch.distributed as dist
 
 from tests.harness.messages import Job, Outcome, RankFiles
 
-# Asks a rank for its Python stack. Not SIGUSR1: training code handles that one itself, and tests want to send
-# it.
+# Makes a rank dump its Python stack. Not SIGUSR1: training code handles it, and tests send it.
 STACK_SIGNAL = signal.SIGQUIT
 SEED = 1234
-# The harness, not the process group, decides that a test hangs: it can show where every rank stands.
+# The process group times out later than the harness, which can show the stack of every rank.
 PROCESS_GROUP_MARGIN = 60.0
-# What gloo says when a peer has gone away.
+# Gloo's error messages for a lost peer.
 PEER_LOST = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -40,7 +39,7 @@ PEER_LOST = (
 
 
 def live_as_rank(job: Job, rank: int, directory: Path, doorbell: int) -> NoReturn:
-    """Run the job's function as one rank and leave a report; rings the doorbell when the report is there."""
+    """Runs the job's function as one rank, writes a report, and then rings the doorbell."""
     files = RankFiles(directory, rank)
     capture_output(files.output)
     dump_stack_on_demand(files.stack)
@@ -49,14 +48,13 @@ def live_as_rank(job: Job, rank: int, directory: Path, doorbell: int) -> NoRetur
     os.write(doorbell, b".")
     if not outcome.ok:
         os._exit(1)  # closes the connections, so that peers waiting for this rank fail at once
-    # Others may still talk to this rank's process group, so it stays until all are done and the zygote kills
-    # it.
+    # Other ranks may still use this rank's process group, so it waits until the zygote kills it at the end.
     while True:
         signal.pause()
 
 
 def capture_output(path: Path) -> None:
-    """Send stdout and stderr, also those of C++ code, to one file in the order of writing."""
+    """Redirects stdout and stderr, also of C++ code, to one file in the order of writing."""
     output = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -64,7 +62,7 @@ def capture_output(path: Path) -> None:
 
 
 def dump_stack_on_demand(path: Path) -> None:
-    """Write the Python stack of all threads to a file when asked for it, or on a crash."""
+    """Writes the Python stack of all threads to a file on `STACK_SIGNAL` or a crash."""
     stack = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     faulthandler.enable(stack)
     faulthandler.register(STACK_SIGNAL, stack, all_threads=True)
@@ -81,7 +79,7 @@ def run(job: Job, rank: int, directory: Path) -> Outcome:
             join_process_group(job, rank, directory)
         function = find_function(job)
         arguments = pickle.loads(job.arguments)
-        # Last, so that nothing done while importing decides what the function draws.
+        # Seeded last, so that random numbers drawn by imports do not matter.
         random.seed(SEED)
         torch.manual_seed(SEED)
         result = pickle.dumps(function(**arguments))
@@ -92,8 +90,8 @@ def run(job: Job, rank: int, directory: Path) -> Outcome:
 
 def join_process_group(job: Job, rank: int, directory: Path) -> None:
     if "nccl" in job.backend:
-        # NCCL refuses two ranks of one host on one GPU, and tells hosts apart by this name. Its sockets
-        # connect "hosts" of one machine.
+        # NCCL refuses two ranks of one host on one GPU, and identifies hosts by this name. The "hosts" are on
+        # one machine, so sockets use the loopback interface.
         os.environ.update(NCCL_HOSTID=f"rank{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
         torch.cuda.set_device(0)
     dist.init_process_group(
@@ -106,15 +104,14 @@ def join_process_group(job: Job, rank: int, directory: Path) -> None:
 
 
 def find_function(job: Job) -> Callable[..., Any]:
-    """The plain function behind a name; the module holds the decorated one if it is a distributed test."""
+    """Returns the function to call: for a distributed test the undecorated one."""
     module = load_script(job.main_file) if job.main_file else importlib.import_module(job.module)
     found = getattr(module, job.function)
     return getattr(found, "distributed_body", found)
 
 
 def load_script(path: str) -> ModuleType:
-    """Import the caller's script under the name that multiprocessing gives it, so that classes in it can be
-    pickled."""
+    """Imports the caller's script as `__mp_main__`, as multiprocessing does, to unpickle its classes."""
     spec = importlib.util.spec_from_file_location("__mp_main__", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -143,7 +140,7 @@ def failure(error: BaseException, rank: int) -> Outcome:
 
 
 def own_frames_removed(error: BaseException) -> Any:
-    """The error's traceback from the first frame that is not this file's."""
+    """Returns the error's traceback from the first frame outside of this file."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
@@ -157,7 +154,7 @@ def exception_chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def write_report(outcome: Outcome, path: Path) -> None:
-    """A file takes a report of any size without a reader; the rename makes it appear whole or not at all."""
+    """Writes a report to a file, which needs no reader; the rename makes it atomic."""
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_bytes(pickle.dumps(outcome))
     unfinished.rename(path)

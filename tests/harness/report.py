@@ -1,5 +1,4 @@
-"""Words for a failed distributed test: the rank that caused it first, then the others, then what they
-printed."""
+"""Failure message of a distributed test: first the rank that caused it, then the others, then output."""
 
 import linecache
 import re
@@ -10,21 +9,21 @@ from tests.harness.messages import Outcome
 
 # One line of a stack as faulthandler writes it, innermost frame first.
 STACK_LINE = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)')
-# Gloo announces every group it connects; nobody debugging a test needs to know.
+# Gloo prints a line for every group that it connects, which does not help to debug a test.
 GLOO_CHATTER = re.compile(r"^\[Gloo\] Rank \d+ is connected to .*\n?", re.MULTILINE)
 HARNESS_DIRECTORY = str(Path(__file__).parent)
 OUTPUT_LIMIT = 100_000  # characters of output shown per rank
 
 
 class RanksFailed(AssertionError):
-    """At least one rank of a distributed run did not return. The message tells which, and how."""
+    """Raised if a rank of a distributed run did not return; the message names the rank and the reason."""
 
 
 def failure_text(outcomes: Sequence[Outcome]) -> str:
-    """The whole message; its first line names the rank that most likely caused the failure."""
+    """Returns the message; its first line names the rank that most likely caused the failure."""
     failed = sorted((outcome for outcome in outcomes if not outcome.ok), key=suspicion)
-    # Such a traceback only repeats that another rank is gone, so one rank's is enough, and only if nothing
-    # else is known.
+    # A traceback about a lost peer only repeats that another rank is gone: one is shown, and only if there is
+    # nothing else.
     told = [outcome for outcome in failed if not outcome.peer_lost] or failed[:1]
     paragraphs = outcome_paragraphs(told, world=len(outcomes))
     bereft = [outcome.rank for outcome in failed if outcome not in told]
@@ -38,7 +37,7 @@ def failure_text(outcomes: Sequence[Outcome]) -> str:
 
 
 def outcome_paragraphs(outcomes: Sequence[Outcome], world: int) -> list[str]:
-    """One paragraph per rank; the same traceback or stack is printed once."""
+    """Returns one paragraph per rank; equal tracebacks or stacks are printed once."""
     paragraphs: list[str] = []
     first_with: dict[str, int] = {}
     for outcome in outcomes:
@@ -55,19 +54,18 @@ def listed(ranks: Sequence[int]) -> str:
 
 
 def suspicion(outcome: Outcome) -> tuple[bool, float]:
-    """Sorts the likeliest cause first.
+    """Sort key: the most likely cause comes first.
 
-    A rank that misses a peer, or waits for one, suffers from what another did. Of the rest, the earliest: a
-    rank notes the time of its exception before its connections close, hence before any other rank can fail
-    because of
-    it.
+    A rank that lost a peer, or waits for one, suffers from another rank's failure. Of the rest, the earliest
+    failed first: a rank notes the time of its exception before its connections close, hence before any other
+    rank can fail because of it.
     """
     waits = outcome.unfinished and stands_in_collective(outcome.stack)
     return outcome.peer_lost or waits, outcome.at
 
 
 def stands_in_collective(stack: str) -> bool:
-    """Whether the main thread, which faulthandler puts last, waits for other ranks."""
+    """Whether the main thread, which faulthandler prints last, waits for other ranks."""
     frames = list(STACK_LINE.finditer(stack.rpartition("hread 0x")[2]))
     if not frames:
         return False
@@ -81,7 +79,7 @@ def details_text(outcome: Outcome) -> str:
 
 
 def readable_stack(stack: str) -> str:
-    """A faulthandler stack with its source lines and without the harness's own frames."""
+    """Returns a faulthandler stack with source lines and without frames of the harness."""
     lines: list[str] = []
     for line in stack.partition("\nExtension modules:")[0].splitlines():
         frame = STACK_LINE.fullmatch(line)

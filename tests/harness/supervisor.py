@@ -1,4 +1,4 @@
-"""The ranks of one test, watched by the zygote from their fork until nothing of them is left."""
+"""Supervision of the ranks of one test by the zygote, from the fork until all processes are gone."""
 
 import os
 import pickle
@@ -12,19 +12,19 @@ from tests.harness import processes
 from tests.harness.messages import Job, Outcome, RankFiles, Started
 from tests.harness.rank import STACK_SIGNAL
 
-# After the first failure the other ranks get this long to fail by themselves and say how.
+# Time for the other ranks to fail with their own message after the first failure.
 GRACE_SECONDS = 1.0
-# How long ranks may take to write down their stacks.
+# Time limit for ranks to dump their stacks.
 STACK_SECONDS = 2.0
 STACK_POLL_SECONDS = 0.05
 
 
 class ClientGone(Exception):
-    """The test process has ended or given up while its ranks were running."""
+    """Raised if the test process has ended or given up while its ranks were running."""
 
 
 class Ranks:
-    """The processes of one test and what is known of each."""
+    """The processes of one test, with the outcome and the exit code of each."""
 
     def __init__(self, job: Job, directory: Path, pids: list[int]) -> None:
         self.job = job
@@ -35,7 +35,7 @@ class Ranks:
         self.started_at = time.monotonic()
 
     def finish(self, doorbell: int, client: Connection) -> list[Outcome]:
-        """Wait for all ranks, kill what is left of them, and say how each ended."""
+        """Waits for all ranks, kills those that are left, and returns how each ended."""
         try:
             client.send(Started(process_group=self.pids[0]))
             self._wait(doorbell, client)
@@ -45,7 +45,10 @@ class Ranks:
         return [replace(self.outcomes[rank], output=self._output(rank)) for rank in range(self.job.world)]
 
     def _wait(self, doorbell: int, client: Connection) -> None:
-        """Until every rank has ended or time is up. The doorbell rings for each report and for each death."""
+        """Waits until every rank has ended or time is up.
+
+        The doorbell rings for each report and for each exit.
+        """
         deadline = self.started_at + self.job.timeout
         while self._unfinished():
             remaining = deadline - time.monotonic()
@@ -68,13 +71,13 @@ class Ranks:
         return any(not outcome.ok for outcome in self.outcomes.values())
 
     def _collect(self) -> None:
-        """Take in new reports and deaths."""
+        """Collects new reports and exit codes."""
         for rank in range(self.job.world):
             known = self.outcomes.get(rank)
             if known is not None and not known.ok:
                 continue
-            # In this order: a rank that reports and leaves between the two looks must not count as fallen
-            # silent.
+            # The exit code is read first: a rank that reports and exits between the two reads must not count
+            # as one that exited without a report.
             exit_code = self._exit_code(rank)
             report = known or self._read_report(rank)
             if exit_code is not None and (report is None or report.ok):
@@ -103,7 +106,7 @@ class Ranks:
         )
 
     def _give_up_on_unfinished(self) -> None:
-        """Note for every rank that still runs where it stands."""
+        """Records the stack of every rank that is still running."""
         self._collect()
         unfinished = self._unfinished()
         if self._has_failure():
@@ -118,7 +121,7 @@ class Ranks:
             )
 
     def _dump_stacks(self, ranks: list[int]) -> None:
-        """Have ranks write their stacks; done when every file has something in it and none grows any more."""
+        """Makes ranks dump their stacks; returns when no file is empty and none grows any more."""
         if not ranks:
             return
         for rank in ranks:

@@ -1,4 +1,4 @@
-"""A forked command ends, speaks and is signalled as one that `python` was started for."""
+"""A forked command ends, prints and handles signals like one that is started with `python`."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ sys.exit({"number": 3, "text": "why", "pair": (1, 2)}.get(sys.argv[1]))
 
 
 def both(folder: Path, how: str) -> list[tuple[int, str, str]]:
-    """How a started one and a forked one end, and what they say."""
+    """Returns exit code, stdout and stderr of the script, first started, then forked."""
     script = str(folder / "script.py")
     environment = {**os.environ, "WORD": "a word", "PARENT": str(os.getpid())}
     started = subprocess.run(

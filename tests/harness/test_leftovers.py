@@ -1,5 +1,7 @@
-"""Nothing outlives a distributed test: not what its ranks started, not the zygote, not a file, whoever is
-killed."""
+"""Nothing outlives a distributed test: no program started by a rank, no zygote, no file.
+
+This also holds if the zygote or the test process is killed.
+"""
 
 import json
 import os
@@ -20,7 +22,7 @@ from tests.harness.processes import is_running
 
 
 def start_programs() -> list[int]:
-    """One in the process group of the ranks, one that has left it."""
+    """Starts one program in the process group of the ranks, and one outside of it."""
     return [subprocess.Popen(["sleep", "600"], start_new_session=apart).pid for apart in (False, True)]
 
 

@@ -1,7 +1,7 @@
 """The zygote: imports everything heavy once, then forks the ranks of one test after the other.
 
-It runs no tensor operation and starts no thread. A thread would not survive the fork while the locks it holds
-would: ranks forked after a multi-threaded operation hang in their first one.
+It runs no tensor operation and starts no thread. A thread does not survive the fork, but its locks do: ranks
+forked after a multi-threaded operation hang in their first one.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from tests.harness.messages import Job, Outcome, Ready
 from tests.harness.rank import live_as_rank
 from tests.harness.supervisor import ClientGone, Ranks
 
-# Each of these is imported by some call deep in torch if not before, which would cost seconds in every rank.
+# Torch imports each of these lazily, deep in some call, which would cost seconds in every rank.
 HEAVY_MODULES = (
     "numpy",
     "torch",
@@ -42,18 +42,18 @@ HEAVY_MODULES = (
     "torch.fx.experimental.proxy_tensor",
 )
 PROJECT = "pentatron"
-# What most ranks need of the tests themselves.
+# Test modules that most ranks import.
 SUPPORT = ("tests.support", "tests.parity.trajectory", "tests.parity.reshard")
 
 
 def main(client_descriptor: int, scratch: Path) -> None:
-    os.set_inheritable(client_descriptor, False)  # programs that ranks start have no business with it
+    os.set_inheritable(client_descriptor, False)  # programs started by ranks must not inherit it
     client = Connection(client_descriptor)
     processes.adopt_orphans()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a rank that crashes leaves no core file behind
     preload()
     rewrite_asserts_from_now_on()
-    # Collections in ranks would otherwise touch, and so copy, every page of the objects imported here.
+    # Garbage collection in ranks would otherwise write to, and so copy, every page of imported objects.
     gc.collect()
     gc.freeze()
     processes.collapse_memory()
@@ -73,7 +73,7 @@ def preload() -> None:
         importlib.import_module(name)
     refuse_threads("torch")
     for name in (*project_modules(), *SUPPORT):
-        # A module that cannot be imported fails the tests that need it, in their own words.
+        # A module that cannot be imported fails the tests that import it, with its own error.
         with contextlib.suppress(Exception):
             importlib.import_module(name)
         refuse_threads(name)
@@ -97,15 +97,13 @@ def refuse_threads(imported: str) -> None:
 
 
 def rewrite_asserts_from_now_on() -> None:
-    """Install pytest's import hook, so that a failed assert of a test module shows values in ranks
-    as well.
-    """
+    """Installs pytest's import hook, so that failed asserts show values in ranks as well."""
     pytest.Config.fromdictargs({}, ["--noconftest", "--capture=no"])
 
 
 @dataclass(frozen=True)
 class Doorbell:
-    """A pipe that wakes the zygote: a rank writes to it after its report, Python when a child has died."""
+    """A pipe that wakes the zygote: a rank writes to it after its report, Python when a child exits."""
 
     read_end: int
     write_end: int
@@ -115,12 +113,12 @@ class Doorbell:
         doorbell = cls(*os.pipe())
         os.set_blocking(doorbell.write_end, False)
         signal.set_wakeup_fd(doorbell.write_end)
-        # Without a handler of its own Python would not notice the signal.
+        # The wakeup descriptor is written only for signals that have a Python handler.
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         return doorbell
 
     def leave_to_zygote(self) -> None:
-        """In a rank: keep only the end to ring with."""
+        """Keeps only the write end; called in a rank."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.close(self.read_end)
@@ -137,7 +135,7 @@ def run_job(job: Job, scratch: Path, client: Connection, doorbell: Doorbell) -> 
 
 
 def fork_ranks(job: Job, directory: Path, client: Connection, doorbell: Doorbell) -> list[int]:
-    """Start the ranks, all in the process group of rank 0."""
+    """Forks the ranks, all into the OS process group of rank 0."""
     zygote = os.getpid()
     pids: list[int] = []
     for rank in range(job.world):
@@ -152,7 +150,7 @@ def fork_ranks(job: Job, directory: Path, client: Connection, doorbell: Doorbell
             except BaseException:
                 traceback.print_exc()
             finally:
-                os._exit(1)  # whatever happened, a rank must not go on as a second zygote
+                os._exit(1)  # a rank must never continue as a second zygote
         pids.append(pid)
         processes.join_group(pid, pids[0])
     return pids

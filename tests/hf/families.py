@@ -20,7 +20,7 @@ _LLAMA3 = {
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16}
 
-# Heads for two tensor ranks, two layers for two stages; the vocabulary is divisible by neither.
+# Heads for two tensor ranks and layers for two stages; the vocabulary size is prime.
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,

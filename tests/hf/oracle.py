@@ -1,8 +1,7 @@
 """Compares a `transformers` model in one process with ours in some layout, on the same batches.
 
-Compared: the logits of a batch, the loss and every gradient of the first step, every loss and the weights
-after all steps. Gradients and weights travel through the links that import and export use, so a wrong
-link shows too.
+Compares the logits of a batch, the loss and every gradient of the first step, and the losses and weights of
+all steps. Gradients and weights pass through the links of import and export, so that a wrong link shows too.
 """
 
 import atexit
@@ -82,7 +81,7 @@ def batches(vocabulary: int, micro_batch: int, rank: int, ranks: int) -> Iterato
 
 @functools.cache
 def folder_of(case: Case) -> Path:
-    """Returns the case saved by `transformers`, until this process exits."""
+    """Saves a case with `transformers` and returns its folder, which is removed when the process exits."""
     folder = Path(tempfile.mkdtemp(prefix="family-"))
     atexit.register(_remove, folder, os.getpid())
     their_model(case).save_pretrained(folder)
@@ -202,15 +201,15 @@ def run(case: Case, words: str, ranks: int, steps: int = STEPS, device: str = "c
     return run_distributed(ours, ranks, timeout=120.0, folder=folder, words=words, steps=steps, device=device)
 
 
-# Logits relative to the largest, losses and gradients relative to themselves, weights as they are.
+# Logits relative to the largest one, losses and gradients relative to themselves, weights absolute.
 ALLOWED = {"logits": 1e-5, "gradients": 1e-5, "losses": 1e-4, "weights": 1e-4}
-# A tensor whose gradient is far below the others' is judged by this share of the whole gradient.
+# The difference of a small gradient is divided by this share of the norm of all gradients.
 SMALL = 1e-3
 
 
 @dataclass(frozen=True)
 class Gaps:
-    """Differences between both results; `worst` is the tensor with the largest."""
+    """Differences between both results; `worst` has the largest relative difference of gradients."""
 
     logits: float
     gradients: float
@@ -220,7 +219,7 @@ class Gaps:
 
     @property
     def shares(self) -> dict[str, float]:
-        """The differences as shares of the tolerances."""
+        """Returns the differences as multiples of the tolerances."""
         return {name: getattr(self, name) / allowed for name, allowed in ALLOWED.items()}
 
     @property

@@ -1,4 +1,4 @@
-"""Loads a step, trains and saves on one rank; a separate module, so that ranks do not import transformers."""
+"""Loads a step, trains and saves on one rank; separate, so that ranks do not import transformers."""
 
 from pathlib import Path
 

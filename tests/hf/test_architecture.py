@@ -118,7 +118,7 @@ def test_what_changes_nothing_is_kept_and_the_rest_is_ours() -> None:
     model = dataclasses.replace(configs(settings_from_config(original))[0], vocab_size=61)
     written = config_from_settings(model, NO_EXPERTS, original)
     assert written["eos_token_id"] == [1, 2, 3] and written["vocab_size"] == 61
-    # transformers 4 looks at the older keys, 5 at the newer one.
+    # transformers 4 reads the older keys, 5 the newer one.
     assert written["rope_theta"] == written["rope_parameters"]["rope_theta"] == 500000.0
     assert written["rope_scaling"] == written["rope_parameters"]
 

@@ -1,4 +1,4 @@
-"""Tests that every family trains like `transformers`, in one process and in a layout (`make families`)."""
+"""Tests that every family trains like `transformers`, in one process and in layouts (`make families`)."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def _in_turn() -> list[tuple[Case, Spread]]:
     found = []
     for number, case in enumerate(CASES):
         suiting = [spread for spread in spreads if spread.suits(case)]
-        # Mixtures meet the layouts of experts first.
+        # Mixtures of experts take layouts with expert parallelism first.
         suiting.sort(key=lambda spread: not (case.has_experts and spread.experts_only))
         found.append((case, suiting[number % (2 if case.has_experts else len(suiting))]))
     return found
@@ -29,7 +29,7 @@ def test_one_process(case: Case) -> None:
 @pytest.mark.parametrize(("case", "spread"), _in_turn(), ids=lambda value: value.name)
 def test_in_a_layout(case: Case, spread: Spread) -> None:
     gaps = compare(case, run(case, spread.command, spread.ranks, FEW))
-    # Theirs are the weights after all steps; after a few, losses and gradients are what can be compared.
+    # The reference weights are those after all steps: a short run compares only losses and gradients.
     assert [failure for failure in gaps.failures if not failure.startswith("weights")] == []
 
 
@@ -47,7 +47,7 @@ def test_every_layout_has_its_turn() -> None:
     ],
 )
 def test_a_difference_is_seen(words: str, seen: set[str]) -> None:
-    """Only in the values it affects: changes after the gradients affect neither them nor the logits."""
+    """A changed setting shows in the values it affects; one of the optimizer leaves logits unchanged."""
     case = next(case for case in CASES if case.name == "llama2")
     gaps = compare(case, run(case, f"--micro-batch-size 4 {words}", 1))
     assert seen <= {failure.partition(":")[0] for failure in gaps.failures}

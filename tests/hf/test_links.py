@@ -1,4 +1,4 @@
-"""Tests links: formats of the same weights, slices of any layout, dtypes, and detection of wrong links."""
+"""Tests links: formats of the same weights, slices of any layout, dtypes, detection of wrong links."""
 
 import random
 from collections.abc import Callable

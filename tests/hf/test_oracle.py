@@ -12,8 +12,8 @@ from pentatron.models.causal_lm import build_model
 from pentatron.parallel.sharding import region
 from tests.hf.support import CPU, EXPERTS, WORDS, batch, gap, ours_from, save, theirs
 
-# Lengths and bases so small that each kind of frequency, kept, stretched or between, has a part in 16
-# positions.
+# Lengths and bases are so small that 16 positions contain frequencies of each kind: kept, stretched and
+# between.
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 100.0,
@@ -89,7 +89,7 @@ def test_logits_loss_and_every_gradient(case: str, tmp_path: Path) -> None:
     gradients = {name: p.grad for name, p in their.named_parameters()}
     mine = {name: p.grad for name, p in model.named_parameters()}
     assert not {name for name, p in their.named_parameters() if p.grad is None}
-    # Their gradients have the names they have in memory, where experts are one tensor.
+    # `transformers` names gradients as its parameters in memory, where all experts are one tensor.
     compared: dict[str, int] = {}
     for link in tensor_links(model_type, architecture, moe, gradients):
         found = link.to_theirs(region(mine[link.ours], link.at, link.size))
@@ -111,7 +111,7 @@ def test_logits_loss_and_every_gradient(case: str, tmp_path: Path) -> None:
     ],
 )
 def test_a_setting_that_is_only_a_number_is_seen(case: str, change: dict[str, Any], tmp_path: Path) -> None:
-    """All tensors match, but the model differs."""
+    """A wrong number in the settings changes the logits although all tensors match."""
     model_type, config = CASES[case]
     their = theirs(model_type, **config)
     right, architecture, moe = ours_from(save(their, tmp_path))

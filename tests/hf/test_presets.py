@@ -12,7 +12,7 @@ from tests.settings.test_presets import PUBLISHED, completed, parameters
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_transformers_counts_the_same(name: str) -> None:
-    """Uses two layers: published parameter counts determine the number of layers."""
+    """Counts with two layers; the number of layers is tested with the published parameter counts."""
     found = completed(name)
     # A list of layers with experts would have to be cut too; no preset has one.
     found = found.changed(num_layers=2, padded_vocab_size=found.vocab_size)
@@ -34,7 +34,7 @@ def test_transformers_counts_the_same(name: str) -> None:
     ],
 )
 def test_the_default_of_a_family_in_transformers(name: str, model_type: str) -> None:
-    """Except for defaults inherited from another model: positions, RoPE base, epsilon."""
+    """Compares a preset with its family's defaults, apart from those inherited from another model."""
     read = settings_from_config(AutoConfig.for_model(model_type).to_dict())
     free = {
         "max_position_embeddings",

@@ -1,4 +1,4 @@
-"""Tests import and export: the same bytes for any family and file sizes; failures leave nothing behind."""
+"""Tests import and export: equal bytes for any family and file size; failures leave nothing behind."""
 
 import json
 import resource
@@ -107,7 +107,7 @@ def test_what_is_written_loads_in_transformers(tmp_path: Path) -> None:
         assert torch.equal(loaded(tokens).logits, model(tokens).logits)
     found, _ = find_step(tmp_path / "ours")
     assert compare_logits(found, back).difference < 1e-5
-    # The control: one weight of the reference model is changed.
+    # Control: one weight of the reference model is changed.
     with torch.no_grad():
         loaded.model.layers[1].self_attn.k_proj.weight[0] += 0.1
     with pytest.raises(UserError, match="not the same model"):
@@ -209,7 +209,7 @@ def test_nothing_is_written_of_a_damaged_folder(name: str, folder: Path, tmp_pat
 
 
 class Stopped(SilentDisplay):
-    """Stands for Ctrl-C."""
+    """Raises KeyboardInterrupt, as Ctrl-C does, after half of the work."""
 
     def work(self, what: str, done: int, total: int, facts: str = "") -> None:
         if 2 * done > total:

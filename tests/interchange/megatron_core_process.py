@@ -1,11 +1,10 @@
-"""megatron-core itself, on a CPU: builds its GPTModel, loads what we wrote with its own loader, saves with
-its own writer.
+"""Runs megatron-core on a CPU: builds its GPTModel, loads our checkpoints and saves its own.
 
     python megatron_core_process.py JOBS.json
 
-A process of its own, as it is told here that there is no GPU to wait for and no memory to report on. For
-every job the tensors of model and optimizer, by megatron-core's names, and the logits of a fixed batch go to
-a file.
+A separate process, since it patches torch and megatron-core to run without a GPU and without memory reports.
+For every job, the tensors of model and optimizer by megatron-core's names, and the logits of a fixed batch,
+are written to a file.
 """
 
 import contextlib
@@ -43,7 +42,7 @@ MIXTURE = {
     "moe_shared_expert_intermediate_size": 40,
     "moe_router_dtype": "fp32",
 }
-# What each is for megatron-core: the settings of its configuration, and of its model.
+# Settings of each family for megatron-core: those of TransformerConfig and those of GPTModel.
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gpt": (
         {
@@ -54,7 +53,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "qwen": ({**RMS, "ffn_hidden_size": 64, "add_qkv_bias": True, "qk_layernorm": True}, ROTARY),
     "mixture": (MIXTURE, ROTARY),
-    # One layer without experts: every layer is then in tensors of its own.
+    # With a layer without experts, every layer has tensors of its own.
     "pattern": ({**MIXTURE, "moe_layer_freq": [0, 1]}, ROTARY),
 }
 
@@ -87,7 +86,7 @@ def build(family: str) -> Any:
 
 
 def states(model: Any, optimizer: Any, apart: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What megatron-core saves and loads of model and optimizer, by its own functions.
+    """Returns the sharded states of model and optimizer, by megatron-core's own functions.
 
     `apart`: its other form, with gate, up and every expert in tensors of their own.
     """
@@ -105,7 +104,7 @@ def states(model: Any, optimizer: Any, apart: bool = False) -> tuple[dict[str, A
 
 
 def new_optimizer(model: Any) -> Any:
-    """With moments: they come with the first step."""
+    """Returns an optimizer after one step, which creates its moments."""
     made = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
@@ -167,7 +166,7 @@ def save(family: str, folder: str, arguments: dict[str, Any], apart: bool) -> di
 
 
 def main(jobs: list[dict[str, Any]]) -> None:
-    # Before megatron-core is imported: it asks for the GPU's number as it makes buffers.
+    # Before megatron-core is imported, which queries the GPU for its buffers.
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
     torch.cuda.synchronize = lambda device=None: None  # type: ignore[assignment]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
@@ -175,7 +174,7 @@ def main(jobs: list[dict[str, Any]]) -> None:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.transformer.moe import moe_utils
 
-    # It asks for this name, which only Transformer Engine brings.
+    # It reads this name, which only Transformer Engine defines.
     moe_utils.te_general_gemm = None
     filesystem_async._process_memory = lambda: 0
     tensor_parallel.get_cuda_rng_tracker().fork = lambda name="": contextlib.nullcontext()

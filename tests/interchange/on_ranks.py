@@ -1,5 +1,4 @@
-"""What ranks of the tests run, in a module that imports no more than they need: megatron-core alone takes
-each of them two seconds."""
+"""Functions for ranks, in a module without heavy imports: megatron-core alone takes two seconds."""
 
 from pathlib import Path
 
@@ -32,9 +31,7 @@ OURS = {
 
 
 def save_on_a_rank(families: dict[str, Path], layout: str) -> None:
-    """What a run saves after its first step, without one: moments of some values, routers that have
-    counted.
-    """
+    """Saves a model at step 5 without training it: made-up moments and router counts."""
     for family, folder in families.items():
         settings = resolved(f"{SHAPE} {OURS[family]} {layout} --save {folder}", dist.get_world_size())
         config, rank = settings.config, dist.get_rank()
@@ -55,7 +52,7 @@ def save_on_a_rank(families: dict[str, Path], layout: str) -> None:
 
 
 def numbers(fragment: Fragment) -> Tensor:
-    """Others for every tensor and every element, the same in every layout."""
+    """Returns values that differ by tensor and element, and are the same in every layout."""
     generator = torch.Generator().manual_seed(sum(map(ord, fragment.tensor)))
     values = torch.rand(fragment.shape, generator=generator)
     at = tuple(slice(i, i + n) for i, n in zip(fragment.start, fragment.values.shape))

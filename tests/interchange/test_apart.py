@@ -1,4 +1,4 @@
-"""Pickled files are read by a process that runs nothing of them, whoever wrote them."""
+"""Tests that pickled files are read in a sandbox, which executes nothing in them."""
 
 import os
 import pickle
@@ -21,7 +21,7 @@ from tests.train.test_loaded import train
 
 
 class Runs:
-    """What an attacker puts into a file: a call, made by whoever unpickles it."""
+    """An object whose unpickling makes a call, as in a file of an attacker."""
 
     def __init__(self, call: Any, *args: Any) -> None:
         self.call, self.args = call, args
@@ -38,9 +38,9 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def infected(place: str, trap: Path, clean: Path, out: Path) -> Path:
-    """A folder with a call in one of its files, which leaves a trace if it is made."""
+    """Writes a folder with a call in one of its files, which creates `trap` if it is made."""
     call = Runs(os.system, f"touch {trap}")
-    # That it is a trap: any other reader falls into it.
+    # Control: an ordinary unpickling makes the call.
     pickle.loads(pickle.dumps(call))
     assert trap.exists()
     trap.unlink()
@@ -99,7 +99,7 @@ def test_what_is_named_but_harmless_is_kept_as_a_name(tmp_path: Path) -> None:
 
 
 def test_a_tensor_with_code_in_it_is_not_loaded(clean: Path, tmp_path: Path) -> None:
-    """In `.distcp` files torch loads weights alone; the call is refused there too."""
+    """The call is refused in `.distcp` files too, of which only tensors are read."""
     trap, folder = tmp_path / "trap", tmp_path / "folder"
     shutil.copytree(clean, folder)
     file = folder / "iter_0000001" / "__0_0.distcp"
@@ -141,7 +141,7 @@ def test_an_index_cannot_name_files_elsewhere(clean: Path, tmp_path: Path) -> No
 
 
 def test_a_small_file_cannot_become_a_large_answer(tmp_path: Path) -> None:
-    """A list that names another ten times, which names another ten times."""
+    """Pickles a list that refers ten times to another one, twelve levels deep."""
     nested: list[Any] = ["more"] * 10
     for _ in range(12):
         nested = [nested] * 10
@@ -151,8 +151,7 @@ def test_a_small_file_cannot_become_a_large_answer(tmp_path: Path) -> None:
 
 
 def test_stages_of_a_rank_come_in_the_order_of_their_numbers() -> None:
-    """The tenth is not between the first and the second: layers would change places, and nothing would show
-    it."""
+    """`model10` must not come between `model1` and `model2`, which would exchange layers silently."""
     chunks = {f"model{number}": {"is": number} for number in range(12)}
     assert [chunk["is"] for chunk in _Rank(0, 0, 0, "file", chunks).chunks] == list(range(12))
 

@@ -1,4 +1,4 @@
-"""The table of Megatron-LM's names: every form of a file holds every element of a model once."""
+"""Tests the tables of Megatron-LM's names: every form of a file holds every element once."""
 
 import math
 
@@ -63,7 +63,7 @@ def test_what_is_written_is_whole_and_is_what_is_read(family: str) -> None:
 @pytest.mark.parametrize("family", OURS)
 @pytest.mark.parametrize("stacked", [True, False])
 def test_every_form_is_read(family: str, stacked: bool) -> None:
-    """Each row of the table in each of its forms, under a prefix."""
+    """Reads each row of the tables in each of its forms, under a prefix."""
     config = config_of(family)
     shapes = tensors_of(config.model, config.moe)
     forms = 0

@@ -1,4 +1,4 @@
-"""Runs that save as Megatron-LM does, and runs that begin from its checkpoints."""
+"""Tests runs that save as Megatron-LM does, and runs that begin from its checkpoints."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ TORCH_DIST = f"--ckpt-format torch_dist --save-interval 2 --train-iters 4 {MODEL
 
 
 def without_manifest(run: Path, out: Path) -> Path:
-    """A run's checkpoints as another program would have left them: nothing of ours in them."""
+    """Copies a run's checkpoints without files of ours, as another program would have left them."""
     shutil.copytree(run / "checkpoints", out)
     for ours in (*out.glob("*/manifest.json"), *out.glob("*/*.safetensors"), out / "latest"):
         ours.unlink()
@@ -31,14 +31,14 @@ def without_manifest(run: Path, out: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that has ended, in the format torch_dist."""
+    """A finished run in the format torch_dist."""
     folder = tmp_path_factory.mktemp("torch_dist") / "run"
     train(folder, TORCH_DIST)
     return folder
 
 
 def test_a_run_that_goes_on_ends_like_one_that_never_stopped(saved: Path, tmp_path: Path) -> None:
-    """In the other layout, too, losses are those of the undisturbed run."""
+    """A resume in another layout also gives the losses of the undisturbed run."""
     train(tmp_path / "run", f"{TORCH_DIST} --exit-interval 2")
     assert [p.name for p in (tmp_path / "run" / "checkpoints").glob("iter_*")] == ["iter_0000002"]
     shutil.copytree(tmp_path / "run", tmp_path / "tp2")
@@ -52,7 +52,7 @@ def test_a_run_that_goes_on_ends_like_one_that_never_stopped(saved: Path, tmp_pa
 
 
 def test_a_checkpoint_of_others_is_gone_on_from(saved: Path, tmp_path: Path) -> None:
-    """Weights, moments, step and schedule are taken from it; what is known of the data is told."""
+    """Takes weights, moments, step and schedule from the checkpoint."""
     theirs = without_manifest(saved, tmp_path / "theirs")
     step = theirs / "iter_0000002"
     words = f"{TORCH_DIST} --load {step} --allow-changed-data"
@@ -99,8 +99,7 @@ def test_a_damaged_step_is_seen_by_its_sum(saved: Path, tmp_path: Path) -> None:
 
 
 def test_others_steps_are_never_removed(saved: Path, tmp_path: Path) -> None:
-    """A run in the folder of another program keeps that program's steps, also one of a name that it needs
-    itself."""
+    """A run in the folder of another program keeps that program's steps, renamed if names collide."""
     theirs = without_manifest(saved, tmp_path / "theirs")
     before = (theirs / "iter_0000002" / ".metadata").read_bytes()
     train(tmp_path / "run", f"{TORCH_DIST} --load {theirs} --save {theirs} --finetune --keep-checkpoints 1")
@@ -113,7 +112,7 @@ def test_others_steps_are_never_removed(saved: Path, tmp_path: Path) -> None:
 def test_weights_of_others_become_a_hugging_face_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also from a step of ours, without the flag; the files are the same."""
+    """Exports a step of ours too, without the flag, to identical files."""
     llama = f"{LLAMA} --untie-embeddings-and-output-weights --norm-epsilon 1e-6"
     train(tmp_path / "run", f"--ckpt-format torch_dist --train-iters 0 {MODEL} {llama}")
     theirs = without_manifest(tmp_path / "run", tmp_path / "theirs")

@@ -1,5 +1,4 @@
-"""What befalls a save in the format torch_dist: nothing is hidden from the other ranks, and nothing good is
-lost."""
+"""Tests saves in the format torch_dist: every rank learns of a failure, and no good step is lost."""
 
 import resource
 from pathlib import Path
@@ -34,7 +33,7 @@ def save(store: CheckpointStore, step: int) -> Path:
 
 @pytest.mark.parametrize("room", [0, 3000, 9000])
 def test_a_disk_that_is_full_is_told_in_words(tmp_path: Path, room: int) -> None:
-    """Wherever it ends: in torch's own writer, in what is kept back until the end, or in the file beside."""
+    """The disk is full in torch's writer, in what it buffers until the end, or in the file beside it."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
     try:
@@ -51,7 +50,7 @@ def test_a_folder_that_one_rank_does_not_see_is_told_too(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("damaged", ["__0_0.distcp", "manifest.json"])
 def test_a_run_whose_steps_are_all_damaged_does_not_begin_anew(tmp_path: Path, damaged: str) -> None:
-    """Not when it is started again either, with the step set aside: that is what a supervisor does."""
+    """A second start, with the step set aside, is refused too, since a supervisor starts a run again."""
     (save(store_in(tmp_path), 1) / damaged).unlink()
     source = Source(tmp_path, is_huggingface=False)
     for _ in range(2):
@@ -81,8 +80,7 @@ def test_a_step_saved_again_takes_the_place_of_the_first_only_when_it_is_whole(
 def test_a_kill_between_two_renames_loses_neither_copy_of_a_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first has made way, and the second has no name yet: whoever comes next finds the first where it
-    was."""
+    """A kill after the first rename leaves no step of that name; the next reader restores the first copy."""
     store = store_in(tmp_path)
     first = save(store, 1)
     content = (first / "__0_0.distcp").read_bytes()
@@ -103,7 +101,7 @@ def test_a_kill_between_two_renames_loses_neither_copy_of_a_step(
 
 
 def test_a_file_of_theirs_that_nobody_listed_is_damage(tmp_path: Path) -> None:
-    """Who mixes steps may have taken others away."""
+    """A folder with files of several steps may also lack files of its own."""
     store = store_in(tmp_path)
     (save(store, 1) / "__9_0.distcp").write_bytes(b"of another step")
     number, (complaint,) = newest(store)

@@ -1,5 +1,4 @@
-"""Checkpoints in the format torch_dist, held against megatron-core itself: it reads ours, we read its own,
-bit for bit."""
+"""Tests torch_dist checkpoints against megatron-core: it reads ours, we read its own, bit for bit."""
 
 import importlib.util
 import itertools
@@ -30,8 +29,7 @@ from tests.train.test_loaded import losses, train_on_a_rank
 
 PROCESS = Path(__file__).with_name("megatron_core_process.py")
 TIMEOUT = 240.0
-# What megatron-core calls the parts of a layer, in its modules; written down here once more, apart from the
-# tables.
+# Names of the parts of a layer in megatron-core's modules, written down independently of the tables.
 PARTS = {
     "input_layernorm": "input_norm",
     "self_attention.linear_qkv": "attention.linear_qkv",
@@ -49,7 +47,7 @@ OUTSIDE = {
     "decoder.final_layernorm.bias": "final_norm.bias",
     "output_layer.weight": "head.weight",
 }
-# Whose gates, ups and experts megatron-core is told to save in tensors of their own.
+# Families whose gates, ups and experts megatron-core saves in tensors of their own.
 APART = ("qwen", "pattern")
 needs_megatron = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None
@@ -59,7 +57,7 @@ needs_megatron = pytest.mark.skipif(
 
 
 def ours_by_their_names(found: Checkpoint, kind: str, their: str) -> Tensor:
-    """The tensor of ours that a parameter of megatron-core's modules is."""
+    """Returns our tensor for a parameter of megatron-core's modules."""
     if their in OUTSIDE:
         return whole(found, f"{kind}/{OUTSIDE[their]}")
     layer, rest = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", their).groups()  # type: ignore[union-attr]
@@ -97,7 +95,7 @@ def our_logits(found: Checkpoint) -> Tensor:
 
 @pytest.fixture(scope="module")
 def exchanged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """For each family: what we wrote on four ranks and megatron-core read; what it wrote itself."""
+    """Returns by family what we saved on four ranks and megatron-core read, and what it saved itself."""
     base = tmp_path_factory.mktemp("exchange")
     ours = {family: base / "ours" / family for family in FAMILIES}
     run_distributed(
@@ -143,7 +141,7 @@ def exchanged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, A
 
 
 def arguments_of(family: str) -> dict[str, Any]:
-    """As Megatron-LM has them in `args`, written out as its users know them."""
+    """Returns `args` as in a checkpoint of Megatron-LM."""
     same = {
         "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "kv_channels": 8, "max_position_embeddings": 16,
         "seq_length": 16, "padded_vocab_size": 128, "vocab_size": None, "make_vocab_size_divisible_by": 128, "iteration": 7,
@@ -175,7 +173,7 @@ def arguments_of(family: str) -> dict[str, Any]:
 def test_megatron_core_reads_what_four_ranks_wrote(family: str, exchanged: dict[str, dict[str, Any]]) -> None:
     mine, read = exchanged[family]["ours"], exchanged[family]["read"]
     assert (mine / "latest_checkpointed_iteration.txt").read_text() == "5"
-    # Ours without the manifest: read as any other program's would be.
+    # Without its manifest our checkpoint is read like that of another program.
     (mine / "iter_0000005" / "manifest.json").rename(mine / "manifest.json")
     found, _ = read_megatron(mine)
     require_equal(found, read)
@@ -200,7 +198,7 @@ def test_what_megatron_core_wrote_is_read(family: str, exchanged: dict[str, dict
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_weights_of_a_bf16_run_are_rounded_and_its_masters_kept(tmp_path: Path) -> None:
-    """Under the weights' own names stands what the run computes with, as Megatron-LM has it."""
+    """Weights are saved in the dtype of the computation, as by Megatron-LM, beside fp32 master weights."""
     run_distributed(
         save_on_a_rank, 2, timeout=TIMEOUT, families={"qwen": tmp_path}, layout="--bf16 --zero-stage 1"
     )
@@ -222,7 +220,7 @@ def test_weights_of_a_bf16_run_are_rounded_and_its_masters_kept(tmp_path: Path) 
 def test_a_run_goes_on_from_it_in_another_layout(
     exchanged: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
-    """What megatron-core saved on one rank is gone on from on four, with the losses of one."""
+    """Resumes what megatron-core saved on one rank on four ranks, with the losses of one."""
     words = f"--load {exchanged['mixture']['theirs']} --ckpt-format torch_dist --allow-changed-data --train-iters 10 --lr 1e-3 --seq-length 16"
     run_distributed(train_on_a_rank, 1, timeout=TIMEOUT, folder=tmp_path / "alone", words=words)
     layout = "--tp 2 --sequence-parallel --ep 2 --zero-stage 1"
@@ -235,7 +233,7 @@ def test_a_run_goes_on_from_it_in_another_layout(
 
 
 def parts(name: str, value: Tensor, tensors: int, gated: bool) -> list[Tensor]:
-    """What the tensor ranks of Megatron-LM hold of a parameter."""
+    """Splits a parameter into the shards of Megatron-LM's tensor ranks."""
     if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
         return list(value.chunk(tensors, 1))
     if gated and "linear_fc1." in name:
@@ -256,7 +254,7 @@ def parts(name: str, value: Tensor, tensors: int, gated: bool) -> list[Tensor]:
 def save_legacy(
     folder: Path, weights: dict[str, Tensor], arguments: dict[str, Any], sizes: tuple[int, int, int]
 ) -> None:
-    """One file for each rank, as Megatron-LM's --ckpt-format torch leaves them."""
+    """Writes one file for each rank, as Megatron-LM's --ckpt-format torch does."""
     tensors, stages, expert_ranks = sizes
     arguments = {**arguments, "pipeline_model_parallel_size": stages, "params_dtype": torch.bfloat16}
     for tensor, stage, expert in itertools.product(*map(range, sizes)):

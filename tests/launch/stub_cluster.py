@@ -1,5 +1,4 @@
-"""Slurm's commands as small shell scripts: enough to run a batch script without a cluster and see what it
-starts where."""
+"""Stubs of Slurm's commands as shell scripts, which run batch scripts without a cluster."""
 
 import os
 import re
@@ -10,8 +9,7 @@ from pathlib import Path
 
 NODES = ("first", "second", "third", "fourth")
 
-# Starts what it is given as often as the batch script asks for, on every node, and ends with the worst exit
-# code.
+# Starts its arguments as often as the batch script requests, on every node; ends with the worst exit code.
 SRUN = r"""#!/usr/bin/env bash
 echo "srun $*" >> "$STUB/calls"
 while [ "${1#--}" != "$1" ]; do case "$1" in --jobid) shift 2 ;; *) shift ;; esac; done
@@ -35,7 +33,7 @@ SCANCEL = r"""#!/usr/bin/env bash
 echo "scancel $*" >> "$STUB/calls"
 kill -TERM $(cat "$STUB/tasks")
 """
-# In place of Python: says where it runs and with which words, then ends as it is told.
+# In place of Python: records its node and arguments, then ends with the requested exit code.
 RECORDER = r"""#!/usr/bin/env bash
 trap 'echo "$SLURM_NODEID saved" >> "$STUB/ended"; exit 1' TERM
 echo "$SLURM_NODEID $*" >> "$STUB/started"
@@ -54,7 +52,7 @@ class StubCluster:
             (folder / name).chmod(0o755)
 
     def start(self, script: Path, *words: str, cwd: Path, **variables: str) -> "subprocess.Popen[str]":
-        """Runs a batch script as slurmd would, with as many nodes and tasks as its own lines ask for."""
+        """Runs a batch script as slurmd would, with the nodes and tasks of its #SBATCH lines."""
         asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", script.read_text(), re.MULTILINE))
         nodes = int(asked["nodes"])
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "MASTER_", "NCCL_"))}
@@ -79,7 +77,7 @@ class StubCluster:
         return process.returncode
 
     def warn(self, process: "subprocess.Popen[str]", tasks: int) -> tuple[int, str]:
-        """Sends the warning once that many tasks work, and waits for the end."""
+        """Sends SIGUSR1 once that many tasks run; waits for the end."""
         deadline = time.monotonic() + 30
         while len(self.started()) < tasks:
             assert time.monotonic() < deadline, "the tasks do not start"
@@ -89,13 +87,13 @@ class StubCluster:
         return process.returncode, out
 
     def started(self) -> list[tuple[int, str]]:
-        """The node and the words of every launcher, in the order of the nodes."""
+        """Returns the node and the arguments of every launcher, ordered by node."""
         return sorted(
             (int(node), words) for node, _, words in (line.partition(" ") for line in self._read("started"))
         )
 
     def secrets(self) -> list[str]:
-        """Of every launcher, in the order of their starts."""
+        """Returns the secret of every launcher, in order of their starts."""
         return self._read("secrets")
 
     def ended(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""The multi-node scripts under examples/: which words reach the launcher of a machine."""
+"""Tests which arguments the multi-node scripts of examples/ pass to the launcher of a machine."""
 
 import subprocess
 from pathlib import Path
@@ -39,7 +39,7 @@ def test_variables_become_words(script: str, variables: str, words: str, tmp_pat
 def test_without_words_the_entry_trains_the_guides_model(tmp_path: Path) -> None:
     words = words_given("examples/multinode/train_entry.sh", tmp_path, HERE).split()
     settings = words[words.index("pretrain_gpt.py") + 1 :]
-    # Neither its data nor its tokenizer is here.
+    # Its data and its tokenizer do not exist here.
     left_out = {"--data-path": 2, "--tokenizer-type": 2, "--tokenizer-model": 2, "--save": 2}
     for flag, count in left_out.items():
         place = settings.index(flag)

@@ -1,4 +1,4 @@
-"""What a job asks of the cluster: times, names, and what is refused before a script is written."""
+"""Tests what a job requests from the cluster: times, names, and settings that are refused."""
 
 import dataclasses
 from typing import Any

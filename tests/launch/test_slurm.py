@@ -1,4 +1,4 @@
-"""Batch scripts, run under stubs of Slurm's commands: what starts where, and what a warning leads to.
+"""Runs batch scripts under stubs of Slurm's commands: what starts on each node, and warnings.
 
 `make slurm` runs the same scripts under a real Slurm.
 """
@@ -55,7 +55,7 @@ def test_a_template_starts_one_launcher_on_every_node(
 
 
 def test_the_guides_number_of_tasks_would_start_too_many(cluster: StubCluster, tmp_path: Path) -> None:
-    """The control: with eight tasks a node, as printed in two guides, every node starts eight launchers."""
+    """Control: with eight tasks a node, as in two guides, every node starts eight launchers."""
     script = tmp_path / "wrong.sbatch"
     right = (ROOT / "examples/slurm/parallel_3d.sbatch").read_text()
     script.write_text(right.replace("--ntasks-per-node=1", "--ntasks-per-node=8"))
@@ -77,7 +77,7 @@ def written(cluster: StubCluster, **changes: object) -> Path:
 
 def test_the_written_script_starts_one_launcher_on_every_node(cluster: StubCluster) -> None:
     assert cluster.run(written(cluster), cwd=Path("/")) == 0
-    # Otherwise a warning by SIGUSR1 would end torchrun, not its workers.
+    # Without these, a warning by SIGUSR1 would end torchrun itself.
     signals = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
     words = f"-P -m torch.distributed.run --nnodes=2 --nproc_per_node=4 {signals} --node_rank={{}} --master_addr=first --master_port=22345"
     assert cluster.started() == [
@@ -114,7 +114,7 @@ def test_a_warning_makes_every_node_save_and_the_job_queue_again(cluster: StubCl
     assert cluster.ended() == ["0 saved", "1 saved"], out
     assert cluster.calls("scancel") == ["scancel --signal=TERM 12345"]
     assert cluster.calls("scontrol requeue") == ["scontrol requeue 12345"]
-    assert code == 1 and "stopped as asked" in out
+    assert code == 1 and "stopped on request" in out
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_only_what_was_cut_short_queues_again(
 def test_lines_of_a_setup_may_read_what_is_not_set(
     kind: Callable[[Job, list[str], str], str], cluster: StubCluster
 ) -> None:
-    """As scripts of conda and of modules do; a failure of the last one ends the job with a sentence."""
+    """Scripts of conda and modules read unset variables; only a last line that fails ends the job."""
 
     def run(setup: str) -> tuple[int, str]:
         script = cluster.folder / "job.sbatch"

@@ -1,4 +1,4 @@
-"""What of the environment acts on a run, what a run sets itself, and which interfaces NCCL may use."""
+"""Tests environment variables that act on a run or are set by it, and network interfaces of NCCL."""
 
 import pytest
 
@@ -12,7 +12,7 @@ INTERFACES = ["lo", "eth0", "eth1", "ib0", "docker0"]
 
 
 def test_variables_are_reported_to_whom_they_concern() -> None:
-    """NCCL_TIMEOUT has a notice of its own, as nobody but us reads it."""
+    """NCCL_TIMEOUT has a notice of its own, as NCCL does not read it."""
     assert environment_notices(GUIDE, GUIDE, on_gpu=True, nccl=True, alone=False) == [
         "NCCL reads from the environment: NCCL_DEBUG=WARN"
     ]

@@ -1,5 +1,4 @@
-"""A planted mistake: every receive is posted one computation before the one that needs it, whatever its
-sender does meanwhile."""
+"""Planted mistake: posts every receive one computation early, whatever its sender does meanwhile."""
 
 from dataclasses import replace
 

@@ -1,5 +1,4 @@
-"""Batch sizes that change: the ramp of the 175B script, Megatron's calculator as the judge, and the
-arithmetic of steps and samples."""
+"""Batch-size schedules, against the ramp of the 175B script and Megatron's calculator."""
 
 import random
 
@@ -11,7 +10,7 @@ GPT3 = linear_ramp(16, 16, 5859375, 1536)
 
 
 def walked(plan: BatchSizeSchedule, steps: int) -> list[int]:
-    """Samples consumed before each step, one step after the other."""
+    """Returns the samples consumed before each step, computed step by step."""
     found = [0]
     for _ in range(steps):
         found.append(found[-1] + plan.size_at(found[-1]))
@@ -29,8 +28,10 @@ def test_the_ramp_of_the_175b_script() -> None:
 
 
 def test_ramps_are_megatrons() -> None:
-    """Of random ramps, also such that a step jumps over sizes, and that rounding of the shares would move by
-    a sample."""
+    """Compares random ramps with Megatron's calculator.
+
+    In some ramps a step jumps over sizes, or rounded shares would be off by a sample.
+    """
     judge = pytest.importorskip("megatron.core.num_microbatches_calculator")
     draw = random.Random(5)
     for _ in range(60):
@@ -65,7 +66,7 @@ def test_steps_and_samples_agree_with_a_walk(plan: BatchSizeSchedule) -> None:
         assert plan.advance(samples, 5) == walked(plan, step + 5)[-1]
         size = plan.size_at(samples)
         assert plan.steps_within(samples) == plan.steps_within(samples + size - 1) == step
-    # Also from a place where no step of the plan begins, as after a change of the plan.
+    # Also from a number of samples at which no step begins, as after a change of the schedule.
     assert plan.advance(1, 2) == 1 + plan.size_at(1) + plan.size_at(1 + plan.size_at(1))
 
 

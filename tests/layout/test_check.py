@@ -1,5 +1,7 @@
-"""The checker accepts what is sound (test_schedules) and refuses everything else, naming the rank and the
-action."""
+"""The checker accepts sound schedules and refuses others, naming the rank and the action.
+
+test_schedules.py has more sound schedules.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +16,7 @@ Lists = list[list[Action]]
 
 
 def action(text: str, peer: int | None = None) -> Action:
-    """`F0.1` → the forward of stage 0, micro-batch 1."""
+    """Parses an action: `F0.1` is the forward of stage 0, micro-batch 1."""
     kind = text.rstrip("0123456789.")
     stage, _, micro_batch = text.removeprefix(kind).partition(".")
     return Action(Kind(kind), int(stage), int(micro_batch or 0), peer)
@@ -61,20 +63,18 @@ def to_other_rank(text: str, source: int, target: int) -> Callable[[Lists], None
 
 
 def send_later(lists: Lists) -> None:
-    """The activation of micro-batch 0 leaves after that of micro-batch 1, both after they were computed."""
+    """Sends the activation of micro-batch 0 after that of micro-batch 1; both are computed by then."""
     late = lists[3].pop(place(lists[3], "SF3.0"))
     lists[3].insert(place(lists[3], "SF3.1") + 1, late)
 
 
 def swap_both_receives(lists: Lists) -> None:
-    """The receives change places and so do the computations that need them: each list is in order
-    by itself.
-    """
+    """Swaps two receives and the forwards that need them, so that each list is in order by itself."""
     swap(1, "RF0.0", "RF0.1")(lists)
     swap(1, "F1.0", "F1.1")(lists)
 
 
-# name of a sound schedule, how it is broken, words of the complaint
+# Name of a sound schedule, how it is broken, part of the error message.
 MUTATIONS: dict[str, tuple[str, Callable[[Lists], None], str]] = {
     "a forward is dropped": (
         "1f1b", drop(1, "F1.2"), "rank 1: the forward of stage 1, micro-batch 2 (F1.2) is missing"),
@@ -204,8 +204,10 @@ def test_mutation_is_refused(name: str) -> None:
 
 
 def test_ranks_that_wait_for_each_other() -> None:
-    """Each list is in order by itself; together they never end: rank 0 waits for the gradient of what it has
-    not sent."""
+    """Each list is in order by itself, but together the ranks deadlock.
+
+    Rank 0 waits for a gradient that rank 1 computes after a forward whose activation rank 0 has not sent yet.
+    """
     placement = Placement((0, 1))
     texts = (
         ["F0.0", "SF0.0 1", "RB1.0 1", "B0.0", "F0.1", "SF0.1 1", "RB1.1 1", "B0.1", "R0"],
@@ -231,7 +233,7 @@ def test_a_list_for_every_rank() -> None:
 
 
 def test_times_of_two_ranks() -> None:
-    """F=1, B=2: 0 F F . . BB F BB BB, as drawn by hand."""
+    """Compares with a drawing (F = 1, B = 2): rank 0 `F F . . B B . B B`, rank 1 `. F B B F B B`."""
     checked = check(training_schedule("1f1b", 2, 1, 2))
     first = [(slot.start, slot.end, str(slot.action)) for slot in checked.timeline[0]]
     last = [(slot.start, slot.end, str(slot.action)) for slot in checked.timeline[1]]
@@ -243,7 +245,7 @@ def test_times_of_two_ranks() -> None:
 
 
 def test_times_and_memory_of_halves() -> None:
-    """F = I = W = 1: 0 F F . I W I W and 1 . F I F I W W, as drawn by hand."""
+    """Compares with a drawing (F = I = W = 1): rank 0 `F F . I W I W`, rank 1 `. F I F I W W`."""
     checked = check(training_schedule("zero-bubble", 2, 1, 2))
     first = [(slot.start, slot.end, str(slot.action)) for slot in checked.timeline[0]]
     last = [(slot.start, slot.end, str(slot.action)) for slot in checked.timeline[1]]

@@ -1,4 +1,4 @@
-"""The grid of ranks: every rank has one place, the tensor axis is fastest, groups cover the world once."""
+"""The rank grid: each rank has one place, the tensor axis is fastest, groups cover the world once."""
 
 import itertools
 import typing
@@ -34,7 +34,7 @@ def test_every_rank_has_exactly_one_place(grid: Grid) -> None:
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_order_is_tensor_context_data_pipeline(grid: Grid) -> None:
     axes = (range(grid.pipeline), range(grid.data), range(grid.context), range(grid.tensor))
-    # The last of a product runs fastest.
+    # The last factor of `itertools.product` varies fastest.
     expected = list(itertools.product(*axes))
     places = [grid.coordinates(rank) for rank in range(grid.world_size)]
     assert [(p.pipeline, p.data, p.context, p.tensor) for p in places] == expected
@@ -60,7 +60,7 @@ AXES: tuple[Axis, ...] = typing.get_args(Axis)
 
 
 def company(grid: Grid, axis: Axis) -> int:
-    """How many ranks a group along `axis` has; the embedding's groups are of two sizes."""
+    """Returns the size of the largest group along an axis; only those of the embedding differ in size."""
     sizes = {
         "kv": grid.kv_copies,
         "replicas": grid.data * grid.context,
@@ -162,7 +162,7 @@ def test_the_first_and_the_last_stage_share_the_embedding() -> None:
 
 
 def test_a_grid_numbered_otherwise_would_be_seen() -> None:
-    """Control: with the data axis before the tensor axis the groups written down by hand are other ones."""
+    """Control: with the data axis fastest, groups differ from those written down by hand."""
 
     class DataFirst(Grid):
         def coordinates(self, rank: int) -> Coordinates:

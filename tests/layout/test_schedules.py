@@ -1,5 +1,4 @@
-"""Every schedule of every size is sound, holds as many micro-batches as promised, and waits no longer than it
-must."""
+"""Every schedule of every size is sound, keeps its memory bound, and idles no longer than necessary."""
 
 import pytest
 
@@ -44,7 +43,7 @@ def assert_promises(
     }[kind]
     assert list(checked.alive) == alive
     if micro_batches >= ranks:
-        # The pipeline fills and drains once; nobody waits in between.
+        # The pipeline fills and drains once; no rank idles in between.
         assert checked.time == 3 * (virtual * micro_batches + ranks - 1)
         assert checked.bubble == pytest.approx((ranks - 1) / (virtual * micro_batches + ranks - 1))
 
@@ -108,7 +107,7 @@ def computations(actions: tuple[Action, ...]) -> str:
 
 
 def test_the_first_rank_of_an_interleaved_pipeline() -> None:
-    """Two ranks, two stages each, four micro-batches: 2·(2 − 0 − 1) + (2 − 1)·2 = 4 forwards ahead."""
+    """Two ranks, two stages each, four micro-batches: 2·(2 − 0 − 1) + (2 − 1)·2 = 4 warm-up forwards."""
     order = computations(training_schedule("interleaved", 2, 2, 4).actions[0])
     assert order == ("F0.0 F0.1 F2.0 F2.1 F0.2 B2.0 F0.3 B2.1 F2.2 B0.0 F2.3 B0.1 B2.2 B2.3 B0.2 B0.3")
 
@@ -139,8 +138,10 @@ def test_every_stage_is_reduced_right_after_its_last_backward() -> None:
 
 
 def test_most_receives_are_posted_ahead_and_sends_follow_at_once() -> None:
-    """A message travels during at least one computation, unless the computation that makes it ends just when
-    it is needed."""
+    """Most messages overlap at least one computation of their receiver.
+
+    The others are needed as soon as the computation that produces them ends.
+    """
     for actions in training_schedule("interleaved", 4, 2, 32).actions:
         computed, ahead = 0, 0
         posted: dict[tuple[Kind, int, int], int] = {}
@@ -161,13 +162,12 @@ def test_most_receives_are_posted_ahead_and_sends_follow_at_once() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_receive_whose_sender_waits_for_this_rank_is_seen(kind: str) -> None:
-    """Posted one computation ahead whatever its sender does, a receive holds up a launch that synchronises
-    the device."""
+    """Control: with every receive one computation early, a launch that synchronises the device deadlocks."""
     schedule = training_schedule(kind, 4, 2 if kind in ("interleaved", *FOLDED) else 1, 8)
     check(schedule)
     if kind == "gpipe":
-        # A rank has only forwards before its peers need its backwards: one ahead does no harm but before the
-        # first backward.
+        # With gpipe all forwards precede the backwards of the peers, so an early receive does harm only
+        # before the first backward.
         schedule = training_schedule(kind, 4, 1, 1)
     with pytest.raises(ScheduleError, match="deadlocks if its launch synchronises the device"):
         check(one_ahead(schedule))
@@ -176,8 +176,10 @@ def test_a_receive_whose_sender_waits_for_this_rank_is_seen(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["interleaved", "zero-bubble"])
 @pytest.mark.parametrize(("micro_batches", "group"), [(16, 16), (16, 6), (17, 5)])
 def test_messages_of_large_groups_are_received_early(kind: str, micro_batches: int, group: int) -> None:
-    """Posted one computation ahead, sends without a receive would stand in each other's way on a GPU with one
-    queue."""
+    """Receives of large groups are posted earlier than one computation ahead.
+
+    Otherwise sends without a posted receive would block each other on a GPU with one queue.
+    """
     schedule = training_schedule(kind, 3, 2, micro_batches, group)
     check(schedule)
     with pytest.raises(ScheduleError, match="deadlocks where a GPU has one queue for all its work"):
@@ -196,8 +198,7 @@ def test_groups(micro_batches: int, group: int) -> None:
 
 
 def test_a_small_last_group_would_mix_up_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: with groups of four and one on four ranks messages are sent in another order than they are
-    needed in."""
+    """Control: with groups of four and one on four ranks, messages are not sent in the order of their use."""
     monkeypatch.setattr(schedules, "group_sizes", lambda micro_batches, group: [group, micro_batches - group])
     with pytest.raises(ScheduleError, match="which rank 1 sends first"):
         check(training_schedule.__wrapped__("interleaved", 4, 3, 5))
@@ -205,7 +206,7 @@ def test_a_small_last_group_would_mix_up_messages(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("kind", ["1f1b", "interleaved"])
 def test_too_few_forwards_ahead_would_be_seen(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: without warm-up the ranks wait for each other, or at least much longer."""
+    """Control: without warm-up forwards the ranks deadlock, or idle much longer."""
     monkeypatch.setattr(schedules, "warmup_forwards", lambda *sizes: 0)
     virtual = 1 if kind == "1f1b" else 2
     hasty = training_schedule.__wrapped__(kind, 4, virtual, 8)
@@ -214,12 +215,12 @@ def test_too_few_forwards_ahead_would_be_seen(kind: str, monkeypatch: pytest.Mon
 
 
 def test_all_schedules_run_the_backwards_of_a_stage_in_the_same_order() -> None:
-    """So that gradients are added up alike, to the last bit."""
+    """All schedules accumulate gradients in the same order, and so to the same bits."""
     for kind in KINDS:
         for virtual in (1, 2):
             if schedule_problem(kind, 3, virtual, 7) is None:
                 for actions in training_schedule(kind, 3, virtual, 7).actions:
-                    # Gradients come with the whole backward, or with both halves of it.
+                    # A whole backward, or both of its halves, computes gradients.
                     for kinds in ((Kind.BACKWARD, Kind.INPUT), (Kind.BACKWARD, Kind.WEIGHT)):
                         for stage in {a.stage for a in actions if a.kind in kinds}:
                             order = [a.micro_batch for a in actions if a.kind in kinds and a.stage == stage]

@@ -1,4 +1,4 @@
-"""The division of layers: nothing lost, nothing twice, the most expensive stage as cheap as it can be."""
+"""Division of layers: each belongs to one stage, and the most expensive stage is as cheap as possible."""
 
 import itertools
 
@@ -12,7 +12,7 @@ def counts(parts: tuple[StagePart, ...]) -> list[int]:
 
 
 def assert_whole(parts: tuple[StagePart, ...], layers: int) -> None:
-    """Every layer once and in order, the ends at the ends."""
+    """Asserts that every layer occurs once and in order, with the embedding first and the head last."""
     assert list(itertools.chain(*(part.layers for part in parts))) == list(range(layers))
     assert [part.embedding for part in parts] == [True] + [False] * (len(parts) - 1)
     assert [part.head for part in parts] == [False] * (len(parts) - 1) + [True]
@@ -30,7 +30,7 @@ def all_divisions(layers: int, stages: int) -> list[tuple[int, ...]]:
 def test_no_division_has_a_cheaper_most_expensive_stage(
     layers: int, stages: int, costs: tuple[float, float, float]
 ) -> None:
-    """Against every division there is."""
+    """Compares with all possible divisions."""
     if layers < stages:
         return
     parts = split_layers(layers, stages, *costs)

@@ -1,5 +1,4 @@
-"""Schedules with backwards in two halves: sound, within the memory their papers promise, and hardly ever
-waiting."""
+"""Split-backward schedules are sound, within the memory of their papers, and almost without bubbles."""
 
 import pytest
 
@@ -24,7 +23,7 @@ MICRO_BATCHES = (*range(1, 13), 16, 17, 24)
 
 
 def alive_by_formula(kind: str, ranks: int, virtual: int, micro_batches: int) -> int:
-    """The same on every rank."""
+    """Returns the most micro-batches alive at once, which is equal on all ranks."""
     if kind == "zero-bubble" and virtual == 1:
         most = ranks
     elif kind == "zero-bubble":
@@ -40,9 +39,9 @@ def assert_promises(
     assert checked.alive == (alive_by_formula(kind, ranks, virtual, micro_batches),) * ranks
     if micro_batches < ranks:
         return
-    # The last rank starts so much later; nobody waits apart from that.
+    # The last rank starts `ranks - 1` later; no rank idles otherwise.
     shortest = 3 * virtual * micro_batches + ranks - 1
-    # Wishes granted as they come are not always the best: many ranks lose a few steps.
+    # The greedy order is not always optimal: with many ranks it loses a few time steps.
     slack = max(0, ranks - 4) if kind == "zbv" else 0
     assert shortest <= checked.time <= shortest + slack
 
@@ -64,7 +63,7 @@ def test_no_more_memory_than_the_schedules_they_come_from_and_less_waiting() -> 
         whole, split = (check(training_schedule(kind, ranks, 1, 16)) for kind in ("1f1b", "zero-bubble"))
         assert max(split.alive) == max(whole.alive)
         assert (whole.time - 3 * 16, split.time - 3 * 16) == (3 * (ranks - 1), ranks - 1)
-        # Stages half as large, so twice as many of them weigh the same.
+        # ZB-V has stages of half the size, so twice as many micro-batches take the same memory.
         assert max(check(training_schedule("zbv", ranks, 2, 16)).alive) == 2 * max(whole.alive)
         whole, split = (
             check(training_schedule(kind, ranks, 2, 16)) for kind in ("interleaved", "zero-bubble")
@@ -102,7 +101,7 @@ def computations(kind: str, ranks: int, virtual: int, micro_batches: int, rank: 
 def test_written_down_by_hand() -> None:
     assert computations("zero-bubble", 2, 1, 3, 1) == "F1.0 I1.0 F1.1 I1.1 W1.0 F1.2 I1.2 W1.1 W1.2 R1"
     assert computations("zbv", 2, 2, 1, 1) == "F1.0 F2.0 I2.0 I1.0 W2.0 R2 W1.0 R1"
-    # Two forwards down, one pair, then one pair of each with the backward of the other stage, then the rest.
+    # Forwards fill the pipeline, then forwards alternate with backwards of the other stage, then it drains.
     assert computations("dualpipev", 2, 2, 4, 0) == (
         "F0.0 F0.1 F0.2 F3.0 I3.0 W3.0 F3.1 F0.3 B3.1 F3.2 B0.0 B3.2 F3.3 B0.1 B3.3 R3 I0.2 W0.2 I0.3 W0.3 R0"
     )
@@ -116,7 +115,7 @@ def test_the_turn_sends_nothing() -> None:
 
 
 def test_new_micro_batches_first_would_never_end() -> None:
-    """Control: rank 0 fills up with forwards down the ranks, and none can come back."""
+    """Control: if new micro-batches go first, they fill rank 0 and no backward can run."""
 
     def lanes(rank: int, downward_first: bool) -> list[list[Computation]]:
         down, back = v_placement(4).stages_of(rank)
@@ -135,7 +134,7 @@ def test_many_ranks() -> None:
 
 
 def test_a_limit_that_is_not_kept_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: with room for one more micro-batch the promise is broken."""
+    """Control: with room for one more micro-batch the memory bound is broken."""
     monkeypatch.setattr(
         schedules, "greedy_orders", lambda p, lanes, limit: greedy_orders(p, lanes, limit + 1)
     )

@@ -1,4 +1,4 @@
-"""Users' loss functions, a step with them in a layout, and the same step as a plain torch loop."""
+"""Runs a step with users' loss functions, in a layout and as a plain torch loop."""
 
 import functools
 import itertools
@@ -32,12 +32,12 @@ from pentatron.train.step import train_step
 from tests.support import LLAMA, resolved
 
 BATCH = 8
-# Of the samples of a step, by the first token of each.
+# Weights of samples, selected by the last token of each.
 WEIGHTS = torch.tensor([0.0, 1.0, 100.0, -1.0])
 WORDS = f"{LLAMA} --num-layers 2 --global-batch-size {BATCH} --clip-grad 0 --train-iters 1 --vocab-size 60 --make-vocab-size-divisible-by 64 --compile off"
 
-# The sum that a loss function computes from losses or logits, mask, labels, model and sample weights, and its
-# divisor in the sum form.
+# The sum that a loss function computes from losses or logits, mask, labels, model and sample weights, and the
+# count that divides it in the forms with a count.
 Made = tuple[Tensor, Tensor]
 # The name of a loss, and the form in which it is returned.
 Case = tuple[str, str]
@@ -48,13 +48,16 @@ def weighted(output: Tensor, mask: Tensor, labels: Tensor, model: nn.Module, wei
 
 
 def own_mask(output: Tensor, mask: Tensor, labels: Tensor, model: nn.Module, weights: Tensor) -> Made:
-    """Excludes tokens that count in the data, also from their number."""
+    """Excludes further tokens from the sum and from the count."""
     kept = mask * (labels % 3 != 0)
     return (output * kept).sum(), kept.sum()
 
 
 def regularised(output: Tensor, mask: Tensor, labels: Tensor, model: nn.Module, weights: Tensor) -> Made:
-    """A term that does not pass through the output, of weights that the last stage has in every layout."""
+    """Adds a term of weights, which does not pass through the output.
+
+    Every layout has these weights on its last stage.
+    """
     norm = model.final_norm
     assert isinstance(norm, nn.Module)
     return (output * mask).sum() + 50 * sum(p.square().sum() for p in norm.parameters()), mask.sum()
@@ -94,7 +97,7 @@ LAYOUTS = {
 
 
 def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The largest ‖Δg‖ of a tensor, relative to its norm or to a thousandth of the whole gradient's."""
+    """Returns the largest ‖Δg‖ of a tensor, relative to its norm or to 1e-3 of the whole gradient's."""
     whole = math.sqrt(sum(float(g.square().sum()) for g in expected.values()))
     assert found.keys() >= expected.keys()
     return max(
@@ -147,7 +150,7 @@ def forward_step(name: str, form: str, of_logits: bool, chosen: Callable[[Tensor
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """From a shard of the vocabulary, or from the whole one by torch's function."""
+    """Computes losses from a shard of the vocabulary, or with torch's function from the whole one."""
     if mpu.get_tensor_model_parallel_world_size() > 1:
         return vocab_parallel_cross_entropy(logits, labels)
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none").view_as(labels)
@@ -181,7 +184,7 @@ def _open(words: str, world_size: int, program: UserProgram, device: str) -> Ite
 def stepped(
     words: str, name: str, form: str, of_logits: bool = False, bug: str = "", device: str = "cpu"
 ) -> tuple[Trajectory, float, dict[str, float]]:
-    """The gradients of one step on this rank as they are applied, the objective, and the reported values."""
+    """Returns this rank's gradients of one step as applied, the objective and the reported values."""
     plant(bug)
     size = dist.get_world_size() if dist.is_initialized() else 1
     program = UserProgram(
@@ -199,7 +202,7 @@ def stepped(
         take_norm = optimizer.squared_norm
 
         def also_keep() -> Tensor:
-            """A step may be computed twice; the last result counts."""
+            """Keeps the gradients; a step may be computed twice, and the last result counts."""
             seen.fragments["gradients 1"] = copy_fragments(optimizer.gradients(owned_only=True))
             return take_norm()
 
@@ -212,7 +215,7 @@ def stepped(
 
 
 def several(words: str, cases: Sequence[Case], device: str = "cpu") -> list[Any]:
-    """A rank's steps, one case after the other."""
+    """Runs the steps of a rank, one case after the other."""
     return [stepped(words, *case, device=device) for case in cases]
 
 
@@ -226,7 +229,7 @@ def plain_loop(
     more: str = "",
     device: str = "cpu",
 ) -> Any:
-    """The same step as a plain loop: one model, one micro-batch after the other, one backward."""
+    """Runs the step as a plain loop: one model, one micro-batch after the other, one backward."""
     program = UserProgram(None, partial(model_provider, gpt_builder), lambda *_: None, {})
     with _open(f"{WORDS} --micro-batch-size {micro_batch} {more}", 1, program, device) as (found, world):
         config = found.config
@@ -264,7 +267,7 @@ def plain_loop(
 
 
 def cut(whole: Tensor, rank: int, ranks: int) -> Tensor:
-    """A context-parallel rank's part of each sequence: an early and a late chunk."""
+    """Returns a context-parallel rank's part of each sequence: an early and a late chunk."""
     if ranks == 1:
         return whole
     chunks = whole.chunk(2 * ranks, dim=1)

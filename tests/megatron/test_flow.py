@@ -1,4 +1,4 @@
-"""A program's own `pretrain` that calls the steps one by one, as in guide 004."""
+"""Runs a program that calls the steps of `pretrain` one by one, as in guide 004."""
 
 import atexit
 import json
@@ -36,7 +36,7 @@ LAYOUT = "--num-layers 4 --pipeline-model-parallel-size 2 --vpp 2"
 
 
 def both(folder: Path, port: int) -> None:
-    """The configured run, and the guide's program as a launcher would start it."""
+    """Runs the configured training, and then the guide's program as a launcher would start it."""
     train(Program(), folder / "configured", LAYOUT, 2)
     rank = dist.get_rank()
     dist.destroy_process_group()
@@ -62,7 +62,7 @@ def rows(folder: Path) -> list[tuple[Any, ...]]:
 
 
 def test_the_printed_flow_trains_as_the_configured_run(tmp_path: Path) -> None:
-    """With virtual stages (lists of models and iterators), and with an argument of the program."""
+    """Covers virtual stages (lists of models and iterators) and an argument of the program."""
     write_corpus(tmp_path / "corpus")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -102,7 +102,7 @@ def test_a_script_is_run_with_megatrons_names() -> None:
 
 
 def two_steps(folder: Path) -> list[float]:
-    """The program calls the step itself, after reading a micro-batch by hand."""
+    """Calls the training step from a program, after reading a micro-batch by hand."""
     for name in ("RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)
     words = f"{DEFAULT} {RUN} --data-path {folder}/corpus --run-dir {folder}/steps --device cpu"

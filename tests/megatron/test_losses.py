@@ -1,4 +1,4 @@
-"""The forms of a loss function's return value, and the errors of wrong ones."""
+"""Tests the forms of a loss function's return value, and the errors of wrong ones."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ MASK = torch.tensor([[1.0, 1.0, 0.0, 1.0], [0.0, 0.0, 1.0, 0.0]])
 
 
 def share(output: Tensor, function: Callable[[Tensor], Any]) -> tuple[Tensor, Objective]:
-    """The share of a step of four calls with ten valid tokens."""
+    """Returns the share of one call in the objective of a step of four calls with ten valid tokens."""
     objective = Objective(lambda: torch.tensor(10.0), 4)
     return objective_share(call_loss_function(function, output, ALONE), objective), objective
 

@@ -1,5 +1,6 @@
-"""Every documented name can be imported under Megatron's path and under Pentatron's; the table of modules is
-complete.
+"""Every documented name can be imported under Megatron's path and under Pentatron's.
+
+The table of modules is complete.
 """
 
 import dataclasses
@@ -47,7 +48,7 @@ assert ours.GPTModel is GPTModel, "one class under two names"
 
 
 def import_everything() -> None:
-    """For a process of its own, because `megatron` is replaced in it."""
+    """Imports all names; only for a process of its own, because `megatron` is replaced in it."""
     for known in [known for known in sys.modules if known.split(".")[0] == "megatron"]:
         del sys.modules[known]
     as_megatron()

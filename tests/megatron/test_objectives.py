@@ -1,4 +1,4 @@
-"""What a user's loss function returns is the objective: gradients against a plain torch loop."""
+"""Trains on what users' loss functions return; compares gradients with a plain torch loop."""
 
 from typing import Any
 
@@ -56,7 +56,7 @@ def test_every_layout_trains_what_the_function_returns(layout: str) -> None:
 )
 @pytest.mark.parametrize("form", ["sum, count", "loss, report"])
 def test_losses_of_logits(ranks: int, words: str, form: str) -> None:
-    """The vocabulary has padding, which must have no probability."""
+    """Padding of the vocabulary must have no probability."""
     given = {"words": f"{words} --micro-batch-size 2", "name": "weighted", "form": form, "of_logits": True}
     found = run_distributed(stepped, ranks, **given)
     gradients, objective, _ = plain_loop(2, "weighted", form, of_logits=True)
@@ -65,7 +65,7 @@ def test_losses_of_logits(ranks: int, words: str, form: str) -> None:
 
 
 def test_losses_of_routers_are_left_as_they_are() -> None:
-    """They are means over micro-batches, whatever a loss function divides by."""
+    """Router losses are means over micro-batches, whatever a loss function divides by."""
     experts = "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.5"
     seen, _, _ = stepped(f"--micro-batch-size 2 {experts}", "own_mask", "sum, count")
     gradients, _, _ = plain_loop(2, "own_mask", "sum, count", more=experts)
@@ -83,7 +83,7 @@ def test_sums_do_not_depend_on_the_micro_batch_size() -> None:
 
 @pytest.mark.parametrize("name", ["weighted", "regularised", "factor"])
 def test_the_old_behaviour_is_seen(name: str) -> None:
-    """Control: weights scaled to the tokens of a micro-batch, and dropped terms."""
+    """Control: a planted bug scales weights to the tokens of a micro-batch and drops terms."""
     (planted,) = run_distributed(
         stepped, 1, words="--micro-batch-size 2", name=name, form="sum, count", bug="normalised"
     )

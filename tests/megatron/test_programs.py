@@ -1,4 +1,4 @@
-"""Programs written for Megatron train as `pentatron train` does, in every layout and to the bit."""
+"""Programs written for Megatron train as `pentatron train` does, bit for bit, in every layout."""
 
 import importlib
 import json
@@ -44,7 +44,7 @@ DOCUMENTS = "--reset-position-ids --reset-attention-mask"
 def guide_module(name: str) -> Any:
     """Imports a file of guide_code with Megatron's names.
 
-    For a process of its own, because `megatron` is replaced in it.
+    Only for a process of its own, because `megatron` is replaced in it.
     """
     for known in [known for known in sys.modules if known.split(".")[0] == "megatron"]:
         del sys.modules[known]
@@ -54,7 +54,7 @@ def guide_module(name: str) -> Any:
 
 
 def ours() -> Program:
-    """The program of pretrain_gpt.py."""
+    """Returns the program of pretrain_gpt.py."""
     provider = partial(model_provider, gpt_builder)
     return UserProgram(
         pretrain_gpt.train_valid_test_datasets_provider, provider, pretrain_gpt.forward_step, {}
@@ -62,7 +62,7 @@ def ours() -> Program:
 
 
 def guide() -> Program:
-    """The whole program of guide 004."""
+    """Returns the whole program of guide 004."""
     module = guide_module("guide_pretrain")
     return UserProgram(
         module.train_valid_test_datasets_provider, module.model_provider, module.forward_step, {}
@@ -70,7 +70,7 @@ def guide() -> Program:
 
 
 def qwen() -> Program:
-    """The builder of guide 001 in pretrain_gpt.py."""
+    """Returns the program of pretrain_gpt.py with the model builder of guide 001."""
     builder = guide_module("qwen_builder").qwen_builder
     provider = partial(model_provider, builder)
     return UserProgram(
@@ -97,7 +97,7 @@ def train_both(program: Callable[[], Program], folder: Path, words: str, world_s
 
 
 def outcome(folder: Path) -> Any:
-    """Losses, gradient norms, the validation loss, and the checksums of all weights and optimizer states."""
+    """Returns losses, gradient norms and validation losses, and checksums of weights and optimizer state."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     found, _ = CheckpointStore(folder / "checkpoints", keep=None).newest_valid(verify=True, set_aside=True)
     assert found is not None
@@ -133,19 +133,19 @@ def test_a_program_trains_as_the_configured_one(
     (rows, weights), (expected, kept) = outcome(tmp_path / "program"), outcome(tmp_path / "configured")
     assert weights == kept
     assert [row[1] for row in rows] == [row[1] for row in expected]
-    # Guide 004's function sums what it returns over ranks in fp32: values differ in their last bits.
+    # Guide 004's function sums its report over ranks in fp32, so that values differ in their last bits.
     for row, other in zip(rows, expected, strict=True):
         assert row == other or (program is guide and row[0] == pytest.approx(other[0], rel=1e-6))
         assert row[2] == (other[2] if other[2] is None else pytest.approx(other[2], rel=1e-6))
 
 
 def chosen(program: Program, words: str) -> dict[str, object]:
-    """The options that the layers of this rank were built with."""
+    """Returns the options with which the layers of this rank are built."""
     given = resolved(f"{RUN} {words}", dist.get_world_size())
     world = create_groups(given.config.grid, dist.get_rank(), dist.get_rank(), torch.device("cpu"))
     with program.running(given, world, SilentDisplay()):
         model = build_parallel_model(given.config, world, program)
-        # A model that is built beside those of the run has nothing to do with them.
+        # A model that is built beside those of the run does not get the run's options.
         beside = CausalLM(given.config.model, given.config.moe, StagePart((0,), False, False), Axes())
     assert beside.recompute.wanted == NO_RECOMPUTE
     found: dict[str, object] = {"compiled": model.compilation.compiled.layers}
@@ -162,7 +162,7 @@ def chosen(program: Program, words: str) -> dict[str, object]:
 
 
 def choose_both(program: Callable[[], Program], words: str) -> tuple[dict[str, object], dict[str, object]]:
-    # Nothing runs, so nothing is compiled.
+    # The models never run, so the compiler need not be tried.
     compilation._trial = lambda device: ""
     return chosen(Program(), words), chosen(program(), words)
 

@@ -1,4 +1,4 @@
-"""Names, parameters, defaults and masks against the installed megatron-core."""
+"""Compares names, parameters, defaults and masks with the installed megatron-core."""
 
 import dataclasses
 import importlib
@@ -17,7 +17,7 @@ from pentatron.megatron.training.utils import get_ltor_masks_and_position_ids
 
 def real(module: str) -> Any:
     with warnings.catch_warnings():
-        # It says on import which fast kernels are missing.
+        # megatron-core warns on import about missing fast kernels.
         warnings.simplefilter("ignore")
         pytest.importorskip("megatron.core")
         return importlib.import_module(f"megatron.core.{module}")

@@ -94,7 +94,7 @@ def test_what_an_error_means(
 
 
 class Own:
-    """A dataset of the program, without flags."""
+    """A dataset that the program makes itself, without data flags."""
 
     def __init__(self, samples: int) -> None:
         self.samples = samples
@@ -168,7 +168,7 @@ def test_padding_is_masked_where_that_is_asked() -> None:
 
 
 def on_the_second_rank() -> str:
-    """The output of each rank for a timer."""
+    """Returns this rank's output of a timer."""
     said: list[str] = []
     timers = Timers(0, Group(dist.get_rank(), 2, dist.group.WORLD), said.append)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -221,8 +221,10 @@ def test_uneven_counts_of_tokens_are_remarked_upon(
 
 
 def test_every_name_that_is_reported_is_written(tmp_path: Path) -> None:
-    """A number is averaged over micro-batches, a pair is a sum and a count; a name may first appear in a
-    later step.
+    """Writes every reported value to log, metrics and TensorBoard.
+
+    A number is averaged over micro-batches, a pair is a sum and a count. A name may first appear in a later
+    step.
     """
     steps = iter(range(10**6))
 

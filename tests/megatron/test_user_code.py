@@ -1,4 +1,4 @@
-"""What programs may do inside the functions given to `pretrain`, and the errors of what they may not."""
+"""Tests what programs may do in the functions given to `pretrain`, and the errors of the rest."""
 
 import argparse
 import sys
@@ -232,7 +232,7 @@ AXES: dict[Axis, Callable[[], Any]] = {
 
 
 def asking(data_iterator: Any, model: Any) -> Any:
-    """Compares mpu's answers with the grid."""
+    """Compares the process groups and ranks of `mpu` with the grid."""
     world = current_run().world
     rank = dist.get_rank()
     for axis, ask in AXES.items():

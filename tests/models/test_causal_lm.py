@@ -1,4 +1,4 @@
-"""The model against a slow reference of the formulas."""
+"""Compares the model with a slow reference written from the formulas."""
 
 import math
 
@@ -29,7 +29,7 @@ def build(
     config = model_config(words)
     model = build_model(config, seed, torch.device("cpu"), options=options)
     with torch.no_grad():
-        # Norms of exactly one and biases of exactly zero would hide mistakes about them.
+        # Norm weights of one and biases of zero would hide mistakes.
         for name, p in model.named_parameters():
             if p.dim() == 1:
                 p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))))
@@ -51,7 +51,7 @@ def reference_norm(x: Tensor, p: dict[str, Tensor], name: str, config: Transform
 
 
 def reference_rotate(x: Tensor, position: int, config: TransformerConfig) -> Tensor:
-    """One head vector at one position, pair by pair."""
+    """Rotates one head vector at one position, pair by pair."""
     width = int(config.kv_channels * config.rotary_percent)
     out = x.clone()
     for i in range(width // 2):
@@ -63,7 +63,7 @@ def reference_rotate(x: Tensor, position: int, config: TransformerConfig) -> Ten
 
 
 def reference_attention(x: Tensor, p: dict[str, Tensor], name: str, config: TransformerConfig) -> Tensor:
-    """One sequence, one head at a time."""
+    """Computes attention of one sequence, one head at a time."""
     heads, groups, width = config.num_attention_heads, config.num_query_groups, config.kv_channels
     per_group = heads // groups
     qkv = x @ p[f"{name}.linear_qkv.weight"].T + p.get(f"{name}.linear_qkv.bias", 0)
@@ -129,7 +129,7 @@ def test_loss_and_every_gradient_equal_the_reference(family: str) -> None:
     twin = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
     expected = reference_losses(tokens, labels, twin, config)
     expected.sum().backward()
-    # Norms, rotation and loss are taken in fp32 by design, which sets the tolerance.
+    # Norms, rotation and loss are computed in fp32 by design, which sets the tolerance.
     assert torch.allclose(losses.double(), expected, atol=2e-5)
     for name, p in model.named_parameters():
         assert p.grad is not None, name
@@ -216,7 +216,7 @@ def test_cross_entropy_is_torchs() -> None:
 )
 @pytest.mark.parametrize("chunk", [7, 100])
 def test_a_fused_cross_entropy_changes_rounding_alone(words: str, chunk: int) -> None:
-    """For every parameter, including the tied table, which gets gradients from the embedding and the head."""
+    """Compares every gradient, including the tied table's, which comes from the embedding and the head."""
     tokens, positions, labels = batch()
     weights = torch.rand(labels.shape, generator=torch.Generator().manual_seed(1))
     found = []

@@ -1,4 +1,4 @@
-"""torch.compile around a model, and a user's attention kernel in a slot."""
+"""Tests torch.compile around a model, and a user's attention kernel in a slot."""
 
 import sys
 from dataclasses import replace
@@ -31,13 +31,13 @@ def gradients(model: Any, parameters: nn.Module) -> tuple[Tensor, list[Tensor]]:
 def test_a_model_may_be_compiled() -> None:
     model = model_provider(gpt_builder, config=resolved(f"{LLAMA} --num-layers 1").config)
     expected = gradients(model, model)
-    # Without a C++ compiler: what is at stake is whether the model can be traced, forward and backward.
+    # aot_eager traces forward and backward but needs no C++ compiler.
     found = gradients(torch.compile(model, backend="aot_eager"), model)
     torch.testing.assert_close(found, expected)
 
 
 class FlashAttention(nn.Module):
-    """As in docs/how-it-works/specs.md, for the slot `core_attention`."""
+    """The attention of docs/how-it-works/specs.md for the slot `core_attention`."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class FlashAttention(nn.Module):
 
 
 def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """Stands for the package's function: [batch, tokens, heads, width], fewer key heads than query heads."""
+    """Replaces the package's function; [batch, tokens, heads, width], fewer key heads than query heads."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True).transpose(1, 2)
 

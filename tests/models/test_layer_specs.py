@@ -1,4 +1,4 @@
-"""Layer specs of the families, and models built from them under Megatron's names."""
+"""Tests layer specs of the families, and models built from them under Megatron's names."""
 
 import dataclasses
 import warnings
@@ -129,7 +129,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def same_model(model: CausalLM, words: str) -> None:
-    """Names, initial weights, losses and gradients equal those of training's model, to the bit."""
+    """Checks that names, initial weights, losses and gradients equal those of training, bit for bit."""
     config = resolved(words).config
     expected = build_model(config.model, config.run.seed, CPU, moe=config.moe)
     tokens, positions, labels = batch()
@@ -155,7 +155,7 @@ def qwen_builder(
     config: Any = None,
     pg_collection: Any = None,
 ) -> GPTModel:
-    """A builder as a user writes it after the guide."""
+    """A user's builder, written as in the guide."""
     if config is None:
         config = core_transformer_config_from_args(args)
     assert config.normalization == "RMSNorm", "Qwen requires RMSNorm"
@@ -315,7 +315,7 @@ STAGES = f"{QWEN3} --tensor-model-parallel-size 2 --pipeline-model-parallel-size
 
 
 def stage_on_a_rank() -> torch.Tensor | None:
-    """Forward through the stages of the user's builder; the last one's ranks return their logits."""
+    """Runs forward through the stages of the user's builder; ranks of the last stage return logits."""
     config = resolved(STAGES, 4).config
     world = here(config)
     groups = process_groups(config, world)

@@ -1,6 +1,4 @@
-"""Mixture-of-experts models against `transformers`, besides the comparison of families in
-tests/hf/test_oracle.py.
-"""
+"""Compares mixture-of-experts models with `transformers`, in addition to tests/hf/test_oracle.py."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +17,7 @@ from tests.hf.support import CPU, EXPERTS, WORDS, batch, gap, ours_from, save, t
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4},
-    # Its first layer is dense; every second layer has experts.
+    # The first layer is dense; every second layer has experts.
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 2},
     "qwen3_moe": {**EXPERTS, "norm_topk_prob": True},
 }
@@ -28,7 +26,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def pair(
     family: str, folder: Path, **changes: Any
 ) -> tuple[nn.Module, CausalLM, TransformerConfig, MoEConfig]:
-    """The model of transformers, and Pentatron's with the same weights and changed expert settings."""
+    """Returns the model of `transformers` and ours with the same weights and changed expert settings."""
     their = theirs(family, **FAMILIES[family])
     right, config, moe = ours_from(save(their, folder))
     moe = replace(moe, **changes)
@@ -48,10 +46,11 @@ def test_the_side_of_the_top_k_matters(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_balancing_loss_is_the_literal_formula_of_their_router(family: str, tmp_path: Path) -> None:
-    """E / (K T²) · Σ_e (tokens that chose e) · (Σ of its scores), layer by layer, from the outputs of their
-    routers.
+    """Compares balancing losses and gradients with the formula, layer by layer.
 
-    Their `load_balancing_loss_func` combines the tokens of all layers, so it is another loss.
+    A layer's loss is E / (K T²) · Σ_e (tokens that chose e) · (Σ of its scores), computed from the outputs of
+    the routers of `transformers`. Their `load_balancing_loss_func` combines the tokens of all layers, so it
+    is another loss.
     """
     weight = 0.3
     their, model, config, moe = pair(family, tmp_path, moe_aux_loss_coeff=(weight,))

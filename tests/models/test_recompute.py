@@ -1,4 +1,4 @@
-"""Recompute: equal bits, exactly the forwards that are needed, and less memory saved for backward."""
+"""Tests recompute: equal bits, no more forwards than needed, and less memory saved for backward."""
 
 import traceback
 from collections import Counter
@@ -51,8 +51,9 @@ def batch(config: TransformerConfig) -> tuple[Tensor, Tensor, Tensor, None, Drop
 
 
 def loss_and_gradients(model: CausalLM, config: TransformerConfig) -> dict[str, Tensor]:
-    """Two micro-batches, both forwards before the first backward, so that draws in backward would be out of
-    order.
+    """Returns losses and gradients of two micro-batches, and the state of the generator.
+
+    Both forwards precede the first backward, so that random numbers drawn in backward would be out of order.
     """
     torch.manual_seed(11)
     losses = [model(*batch(config)).sum() for _ in range(2)]
@@ -126,11 +127,11 @@ def test_the_generators_state_is_kept_only_where_attention_draws(monkeypatch: py
         assert set(asked) == expected, (words, kind)
 
 
-# --- how often things run ---
+# --- number of forwards ---
 
 
 def runs(model: CausalLM, config: TransformerConfig, train: bool = True) -> Counter[str]:
-    """How often each layer, and each norm, core attention and MLP of layer 0, runs forward."""
+    """Counts the forwards of each layer, and of each norm, core attention and MLP of layer 0."""
     seen: Counter[str] = Counter()
     watched: dict[str, Any] = {f"layer {n}": layer for n, layer in model.layers.items()}
     first: Any = model.layers["0"]
@@ -197,11 +198,11 @@ def test_chunks_hold_every_layer_once_and_in_order(kind: str, layers: int) -> No
             assert covered == []
 
 
-# --- what is kept ---
+# --- memory saved for backward ---
 
 
 def kept_bytes(model: CausalLM, config: TransformerConfig) -> int:
-    """Bytes that autograd saves between forward and backward without weights, each storage once."""
+    """Returns the bytes that autograd saves besides weights, each storage once."""
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     storages: dict[int, int] = {}
     alive = []
@@ -219,12 +220,12 @@ def kept_bytes(model: CausalLM, config: TransformerConfig) -> int:
     return sum(storages.values())
 
 
-# More than block recompute covers below, and whole chunks of 2 and 3.
+# More layers than block recompute covers below, and a multiple of the chunks of 2 and 3.
 BASE = 6
 
 
 def kept_by_layers(count: int, kind: str | None, words: str = LLAMA, backend: str = "auto") -> int:
-    """Bytes saved by that many layers: the difference of a deeper and a shallower model."""
+    """Returns the bytes saved by `count` layers: the difference of a deeper and a shallower model."""
     depths = (count + BASE, BASE)
     deep, shallow = (kept_bytes(*build(words, kind, layers, backend)) for layers in depths)
     return deep - shallow
@@ -255,7 +256,10 @@ def test_the_more_is_recomputed_the_less_is_kept(backend: str) -> None:
 
 
 def test_the_attention_matrix_is_not_kept() -> None:
-    """Copies of queries, keys and values are not saved either, but the projection they are views of is."""
+    """Recompute of core_attn saves exactly the attention matrix.
+
+    Queries, keys and values are views of a projection that is kept in any case.
+    """
     heads = model_config(LLAMA).num_attention_heads or 0
     without = kept_by_layers(1, None, backend="math")
     saved = without - kept_by_layers(1, "core_attn", backend="math")

@@ -1,4 +1,4 @@
-"""A recorder that fails, at its start or later, is told of once and left alone."""
+"""Reports a failing recorder once, at its start or later, and stops calling it."""
 
 import errno
 
@@ -8,7 +8,7 @@ from tests.monitor.test_log_lines import report
 
 
 class Breaking(Recorder):
-    """Fails at its second step."""
+    """Raises OSError at its second step."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []

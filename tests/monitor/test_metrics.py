@@ -73,7 +73,7 @@ def test_a_damaged_line_is_skipped_and_counted(tmp_path: Path, line: bytes) -> N
 
 
 def test_any_flipped_bit_leaves_a_view(tmp_path: Path) -> None:
-    """Whatever one bit makes of a row, readers get numbers where they compute with them."""
+    """Readers survive any flipped bit: a field that they compute with is a number or left out."""
     path = tmp_path / "metrics.jsonl"
     text = (json.dumps(GOOD) + "\n").encode()
     run = RunStatus("a", "running", "", 9, "none")

@@ -1,4 +1,4 @@
-"""Every recorder's files, read back by their own readers."""
+"""Reads the files of every recorder back with the readers they are meant for."""
 
 import json
 import mmap
@@ -80,8 +80,9 @@ def test_steps_that_are_computed_again_replace_the_lost_ones(tmp_path: Path) -> 
 
 
 def records_of(file: Path) -> list[bytes]:
-    """What wandb's service wrote: after a header of 7 bytes, blocks of 32 KiB with pieces of
-    records in them.
+    """Returns the records in a file of wandb's service.
+
+    A header of 7 bytes is followed by blocks of 32 KiB, which hold pieces of records.
     """
     found, begun = [], b""
     data, at, block = file.read_bytes(), 7, 32768
@@ -99,7 +100,7 @@ def records_of(file: Path) -> list[bytes]:
 
 
 def test_wandb_keeps_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real service process and its real file, without a network."""
+    """Runs wandb's real service process without a network and reads the file it writes."""
     wandb_internal_pb2 = pytest.importorskip("wandb.proto.wandb_internal_pb2")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -113,7 +114,7 @@ def test_wandb_keeps_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     run.close()
     [file] = tmp_path.rglob("*.wandb")
     rows: list[dict[str, float]] = []
-    # The service writes the last of it a moment after it says that it has finished.
+    # The service reports its end a moment before it has written the last records.
     for _ in range(200):
         records = [wandb_internal_pb2.Record.FromString(data) for data in records_of(file)]
         histories = [record.history.item for record in records if record.HasField("history")]
@@ -146,7 +147,7 @@ def test_progress_counts_the_time_of_earlier_jobs_up_to_their_last_checkpoint(tm
     file.saved(10)
     start, save = path.read_text().splitlines()
     assert start.split("\t")[1:] == ["Job ID: 8", "# GPUs: 2", "Starting job"]
-    # A job that nobody numbered, as outside Slurm, leaves the place empty, as Megatron does.
+    # Without a job id, as outside Slurm, the field is empty, as in Megatron.
     ProgressFile(path, "", devices=2, flops_before=0)
     assert path.read_text().splitlines()[-1].split("\t")[1] == "Job ID: "
     words = save.split("\t")
@@ -185,7 +186,7 @@ def test_memory_is_sampled_while_something_else_runs(tmp_path: Path) -> None:
     path = tmp_path / "memory" / "rank-00000.csv"
     sampler = MemorySampler(path, torch.device("cpu"), 0.01, print)
     before = sampler.peak["resident"]
-    # New pages: an allocator may hand out memory that earlier tests have freed and the process still holds.
+    # mmap allocates new pages; an allocator may reuse freed memory that the process still holds.
     block = mmap.mmap(-1, 64 * 2**20)
     block[:: mmap.PAGESIZE] = b"1" * (len(block) // mmap.PAGESIZE)
     while sampler.peak["resident"] < before + 48 * 2**20:

@@ -1,4 +1,4 @@
-"""Standard streams that fail: what a command ends with, and that nothing it works on ends with them."""
+"""Tests failing standard streams: exit codes of commands, and that their work continues."""
 
 import errno
 import os
@@ -40,13 +40,13 @@ def closed() -> int:
     return -1
 
 
-# What each way to fail gives a command whose result is its output.
+# Exit code of a command whose result is its output, for each kind of failing stream.
 WAYS = {full: 2, left: 141, hung_up: 2, closed: 2}
 every_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 
 
 def code_of(action: Callable[[], int], out: Callable[[], int], err: Callable[[], int] | None = None) -> int:
-    """What a process ends with that runs the action as a command; its streams are the failing ones."""
+    """Returns the exit code of a process that runs the action as a command with failing streams."""
     pid = os.fork()
     if pid == 0:
         code = 99
@@ -61,7 +61,7 @@ def code_of(action: Callable[[], int], out: Callable[[], int], err: Callable[[],
                     os.dup2(made, descriptor)
             sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # type: ignore[assignment]
             code = run_guarded(action)
-            # As the interpreter does when it ends.
+            # The interpreter flushes both streams at its exit.
             sys.stdout.flush()
             sys.stderr.flush()
         finally:
@@ -108,7 +108,7 @@ def test_an_error_keeps_its_code_where_it_cannot_be_said() -> None:
 
 
 def test_an_interpreter_that_cannot_flush_at_its_end_keeps_the_code_of_the_work() -> None:
-    """Python would end with 120, and say `Exception ignored`."""
+    """Without handling, Python exits with 120 and prints `Exception ignored`."""
     script = """
 import sys
 from pentatron.cli.main import run_guarded
@@ -138,7 +138,7 @@ def test_a_reader_that_left_ends_a_command_quietly_and_a_full_disk_with_a_senten
 
 
 def test_a_closed_descriptor_is_not_given_to_the_next_file(tmp_path: Path) -> None:
-    """What is printed would be written into it."""
+    """Output to a closed descriptor must not be written into a file that is opened later."""
 
     def action() -> int:
         ignore_output_errors()

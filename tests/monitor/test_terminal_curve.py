@@ -1,4 +1,4 @@
-"""The curve in letters, and the file it comes from."""
+"""Tests the loss curve in the terminal and the reader of its metrics file."""
 
 import json
 import math
@@ -46,11 +46,11 @@ def test_only_what_is_new_is_read(tmp_path: Path) -> None:
     file.write_text(line(1) + line(2) + '{"step": 3, "lo')
     assert follower.poll().step == 2
     with file.open("w") as out:
-        # The last line is written again with a validation, then the run goes on.
+        # The last line is written again with a validation loss, and another step follows.
         out.write(line(1) + line(2, validation_loss=7.0) + line(3))
     seen = follower.poll()
     assert seen.step == 3 and seen.validations == {2: 7.0} and [r["step"] for r in seen.recent] == [1, 2, 3]
-    # A run that resumes replaces the file: later steps are not known any more.
+    # A run that resumes replaces the file; steps after its checkpoint are dropped.
     replacement = tmp_path / "new"
     replacement.write_text(line(1))
     replacement.replace(file)

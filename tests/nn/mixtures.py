@@ -44,7 +44,7 @@ def axes_with(
     deferred: DeferredGradients | None = None,
     axis: ExpertAxis = NO_EXPERT_PARALLELISM,
 ) -> Axes:
-    """Axes of one process except for the expert axis; `deferred` keeps weight gradients."""
+    """Returns the axes of one process with an expert axis; `deferred` collects weight gradients."""
     options = LayerOptions(RecomputeSwitch(recompute))
     return Axes(expert=axis, options=options).with_linear(LinearOptions(deferred))
 

@@ -1,4 +1,4 @@
-"""Router losses against their formulas, how often they are counted, and the state they keep."""
+"""Tests router losses against their formulas, how often they count, and the state of the load."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ def scores_of(logits_SE: Tensor, words: str) -> Tensor:
 
 
 def literal(kind: str, logits_BSE: Tensor, chosen_BSK: Tensor, words: str) -> Tensor:
-    """The formula, expert by expert and sequence by sequence."""
+    """Computes the formula expert by expert and sequence by sequence."""
     scores = scores_of(logits_BSE, words)
 
     def balance(scores_TE: Tensor, chosen_TK: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ def test_nothing_is_counted_without_a_backward() -> None:
 
 
 def counted(recompute: Recompute) -> dict[str, Any]:
-    """Router counts and losses of one micro-batch, and the gradients."""
+    """Returns router counts and losses of one micro-batch, and the gradients."""
     config = config_of(f"{ALL} --num-layers 3 --moe-shared-expert-intermediate-size 16")
     options = ModelOptions(recompute=recompute)
     model = build_model(config.model, 1, torch.device("cpu"), config.moe, options)
@@ -172,7 +172,7 @@ def test_what_runs_twice_is_counted_once(recompute: Recompute) -> None:
         assert torch.equal(found[name], value), name
 
 
-# --- what is remembered ---
+# --- state of the router load ---
 
 
 def test_the_bias_moves_towards_idle_experts() -> None:
@@ -186,7 +186,7 @@ def test_the_bias_moves_towards_idle_experts() -> None:
 
 
 def test_a_biased_router_becomes_balanced() -> None:
-    """Equal tokens, which all prefer the same experts, are spread over experts after some steps."""
+    """Similar tokens, which prefer the same experts, are spread over experts after some steps."""
     model = router(f"{BIAS} --moe-router-bias-update-rate 0.02")
     x = stream(2, 8, 64, HIDDEN) + 3 * stream(9, HIDDEN)
     busiest = []
@@ -235,7 +235,7 @@ def test_parts_of_a_micro_batch_add_up_to_the_whole(words: str) -> None:
 
 
 def kept_on_a_part() -> tuple[Tensor, Tensor]:
-    """The tokens of this rank, and which of them are kept."""
+    """Returns the positions of this rank's tokens, and which of them are kept."""
     group = Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
     context = ContextAxis(group)
     model = router("--moe-expert-capacity-factor 0.5", ExpertAxis(sequence=group), context)

@@ -1,4 +1,4 @@
-"""Compiled layers: one graph without breaks for all layers of a kind, with the results of eager layers."""
+"""Tests compiled layers: one graph without breaks for each kind of layer, equal to eager layers."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -41,7 +41,7 @@ def forgetful() -> Iterator[None]:
 
 
 class Counting:
-    """A backend that counts graphs."""
+    """Compiler backend that counts its graphs."""
 
     def __init__(self, name: str = "aot_eager") -> None:
         self.compile: Any = lookup_backend(name)
@@ -72,7 +72,7 @@ def left_out(model: CausalLM) -> tuple[str, ...]:
 def computed(
     model: CausalLM, config: RunConfig, documents: DocumentStarts | None = None
 ) -> tuple[dict[str, Tensor], int]:
-    """Loss, gradients, and the bytes saved for backward besides the parameters."""
+    """Returns loss and gradients, and the bytes saved for backward besides the parameters."""
     torch.manual_seed(3)
     model.zero_grad()
     tokens = torch.randint(61, (BATCH, LENGTH), generator=torch.Generator().manual_seed(5))
@@ -94,7 +94,7 @@ def computed(
     return {"loss": loss.detach(), **found}, sum(kept.values())
 
 
-# Families, how many graphs their layers are, and whether these have breaks. The last norm is one more graph.
+# Graphs of a model whose layers are all of one kind: one for the layers, one for the last norm.
 ONE = 2
 
 
@@ -130,7 +130,7 @@ def test_all_layers_of_a_kind_share_one_graph_without_breaks(words: str, graphs:
     "words", ["--hidden-dropout 0.2", f"{GROUPED} --recompute-granularity full --recompute-num-layers 3"]
 )
 def test_layers_together_are_one_graph(words: str) -> None:
-    """Seven layers in pairs share one graph; the last one has its own."""
+    """Seven layers are compiled in pairs: the pairs share one graph, and the last layer has its own."""
     eager, _ = computed(*build(words, layers=7))
     counting = Counting()
     model, config = build(words, 7, CompileOptions(counting, together=2))
@@ -157,7 +157,7 @@ def test_hooks_around_a_layer_are_called_though_it_is_compiled_with_others() -> 
 
 
 def test_a_number_of_its_own_would_be_compiled_for_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: the dropout site as an int."""
+    """Control: a dropout site that is passed as an int is compiled for every layer."""
     monkeypatch.setattr(TransformerLayer, "_site", lambda self, which: self.first_site + which)
     counting = Counting("eager")
     model, config = build("--hidden-dropout 0.2", compile=CompileOptions(counting))
@@ -229,7 +229,7 @@ def test_experts_stay_as_they_are() -> None:
 
 
 def test_a_gate_in_the_second_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With plain operations in place of the kernel: one graph, and no activation is saved."""
+    """A fused gate, here in plain operations, is compiled into one graph and saves no activation."""
     kept = []
     for gates in (False, True):
         monkeypatch.setattr(mlp, "uses_triton", lambda inner, gates=gates: gates)
@@ -248,7 +248,7 @@ def test_a_gate_in_the_second_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_layers_in_fp8_share_one_graph(kept: bool) -> None:
-    """Also with stored scales of weights, which are inputs of the graph and not constants."""
+    """Stored scales of weights are inputs of the graph, not constants."""
     scales, counting = WeightScales(CPU), Counting()
     fp8 = Fp8Options(FORMATS["hybrid"], range(3), scales=scales if kept else None)
     config = resolved(f"{GROUPED} --num-layers 3 --ffn-hidden-size 64").config

@@ -1,4 +1,4 @@
-"""Context-parallel attention against attention over whole sequences: output and all gradients."""
+"""Compares context-parallel attention with attention over whole sequences: output and gradients."""
 
 import math
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def axis(exchange: str) -> ContextAxis:
 
 
 def drawn(heads: int, seed: int, dtype: torch.dtype) -> Tensor:
-    # Large enough that some weights are near one: a wrong scale of a block then shows.
+    # Large enough that some attention weights are near one, so that a wrong scale of a block shows.
     values = 2 * torch.randn(BATCH, heads, LENGTH, WIDTH, generator=torch.Generator().manual_seed(seed))
     return values.to(dtype)
 
@@ -39,14 +39,14 @@ def own(x_BNSH: Tensor, context: ContextAxis) -> Tensor:
 
 
 def channels_apart(x_BNSH: Tensor) -> Tensor:
-    """The same values with another memory layout, as rotating heads of two channels gives."""
+    """Returns the same values in another memory layout, as rotating heads of two channels does."""
     return x_BNSH.transpose(-1, 1).contiguous().transpose(-1, 1)
 
 
 def distances(
     exchange: str, heads: int, groups: int, dtype: torch.dtype = torch.float32, apart: bool = False
 ) -> dict[str, float]:
-    """Difference from attention over whole sequences in fp32, relative to the largest element."""
+    """Returns differences from attention over whole sequences in fp32, relative to the largest element."""
     context = axis(exchange)
     inputs = [drawn(heads, 1, dtype), drawn(groups, 2, dtype), drawn(groups, 3, dtype)]
     gradient = drawn(heads, 4, dtype)
@@ -122,7 +122,7 @@ def unchanged(parts: Tensor) -> Tensor:
     return parts.movedim(0, -3).flatten(-3, -2)
 
 
-# What is broken, in which exchange, and what must be seen to be wrong.
+# Planted bugs: the exchange, the module and function that is replaced, and the results that must differ.
 MISTAKES: dict[str, tuple[str, Any, str, Callable[..., Any], tuple[str, ...]]] = {
     "a hidden block is visible": ("p2p", attention_module, "ring_block", all_visible, NAMES),
     "parts merged without their scale": ("p2p", blocks_module, "merge_", unscaled, ("output", "dq", "dk")),
@@ -144,7 +144,8 @@ def test_mistakes_are_seen(mistake: str) -> None:
     assert hasattr(module, name)
     setattr(module, name, wrong)
     found = distances(exchange, 8, 2)
-    # Some rank must see it; the last one has what a mask must hide in the middle of its part.
+    # One rank is enough: blocks of the last rank always have all of its queries, so it cannot show the first
+    # bug.
     worst = torch.tensor([found[n] for n in seen])
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     assert worst.min() > 1e-2, dict(zip(seen, worst.tolist()))
@@ -157,7 +158,7 @@ def pairs(block: Block) -> int:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_every_rank_has_the_same_work_and_none_is_left_out(ranks: int) -> None:
-    """At every step of the ring after the first, and in sum."""
+    """All ranks have equally many query-key pairs, at every step of the ring and in sum."""
     length = 8
     everything = (ranks * length) * (ranks * length + 1) // 2
     work = {
@@ -173,7 +174,7 @@ def test_every_rank_has_the_same_work_and_none_is_left_out(ranks: int) -> None:
 
 
 def test_only_own_tensors_are_kept_for_backward() -> None:
-    """A ring of one process: saved memory must not grow with other ranks' keys."""
+    """Saved memory does not grow with the keys of other ranks; the group has one rank here."""
     alone = ContextAxis(exchange="all_gather")
     q, k = drawn(4, 1, torch.float32).requires_grad_(), drawn(2, 2, torch.float32)
     out = attention_module._SplitAttention.apply(q, k, k, alone, [gathered_blocks(alone, q.shape[2])])

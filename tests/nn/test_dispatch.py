@@ -1,4 +1,4 @@
-"""An expert layer on several ranks against one process with all experts: outputs and all gradients."""
+"""Compares an expert layer on several ranks with one process: outputs and all gradients."""
 
 from dataclasses import dataclass
 
@@ -27,14 +27,14 @@ class Found:
 
 
 def inputs(ranks: int) -> Tensor:
-    """[rank, sequence, position, hidden]; the first channel is 1, for routers that prefer some experts."""
+    """Returns [rank, sequence, position, hidden]; channel 0 is 1, so that a router can prefer experts."""
     x = stream(2, ranks, 2, LENGTH, HIDDEN)
     x[..., 0] = 1.0
     return x
 
 
 def prefer(model: MoE, experts: str) -> None:
-    """Makes every token choose two of the named experts; without names, any."""
+    """Makes every token choose two of the named experts; without names, the router stays unchanged."""
     if experts:
         with torch.no_grad():
             model.router.weight[:, 0] = -10.0
@@ -80,7 +80,7 @@ def compare(words: str, ranks: int, cut: int, preferred: str = "") -> list[Found
     for name in ("output", "of_input"):
         joined = torch.cat([getattr(part, name) for part in found])
         assert torch.allclose(joined, getattr(whole, name), rtol=1e-4, atol=1e-5), name
-    # A router is on every rank and sees the rank's tokens.
+    # Every rank has the whole router and sees its own tokens, so that the gradients add up.
     summed = torch.stack([part.of_router for part in found]).sum(0)
     assert torch.allclose(summed, whole.of_router, rtol=1e-4, atol=1e-5)
     for rank, part in enumerate(found):
@@ -124,7 +124,7 @@ def test_both_dispatchers_agree() -> None:
         for d in DISPATCHERS
     ]
     for one, other in zip(*ways, strict=True):
-        # Sums over ranks come in another order; what an expert computes does not.
+        # The dispatchers sum over ranks in different orders; experts compute the same.
         assert torch.allclose(one.output, other.output, rtol=1e-5, atol=1e-6)
         assert torch.allclose(one.of_input, other.of_input, rtol=1e-5, atol=1e-6)
         assert torch.allclose(one.of_router, other.of_router, rtol=1e-4, atol=1e-6)
@@ -132,7 +132,7 @@ def test_both_dispatchers_agree() -> None:
         assert torch.allclose(one.of_fc2, other.of_fc2, rtol=1e-4, atol=1e-6)
 
 
-# --- nobody comes ---
+# --- experts without tokens ---
 
 
 @pytest.mark.parametrize("dispatcher", DISPATCHERS)

@@ -1,5 +1,6 @@
-"""Attention inside documents against an explicit masked softmax: output and all gradients, on one rank and
-several.
+"""Compares attention inside documents with an explicit masked softmax, on one and several ranks.
+
+Compares the output and all gradients.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ from tests.harness import distributed
 
 LENGTH, WIDTH, HEADS, GROUPS = 32, 8, 8, 4
 EXCHANGES = ("p2p", "all_gather", "a2a")
-# One document; ends at, before and after chunk ends of 4 and 8; documents of one token; the same twice.
+# One document; boundaries at, before and after chunk ends of 4 and 8; one-token documents; two equal samples.
 DOCUMENTS: DocumentStarts = (
     (0,),
     (0, 8, 24),
@@ -39,13 +40,13 @@ def drawn(heads: int, seed: int) -> Tensor:
 
 
 def numbers(documents: DocumentStarts) -> Tensor:
-    """The document of each token: [B, S]."""
+    """Returns the document number of each token, [B, S]."""
     begins = torch.tensor([[float(place in starts) for place in range(LENGTH)] for starts in documents])
     return begins.cumsum(1)
 
 
 def visible(documents: DocumentStarts, window: int | None) -> Tensor:
-    """The mask, [B, 1, S, S]."""
+    """Returns the mask of visible keys, [B, 1, S, S]."""
     place, number = torch.arange(LENGTH), numbers(documents)
     back = place[:, None] - place
     near = (back >= 0) & (back <= (LENGTH if window is None else window))
@@ -64,7 +65,7 @@ def own(x_BNSH: Tensor, context: ContextAxis) -> Tensor:
 
 
 def distance(context: ContextAxis, window: int | None, documents: DocumentStarts = DOCUMENTS) -> float:
-    """Largest difference from the explicit formula, relative to the largest element (or 8)."""
+    """Returns the difference from the explicit formula, relative to the largest element (or 8)."""
     inputs = [drawn(heads, seed) for seed, heads in enumerate((HEADS, GROUPS, GROUPS))]
     gradient = drawn(HEADS, 4)
     whole = [t.clone().requires_grad_() for t in inputs]
@@ -85,7 +86,7 @@ def shared(exchange: str) -> ContextAxis:
 @pytest.mark.parametrize("kernel", [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
 @pytest.mark.parametrize("together", [0, 4, 12, LENGTH])
 def test_one_rank(kernel: SDPBackend, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Documents one by one, short ones together, and all of a sequence together."""
+    """Computes documents one by one, short documents jointly, and a whole sequence jointly."""
     monkeypatch.setattr(blocks_module, "MAX_JOINT_TOKENS", together)
     with sdpa_kernel([kernel]):
         for window in WINDOWS:
@@ -128,7 +129,7 @@ def documents_ignored() -> None:
 
 
 def cuts_ignored() -> None:
-    """Planted bug: short documents that are computed together attend to those before."""
+    """Planted bug: short documents that are computed jointly attend to earlier documents."""
 
     def without(*given: object) -> list[Block]:
         return [dataclasses.replace(block, cuts=()) for block in chunk_blocks(*given)]  # type: ignore[arg-type]
@@ -223,7 +224,7 @@ def test_short_neighbours_are_joined_and_long_documents_are_not() -> None:
 
 
 def test_attention_dropout_drops_inside_documents() -> None:
-    """Values of one show the dropped weights, whose mean is one."""
+    """With values of one, outputs are the sums of the kept weights, whose mean is one."""
     torch.manual_seed(3)
     q, ones = drawn(HEADS, 0) / 4, torch.ones(len(DOCUMENTS), HEADS, LENGTH, WIDTH)
     found = attend(q, q, ones, NO_CONTEXT_PARALLELISM, dropout=0.5, documents=DOCUMENTS)

@@ -1,4 +1,4 @@
-"""Hidden dropout: equal masks in every layout, and masks that pass tests of randomness."""
+"""Tests hidden dropout: masks are equal in every layout and pass tests of randomness."""
 
 import itertools
 import math
@@ -24,7 +24,7 @@ def keys(
 
 
 def kept(k: DropoutKeys, site: int = 1, probability: float = 0.5, channels: int = D) -> Tensor:
-    """Which elements are kept, as 0 and 1 in [B, S, D]."""
+    """Returns the mask, 1 for kept elements and 0 for dropped ones, [B, S, D]."""
     return (hidden_dropout(torch.ones(*k.rows.shape, channels), k, site, probability) != 0).double()
 
 
@@ -62,7 +62,7 @@ def test_the_order_in_memory_does_not_matter() -> None:
 
 
 def test_the_choices_are_these() -> None:
-    """Against recorded bits, and against the same hash in exact integers."""
+    """Compares masks with recorded bits and with the same hash in exact integers."""
     k = dropout_keys(1234, 7, 3, 2, torch.tensor([0, 5]), CPU)
     mask = kept(k, site=3, channels=24)
     ones = [["".join(str(int(bit)) for bit in row) for row in sample] for sample in mask]
@@ -83,7 +83,7 @@ def test_the_choices_are_these() -> None:
         row = nth(nth(nth(nth(0, 1234), 7), sample), position)
         assert int(k.rows[i, j]) % 2**64 == row
         number = nth(nth(row, 3), channel // 2) >> (32 * (channel % 2)) & 0xFFFFFFFF
-        # The upper half of the range stands before the lower one, as numbers with a sign do.
+        # As signed integers, the upper half of the range is below the lower half.
         assert mask[i, j, channel] == ((number ^ 0x80000000) >= 0.5 * 2**32)
 
 
@@ -101,7 +101,7 @@ def test_the_rate_is_right_overall_and_in_every_channel_and_position(probability
         return float(((counts - probability * of) / spread).abs().max())
 
     assert furthest(dropped.sum(), dropped.numel()) < 4
-    # What is rare is skewed: far from the mean, it is met more often than a normal number would be.
+    # Counts of rare events are skewed: large deviations are more frequent than in a normal distribution.
     limit = 4 if probability > 0.01 else 5.5
     assert furthest(dropped.sum((0, 1)), B * S) < limit, "channels"
     assert furthest(dropped.sum((0, 2)), B * D) < limit, "positions"
@@ -114,7 +114,7 @@ def test_the_rate_is_right_overall_and_in_every_channel_and_position(probability
 
 
 def neighbours(probability: float) -> dict[str, tuple[Tensor, Tensor]]:
-    """Pairs of masks that differ in one number of the key."""
+    """Returns pairs of masks whose keys differ in one number or in two."""
     mask = kept(keys(), probability=probability)
     return {
         "seed": (mask, kept(keys(seed=1235), probability=probability)),
@@ -134,7 +134,7 @@ def neighbours(probability: float) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def correlation(a: Tensor, b: Tensor) -> float:
-    """In standard deviations."""
+    """Returns the correlation in standard deviations."""
     return float(torch.corrcoef(torch.stack((a.flatten(), b.flatten())))[0, 1]) * math.sqrt(a.numel())
 
 
@@ -145,7 +145,7 @@ def test_neighbours_in_every_direction_have_nothing_in_common(probability: float
 
 
 def patterns(probability: float) -> dict[str, Tensor]:
-    """Eight neighbours along each dimension, in the last dimension."""
+    """Returns eight neighbours along each dimension, in the last dimension."""
     mask = kept(keys(), probability=probability)
     return {
         "channels": mask[..., :128].reshape(-1, 8),
@@ -158,7 +158,7 @@ def patterns(probability: float) -> dict[str, Tensor]:
 
 
 def surprise(bits: Tensor) -> float:
-    """Chi-square of the 256 patterns of eight fair bits, in standard deviations."""
+    """Returns the chi-square of the 256 patterns of eight fair bits, in standard deviations."""
     bits = bits.reshape(-1, 8)
     numbers = (bits.long() << torch.arange(8)).sum(1)
     expected = len(bits) / 256
@@ -221,7 +221,7 @@ def test_backward_drops_what_forward_dropped(dtype: torch.dtype) -> None:
     assert torch.equal(y.detach(), 2 * x.detach() * mask)
     assert torch.equal(x.grad, 2 * gradient * mask)
     assert not torch.equal(x.grad, 2 * gradient * other), "control: another site has another mask"
-    # A gradient without memory of its own, as that of a sum is.
+    # The gradient of a sum is expanded and has no memory of its own.
     x.grad = None
     hidden_dropout(x, keys(), 1, 0.5).sum().backward()
     assert torch.equal(x.grad, 2 * mask)

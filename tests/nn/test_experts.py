@@ -1,4 +1,4 @@
-"""The experts of one rank against a loop over small MLPs, and the memory they save for backward."""
+"""Compares the experts of one rank with a loop over small MLPs, and counts their saved memory."""
 
 from collections.abc import Sequence
 
@@ -96,14 +96,14 @@ def test_every_token_goes_through_the_shared_expert(gate: str) -> None:
     assert (drawn(SharedExpert(config.model, config.moe, ONE_PROCESS)).gate is None) == (gate == "")
 
 
-# --- what is kept for backward ---
+# --- memory saved for backward ---
 
 ALL = "--num-layers 4 --moe-shared-expert-intermediate-size 16"
 MODULES = ("moe_act", "moe", "shared_experts")
 
 
 def run(modules: tuple[str, ...]) -> tuple[int, dict[str, Tensor]]:
-    """Bytes that autograd saves between forward and backward, each storage once, and all gradients."""
+    """Returns the bytes that autograd saves, each storage once, and all gradients."""
     config = config_of(ALL)
     recompute = (
         recompute_of(MemoryConfig("selective", recompute_modules=modules)) if modules else NO_RECOMPUTE
@@ -141,7 +141,7 @@ def test_a_module_that_runs_again_gives_the_same_bits_and_keeps_less(modules: tu
 
 
 def test_the_activation_inside_experts_is_not_kept() -> None:
-    """The activation of every layer, and what its backward would save of it."""
+    """Recompute of `moe_act` saves at least the activation of every layer."""
     saved = run(())[0] - run(("moe_act",))[0]
     assert saved >= 4 * (2 * 16 * 2) * 24 * 4
 

@@ -1,4 +1,4 @@
-"""Experts without synchronization of host and device against the other way: outputs and gradients."""
+"""Compares experts with and without synchronization of host and device: outputs and gradients."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from tests.nn.mixtures import HIDDEN, axes_with, layer, stream
 
 
 def found_by(model: MoE, on_device: bool) -> dict[str, Tensor]:
-    """Output and gradients. Forces the device path, which is not used on a CPU."""
+    """Returns output and gradients; can force the device path, which a CPU does not use by itself."""
     x = stream(2, 3, 16, HIDDEN).requires_grad_()
     model.experts.can_run_on_device = lambda x_TD: on_device  # type: ignore[method-assign, assignment]
     made = model(x)
@@ -83,7 +83,7 @@ def kept_bytes(model: MoE) -> int:
 
 
 def test_little_is_kept() -> None:
-    """Saves neither a second copy of the widest rows nor the activation."""
+    """The device path saves neither a second copy of the widest rows nor the activation."""
     pairs = 3 * 16 * 2
     models = [layer(), layer(), layer(axes=axes_with(Recompute(frozenset({"moe_act"}))))]
     for model, on_device in zip(models, (False, True, True)):
@@ -91,7 +91,7 @@ def test_little_is_kept() -> None:
     host, device, least = map(kept_bytes, models)
     between = pairs * 24 * 4
     rows = pairs * HIDDEN * 4
-    # Beside the places of the pairs there are their weights, sorted.
+    # The sorted weights of the pairs are saved beside their places.
     assert device <= host - rows - 2 * between + 2 * pairs * 8
     assert least <= device - rows + 16
 
@@ -153,8 +153,10 @@ def test_only_a_gpu_in_bf16_is_left_to_itself(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("on_device", [True, False])
 def test_weights_on_their_way_are_waited_for_at_the_door(on_device: bool) -> None:
-    """All-gather hooks are on the modules that `_parameters_run_by` names; hooks of single matrices would not
-    run."""
+    """All-gather hooks of expert weights run on the module `Experts`.
+
+    `_parameters_run_by` names the modules with hooks; hooks of single matrices would not run.
+    """
     model = layer("")
     expert_weights = {id(p) for p in model.experts.parameters()}
     doors = [m for _, m, held in _parameters_run_by(model) if expert_weights & {id(p) for p in held}]

@@ -75,7 +75,7 @@ def test_drawing_does_not_touch_the_global_generator() -> None:
 
 
 def test_any_rectangle_of_a_tensor_is_drawn_alike() -> None:
-    """Rows and columns that cross the blocks of the generators."""
+    """Draws rectangles whose rows and columns cross the blocks of the generators."""
     shape = (300, 170)
     everything = torch.empty(shape)
     normal_region(3, "w", shape, (0, 0), shape, everything)
@@ -104,7 +104,7 @@ def test_which_attention_kernels_are_asked_first(monkeypatch: pytest.MonkeyPatch
         assert (chosen and chosen[0]) == first
         assert SDPBackend.CUDNN_ATTENTION not in (allowed_kernels("auto", gpu, dropout=0.1) or [])
     assert allowed_kernels("flash", gpu) == [SDPBackend.FLASH_ATTENTION]
-    # Whoever computes elsewhere opens no GPU.
+    # For other devices the GPU is not queried: the query would create a CUDA context.
     monkeypatch.setattr(torch.cuda, "get_device_capability", None)
     assert allowed_kernels("auto", CPU) is None and allowed_kernels("auto", torch.device("meta")) is None
 

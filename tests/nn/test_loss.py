@@ -1,4 +1,4 @@
-"""Fused losses against torch's cross entropy, with whole and split vocabularies, and the memory they save."""
+"""Compares fused losses and their memory with torch's cross entropy, for whole and split vocabularies."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ from tests.nn.test_tensor_parallel import axis, drawn, stream
 
 ROWS, VOCABULARY, WIDTH, BATCH, LENGTH = 16, 13, 6, 2, 5
 LABELS = torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(3))
-# Of every token another one, and of some none.
+# Every token has another weight; some have weight zero.
 WEIGHTS = stream(4, BATCH, LENGTH) * (torch.arange(LENGTH) != 2)
 ALONE = TensorAxis()
 
@@ -34,7 +34,7 @@ def head(where: TensorAxis = ALONE, dtype: torch.dtype = torch.float32, rows: in
 def computed(
     how: CrossEntropy, layer: OutputLayer, x: Tensor, labels: Tensor = LABELS
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses, and the gradients of the hidden states and the weight."""
+    """Returns losses and the gradients of hidden states and weight."""
     x = x.clone().requires_grad_()
     losses = layer(x, lambda head, x: how.from_hidden_states(head, x, labels, VOCABULARY))
     (losses * WEIGHTS).sum().backward()
@@ -43,7 +43,7 @@ def computed(
 
 
 def torchs(x: Tensor, weight: Tensor, labels: Tensor = LABELS) -> tuple[Tensor, Tensor, Tensor]:
-    """torch's cross entropy in fp64, without padding."""
+    """Computes torch's cross entropy in fp64, without padding."""
     x, weight = (t.detach().double().requires_grad_() for t in (x, weight))
     logits = (x @ weight.t())[..., :VOCABULARY]
     losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
@@ -79,7 +79,7 @@ def test_in_bf16_as_exact_as_the_plain_way() -> None:
 
 
 def test_the_check_sees_a_gradient_without_its_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control of the tests above."""
+    """Control: a gradient that ignores the weights of losses is noticed."""
 
     def forgetful(*given: Any) -> None:
         cross_entropy.write_gradient(*given[:4], torch.ones_like(given[4]), *given[5:])
@@ -117,7 +117,7 @@ def test_minus_infinity_has_no_probability() -> None:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("rows", [16, 26])
 def test_a_split_vocabulary(sequence_parallel: bool, rows: int) -> None:
-    """With padding in a rank's shard, and with a rank of padding only."""
+    """Splits a vocabulary so that a rank has some padding, or nothing but padding."""
     split, x = axis(sequence_parallel), stream(1, BATCH, 4, WIDTH) * 20
     labels, weights = LABELS[:, :4], WEIGHTS[:, :4]
     whole, part = head(rows=rows), head(split, rows=rows)
@@ -135,7 +135,10 @@ def test_a_split_vocabulary(sequence_parallel: bool, rows: int) -> None:
 
 
 def test_the_weights_gradient_may_come_later() -> None:
-    """In one product, whatever the chunk size: the gradients of all logits are kept for it anyway."""
+    """Computes the deferred weight gradient in one matmul for any chunk size.
+
+    The gradients of all logits are kept for it in any case.
+    """
     expected, x = head(), stream(1, BATCH, LENGTH, WIDTH)
     wanted = computed(FUSED, expected, x)
     deferred = DeferredGradients()
@@ -150,10 +153,10 @@ def test_the_weights_gradient_may_come_later() -> None:
 
 
 def arrived(how: CrossEntropy, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
-    """Addresses of the logits after their matrix product and of their gradients, chunk by chunk."""
+    """Returns the addresses of the logits of each chunk and of their gradients."""
     logits: list[int] = []
     gradients: list[int] = []
-    # While they are alive, nothing else can be where they are.
+    # Kept alive, so that no other tensor can have the same address.
     alive: list[Tensor] = []
     layer = head()
     multiplied = layer.multiplied
@@ -219,7 +222,7 @@ def test_on_a_cpu_nothing_is_fused_unless_asked_for() -> None:
 
 
 def test_logits_of_users_may_lie_in_any_order() -> None:
-    """Such as transposed [sequence, batch, vocabulary] logits."""
+    """Accepts logits in any memory order, such as transposed [sequence, batch, vocabulary]."""
     torch.manual_seed(4)
     labels = torch.randint(9, (2, 5))
     found = []

@@ -1,4 +1,4 @@
-"""Rotary frequencies against those of `transformers`, to the bit."""
+"""Compares rotary frequencies with those of `transformers`, bit for bit."""
 
 import dataclasses
 from typing import Any
@@ -13,7 +13,7 @@ from pentatron.nn.rope import RotaryEmbedding, build_rope
 from pentatron.settings.model import TransformerConfig
 
 LENGTH = "rope_scaling_original_max_position_embeddings"
-# Names of theirs and of ours.
+# Names of parameters in `transformers`, and our settings.
 NAMES = {
     "factor": "rope_scaling_factor",
     "original_max_position_embeddings": LENGTH,
@@ -31,7 +31,7 @@ LLAMA31 = {
 }  # fmt: skip
 QWEN25 = {"factor": 4.0, "original_max_position_embeddings": 32768}
 
-# kind, width of a head, base, share of a head, parameters
+# Kind, width of a head, base, rotated share of a head, parameters
 CASES: list[tuple[str, int, float, float, dict[str, Any]]] = [
     ("linear", 128, 1e4, 1.0, {"factor": 2.5}),
     ("linear", 80, 1e4, 0.25, {"factor": 4.0}),
@@ -42,7 +42,7 @@ CASES: list[tuple[str, int, float, float, dict[str, Any]]] = [
     ("yarn", 64, 1e4, 1.0, {**QWEN25, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.7}),
     ("yarn", 64, 15e4, 1.0, {"factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}),
     ("yarn", 64, 1e4, 0.5, {**QWEN25, "beta_fast": 20.0, "beta_slow": 3.0, "attention_factor": 1.25}),
-    # Every pair is slow, or every pair is fast: the range between them is cut off at the ends.
+    # All channel pairs are slow, or all are fast: the range between them is clamped.
     ("yarn", 16, 1e4, 1.0, {"factor": 2.0, "original_max_position_embeddings": 8, "beta_slow": 0.5}),
     ("yarn", 8, 20.0, 1.0, {"factor": 2.0, "original_max_position_embeddings": 10**6}),
 ]

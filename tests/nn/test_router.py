@@ -1,4 +1,4 @@
-"""The router against a slow reference of the formulas, one token and one expert at a time."""
+"""Compares the router with a slow reference that computes one token and one expert at a time."""
 
 import math
 from collections import Counter
@@ -23,12 +23,12 @@ VARIANTS = {
     "sigmoid with bias": BIAS,
     "sigmoid with bias in groups, scaled": f"{BIAS} {GROUPS} --moe-router-topk-scaling-factor 2.5",
 }
-# Larger than the differences of scores, so that it changes who is chosen.
+# Larger than the differences of scores, so that it changes the choice of experts.
 BIASES = torch.tensor([0.5, -0.5, 0.0, 0.3, -0.3, 0.0, 0.6, -0.1])
 
 
 def literal(logits: list[Tensor], moe: MoEConfig) -> dict[int, Tensor]:
-    """The experts of one token and their weights."""
+    """Returns the experts of one token and their weights."""
     everyone, bias = range(len(logits)), [0.0] * len(logits)
     if moe.moe_router_score_function == "sigmoid":
         scores = [1 / (1 + torch.exp(-logit)) for logit in logits]
@@ -102,7 +102,7 @@ def test_a_token_stays_within_its_groups() -> None:
     size = 2
     groups = router(GROUPS)(stream(2, 4, 32, HIDDEN)).chosen_TK // size
     assert max(len(set(row)) for row in groups.tolist()) == 2
-    # Without the limit the four best experts lie in more groups than that.
+    # Without the limit, the four best experts lie in more than two groups.
     free = router("--moe-router-topk 4")(stream(2, 4, 32, HIDDEN)).chosen_TK // size
     assert max(len(set(row)) for row in free.tolist()) > 2
 
@@ -128,12 +128,12 @@ def test_router_in_a_precision_of_its_own() -> None:
 
 
 def test_fp64_is_more_exact_than_fp32() -> None:
-    """Values of ten thousand that nearly cancel leave few significant digits in fp32."""
+    """In fp32, values of 10**4 that nearly cancel leave few significant digits."""
     x = 1e4 * stream(2, 1, 64, HIDDEN)
     single, double = (router(f"--moe-router-pre-softmax --moe-router-dtype {d}") for d in ("fp32", "fp64"))
     with torch.no_grad():
         for model in (single, double):
-            # All experts see nearly the same: their logits are large, the differences small.
+            # All experts have nearly the same weights: the logits are large, their differences small.
             model.weight.copy_(model.weight[:1] + 1e-5 * stream(4, 8, HIDDEN))
     exact = (x.double() @ double.weight.double().T).float().softmax(-1)[0]
     errors = [
@@ -157,7 +157,7 @@ def test_capacity_keeps_the_largest_weights_of_each_expert(factor: float, scores
         kept, dropped = (routing.weights_TK[here & of] for of in (routing.kept_TK, ~routing.kept_TK))
         assert len(kept) == min(int(here.sum()), capacity)
         if len(dropped):
-            # Weights are compared in steps, so that rounding decides nothing.
+            # Weights are compared in steps, so that rounding errors do not decide.
             assert kept.min() >= dropped.max() - 1 / 4096
 
 
@@ -168,6 +168,6 @@ def test_with_room_for_all_nothing_is_dropped() -> None:
 
 
 def test_the_choice_is_not_one_sided() -> None:
-    """Control: otherwise the tests above would use a few experts only."""
+    """Control: the router chooses all experts, so that the tests above cover them."""
     chosen = router()(stream(2, 2, 16, HIDDEN)).chosen_TK.flatten().tolist()
     assert len(Counter(chosen)) == 8

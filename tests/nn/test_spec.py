@@ -1,4 +1,4 @@
-"""Module specs: what they build, and the errors of wrong ones."""
+"""Tests module specs: the modules they build, and the errors of wrong specs."""
 
 import dataclasses
 import sys
@@ -54,7 +54,7 @@ def test_a_class_may_be_named_by_its_path(tmp_path: Path, monkeypatch: pytest.Mo
     before = list(sys.path)
     assert type(build_module(("a_module_in_the_folder", "Thing"))).__name__ == "Thing"
     assert sys.path == before
-    # A folder that is searched already stays in its place.
+    # A folder that is in sys.path already keeps its place.
     monkeypatch.setattr(sys, "path", [str(tmp_path), *before])
     build_module(("a_module_in_the_folder", "Thing"))
     assert sys.path == [str(tmp_path), *before]
@@ -93,7 +93,7 @@ def test_a_mistake_inside_a_constructor_keeps_its_traceback() -> None:
 
 
 def test_attention_of_a_table() -> None:
-    """As in the guide: the spec, and a configuration written by hand."""
+    """Builds attention from the guide's spec and a configuration written by hand."""
     spec = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},

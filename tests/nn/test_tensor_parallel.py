@@ -1,4 +1,4 @@
-"""Layers that are split over the tensor axis, each against the whole layer."""
+"""Compares layers that are split over the tensor axis with whole layers."""
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def test_column_then_row_is_the_whole_mlp(sequence_parallel: bool) -> None:
     assert torch.allclose(ours[1].weight.grad, theirs[1].weight.grad[:, rows], atol=1e-6)
     bias_gradient = ours[1].bias.grad
     if sequence_parallel:
-        # Each rank saw its own tokens: a part of the sum, as the piece declares.
+        # Each rank saw its own tokens only: its gradient is a part of the sum, as the shard declares.
         assert not torch.allclose(bias_gradient, theirs[1].bias.grad, atol=1e-3)
         dist.all_reduce(bias_gradient)
     assert torch.allclose(bias_gradient, theirs[1].bias.grad, atol=1e-6)
@@ -63,7 +63,7 @@ def test_column_then_row_is_the_whole_mlp(sequence_parallel: bool) -> None:
 @distributed(world=4)
 @pytest.mark.parametrize("vocabulary", [13, 16, 5])
 def test_cross_entropy_and_tables_over_a_split_vocabulary(vocabulary: int) -> None:
-    """With padding in a rank's rows, without padding, and with ranks of padding only."""
+    """Covers vocabulary shards with padding, without padding, and of padding only."""
     split, alone = axis(False), TensorAxis()
     ours, theirs = (
         drawn(VocabParallelEmbedding(16, vocabulary, 6, split)),

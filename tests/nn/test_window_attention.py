@@ -1,5 +1,6 @@
-"""Sliding-window attention against an explicit masked softmax: output and all gradients, on one rank and
-several.
+"""Compares sliding-window attention with an explicit masked softmax, on one and several ranks.
+
+Compares the output and all gradients.
 """
 
 import math
@@ -20,7 +21,7 @@ from tests.harness import distributed
 
 BATCH, LENGTH, WIDTH, HEADS, GROUPS = 2, 32, 8, 8, 4
 EXCHANGES = ("p2p", "all_gather", "a2a")
-# Nothing but oneself; inside a chunk; a chunk and a bit; beyond two chunks; all but one token.
+# The token itself; inside a chunk; a chunk and more; beyond two chunks; all but one token.
 WINDOWS = (0, 2, 5, 8, 13, LENGTH - 2)
 
 
@@ -43,9 +44,10 @@ def own(x_BNSH: Tensor, context: ContextAxis) -> Tensor:
 
 
 def distance(context: ContextAxis, window: int, length: int = LENGTH) -> float:
-    """Largest difference of output and gradients from the explicit formula, relative to the largest element.
+    """Returns the largest difference from the explicit formula, relative to the largest element.
 
-    At least 8 is assumed for it: a token that sees only itself gives queries and keys no gradient.
+    Compares output and gradients. The largest element counts as 8 at least, because a token that sees only
+    itself gives queries and keys no gradient.
     """
     inputs = [drawn(heads, seed, length) for seed, heads in enumerate((HEADS, GROUPS, GROUPS))]
     gradient = drawn(HEADS, 4, length)
@@ -68,7 +70,7 @@ def test_one_rank(kernel: SDPBackend) -> None:
     with sdpa_kernel([kernel]):
         for window in (0, 1, 31, 32, 5000):
             assert distance(NO_CONTEXT_PARALLELISM, window, 33) < 1e-5, window
-        # The kernel takes keys in pieces, and some pieces are wholly outside.
+        # The kernel reads keys in tiles, some of which are wholly outside the window.
         assert distance(NO_CONTEXT_PARALLELISM, 31, 600) < 1e-5
 
 

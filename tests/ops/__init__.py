@@ -1,1 +1,1 @@
-"""Kernels against plain torch: on a GPU, or with TRITON_INTERPRET=1 on a CPU; elsewhere they are skipped."""
+"""Compares kernels with plain torch, on a GPU or on a CPU with TRITON_INTERPRET=1; else skipped."""

@@ -1,5 +1,4 @@
-"""The update in one pass, against torch's AdamW: on a GPU, or in Triton's interpreter (TRITON_INTERPRET=1) on
-a CPU."""
+"""Compares the fused AdamW update with torch's, on a GPU or in Triton's interpreter on a CPU."""
 
 import importlib.util
 import itertools
@@ -26,7 +25,7 @@ needs_triton = pytest.mark.skipif(
     reason="needs Triton, and a GPU or its interpreter",
 )
 DEVICE = torch.device("cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda")
-# More than a block, less than one, a whole one, and one that begins off the vectors.
+# More than a block, less than one, exactly one, and a tensor that is not aligned to vector loads.
 SIZES = (1000, 37, 256, 512)
 DECAYS = (True, True, False, False)
 RATE, DECAY, BETAS, EPSILON, FACTOR = 1e-2, 0.1, (0.9, 0.95), 1e-8, 0.3
@@ -86,7 +85,7 @@ def test_three_updates_are_those_of_torch(dtype: torch.dtype, rounded: torch.dty
         if weight is not None and (rounded == torch.float16 or not INTERPRETED):
             assert torch.equal(weight, value.to(rounded))
         elif weight is not None:
-            # The interpreter cuts where a GPU rounds.
+            # The interpreter truncates where a GPU rounds.
             assert (weight.float() - value).abs().le(value.abs() / 128).all()
 
 
@@ -154,20 +153,20 @@ def test_two_gradients_are_summed_in_fp32() -> None:
 @needs_triton
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_a_step_decided_on_the_device(accumulated: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against a step whose numbers the host waits for; with numbers that are none, nothing moves."""
+    """Compares steps decided on the device with steps decided on the host; NaN or inf changes nothing."""
     from pentatron.optim import update_rules
 
     monkeypatch.setattr(update_rules, "_suits_one_pass", bool)
     losses, states = [], []
     for flag in ("", "--no-fused-update"):
         words = f"{LLAMA} --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 30 --device {DEVICE.type}"
-        # A large epsilon: sums on a GPU may differ in their last bits, of which Adam makes much where a
-        # gradient is all but zero.
+        # A large epsilon, because sums on a GPU may differ in their last bits, which Adam amplifies where a
+        # gradient is almost zero.
         words += f" --micro-batch-size 1 --global-batch-size {accumulated} --adam-eps 1e-2"
         config = resolved(f"{words} {flag}").config
         world = single_process(DEVICE)
         model = build_parallel_model(config, world)
-        # Stated here, as the interpreter of Triton runs on a CPU, for which one pass is never decided.
+        # Set here, because the decision for a CPU is never one pass, and Triton's interpreter runs on a CPU.
         options = replace(model.decisions.optimizer, one_pass=flag == "")
         optimizer = build_optimizer(model.stages, world, config.optim, options, model_dtype(config))
         assert optimizer.update.in_one_pass is (flag == "")
@@ -190,5 +189,5 @@ def test_a_step_decided_on_the_device(accumulated: int, monkeypatch: pytest.Monk
     for one, other in zip(states[:3], states[3:], strict=True):
         for found, expected in zip(one, other, strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    # What an update changes is far more than that.
+    # An update changes far more than the tolerance.
     assert max(float((new - old).abs().max()) for old, new in zip(states[0], states[1], strict=True)) > 1e-3

@@ -1,4 +1,4 @@
-"""Where Triton is installed but cannot work, torch's own operations run, and one line says why."""
+"""Runs torch's operations if Triton is installed but cannot work, and prints the reason once."""
 
 import dataclasses
 import sys
@@ -26,14 +26,14 @@ def tried_anew() -> Iterator[None]:
 
 
 def trial(monkeypatch: pytest.MonkeyPatch, found: bool | Exception) -> list[int]:
-    """Triton as if it were installed, with a first kernel that ends like this; how often it is tried."""
+    """Fakes an installed Triton whose first kernel returns or raises `found`; returns a list of its runs."""
     tries: list[int] = []
 
     def stored() -> bool:
         tries.append(1)
         if isinstance(found, Exception):
             raise found
-        # Real memory also where a compiler asks, which itself computes with tensors that have none.
+        # Computes with real memory even when called by a compiler, whose own tensors are fake.
         return found and bool(torch.zeros(1).add_(1).item() == 1)
 
     module = ModuleType("pentatron.ops.triton_activation")
@@ -74,7 +74,7 @@ def test_what_is_compiled_asks_too(works: bool, monkeypatch: pytest.MonkeyPatch)
         return x + (1 if dispatch.triton_works() else 2)
 
     torch._dynamo.reset()
-    # As whoever compiles layers says (`nn.compiled`).
+    # `nn.compiled` marks the function as a constant in the same way.
     monkeypatch.setattr(dispatch.triton_works, "_dynamo_marked_constant", True, raising=False)
     found = torch.compile(answer, backend="eager", fullgraph=True)(torch.zeros(1))
     assert found.item() == (1 if works else 2)

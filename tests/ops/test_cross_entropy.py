@@ -1,4 +1,4 @@
-"""Triton's two passes of the cross entropy against those of plain torch."""
+"""Compares Triton's two passes of the cross entropy with those of plain torch."""
 
 import os
 
@@ -10,7 +10,7 @@ from pentatron.ops.dispatch import has_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WIDTH = 70
-# The first and the last of each case's words, others', and the one that has no loss.
+# The first and last words of each case, words of other shards, and -100, which has no loss.
 LABELS = torch.tensor([0, 1, 19, 20, 63, 69, 79, 80, -100])
 
 

@@ -1,5 +1,4 @@
-"""Weight gradients that come later: the same bits, through the same hooks, and nothing kept but what they
-need."""
+"""Tests deferred weight gradients: the same bits, the same hooks, and no more kept than needed."""
 
 import pytest
 import torch
@@ -41,8 +40,11 @@ def test_the_same_bits_as_torch(dtype: torch.dtype, halves: bool) -> None:
 
 
 def test_a_recomputed_layer_gives_its_gradient_to_the_parameter() -> None:
-    """Backward unpacks a copy of the weight there, and by the weight half the graph that knew the parameter
-    is gone."""
+    """A recomputed layer adds its deferred gradient to the parameter.
+
+    Backward unpacks a copy of the weight, and the graph that knew the parameter is gone when the weight
+    gradient is computed.
+    """
     expected = gradients(torch.float32, None, False)[1]
     x, weight, bias = layer()
     deferred = DeferredGradients()
@@ -70,7 +72,7 @@ def test_hooks_hear_of_them_and_gradients_add_up() -> None:
 
 
 def test_what_is_kept() -> None:
-    """The input and the gradient of the output; the activation behind the layer is let go with the graph."""
+    """Keeps the layer's input and output gradient; the activation after it is freed with the graph."""
     x, weight, bias = layer()
     deferred = DeferredGradients()
     made = linear(x, weight, bias, deferred)

@@ -1,4 +1,4 @@
-"""Triton's dropout by counter against plain torch: the same bits."""
+"""Compares Triton's counter-based dropout with plain torch, bit for bit."""
 
 import os
 
@@ -34,7 +34,7 @@ def test_every_bit_is_that_of_plain_torch(
         assert x.grad is not None and stream.grad is not None
         found.append((alone, added, x.grad, stream.grad))
     for plain, by_kernel in zip(*found, strict=True):
-        # The interpreter cuts off where a GPU rounds to bf16.
+        # The interpreter truncates where a GPU rounds to bf16.
         exact = DEVICE.type == "cuda" or dtype == torch.float32
         assert (
             torch.equal(plain, by_kernel) if exact else torch.allclose(plain, by_kernel, rtol=0.02, atol=0.02)
@@ -44,7 +44,7 @@ def test_every_bit_is_that_of_plain_torch(
 
 
 def test_the_site_may_lie_in_memory() -> None:
-    """As in a graph that all layers share."""
+    """The site may be a tensor, as in a graph that all layers share."""
     from pentatron.ops import triton_dropout
 
     x = torch.ones(2, 3, 64, device=DEVICE)

@@ -1,6 +1,4 @@
-"""Kernels compiled for a GPU that need not be there: an interpreted one may use what a compiled one
-may not.
-"""
+"""Compiles kernels for Hopper without a GPU, because Triton's interpreter accepts more."""
 
 import importlib.util
 import os

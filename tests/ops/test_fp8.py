@@ -21,7 +21,7 @@ def interprets() -> bool:
     return importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
 
 
-# On a GPU also one with tiles enough for all of its processors.
+# On a GPU also a shape with enough tiles for all of its multiprocessors.
 SHAPES = [(300, 80), (16, 130), (256, 256), *([(8192, 4480)] if torch.cuda.is_available() else [])]
 needs_a_kernel = pytest.mark.skipif(
     not torch.cuda.is_available() and not interprets(), reason="needs a GPU, or TRITON_INTERPRET=1"
@@ -40,9 +40,9 @@ def test_the_scale_is_the_largest_power_of_two_that_fits(largest: float, dtype: 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_parts_round_as_the_whole_does(dtype: torch.dtype) -> None:
-    """So a layout that scales its parts one by one computes what one process does."""
+    """Shards with scales of their own round as the whole tensor, so that layouts equal one process."""
     torch.manual_seed(1)
-    # Nothing so small that it has fewer digits.
+    # No value is so small that it would be subnormal and have fewer digits.
     whole = (torch.rand(64, 48) + 0.05) * torch.randn(64, 48).sign()
     whole[7, 7] = 30.0
     parts = [quantize(part, dtype) for part in whole.split(16)]
@@ -51,7 +51,7 @@ def test_parts_round_as_the_whole_does(dtype: torch.dtype) -> None:
     assert len(factors) > 1, "they were scaled differently"
     apart = torch.cat([p.rows.float() * p.unscale for p in parts if p.rows is not None])
     assert together.rows is not None and torch.equal(apart, together.rows.float() * together.unscale)
-    # A scale that fills the range to the last bit would round every part in its own way.
+    # A scale that fills the range exactly, instead of a power of two, would round every part differently.
     full = [torch.finfo(dtype).max / part.abs().max() for part in (*whole.split(16), whole)]
     filled = torch.cat([rounded(p, s, dtype).float() / s for p, s in zip(whole.split(16), full)])
     other = rounded(whole, full[-1], dtype).float() / full[-1]
@@ -100,8 +100,7 @@ def test_the_kernel_does_what_torch_does(dtype: torch.dtype, shape: tuple[int, i
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(3)
-    # Where kernels are interpreted, what must be rounded up comes out wrong: there, all values are numbers of
-    # the format.
+    # The interpreter does not round up correctly, so that there all values are numbers of the format.
     draw = torch.randn(shape) * 3 if device == "cuda" else torch.randint(-7, 8, shape).float()
     matrix = draw.bfloat16().to(device)
     matrix[3, 3] = 1e30
@@ -127,7 +126,7 @@ def test_the_kernel_finds_the_same_scale(dtype: torch.dtype) -> None:
     ends = [0.0, 1e-42, 1.0, 1.75, 447.0, 448.0, 448.00003, 57344.0, 3e38, float("inf"), float("nan")]
     for largest in ends:
         for kind in (torch.float32, torch.bfloat16):
-            # More than one round of the kernel, and the largest in the last.
+            # More elements than one round of the kernel takes, with the largest in the last round.
             found = torch.full((8300,), 1e-43).to(kind)
             found[8299] = largest
             for one, other in zip(by_triton(found.to(device), dtype), scale_of(found, dtype), strict=True):
@@ -149,7 +148,7 @@ def test_the_kernels_by_rows_do_what_torch_does(shape: tuple[int, int]) -> None:
             assert torch.equal(one.cpu().nan_to_num(-1.0), other.nan_to_num(-1.0))
         assert [int(f.isnan().sum()) for f in found] == [1, 1], "what is no number is seen"
         clean = given.nan_to_num(3.0).to(device)
-        # Powers of two, each another than its neighbours.
+        # Powers of two that differ between neighbours.
         of_rows = (2.0 ** (torch.arange(clean.shape[0]) % 5))[:, None].to(device)
         of_columns = (2.0 ** -(torch.arange(clean.shape[1]) % 3))[:, None].to(device)
         rows = torch.empty(clean.shape, dtype=E5M2, device=device)
@@ -159,7 +158,7 @@ def test_the_kernels_by_rows_do_what_torch_does(shape: tuple[int, int]) -> None:
             assert torch.equal(rows.float(), rounded(clean, of_rows, E5M2).float())
             assert torch.equal(columns.float(), rounded(clean.t(), of_columns, E5M2).float())
         else:
-            # There a number that is to be rounded up is not: a neighbour of the right one.
+            # The interpreter does not round up: its result may be a neighbour of the right number.
             torch.testing.assert_close(rows.float(), clean.float() * of_rows, rtol=0.25, atol=0)
             torch.testing.assert_close(columns.float(), clean.float().t() * of_columns, rtol=0.25, atol=0)
 
@@ -167,7 +166,7 @@ def test_the_kernels_by_rows_do_what_torch_does(shape: tuple[int, int]) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, but no GPU")
 @pytest.mark.skipif(interprets(), reason="kernels are interpreted")
 def test_the_kernels_compile_for_hopper() -> None:
-    """An interpreted kernel may use what a compiled one may not."""
+    """Compiles the kernels, because the interpreter accepts more than the compiler."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -212,8 +211,7 @@ def test_by_rows_each_row_fills_the_range() -> None:
         largest = values.float().abs().amax(1)
         zero = true.abs().amax(1) == 0
         assert (largest[~zero] > 448 / 2.2).all() and not largest[zero].any()
-        # Three digits after the first: half a step is a sixteenth; what is ten thousand times smaller than
-        # its row's largest aside.
+        # e4m3 has three mantissa bits: the error is at most 1/16 of the row's largest element.
         error = (
             (values.float() * unscale - true).abs() / true.abs().amax(1, keepdim=True).clamp(min=1e-30)
         ).max()

@@ -1,4 +1,4 @@
-"""The gate of an MLP as a part of its second matrix's function, against autograd's way through the two."""
+"""Compares a gate that is fused with the second matmul of an MLP with autograd through both."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Products of groups of rows: the kernel for all groups against one after the other."""
+"""Compares a grouped matmul in one kernel with one matmul after the other."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def test_each_row_meets_the_matrix_of_its_group(counts: tuple[int, ...], togethe
 @pytest.mark.parametrize("counts", [(3, 0, 5, 8), (0, 0, 0, 0), (160, 0, 0, 0), (0, 17, 0, 300)], ids=str)
 @pytest.mark.parametrize(("inner", "outer"), [(32, 48), (32, 20), (20, 32), (12, 20)])
 def test_the_kernel_agrees_with_the_loop(counts: tuple[int, ...], inner: int, outer: int) -> None:
-    """Widths that are no multiples of 8 do not suit the kernel, on either side, and work all the same."""
+    """Widths that are no multiples of 8 do not suit the kernel, but still give the right result."""
     found = []
     for together in (False, True):
         rows = draw(1, sum(counts), inner).to("cuda", torch.bfloat16).requires_grad_()
@@ -55,7 +55,7 @@ def test_the_kernel_agrees_with_the_loop(counts: tuple[int, ...], inner: int, ou
 
 @pytest.mark.parametrize(("widths", "fits"), [((32, 48), True), ((32, 20), False), ((20, 32), False)])
 def test_the_kernel_is_asked_only_for_widths_it_can_take(widths: tuple[int, int], fits: bool) -> None:
-    """Of what is read and of what is written: a backward swaps the two."""
+    """Input and output widths must both suit the kernel, because backward swaps them."""
 
     class OnGPU:
         is_cuda, dtype, shape = True, torch.bfloat16, (7, widths[0])

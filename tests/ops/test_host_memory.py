@@ -1,12 +1,12 @@
-"""Memory that is kept: whoever asks for it again does not wait for its pages."""
+"""Tests that freed memory stays in the process, so that later allocations have few page faults."""
 
 import subprocess
 import sys
 
 import pytest
 
-# Four blocks, written to and freed, again and again. A fresh interpreter: threads have heaps of their own,
-# with other rules.
+# Writes and frees four blocks, again and again. Runs in a fresh interpreter, because threads have heaps of
+# their own, with other rules.
 PROGRAM = """
 import resource, sys
 from pentatron.cli.train import keep_freed_memory

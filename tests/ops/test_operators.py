@@ -1,6 +1,6 @@
-"""Operations that compilers take as they are: what they make is what they say they make.
+"""Checks that custom operators return the shapes and dtypes that they declare to compilers.
 
-On a GPU where there is one, with its kernels.
+Runs the kernels if there is a GPU.
 """
 
 from typing import Any
@@ -46,7 +46,7 @@ def defined() -> list[str]:
 
 
 def test_every_operation_is_looked_at() -> None:
-    """Ranks are forked from a process that has imported all modules."""
+    """Every custom operator has a sample; a forked rank has imported all modules that define one."""
     [ours] = run_distributed(defined, 1, process_group=False)
     assert {operation.name() for operation, _ in SAMPLES} == set(ours)
 

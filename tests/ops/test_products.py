@@ -1,4 +1,4 @@
-"""Products in half precision through fp32, and by oneDNN: the same but for the order of additions."""
+"""Tests half-precision matmuls through fp32 and by oneDNN: equal up to the order of additions."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def half(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tor
 
 
 def made(half: torch.dtype) -> list[torch.Tensor]:
-    """A product with a bias and its gradients."""
+    """Returns a matmul with a bias, and its gradients."""
     x, weight, bias, gradient = (
         torch.randn(shape).to(half) for shape in ((2, 20, 48), (64, 48), (64,), (2, 20, 64))
     )
@@ -34,7 +34,7 @@ def test_products_and_gradients_are_those_of_half_precision(
     monkeypatch.setattr(linear_module, "_HAS_BF16_INSTRUCTIONS", True)
     for tensor, expected in zip(found, made(half), strict=True):
         assert tensor.dtype is half
-        # Additions in another order may round to the neighbour, not further, and rarely do.
+        # Another order of additions rarely changes the rounding, and then only to a neighbouring number.
         assert (tensor == expected).float().mean() > 0.98
         torch.testing.assert_close(tensor.float(), expected.float(), rtol=0.01, atol=0.04)
 
@@ -66,7 +66,7 @@ def test_what_is_quick_is_left_to_torch(half: torch.dtype, monkeypatch: pytest.M
 
 @pytest.fixture
 def by_onednn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rows each product had that went there."""
+    """Records the number of rows of each matmul that oneDNN computes."""
     real = linear_module._ONEDNN
     if real is None:
         pytest.skip("torch was built without oneDNN")
@@ -110,7 +110,7 @@ def test_other_products_are_left_to_torch(by_onednn: list[int]) -> None:
 
 
 def of_many_rows(bias: torch.Tensor | None, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """A product and its gradients."""
+    """Returns a matmul and its gradients."""
     torch.manual_seed(4)
     x = torch.randn(2, 40, 300, dtype=dtype, requires_grad=True)
     parameter = torch.nn.Parameter(torch.randn(40, 300, dtype=dtype))
@@ -131,7 +131,7 @@ def test_many_rows_where_the_processor_is_neglected(
     monkeypatch.setattr(linear_module, "_MKL_IGNORES_AVX512", True)
     for found, of_torch in zip(of_many_rows(bias), expected, strict=True):
         torch.testing.assert_close(found, of_torch, rtol=1e-5, atol=1e-4)
-    # Forward and the gradient of the rows; not that of the matrix.
+    # oneDNN computes forward and the input gradient, but not the weight gradient.
     assert by_onednn == [80, 80]
     of_many_rows(None, torch.float64)
     linear(torch.randn(63, 300), torch.nn.Parameter(torch.randn(40, 300)), None, None)

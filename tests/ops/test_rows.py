@@ -1,4 +1,4 @@
-"""Triton's dealing, summing and activation against those of plain torch."""
+"""Compares Triton's dispatch and combination of rows, and its activation, with plain torch."""
 
 import os
 

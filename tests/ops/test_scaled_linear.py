@@ -1,4 +1,4 @@
-"""Linear layers in fp8 against products of rounded values in fp32, and against what is exact."""
+"""Compares fp8 linear layers with matmuls of rounded values in fp32, and with exact results."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,7 +26,7 @@ def layer(dtype: torch.dtype = torch.float32) -> tuple[Tensor, nn.Parameter, nn.
 
 
 def results(format: str, dtype: torch.dtype = torch.float32, by_rows: bool = False) -> list[Tensor]:
-    """The output, and the gradients of input, weight and bias."""
+    """Returns the output and the gradients of input, weight and bias."""
     x, weight, bias = layer(dtype)
     y = fp8_linear(x, weight, bias, replace(FORMATS[format], by_rows=by_rows))
     (y * FOLLOWS.to(dtype)).sum().backward()
@@ -35,9 +35,9 @@ def results(format: str, dtype: torch.dtype = torch.float32, by_rows: bool = Fal
 
 
 def as_rounded(values: Tensor, dtype: torch.dtype, dim: int | None = None) -> Tensor:
-    """Rounded with the scale written down anew, and scaled back.
+    """Rounds to fp8 and scales back, with the formula of the scale written independently.
 
-    `dim` is what is summed over, if each of the others has its own scale.
+    `dim` is the summed dimension, if each index of the others has its own scale.
     """
     wide = values.abs().double()
     largest = wide.amax() if dim is None else wide.amax(dim, keepdim=True)
@@ -79,8 +79,7 @@ def test_products_of_rounded_values(format: str, by_rows: bool) -> None:
 
 
 def test_scales_by_row_keep_what_an_outlier_takes() -> None:
-    """One token of the input is a hundred thousand times as large as the others, whose outputs are what is
-    looked at."""
+    """Scales by row keep the outputs of other tokens precise if one token is 1e5 times as large."""
 
     def lost(by_rows: bool) -> float:
         x, weight, _ = layer()
@@ -95,8 +94,10 @@ def test_scales_by_row_keep_what_an_outlier_takes() -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_column_of_outliers_costs_a_gradient_less_by_row(format: str) -> None:
-    """One channel of the input is far larger than the others, as in trained models: the weight gradient of
-    the others keeps its digits."""
+    """Scales by row keep the weight gradients of other channels if one input channel is far larger.
+
+    Trained models have such channels.
+    """
 
     def lost(by_rows: bool) -> float:
         x, weight, _ = layer()
@@ -235,7 +236,7 @@ def through_a_gate(gate: Gate, dtype: torch.dtype) -> list[Tensor]:
 def test_a_gate_within_the_function_is_the_gate_behind_it(
     within: Gate, beside: Gate, dtype: torch.dtype, near: float
 ) -> None:
-    """But for what rounds to another number of fp8, a digit away: few elements."""
+    """A fused gate differs only in few elements, which round to a neighbouring fp8 number."""
     expected, found = through_a_gate(beside, dtype), through_a_gate(within, dtype)
     assert torch.equal(found[0], expected[0])
     assert max(apart(found, [e.float() for e in expected])) < near

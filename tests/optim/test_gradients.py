@@ -1,4 +1,4 @@
-"""Gradients kept as they come: the bits of a plain fp32 sum, in less memory, and gone after the update."""
+"""Tests unbucketed gradients: the bits of a plain fp32 sum, in less memory, freed after the update."""
 
 import itertools
 from collections.abc import Iterator
@@ -35,8 +35,7 @@ SHAPE = (
 
 
 class Plain:
-    """The same update in the simplest way: a zeroed fp32 sum for every parameter, one pass for each
-    operation."""
+    """Reference update: a zeroed fp32 sum for every parameter, one pass for each operation."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         self.parameters = list(model.parameters())
@@ -109,7 +108,7 @@ def test_sums_in_bf16_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not all(torch.equal(found[name].view_as(value), value) for name, value in expected.items())
 
 
-# The norm of gradients that have come in several precisions.
+# The norm of gradients in several precisions.
 
 
 def test_norms_of_bf16_gradients_are_exact() -> None:
@@ -137,7 +136,7 @@ def test_norms_of_large_gradients_are_exact() -> None:
 
 
 def in_a_step(words: str) -> dict[str, Any]:
-    """What gradients take when all have come, and what there is after the update."""
+    """Returns the memory of a step's gradients, and what is left of it after the update."""
     config: RunConfig = resolved(f"{SHAPE} {words}", dist.get_world_size()).config
     world = here(config)
     model = build_parallel_model(config, world)
@@ -171,7 +170,7 @@ def test_memory_is_that_of_gradients_as_they_come(ranks: int, words: str, each: 
         assert found["at most"] / found["elements"] == pytest.approx(each, rel=0.02)
 
 
-# Steps with numbers that are none keep their gradients, for whoever looks for the reason.
+# A step with NaN or inf keeps its gradients, so that its cause can be found.
 
 
 def test_gradients_of_a_step_that_is_not_made_can_be_read() -> None:
@@ -193,7 +192,7 @@ def test_gradients_of_a_step_that_is_not_made_can_be_read() -> None:
     assert all(f.values.eq(0).all() for f in optimizer.gradients(owned_only=False))
 
 
-# The same in whole models and in layouts, against sums that begin with zeros.
+# Whole models in layouts, compared with sums that begin with zeros.
 
 
 def as_before(before: Tensor | None, gradient: Tensor) -> Tensor:
@@ -240,13 +239,13 @@ HALVES = "--pipeline-model-parallel-size 2 --pipeline-schedule"
     ],
 )
 def test_whole_models_have_the_bits_of_zeroed_sums(ranks: int, words: str) -> None:
-    """With a table used at both ends, which the folded pipelines have on one rank."""
+    """The embedding is tied; folded pipelines have both of its ends on one rank."""
     found, plain = (run_distributed(state_after, ranks, words=words, plainly=way) for way in (False, True))
     assert found == plain
 
 
 class _Joined(ShardedModule):
-    """Two parameters whose gradients autograd hands over as views of one memory."""
+    """Two parameters whose gradients autograd returns as views of one storage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -261,7 +260,7 @@ def test_gradients_in_one_memory_are_scaled_and_summed_once() -> None:
     model, x = _Joined(), torch.ones(5, 6)
     model(x).sum().backward()
     assert model.left.grad is not None and model.right.grad is not None
-    # The control: without a copy, both would be one.
+    # Control: without a copy, both gradients would share memory.
     assert model.left.grad.data_ptr() == model.right.grad.data_ptr()
     model.zero_grad()
     optimizer = build_optimizer({0: model}, single_process(CPU), OPTIM, parallel(), torch.float32)

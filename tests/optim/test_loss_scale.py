@@ -1,4 +1,4 @@
-"""The loss scale against Megatron's own and torch's, overflow by overflow."""
+"""Compares the loss scale with Megatron's and torch's after every overflow."""
 
 import importlib.util
 import json
@@ -23,7 +23,7 @@ def overflows(count: int, share: float) -> list[bool]:
 
 
 def megatrons(config: PrecisionConfig, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Its file alone: the package around it takes seconds to import."""
+    """Imports Megatron's file alone, because its package takes seconds to import."""
     pytest.importorskip("megatron")
     package = importlib.util.find_spec("megatron.core")
     if package is None or not package.submodule_search_locations:

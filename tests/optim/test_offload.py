@@ -1,4 +1,4 @@
-"""Master weights and Adam's state in host memory."""
+"""Tests master weights and Adam's state in host memory."""
 
 import dataclasses
 
@@ -13,7 +13,10 @@ from tests.optim.tiny import OPTIM, here, network, one_step, parallel
 
 
 def after_three_steps(world: World, zero: int, dtype: torch.dtype, offload: bool) -> dict[str, torch.Tensor]:
-    """On a CPU too everything is done that a GPU needs; only the two memories are the same there."""
+    """Returns weights and state after three steps.
+
+    A CPU runs the same code as a GPU, with both memories the same.
+    """
     model = network().to(world.device)
     layout = dataclasses.replace(parallel(zero), in_host_memory=offload)
     optimizer = Optimizer({0: model}, world, OPTIM, layout, dtype)

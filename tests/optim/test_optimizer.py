@@ -1,4 +1,4 @@
-"""The flat optimizer against torch's own: AdamW, DDP and FSDP2; what it saves, loads and occupies."""
+"""Compares the optimizer with torch's AdamW, DDP and FSDP2; tests its checkpoints and memory."""
 
 import dataclasses
 import itertools
@@ -52,7 +52,10 @@ def torchs_adamw(model: nn.Module) -> torch.optim.AdamW:
 def torchs_step(
     model: nn.Module, adam: torch.optim.AdamW, step: int, count: int = 1, rank: int = 0, ranks: int = 1
 ) -> float:
-    """The step of `one_step`, by torch alone. DDP and FSDP2 average over ranks, where a sum is meant."""
+    """Runs the step of `one_step` with torch alone.
+
+    DDP and FSDP2 average over ranks, so the loss is multiplied by their number to get the sum.
+    """
     adam.zero_grad()
     for x, y in micro_batches(step, count, rank, ranks):
         (loss_of(model, x, y) * ranks).backward()
@@ -69,7 +72,7 @@ def assert_agree(found: dict[str, Any], model: nn.Module, norms: list[float], to
         for kind, value in (("weights", p), ("gradients", p.grad)):
             mine = found[kind][name if kind == "weights" else f"gradients/{name}"]
             if kind == "gradients":
-                # Torch has clipped them.
+                # torch has clipped its gradients already.
                 mine = mine * min(1.0, OPTIM.clip_grad / (norms[-1] + 1e-6))
             whole = value.full_tensor() if hasattr(value, "full_tensor") else value
             assert torch.allclose(mine, whole, atol=tolerance, rtol=0), (kind, name)
@@ -115,7 +118,7 @@ def test_the_comparison_sees_weight_decay() -> None:
 
 
 def test_vectors_do_not_decay() -> None:
-    """With a learning rate that moves nothing but by decay: epsilon swamps every gradient."""
+    """Epsilon exceeds every gradient, so that only weight decay changes weights."""
     start = dict(network().named_parameters())
     found = changed(adam_eps=1e9, weight_decay=0.3)["weights"]
     for name, p in start.items():
@@ -155,7 +158,7 @@ def test_padding_between_parameters_stays_zero(zero: int, dtype: torch.dtype) ->
             assert flat[padding].abs().sum() == 0 and flat[~padding].abs().sum() > 0
 
 
-# bf16: what the model computes with is the master, rounded; the master moves by steps bf16 cannot show.
+# bf16: the model has the rounded master weights, which move by steps that bf16 cannot represent.
 
 
 @pytest.mark.parametrize(("zero", "param"), [(0, False), (1, True), (2, False)])
@@ -193,7 +196,7 @@ def test_bf16_stays_near_fp32() -> None:
 
 
 def saved(zero: int, dtype: torch.dtype) -> tuple[list[Any], list[Any], dict[str, Tensor]]:
-    """Two steps; what this rank writes, everything it keeps, and the weights after one step more."""
+    """Runs two steps; returns what this rank saves, all it holds, and the weights after a third step."""
     world = here(Grid(data=dist.get_world_size())) if dist.is_initialized() else single_process()
     model = network()
     optimizer = Optimizer({0: model}, world, OPTIM, parallel(zero), dtype)
@@ -210,7 +213,7 @@ def saved(zero: int, dtype: torch.dtype) -> tuple[list[Any], list[Any], dict[str
 def resumed(
     zero: int, param: bool, state: dict[str, Tensor], dtype: torch.dtype, updates: int = 2
 ) -> dict[str, dict[str, Tensor]]:
-    """The weights after loading, and after one step more."""
+    """Returns the weights after loading, and after one more step."""
     world = here(Grid(data=dist.get_world_size())) if dist.is_initialized() else single_process()
     model = fill(network(), seed=77)
     optimizer = Optimizer({0: model}, world, OPTIM, parallel(zero, param=param, bucket=33), dtype)
@@ -254,7 +257,7 @@ def test_the_writing_is_shared_even_where_everyone_holds_everything() -> None:
     elements = sum(p.numel() for p in network().parameters())
     for owned, kept, _ in everyone:
         assert sum(values.numel() for *_, values in kept) == 3 * elements
-        # A quarter each, were it not for the padding of such small buckets.
+        # A quarter each, apart from the padding of such small buckets.
         assert 0 < sum(values.numel() for *_, values in owned) < 3 * elements / 2
 
 
@@ -268,7 +271,7 @@ def test_the_same_layout_goes_on_bit_by_bit() -> None:
 
 
 def unpublished() -> list[bool]:
-    """Loading without `loaded`: the other ranks' shares of the weights stay as they were."""
+    """Planted bug: without `loaded`, other ranks' shares of the weights are not updated."""
     state = {
         f"{kind}/{n}": torch.ones_like(p)
         for kind in ("weights", "exp_avg", "exp_avg_sq")
@@ -319,7 +322,7 @@ def test_memory_follows_the_formulas(ranks: int, zero: int, dtype: torch.dtype) 
     one_bucket = 2 * (WIDTH * WIDTH + WIDTH)
     expected = {
         "parameters": elements * dtype.itemsize,
-        # Without copies elsewhere they are kept as they come.
+        # Without replicas, gradients keep the dtype in which autograd returns them.
         "gradients": elements * dtype.itemsize
         if ranks == 1
         else 4 * (elements if zero < 2 else elements / ranks + one_bucket),
@@ -336,7 +339,7 @@ def test_memory_follows_the_formulas(ranks: int, zero: int, dtype: torch.dtype) 
 
 
 def staged(world: World, zero: int, overlap: bool) -> dict[str, Tensor]:
-    """The network cut in two stages of one rank, run with interleaved backward passes."""
+    """Trains the network as two stages of one rank with interleaved backward passes."""
     model = network()
     chunks = {0: model[:2], 3: model[2:]}
     optimizer = Optimizer(chunks, world, OPTIM, parallel(zero, overlap, overlap), torch.float32)

@@ -1,5 +1,4 @@
-"""Learning rate and weight decay against the formulas, against Megatron's scheduler, and under a batch that
-grows."""
+"""Compares learning rate and weight decay with formulas and Megatron, also in a batch ramp-up."""
 
 import math
 from types import SimpleNamespace
@@ -96,8 +95,10 @@ RAMP = "--global-batch-size 8 --rampup-batch-size 2 2 40 --lr 1 --lr-decay-style
 
 
 def test_under_a_ramp_steps_are_the_steps_there_are() -> None:
-    """A warm-up of 5 steps ends before the sixth, a decay of the last 4 takes the last 4: not 5 or 4 batches
-    of full size."""
+    """Warm-up and decay count the actual steps of a ramp-up, not batches of full size.
+
+    A warm-up of 5 steps ends before the sixth, a decay of the last 4 steps takes the last 4.
+    """
     config = resolved(
         f"{RAMP} --train-iters 20 --lr-warmup-iters 5 --lr-decay-iters 18 --lr-wsd-decay-iters 4"
     ).config

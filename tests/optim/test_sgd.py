@@ -1,4 +1,4 @@
-"""Gradient descent on the flat buffers against torch's own; gradients of a scaled loss."""
+"""Compares SGD on flat buffers with torch's, and tests gradients of a scaled loss."""
 
 import dataclasses
 import itertools
@@ -86,7 +86,7 @@ def test_the_comparison_sees_momentum_and_decay() -> None:
 @pytest.mark.parametrize("zero", [0, 2])
 @pytest.mark.parametrize("rule", ["adam", "sgd"])
 def test_a_power_of_two_before_backward_changes_no_bit(zero: int, rule: str) -> None:
-    """The norm is told without the scale, and the update divides by it."""
+    """The gradient norm excludes the loss scale, and the update divides by it."""
     optim = dataclasses.replace(OPTIM, optimizer=rule)
     plain = trajectory(single_process(), parallel(zero), 2, optim=optim)
     scaled = trajectory(single_process(), parallel(zero), 2, optim=optim, scale=2.0**20)
@@ -100,7 +100,7 @@ def test_clipping_is_by_the_norm_without_the_scale() -> None:
     for optim, scale in itertools.product((OPTIM, free), (1.0, 3.0)):
         found = trajectory(single_process(), parallel(), 1, steps=1, optim=optim, scale=scale)
         moments = [m.flatten() for name, m in found["state"].items() if name.startswith("exp_avg/")]
-        # After one update that is the gradient, times one number.
+        # After one update, the first moment is the gradient times a constant.
         norm = torch.cat(moments).norm().item() / (1 - optim.adam_beta1)
         assert norm == pytest.approx(0.5 if optim is OPTIM else found["norms"][0], rel=1e-5)
         assert found["norms"][0] > 0.5

@@ -1,5 +1,4 @@
-"""A small network of declared layers, trained in every way the optimizer knows, and twins of it in plain
-torch."""
+"""A small network of declared layers, and its training with every option of the optimizer."""
 
 import itertools
 import math
@@ -37,7 +36,7 @@ BATCH = 12
 WIDTHS = (6, 9, 4)
 RATE = 1e-2
 OPTIM = OptimConfig(lr=RATE, weight_decay=0.3, adam_beta2=0.95, adam_eps=1e-6, clip_grad=0.5)
-# Makes five buckets of the network: matrices with vectors, vectors alone, and matrices above the limit.
+# Gives the network five buckets: matrices with vectors, vectors alone, and matrices above the limit.
 BUCKET = 60
 
 
@@ -66,7 +65,7 @@ def network(seed: int = 3) -> nn.Sequential:
 
 
 def fill(model: Model, seed: int = 3) -> Model:
-    """Values that depend on the logical tensor alone, whoever holds which part of it."""
+    """Fills shards with values that depend on the logical tensor alone, in any layout."""
     for held in sharded_parameters(model):
         held.parameter.data.zero_()
         logical = torch.randn(
@@ -121,7 +120,7 @@ def one_step(
     scale: float = 1.0,
     gradients: dict[str, Tensor] | None = None,
 ) -> float:
-    """`gradients` takes those of the step, as they are before they are clipped."""
+    """Runs one step and returns the gradient norm; `gradients` receives the unclipped gradients."""
     replicas = optimizer.world.replicas
     optimizer.zero_gradients()
     for number, (x, y) in enumerate(micro_batches(step, count, replicas.rank, replicas.size), 1):
@@ -147,9 +146,7 @@ def trajectory(
     optim: OptimConfig = OPTIM,
     scale: float = 1.0,
 ) -> dict[str, Any]:
-    """What some steps computed: norms, weights, and the gradients of the last one, before they were
-    clipped.
-    """
+    """Returns norms, weights and state of some steps, and the unclipped gradients of the last."""
     model = network().to(world.device)
     optimizer = build_optimizer({0: model}, world, optim, config, dtype)
     gradients: dict[str, Tensor] = {}
@@ -169,7 +166,7 @@ def trajectory(
 
 
 def collected(fragments: Iterable[Fragment], world: World) -> dict[str, Tensor]:
-    """The logical tensors made of all ranks' fragments, which must cover each element once."""
+    """Assembles logical tensors from all ranks' fragments, which must cover each element once."""
     mine = [(f.tensor, f.shape, f.start, f.values.clone().cpu()) for f in fragments]
     found: list[Any] = [mine]
     if world.everyone.size > 1:
@@ -193,7 +190,7 @@ def assembled(pieces: Iterable[tuple[str, Shape, Shape, Tensor]]) -> dict[str, T
 
 
 class Prescribed(ShardedModule):
-    """Parameters whose gradients are whatever one asks for."""
+    """Parameters whose gradients are the tensors that forward is given."""
 
     def __init__(self, parameters: dict[str, tuple[Shape, ShardingSpec]]) -> None:
         super().__init__()
@@ -207,8 +204,9 @@ class Prescribed(ShardedModule):
 def rows(
     shape: Shape, *blocks: tuple[int, int, int, Sequence[Axis], Sequence[Axis]], tensor: str | None = None
 ) -> ShardingSpec:
-    """Blocks of whole rows: (row in the logical tensor, row here, how many, replicated over,
-    partial over).
+    """Returns the sharding spec of blocks of whole rows.
+
+    A block is (row in the logical tensor, row here, number of rows, replicated over, partial over).
     """
     rest = shape[1:]
     zeros = (0,) * len(rest)

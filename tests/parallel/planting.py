@@ -1,4 +1,4 @@
-"""Breaks the executor in this process, to see that the tests notice: one place in its source is changed."""
+"""Plants a bug in the executor of this process by changing one place of its source."""
 
 import inspect
 
@@ -29,7 +29,7 @@ BUGS = {
         "self.deferred.compute((action.stage, action.micro_batch))",
         "pass",
     ),
-    # Taken from whatever waits for the stage: with the inputs of one and the gradient of another.
+    # Combines the inputs of one pending micro-batch with the gradient of another of the same stage.
     "the weight gradient of another micro-batch": (
         "self.deferred.compute((action.stage, action.micro_batch))",
         "same = [c for c in self.deferred.cells if c[0] == action.stage]\n"

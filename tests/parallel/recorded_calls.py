@@ -1,15 +1,15 @@
-"""The communication of a run, recorded call by call, and a judge that replays the records under NCCL's rules.
+"""Records the communication calls of a run and replays them under NCCL's ordering rules.
 
-Gloo forgives what NCCL does not: it buffers messages, and lets every call run by itself. Under NCCL the calls
-of a communicator run in the order in which they were begun, each of them only when all its ranks have begun
-it; and at the first call the hosts connect, so that none of them goes on before all are there. The judge is
-stricter in two ways, each of which some GPU and some moment has:
+Gloo buffers messages and runs every call independently. Under NCCL the calls of a communicator run in the
+order in which they were started, each only when all its ranks have started it. At the first call of a
+communicator the hosts connect, which blocks each host until all are there. The replay is stricter in two
+ways, each of which occurs on some GPU at some time:
 
-- One queue: all that a rank begins stands in one queue, as on a GPU whose streams share one, so that a call
-  whose communicator is busy holds up whatever follows.
+- One queue: all calls of a rank share one queue, as on a GPU whose streams share one, so that a call whose
+  communicator is busy blocks all later calls.
 - Synchronisation: before each computation and each collective the host waits for the whole device, as it does
-  when a kernel is launched for the first time (CUDA loads its code then) or memory is freed. All calls that
-  the rank has begun must end without its next one.
+  when CUDA loads a kernel at its first launch, or when memory is freed. All calls that the rank has started
+  must end without its next one.
 """
 
 from collections.abc import Sequence
@@ -31,11 +31,10 @@ COLLECTIVES = (
 
 @dataclass(frozen=True)
 class Call:
-    """`number`: of this rank's calls.
+    """One call of a rank.
 
-    What its ranks must agree on is `what`. `waits`: it is the number of an earlier call that is waited for.
-
-    `connected`: its ranks have connected before.
+    `number`: index among the calls of the rank. `what`: must be equal on all ranks of the communicator.
+    `connected`: the ranks have connected before. `waits`: number of an earlier call that is waited for.
     """
 
     number: int
@@ -44,15 +43,15 @@ class Call:
     what: str = ""
     connected: bool = False
     waits: int | None = None
-    # A computation begins, or a collective of one; the host may wait for the whole device here.
+    # A computation or one of its collectives starts; the host may synchronise the device here.
     synchronises: bool = False
 
 
 @dataclass
 class Recorder:
-    """Takes the place of torch's functions.
+    """Replaces functions of torch.distributed by ones that record their calls.
 
-    What a step announces is in host memory, and goes through gloo also where GPUs have NCCL.
+    Announcements of a step are not recorded: they are in host memory and use gloo even if GPUs use NCCL.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -91,7 +90,7 @@ class Recorder:
             work = honest(tensor, *words, group=group, async_op=async_op, **named)
             if not self.on:
                 return work
-            # Of an all-to-all every rank may have another size.
+            # In an all-to-all every rank may have a different size.
             size = "" if name == "all_to_all_single" else f" {tensor.numel()}"
             members = dist.get_process_group_ranks(group)
             self._synchronises()
@@ -154,16 +153,15 @@ class Work:
 
 
 def problem_of(records: Sequence[Sequence[Call]], synchronising: bool = False) -> str | None:
-    """Why the calls of these ranks would never end, or mix up what does not belong together; None if they
-    end.
+    """Returns why the calls of these ranks would deadlock or mismatch, or None.
 
     With `synchronising`, the host waits for the whole device wherever it may have to.
     """
     at = [0 for _ in records]
-    # For each communicator what every rank has begun on it, and for each call which of these it is.
+    # For each communicator the calls that every rank has started on it, and for each call its index there.
     begun: dict[tuple[str, ...], dict[int, list[str]]] = {}
     place: dict[tuple[int, int], tuple[tuple[str, ...], int]] = {}
-    # Ranks whose host waits for the others of a communicator.
+    # Ranks whose host is connecting to the others of a communicator.
     connecting: dict[int, tuple[str, ...]] = {}
 
     def done(communicator: tuple[str, ...], number: int) -> bool:

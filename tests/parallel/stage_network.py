@@ -1,6 +1,4 @@
-"""A small network in stages, run by the executor or on one process, for the tests and the bench of
-pipelines.
-"""
+"""A small network in stages, run by the executor or in one process, for pipeline tests and benches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,7 +17,7 @@ from pentatron.parallel.world import World, create_groups
 
 CPU = torch.device("cpu")
 WIDTH = 5
-# Sequence lengths of the micro-batches of three steps: their number and their lengths change.
+# Sequence lengths of the micro-batches of three steps, with different numbers and lengths.
 LENGTHS = ((3, 6, 2, 4, 5), (7, 1), (2, 4, 4, 3, 6, 1, 5))
 
 
@@ -29,12 +27,12 @@ def pipeline_world(device: torch.device = CPU) -> World:
 
 
 def width(stage: int) -> int:
-    """Of the activation that a stage receives; no two neighbours have the same."""
+    """Returns the width of the activation that a stage receives; neighbouring stages differ."""
     return WIDTH + stage % 3
 
 
 class Linear(nn.Linear):
-    """May leave its weight gradient for later."""
+    """A linear layer that can defer its weight gradient."""
 
     def __init__(self, inputs: int, outputs: int, deferred: DeferredGradients | None) -> None:
         super().__init__(inputs, outputs)
@@ -62,7 +60,10 @@ def build_stage(
 
 @dataclass
 class Program:
-    """One step: `lengths` are the sequence lengths of its micro-batches. Counts what it is asked for."""
+    """The program of one step, which records its forwards.
+
+    `lengths`: sequence lengths of the micro-batches.
+    """
 
     stages: dict[int, nn.Module]
     last_stage: int
@@ -87,7 +88,7 @@ class Program:
         return (self.lengths[micro_batch], 2, width(stage))
 
     def _numbers(self, stage: int, micro_batch: int) -> Tensor:
-        """Inputs or targets."""
+        """Draws the inputs (stage 0) or the targets."""
         generator = torch.Generator().manual_seed(1000 * self.seed + 10 * micro_batch + (stage > 0))
         return torch.randn(self.message_shape(stage, micro_batch), generator=generator).to(
             self.device, self.dtype
@@ -95,7 +96,7 @@ class Program:
 
 
 class Record:
-    """A gradient sink that writes down what it is told; gradients stay in the parameters."""
+    """A gradient sink that records its calls; gradients stay in the parameters."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int, bool]] = []
@@ -114,7 +115,7 @@ class Record:
 
 @dataclass
 class Found:
-    """What a rank, or the one process, computed: per step the loss and every gradient, then the weights."""
+    """Results of a rank or of one process: loss and gradients of every step, and the final weights."""
 
     losses: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
@@ -134,7 +135,7 @@ def one_process(
     dtype: torch.dtype = torch.float32,
     device: torch.device = CPU,
 ) -> Found:
-    """The same training without stages, messages or executor."""
+    """Runs the same training in one process, without messages and executor."""
     found = Found()
     stages = {s: build_stage(s, dtype, device) for s in range(last_stage + 1)}
     optimizer = torch.optim.AdamW(named(stages).values(), lr=0.01)
@@ -172,7 +173,7 @@ def update(
 
 
 def halves(schedule: Schedule) -> bool:
-    """Whether some backwards come in two halves."""
+    """Whether the schedule splits backwards into two halves."""
     return any(action.kind is Kind.WEIGHT for actions in schedule.actions for action in actions)
 
 
@@ -184,7 +185,7 @@ def in_pipeline(
     dtype: torch.dtype = torch.float32,
     messages: Any = None,
 ) -> Found:
-    """Some training steps and an evaluation on this pipeline rank."""
+    """Runs some training steps and an evaluation on this pipeline rank."""
     found = Found()
     placement = evaluation.placement
     last_stage = placement.stages - 1
@@ -193,7 +194,7 @@ def in_pipeline(
         s: build_stage(s, dtype, world.device, deferred) for s in placement.stages_of(world.pipeline.rank)
     }
     optimizer = torch.optim.AdamW(named(stages).values(), lr=0.01)
-    # By its module, so that a bug planted there takes effect.
+    # Accessed through its module, so that a bug planted there takes effect.
     messages = messages or open_messages(world, placement)
     executor = executor_module.Executor(
         messages, world.pipeline.rank, dtype, world.device, deferred or DeferredGradients()

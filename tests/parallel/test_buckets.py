@@ -22,7 +22,7 @@ def packed(shapes: dict[str, tuple[int, ...]], tied: tuple[str, ...] = ()) -> li
 
 
 def plans(held: list[ShardedParameter], limit: int, rank: int = 0, copies: int = 1) -> list[Plan]:
-    """Dense parameters have `copies` copies; experts a third of them."""
+    """Plans buckets; dense parameters have `copies` replicas, experts a third as many."""
     groups = {"replicas": Group(rank, copies), "expert_data": Group(rank // 3, max(1, copies // 3))}
     return plan_buckets(held, limit, lambda axis: groups[axis])
 
@@ -132,7 +132,7 @@ def test_views_are_joined_across_alignment_and_nothing_else() -> None:
         (28, 20, True),
         (50 - 2, 6, False),
     ]
-    # A slice that starts elsewhere in its storage is joined by its own alignment.
+    # A slice with an offset in its storage is aligned relative to its own start.
     shard = flat[24:]
     assert [r.tolist() for r in merge_views(shard, [shard[0:2], shard[3:5], shard[16:17]])] == [
         [24.0, 25.0, 26.0, 27.0, 28.0],
@@ -141,7 +141,7 @@ def test_views_are_joined_across_alignment_and_nothing_else() -> None:
 
 
 def test_views_that_are_whole_together_are_one_run() -> None:
-    """The gates of all experts lie between the other halves of their matrices."""
+    """In memory the gates of the experts alternate with the other halves of their matrices."""
     flat = torch.arange(100.0)
     experts = flat[8:80].view(4, 6, 3)
     gates, others = experts[:, :2], experts[:, 2:]
@@ -151,11 +151,11 @@ def test_views_that_are_whole_together_are_one_run() -> None:
     for kept, count in (
         ([gates, others[:3]], 1),
         ([gates, others[1:]], 2),
-        # Nothing is joined of rows that have other elements between them, even fewer than alignment has.
+        # Rows with other elements between them are not merged, even if those are fewer than the alignment.
         ([experts[:, :, :2]], 1),
         ([gates], 1),
         ([gates, experts[:, 3:]], 2),
-        # As many stretches as views, with fewer elements between them than alignment has.
+        # As many runs as views, with fewer elements between them than the alignment.
         ([flat[:80].view(4, 20)[:, at : at + 4] for at in (0, 4, 8, 12)], 4),
         ([flat[:96].view(8, 12).t()[:, 2:4]], 1),
     ):

@@ -1,4 +1,4 @@
-"""Which tokens a context rank has, and the exchanges it uses."""
+"""The tokens of a context rank, and the exchanges between context ranks."""
 
 import pytest
 import torch
@@ -56,7 +56,7 @@ def test_the_ring_passes_on_within_its_own_group() -> None:
     assert axis.exchange == "all_gather" and (axis.rank, axis.size) == (world.at.context, 2)
     mine = torch.full((3,), float(dist.get_rank()))
     other = dist.get_rank() ^ 1
-    # Two at a time, told apart by their tags, whichever is waited for first.
+    # Two exchanges at a time, matched by tag and waited for in the opposite order.
     first, second = start_ring_exchange(mine, axis.group, 1), start_ring_exchange(mine + 10, axis.group, 2)
     assert second.wait().tolist() == [other + 10.0] * 3
     assert first.wait().tolist() == [float(other)] * 3

@@ -1,4 +1,4 @@
-"""Every schedule against one process: losses, gradients, weights and evaluation, bit for bit."""
+"""Every schedule computes the losses, gradients and weights of one process, bit for bit."""
 
 from collections import Counter
 
@@ -63,7 +63,7 @@ def assert_same(found: list[Found], expected: Found) -> None:
 
 
 def assert_each_once(found: list[Found], stages: int, lengths: tuple[tuple[int, ...], ...] = LENGTHS) -> None:
-    """Every micro-batch passes every stage once each way, and the sink hears of it at the right time."""
+    """Asserts one forward and one backward per micro-batch and stage, and the calls of the sink."""
     for step, now in enumerate(lengths):
         forwards = Counter(cell for rank in found for cell in rank.forwards[step])
         assert forwards == {(s, m): 1 for s in range(stages) for m in range(len(now))}
@@ -115,7 +115,7 @@ def test_bfloat16_activations(kind: str, virtual: int) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_ranks_that_share_a_gpu(dtype: str) -> None:
-    """One process computes in a rank of its own: the process that runs the tests keeps away from the GPU."""
+    """The reference runs in a rank too, so that the test process does not open the GPU."""
     (expected,) = run_distributed(alone_on_a_gpu, 1, dtype=dtype)
     assert_same(
         run_distributed(on_ranks, 2, kind="interleaved", virtual=2, dtype=dtype, device="cuda:0"), expected
@@ -150,7 +150,7 @@ def test_planted_bugs_change_the_numbers(bug: str, kind: str, virtual: int) -> N
 
 @pytest.mark.parametrize("bug", ["the gradient of the input is lost", "the hand-over is not detached"])
 def test_planted_bugs_in_the_local_hand_over_are_caught(bug: str) -> None:
-    """Two stages on one rank, in a process of its own so that the bug stays there."""
+    """Runs two stages on one forked rank, so that the bug does not stay in the test process."""
     assert_same(run_distributed(on_ranks, 1, kind="interleaved", virtual=2), one_process(1))
     with pytest.raises(Exception, match=r"gradient of|backward through the graph a second time"):
         assert_same(run_distributed(on_ranks, 1, kind="interleaved", virtual=2, bug=bug), one_process(1))

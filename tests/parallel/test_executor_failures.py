@@ -1,6 +1,4 @@
-"""A rank that fails, or sees other micro-batches than its neighbours, says so; nobody waits for it
-for ever.
-"""
+"""A rank that fails or gets other micro-batches than its peers ends all ranks with a message."""
 
 import time
 
@@ -26,7 +24,7 @@ class Fails(Program):
 
 
 class Unused(Program):
-    """Stage 1 does not use what it receives."""
+    """A program whose stages do not use what they receive."""
 
     def forward(self, stage: int, micro_batch: int, received: Tensor | None) -> Tensor:
         return super().forward(
@@ -76,7 +74,7 @@ def test_ranks_with_other_shapes_are_told(other: tuple[int, ...], reason: str) -
 
 
 def test_without_the_agreement_gloo_ends_the_process() -> None:
-    """No exception, no sentence for the user: the reason for the agreement."""
+    """Control: without the check of sizes gloo aborts the process, with no exception and no message."""
     with pytest.raises(RanksFailed, match="SIGABRT"):
         run_distributed(with_own_lengths, 2, lengths=((3, 3, 3, 2), (3, 3, 3, 3)), bug="no agreement")
 
@@ -104,7 +102,7 @@ def test_an_unused_input_gets_a_gradient_of_zeros() -> None:
 
 @distributed(world=2)
 def test_a_stage_without_trained_parameters_only_passes_on() -> None:
-    """The first stage has no graph then; the second trains as ever."""
+    """The first stage then has no graph; the second trains as usual."""
     rank = pipeline_world().pipeline.rank
     stage = build_stage(rank).requires_grad_(rank > 0)
     program = train(Program, (3, 2, 4, 1), {rank: stage})
@@ -112,7 +110,7 @@ def test_a_stage_without_trained_parameters_only_passes_on() -> None:
 
 
 class Through(Program):
-    """The stages in the middle return what they receive."""
+    """A program whose middle stages return what they receive."""
 
     def forward(self, stage: int, micro_batch: int, received: Tensor | None) -> Tensor:
         if received is None:

@@ -1,5 +1,4 @@
-"""What is alive while a step runs: graphs, outputs that were sent, tensors under way; measured, against the
-checker."""
+"""Measures live graphs, sent outputs and pending messages of a step against the checker's bounds."""
 
 import weakref
 from typing import Any
@@ -24,7 +23,7 @@ MICRO_BATCHES = 7
 
 
 class Mark:
-    """Lives as long as the graph it was put into."""
+    """Lives as long as the autograd graph that holds it."""
 
 
 class Marked(torch.autograd.Function):
@@ -39,7 +38,7 @@ class Marked(torch.autograd.Function):
 
 
 class WatchedProgram(Program):
-    """Counts the graphs and the outputs that are alive."""
+    """Counts live graphs, and tracks outputs."""
 
     def watch(self, messages: Messages, deferred: DeferredGradients) -> None:
         self.messages = messages
@@ -60,7 +59,7 @@ class WatchedProgram(Program):
 
 
 class WatchedSink(Record):
-    """Counts outputs whose memory is still there when their backward begins."""
+    """Counts outputs whose memory is still allocated when their backward begins."""
 
     def __init__(self, program: WatchedProgram) -> None:
         super().__init__()
@@ -76,7 +75,7 @@ class WatchedSink(Record):
             return
         micro_batch = self.backwards.get(stage, 0)
         self.backwards[stage] = micro_batch + 1
-        # Handed over on the same rank, an output is the next stage's input, which is kept.
+        # An output that stays on the rank is the input of the next stage, which is kept.
         if stage < self.program.last_stage and stage + 1 not in self.program.stages:
             self.kept_outputs += not self.program.outputs[stage, micro_batch].expired()
 
@@ -137,7 +136,7 @@ def test_as_many_micro_batches_live_as_the_checker_promises(kind: str, ranks: in
 
 
 def test_a_deferred_weight_gradient_keeps_its_input_and_its_outputs_gradient_and_nothing_else() -> None:
-    """Two linear layers in a stage, 5 → 8 → 6 wide, or 6 → 8 → 7, for 3 × 2 positions of a micro-batch."""
+    """Stages have two linear layers, 5 → 8 → 6 or 6 → 8 → 7 wide, and 3 × 2 positions per micro-batch."""
     for rank, found in enumerate(run_distributed(measured, 2, kind="zero-bubble", virtual=1)):
         inside, into, out_of = 8, width(rank), width(rank + 1)
         of_one = 3 * 2 * ((into + inside) + (inside + out_of))

@@ -1,4 +1,4 @@
-"""`torch.distributed.pipelining` as a second opinion: the same network, the same gradients."""
+"""Compares gradients and compute orders with `torch.distributed.pipelining`."""
 
 from typing import Any
 
@@ -75,8 +75,9 @@ def ours(world: World, kind: str, virtual: int) -> Result:
 
 
 def _send_nothing_to_oneself() -> None:
-    """Older torch warms its connections up with messages between the two stages of the rank where a pipeline
-    turns; gloo refuses them.
+    """Removes messages of a rank to itself, which gloo refuses.
+
+    Older torch warms up connections with messages between the two stages of the rank where a pipeline turns.
     """
     real = stage_module._PipelineStageBase._get_init_p2p_neighbors_ops
 
@@ -88,7 +89,10 @@ def _send_nothing_to_oneself() -> None:
 
 
 class _Copied(nn.Module):
-    """Torch detaches what a stage made in place, which a view, as linear layers give here, does not allow."""
+    """Copies the output of a stage.
+
+    Torch detaches outputs in place, which fails for views, and linear layers return views here.
+    """
 
     def __init__(self, stage: nn.Module) -> None:
         super().__init__()
@@ -102,7 +106,7 @@ class _Copied(nn.Module):
 def theirs(world: World, kind: str, virtual: int) -> Result:
     program = program_of(world, kind, virtual)
     last = program.last_stage
-    # It cuts the batch along its first dimension, which here is the sequence.
+    # Torch splits the batch along its first dimension, which is the sequence here.
     inputs, targets = (
         torch.cat([program._numbers(stage, m) for m in range(MICRO_BATCHES)]) for stage in (0, last + 1)
     )
@@ -157,7 +161,8 @@ def assert_close(mine: Result, other: Result) -> None:
     assert mine[0] == pytest.approx(other[0], rel=1e-6)
     assert mine[1].keys() == other[1].keys()
     for name, gradient in mine[1].items():
-        # Sums over micro-batches round by their largest terms, which some processors add up in another order.
+        # Sums over micro-batches have rounding errors relative to their largest terms, and some processors
+        # add in another order.
         allowed = 1e-6 * float(gradient.abs().max())
         torch.testing.assert_close(gradient, other[1][name], rtol=1e-6, atol=allowed)
 
@@ -181,7 +186,7 @@ KINDS = {
 
 
 def _ours(action: Any) -> list[Computation]:
-    """An action of torch's as we write it; one that overlaps two others is those two."""
+    """Converts an action of torch; one that overlaps two others becomes those two."""
     if action is None:
         return []
     if action.sub_actions:
@@ -190,7 +195,7 @@ def _ours(action: Any) -> list[Computation]:
 
 
 def their_orders(kind: str, virtual: int, micro_batches: int) -> list[list[Computation]]:
-    """What torch would have every rank compute, in order."""
+    """Returns the order in which torch computes on every rank."""
     world = pipeline_world()
     program = program_of(world, kind, virtual)
     group, count = world.pipeline.process_group, program.last_stage + 1
@@ -206,8 +211,10 @@ def their_orders(kind: str, virtual: int, micro_batches: int) -> list[list[Compu
     [("zero-bubble", (11, 8)), ("zbv", (8, 8)), ("dualpipev", (9, 9))],
 )
 def test_orders_are_those_of_torchs_own_pipelining(kind: str, alive: tuple[int, int]) -> None:
-    """Four ranks with two stages each: the same time, the same forwards; micro-batches alive, ours and
-    torch's."""
+    """Four ranks with two stages each take the time of torch's schedule, with the same order of forwards.
+
+    `alive`: the most micro-batches alive, here and in torch.
+    """
     mine = training_schedule(kind, 4, 2, MICRO_BATCHES)
     found = run_distributed(their_orders, 4, kind=kind, virtual=2, micro_batches=MICRO_BATCHES)[0]
     other = add_communication(mine.placement, MICRO_BATCHES, found)

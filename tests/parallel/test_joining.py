@@ -1,4 +1,4 @@
-"""Who talks through NCCL, and how processes leave it."""
+"""Choice of the backend (NCCL or gloo), and destruction of the process group."""
 
 import datetime
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ def test_nccl_serves_processes_with_a_gpu_each() -> None:
 
 
 def test_a_gpu_is_known_by_what_it_is_and_not_by_its_number_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under Slurm every task may see its GPU as the first one."""
+    """Under Slurm every task may see its GPU as device 0."""
     names = iter([("NVIDIA H100", "one"), ("NVIDIA H100", "two"), ("NVIDIA A100 MIG 1g.5g", "three")])
 
     def properties(device: torch.device) -> SimpleNamespace:

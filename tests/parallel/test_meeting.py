@@ -1,4 +1,4 @@
-"""Trying a meeting point, and what torch's complaints become."""
+"""Rendezvous: connection to rank 0, and messages for errors of torch."""
 
 import socket
 import threading
@@ -62,7 +62,7 @@ def test_a_long_wait_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     ("message", "advice"),
     [
         ("Timed out after 601 seconds waiting for clients. 7/8 clients joined.",
-         r"^7 of 8 processes came within 601 seconds; start all of them .* WORLD_SIZE"),
+         r"^rendezvous timed out: 7 of 8 processes joined within 601 seconds; start all of them .* WORLD_SIZE"),
         ("The server socket has failed to listen on any local network address. port: 1, code: -98, name: EADDRINUSE",
          "port of the rendezvous is taken .* set another MASTER_PORT"),
         ("[enforce fail at gloo] Unable to find address for: eth9", "network interface .* does not exist .* GLOO_SOCKET_IFNAME"),
@@ -97,7 +97,7 @@ def test_a_rank_that_is_gone_is_no_matter_of_the_network() -> None:
 
 
 def test_a_meeting_that_takes_long_is_told_by_one_rank_and_by_another_where_that_one_may_be_gone() -> None:
-    """A program that has rank 0's port keeps the others waiting for as long as they would for a rank."""
+    """If another program has rank 0's port, the other ranks wait for it until the timeout."""
     said = [slow_rendezvous_text(rank, 4, has_launcher=False) for rank in range(4)]
     assert said[0] is not None and "the 3 other processes" in said[0]
     assert said[1] is not None and "set another MASTER_PORT" in said[1] and said[2:] == [None, None]

@@ -1,6 +1,4 @@
-"""Messages between pipeline ranks: none is taken for another, none is let go too early, sizes are
-agreed on.
-"""
+"""Messages between pipeline ranks: matching, lifetime of sent tensors, and agreement on sizes."""
 
 import itertools
 from typing import Any
@@ -51,8 +49,10 @@ def values_of(action: Action) -> torch.Tensor:
 
 
 def received_backwards(tagged: bool = True, own_channels: bool = False) -> bool:
-    """Rank 0 sends three messages, rank 1 asks for the gradient first; whether each one got what it asked
-    for."""
+    """Rank 0 sends three messages, and rank 1 receives them in another order.
+
+    Returns whether each receive got its own message.
+    """
     world = pipeline_world()
     placement = looped_placement(2, 2)
     messages = (
@@ -77,7 +77,7 @@ def received_backwards(tagged: bool = True, own_channels: bool = False) -> bool:
 
 
 def forget_tags() -> None:
-    """Messages come in the order in which they were sent, as with NCCL."""
+    """Removes tags, so that messages arrive in the order of their sends, as with NCCL."""
     for name in ("isend", "irecv"):
         original = getattr(dist, name)
 
@@ -109,7 +109,7 @@ LENGTHS = ((3, 1, 2, 5, 4, 2),)
 
 
 def in_order_only(kind: str, virtual: int) -> Found:
-    """A step in which nothing but the order of the messages on each one-way channel tells them apart."""
+    """Runs steps in which only the order on each one-way channel identifies messages."""
     world = pipeline_world()
     ranks = world.pipeline.size
     placement = placement_for(kind, ranks, virtual)
@@ -133,7 +133,7 @@ def test_the_order_on_each_channel_is_enough(kind: str, ranks: int, virtual: int
 
 @distributed(world=2)
 def test_channels_wait_no_longer_than_collectives() -> None:
-    """Seen by a sum: gloo's messages know only the time they began with."""
+    """Tested by an all-reduce: messages of gloo keep the timeout that their group was created with."""
     world = pipeline_world()
     channels = open_channels(world, looped_placement(2, 1))
     world.set_timeout(0.5, channels.values())
@@ -161,7 +161,7 @@ def test_channels_join_the_ranks_of_one_pipeline() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ranks", range(2, 7))
 def test_every_message_finds_its_ranks_connected(kind: str, ranks: int) -> None:
-    """NCCL would connect them at their first message, where both wait while others wait for them."""
+    """NCCL would otherwise connect two ranks at their first message, for which both block."""
     virtual = 1 if kind in ("gpipe", "1f1b") else 2
     training = training_schedule(kind, ranks, virtual, 2 * ranks)
     placement = training.placement
@@ -179,8 +179,10 @@ def test_every_message_finds_its_ranks_connected(kind: str, ranks: int) -> None:
 
 
 def test_ranks_connect_in_few_rounds() -> None:
-    """A pair waits only for those before it that share a rank with it; so their number does not grow with the
-    pipeline."""
+    """A pair of ranks waits only for earlier pairs that share a rank with it.
+
+    The number of rounds therefore does not grow with the pipeline.
+    """
     for ranks in (4, 8, 16, 64):
         for placement in (looped_placement(ranks, 2), placement_for("zbv", ranks, 2)):
             free = dict.fromkeys(range(ranks), 0)
@@ -193,7 +195,8 @@ def test_a_reply_proves_that_a_message_arrived() -> None:
     schedule = training_schedule("1f1b", 2, 1, 3)
     activation, gradient = (lambda m: (False, 0, m)), (lambda m: (True, 1, m))
     assert acknowledged_sends(schedule, 0) == {gradient(m): [activation(m)] for m in range(3)}
-    # Rank 0 runs two forwards before it asks for a gradient: the third activation proves the first gradient.
+    # Rank 0 runs two forwards before it waits for a gradient, so the third activation acknowledges the first
+    # gradient.
     assert acknowledged_sends(schedule, 1) == {
         activation(0): [],
         activation(1): [],
@@ -214,7 +217,7 @@ ALL_SCHEDULES = [
     "schedule", ALL_SCHEDULES, ids=lambda s: f"{s.placement.ranks}x{s.placement.stages}x{s.micro_batches}"
 )
 def test_nothing_is_let_go_before_it_arrived(schedule: Schedule) -> None:
-    """Against a simulation in which every rank goes as far as it can and remembers what it has used."""
+    """Compares with the messages that each sender has used before each of its sends."""
     used_when_sent = simulate(schedule)
     for rank in range(schedule.placement.ranks):
         proven = acknowledged_sends(schedule, rank)
@@ -240,7 +243,7 @@ def senders(schedule: Schedule) -> dict[MessageKey, int]:
 
 
 def simulate(schedule: Schedule) -> dict[MessageKey, set[MessageKey]]:
-    """For each message, all those its sender had used by then."""
+    """Returns for each message those that its sender had used before sending it."""
     found: dict[MessageKey, set[MessageKey]] = {}
     for actions in schedule.actions:
         used: set[MessageKey] = set()

@@ -1,5 +1,7 @@
-"""Whole steps in small layouts end also under NCCL's rules: one order for a communicator, one queue for a
-GPU, a device that is waited for."""
+"""Steps in small layouts do not deadlock under the rules of NCCL.
+
+The rules are one order of calls per communicator, one queue per GPU, and hosts that synchronise the device.
+"""
 
 import itertools
 from collections.abc import Sequence
@@ -23,8 +25,7 @@ from tests.support import LLAMA, resolved
 
 
 def recorded(words: str, bug: str = "") -> list[Call]:
-    """The calls of two steps and an evaluation on this rank, with the channels of a pipeline as NCCL has
-    them."""
+    """Records two steps and an evaluation on this rank, with pipeline channels as for NCCL."""
     config = resolved(words, dist.get_world_size()).config
     if "one channel for all" not in bug:
         model_module.open_messages = lambda world, placement: Messages(  # type: ignore[assignment]
@@ -112,8 +113,10 @@ ALL = (0, 1)
 
 
 def calls(*told: tuple[str, ...]) -> list[Call]:
-    """`("c", "what")` is a call on the communicator c, `("c", "what", "wait")` one that is waited for at
-    once."""
+    """Builds the calls of one rank.
+
+    `("c", "what")` is a call on the communicator c; `("c", "what", "wait")` is waited for at once.
+    """
     found: list[Call] = []
     for communicator, what, *wait in told:
         found.append(Call(len(found), (communicator,), ALL, what, connected=communicator != "new"))
@@ -125,20 +128,20 @@ def calls(*told: tuple[str, ...]) -> list[Call]:
 @pytest.mark.parametrize(
     ("records", "words"),
     [
-        # Both send first, and receive on the same communicator.
+        # Both ranks send first, and receive on the same communicator.
         (
             [calls(("c", "to 1", "wait"), ("c", "to 0")), calls(("c", "to 0", "wait"), ("c", "to 1"))],
             "call 0",
         ),
-        # Two communicators in another order, each waited for.
+        # Two communicators in different orders, with a wait after the first call.
         ([calls(("c", "x", "wait"), ("d", "y")), calls(("d", "y", "wait"), ("c", "x"))], "rank 0"),
-        # Two sends each, before anybody receives.
+        # Two sends on each rank, before any receive.
         ([calls(*(("c", "x"),) * 2, ("d", "y")), calls(*(("d", "y"),) * 2, ("c", "x"))], "rank 0"),
-        # The hosts connect at the first call, which nobody waits for.
+        # The hosts connect at the first call, although it is not waited for.
         ([calls(("new", "x"), ("d", "y", "wait")), calls(("d", "y", "wait"), ("new", "x"))], "rank 0"),
         # One rank leaves a call out.
         ([calls(("c", "x", "wait")), []], "rank 0"),
-        # The same number of calls, of other sizes.
+        # The same number of calls, with different sizes.
         ([calls(("c", "sum 3")), calls(("c", "sum 4"))], "call 0 of"),
     ],
 )
@@ -150,7 +153,7 @@ def test_the_judge_sees_what_would_hang(records: Sequence[Any], words: str) -> N
 def test_the_judge_lets_good_ones_go() -> None:
     one = calls(("c", "x"), ("d", "y", "wait"), ("c", "z", "wait"))
     assert problem_of([one, one]) is None
-    # Begun in another order and waited for later.
+    # Started in different orders and waited for later.
     waits = [Call(2, waits=0), Call(3, waits=1)]
     assert (
         problem_of([[*calls(("c", "x"), ("d", "y")), *waits], [*calls(("d", "y"), ("c", "x")), *waits]])

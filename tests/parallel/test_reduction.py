@@ -1,5 +1,4 @@
-"""Gradients over the replicas: sums, order and number of collectives, open buckets, parameters without
-gradient."""
+"""Reduction of gradients over replicas: sums, collectives, open buckets, and missing gradients."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -42,7 +41,7 @@ def prescribed() -> Prescribed:
 
 
 def gradients(rank: int, number: int) -> dict[str, Tensor]:
-    """Small whole numbers: their sums are exact in any order."""
+    """Draws small integers, whose sums are exact in any order."""
     generator = torch.Generator().manual_seed(100 * rank + number)
     return {n: torch.randint(-9, 10, s, generator=generator).float() for n, s in SHAPES.items()}
 
@@ -91,7 +90,7 @@ def test_every_way_equals_one_process_and_the_others(ranks: int, count: int) -> 
     for found in results:
         for way in ways:
             assert_close(found[way], reference)
-            # ZeRO 2 adds over the replicas before it adds over the micro-batches, the others after.
+            # ZeRO 2 sums over the replicas before it sums over micro-batches, the other stages after.
             like = (2, False, False) if way[0] == 2 and count > 1 else (0, False, False)
             assert equal(found[way], found[like]), way
             assert equal(found[way], results[0][way]), "ranks must stay bitwise equal"
@@ -114,7 +113,7 @@ def with_bug(bug: str, zero: int, param: bool = False) -> dict[str, Any]:
 
 
 def plant(bug: str) -> None:
-    """Breaks the optimizer in this process, to see that the comparison notices."""
+    """Plants a bug in the optimizer of this process."""
     if bug == "no gather":
         Optimizer._publish = lambda self, rounded=False: None  # type: ignore[method-assign]
     if bug == "no reduction":
@@ -146,7 +145,7 @@ def test_planted_bugs_are_caught(bug: str, zero: int) -> None:
 
 
 class Recorder:
-    """Stands in for torch.distributed where collectives are called, and notes their names and sizes."""
+    """Replaces torch.distributed in `collectives`, and records the names and sizes of collectives."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []
@@ -218,8 +217,10 @@ def test_overlapped_reduction_starts_in_the_last_backward_pass_only() -> None:
 @pytest.mark.parametrize("zero", [0, 1, 2])
 @distributed(world=2)
 def test_ranks_whose_gradients_come_in_another_order_or_not_at_all_agree(zero: int) -> None:
-    """Rank 1 asks for the gradients in the opposite order and, in the first pass, has none for two
-    parameters."""
+    """Rank 1 computes gradients in the opposite order.
+
+    Rank 0 has no gradient of two parameters in the first pass, rank 1 in the second.
+    """
     world = here(Grid(data=2))
     rank = world.everyone.rank
     recorder = recorded()
@@ -267,7 +268,7 @@ def test_a_stage_that_was_never_reduced_is_noticed() -> None:
 
 
 class CountingBuffers(ScatterBuffers):
-    """Counts the buffers in use; those whose reduction still runs are in use."""
+    """Counts the buffers in use, including those whose reduction is still running."""
 
     open_now = most_open = 0
 
@@ -282,7 +283,7 @@ class CountingBuffers(ScatterBuffers):
 
 
 def peak_of_open_buckets(world: World, grad: bool, passes: list[dict[str, Tensor]] | None = None) -> int:
-    """One step of the network (or of prescribed gradients), and how many buckets it had open at most."""
+    """Runs one step of the network, or a backward of `passes`; returns the most open buckets."""
     reduction_module.ScatterBuffers = CountingBuffers  # type: ignore[misc]
     model = prescribed() if passes else network()
     optimizer = Optimizer({0: model}, world, OPTIM, parallel(2, grad, bucket=8), torch.float32)
@@ -295,7 +296,7 @@ def peak_of_open_buckets(world: World, grad: bool, passes: list[dict[str, Tensor
         one_step(model, optimizer, 0, count=3)
     buffers = reduction.buffers
     assert isinstance(buffers, CountingBuffers)
-    # After a step there is none, before it as many as were open.
+    # An update releases the buffers; without one, as many remain as were open at once.
     assert buffers.open_now == 0 and len(buffers.made) == (buffers.most_open if passes else 0)
     return buffers.most_open
 
@@ -332,13 +333,13 @@ def test_the_count_sees_gradients_that_come_in_the_wrong_order() -> None:
     assert min(run_distributed(open_buckets, 2, backwards=True)[0]) > 2
 
 
-# Precision, and numbers that are none.
+# Precision, NaN and inf.
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
 @distributed(world=2)
 def test_bf16_gradients_are_summed_in_fp32(zero: int) -> None:
-    """Over 64 micro-batches, each far below the resolution of bf16 in the sum of the others."""
+    """Sums 64 micro-batches, each below the resolution of bf16 in the sum of the others."""
     world = here(Grid(data=2))
     model = prescribed()
     optimizer = Optimizer({0: model}, world, OPTIM, parallel(zero), torch.bfloat16)
@@ -380,7 +381,7 @@ def test_a_bad_gradient_on_one_rank_reaches_every_rank(zero: int, bad: float) ->
 
 
 def every_way_on_a_gpu() -> dict[Any, Any]:
-    """Ranks that share one GPU, over gloo."""
+    """Runs every way on ranks that share one GPU over gloo."""
     world = here(Grid(data=dist.get_world_size()), torch.device("cuda", 0))
     return {way: trajectory(world, parallel(*way), 3, steps=3) for way in WAYS}
 

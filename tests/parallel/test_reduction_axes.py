@@ -1,5 +1,4 @@
-"""Gradients that are parts of sums over other axes than the replicas, and the norm that counts every element
-once."""
+"""Partial gradients over axes other than the replicas, and a norm that counts each element once."""
 
 import zlib
 from typing import Any
@@ -27,7 +26,7 @@ Parameters = dict[str, tuple[Shape, ShardingSpec]]
 
 
 def columns(at: int) -> ShardingSpec:
-    """Two of four columns, in the middle of a parameter: a piece that is no stretch of memory."""
+    """Two of four columns, in the middle of a parameter: a piece that is not contiguous in memory."""
     return ShardingSpec((4, 4), (Shard((0, 2 * at), (0, 1), (4, 2)),), Initialization())
 
 
@@ -39,8 +38,8 @@ def block(at: Coordinates) -> Parameters:
         "split": ((4, 6), rows((8, 6), (4 * t, 0, 4, (), ()))),
         "copied": ((5,), rows((5,), (0, 0, 5, ("tensor",), ()))),
         "partial": ((7,), rows((7,), (0, 0, 7, ("tensor",), ("tensor",)))),
-        # Three rows of queries each, and one of keys that both ranks hold and each sees a part of the
-        # gradient of.
+        # Each rank has its own three rows of queries; both hold the row of keys, each with a partial
+        # gradient.
         "fused": ((4, 6), rows((7, 6), (3 * t, 0, 3, (), ()), (6, 3, 1, ("kv",), ("kv",)))),
         # Seven rows over two ranks: the last row of the second is padding.
         "padded": ((4, 3), rows((7, 3), (4 * t, 0, 4 - t, (), ()))),
@@ -50,7 +49,7 @@ def block(at: Coordinates) -> Parameters:
 
 
 def tied(at: Coordinates, grid: Grid) -> Parameters:
-    """What the two stages share, in another order and with other neighbours on each."""
+    """Parameters that two stages share, on each in another order and with other neighbours."""
     t, both = at.tensor, ("embedding",)
     half = 10 // grid.tensor
     table = ((half, 3), rows((10, 3), (half * t, 0, half, both, both), tensor="table"))
@@ -78,7 +77,7 @@ def index(grid: Grid, at: Coordinates, axis: Axis) -> int:
 
 
 def contribution(grid: Grid, at: Coordinates, tensor: str, shape: Shape, piece: Shard, number: int) -> Tensor:
-    """What one rank's backward finds for the logical tensor: small whole numbers, so that sums are exact."""
+    """Draws one rank's gradient of a logical tensor: small integers, so that sums are exact."""
     places = [index(grid, at, axis) for axis in sorted(piece.partial_over)]
     text = f"{tensor} {at.data} {at.context} {places} {number}"
     generator = torch.Generator().manual_seed(zlib.crc32(text.encode()))
@@ -96,7 +95,7 @@ def local_gradients(grid: Grid, at: Coordinates, model: Prescribed, number: int)
 
 
 def expected_gradients(grid: Grid, numbers: int) -> dict[str, Tensor]:
-    """The sums over everyone's contributions, worked out without any collective."""
+    """Sums the contributions of all ranks, without any collective."""
     found: dict[str, Tensor] = {}
     for rank in range(grid.world_size):
         at = grid.coordinates(rank)
@@ -141,7 +140,7 @@ def train(
 
 
 def check_own(optimizer: Optimizer, gradients: dict[str, Tensor]) -> None:
-    """Those that hold copies have the sums as well, not only the ranks that speak for them."""
+    """Checks that all ranks with a copy have the sums, not only the owners."""
     for fragment in optimizer.gradients(owned_only=False):
         wanted = region(gradients[fragment.tensor], fragment.start, tuple(fragment.values.shape))
         assert torch.equal(fragment.values, wanted), fragment.tensor
@@ -160,7 +159,7 @@ def check_weights(model: Prescribed, state: dict[str, Tensor]) -> None:
 
 
 def plant(bug: str) -> None:
-    """Breaks the optimizer in this process, to see that the comparison notices."""
+    """Plants a bug in the optimizer of this process."""
     if bug == "no partial sums":
         PartialGradientReduction.all_reduce = lambda self: None  # type: ignore[method-assign]
     if bug == "one set of axes":
@@ -223,9 +222,7 @@ def test_stages_of_zero_agree_to_the_bit_after_several_steps(grid: str) -> None:
     ],
 )
 def test_planted_bugs_are_caught(bug: str, grid: str, zero: int) -> None:
-    """Either the ranks notice themselves (an element saved twice, copies that differ) or the
-    comparison does.
-    """
+    """A bug is detected by the comparison or by the ranks: an element saved twice, copies that differ."""
     size = GRIDS[grid].world_size
     with pytest.raises((AssertionError, RanksFailed)):
         results = run_distributed(
@@ -275,7 +272,7 @@ def test_one_collective_for_every_set_of_axes() -> None:
 
 
 def build_at_odds() -> str:
-    """The second tensor rank forgets that a gradient is a part of a sum."""
+    """Builds an optimizer whose second tensor rank declares a partial gradient as complete."""
     world = here(TENSOR)
     mine = parameters(TENSOR, world.at)
     if world.at.tensor == 1:

@@ -1,4 +1,4 @@
-"""Gathers that overlap with forward: what is not waited for has not happened."""
+"""All-gathers that overlap with forward, delayed until `wait`, so that a missing wait is detected."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ from tests.support import LLAMA
 
 
 class Lazy:
-    """A collective that is put off until somebody waits for it."""
+    """A collective that starts only when it is waited for."""
 
     def __init__(self, collective: Callable[[], Any]) -> None:
         self.collective = collective

@@ -1,4 +1,7 @@
-"""A parameter that two stages of a rank use: one gradient, reduced once, whichever stage is done first."""
+"""A parameter of two stages of a rank has one gradient, which is reduced once.
+
+The order in which the stages finish does not matter.
+"""
 
 from collections import Counter
 
@@ -18,8 +21,7 @@ from tests.optim.tiny import OPTIM, Prescribed, collected, fill, global_norm, he
 # "table" is used by both stages.
 SHAPES = {"table": (9, 3), "first": (4, 4), "last": (7,)}
 STAGES = {0: ("table", "first"), 3: ("table", "last")}
-# Stage and kind of the passes of a step: whole ones, and halves of which the later ones of either stage are
-# the last.
+# Stage and kind of the backward passes of a step, whole or in halves.
 WHOLE, INPUT, WEIGHT = Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT
 ORDERS = {
     "first stage done last": ((3, WHOLE), (0, WHOLE), (3, WHOLE), (0, WHOLE)),
@@ -51,7 +53,7 @@ def two_stages() -> dict[int, Prescribed]:
 
 
 def gradients(rank: int, number: int, stage: int) -> dict[str, Tensor]:
-    """Small whole numbers: their sums are exact in any order."""
+    """Draws small integers, whose sums are exact in any order."""
     generator = torch.Generator().manual_seed(100 * rank + 10 * number + stage)
     return {n: torch.randint(-9, 10, SHAPES[n], generator=generator).float() for n in STAGES[stage]}
 
@@ -100,7 +102,7 @@ def test_the_gradient_is_the_sum_of_both_uses(zero: int, overlap: bool, order: s
 
 
 def reductions_of_the_table(world: World, order: str) -> Counter[int]:
-    """Elements of the buckets that are reduced in a step, and how often."""
+    """Counts the reductions of a step by the number of elements of their bucket."""
     seen: Counter[int] = Counter()
     for name in ("start_all_reduce_", "start_reduce_scatter_into"):
         real = getattr(reduction_module, name)
@@ -118,9 +120,9 @@ def reductions_of_the_table(world: World, order: str) -> Counter[int]:
 
 @distributed(world=2)
 def test_it_is_reduced_once_in_a_step_even_where_each_pass_reduces() -> None:
-    """Under ZeRO-2, with two micro-batches.
+    """Runs ZeRO 2 with two micro-batches.
 
-    With alignment the table has 32 elements, what a stage has alone 16.
+    With alignment the table has 32 elements, the other parameter of a stage 16.
     """
     seen = reductions_of_the_table(here(Grid(data=2)), "last stage done last")
     assert seen == {32: 1, 16: 2 + 2}

@@ -14,6 +14,7 @@ from pentatron.parallel.collectives import (
     broadcast_object,
     gather_objects,
     largest,
+    run_on_all_ranks,
     run_on_some_ranks,
 )
 from pentatron.parallel.world import World, choose_device, create_groups, single_process
@@ -75,7 +76,7 @@ def test_an_error_on_one_rank_is_raised_on_all() -> None:
 
 
 def wait_for_an_absent_rank(seconds: float | None) -> None:
-    """The first stage sums along the pipeline axis; the last one never does."""
+    """The first stage starts an all-reduce on the pipeline axis; the last one never does."""
     timeout = None if seconds is None else datetime.timedelta(seconds=seconds)
     world = create_groups(Grid(tensor=2, pipeline=2), dist.get_rank(), 0, CPU, timeout)
     if world.at.pipeline == 0:
@@ -94,7 +95,7 @@ def test_a_world_of_one_needs_no_process_group() -> None:
     world = single_process()
     assert world.is_first
     assert largest(3, world.everyone) == 3
-    assert run_on_some_ranks(True, lambda: 7, world.everyone) == 7
+    assert run_on_all_ranks(lambda: 7, world.everyone) == 7
 
 
 def test_a_full_disk_is_told_with_the_way_out_where_no_file_is_named() -> None:
@@ -102,7 +103,7 @@ def test_a_full_disk_is_told_with_the_way_out_where_no_file_is_named() -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.raises(UserError, match=r"cannot be written \(No space left on device\); make room"):
-        run_on_some_ranks(True, fails, single_process().everyone)
+        run_on_all_ranks(fails, single_process().everyone)
 
 
 def test_cuda_that_is_not_there_is_refused() -> None:
@@ -111,7 +112,7 @@ def test_cuda_that_is_not_there_is_refused() -> None:
     with pytest.raises(UserError, match="--device cpu") as of_first:
         choose_device("cuda", 0)
     assert not isinstance(of_first.value, AgreedError)
-    # One that the others of the machine leave to the first.
+    # Without CUDA in torch all local ranks fail alike, and only local rank 0 reports it.
     with pytest.raises(AgreedError):
         choose_device("cuda", 1)
     assert choose_device("auto", 3) == CPU

@@ -1,6 +1,4 @@
-"""Layouts in bf16 and fp16: rounding differs between them, so each is held against what it costs
-one process.
-"""
+"""Layouts in bf16 and fp16, judged by their error relative to that of one process."""
 
 import functools
 from dataclasses import replace
@@ -12,7 +10,7 @@ from tests.parity.mixtures import MIXTURE_LAYOUTS
 from tests.parity.trajectory import on_a_rank, run
 
 KINDS = ("gradients 1", f"gradients {STEPS}", "weights")
-# How much further from fp32 than one process a layout may be.
+# The largest allowed error of a layout relative to fp32, as a multiple of that of one process.
 ALLOWED = 1.6
 BF16_CASES = (
     ("dp2 zero1 overlap", "llama"),
@@ -27,7 +25,7 @@ BF16_CASES = (
 )
 
 
-# A first scale with which nothing overflows: what a scale does to a run is shown elsewhere.
+# An initial loss scale without overflows, which are tested elsewhere.
 FP16 = "--fp16 --initial-loss-scale 65536"
 FP16_CASES = (
     ("dp2 zero1 overlap", "llama"),
@@ -45,14 +43,14 @@ def on_one_process(words: str) -> Trajectory:
 
 
 def distance(found: list[Trajectory], exact: Trajectory, kind: str) -> float:
-    """Of all tensors of a kind together, relative to what fp32 has."""
+    """Returns the relative difference from fp32 of all tensors of a kind together."""
     tensors, expected = gather_tensors(found, kind), gather_tensors([exact], kind)
     apart = sum(float((tensors[name] - value).square().sum()) for name, value in expected.items())
     return float((apart / sum(float(value.square().sum()) for value in expected.values())) ** 0.5)
 
 
 def excess(layout: str, family: str, bug: str = "", half: str = "--bf16") -> dict[str, float]:
-    """For every kind of tensor, how many times as far from fp32 as one process in the same precision is."""
+    """Returns for every kind of tensor the error of a layout as a multiple of that of one process."""
     among = MIXTURE_LAYOUTS if family in MIXTURES else LAYOUTS
     case = next(x for x in among if x.name == layout)
     words = f"{replace(case, scaled=False).command(family)} {half}"

@@ -1,6 +1,6 @@
-"""Mistakes that real frameworks have made, planted one at a time to see that the net catches them.
+"""Planted bugs: mistakes that real frameworks have made, which the parity net must detect.
 
-Each one breaks this process for good, which is why it runs on forked ranks only.
+A bug breaks its process for good, so bugs are planted on forked ranks only.
 """
 
 import dataclasses
@@ -195,7 +195,7 @@ def clipped_by_a_local_norm() -> None:
 
 
 def heads_interleaved() -> None:
-    """Queries are dealt out to ranks head by head while the output projection expects blocks of heads."""
+    """Queries are assigned to ranks head by head, but the output projection expects blocks of heads."""
     forward = SelfAttention.forward
 
     def swapped(self: SelfAttention, x: Tensor, rope: Any, angles: Any) -> Tensor:
@@ -209,7 +209,7 @@ def heads_interleaved() -> None:
 
 
 def positions_from_zero() -> None:
-    """Every context rank counts its own tokens from 0, as if they were a sequence of their own."""
+    """Every context rank numbers its tokens from 0, as if they were a whole sequence."""
     own_tokens = ParallelModel.local_tokens
 
     def from_zero(self: ParallelModel, batches: Any) -> Any:
@@ -224,7 +224,7 @@ def positions_from_zero() -> None:
 
 
 def later_tokens_visible() -> None:
-    """Early queries see the keys of a later rank too."""
+    """Early queries attend to the keys of a later rank too."""
     visible_of = context_module.ring_block
 
     def everything(source: int, rank: int, length: int) -> Block:
@@ -235,7 +235,7 @@ def later_tokens_visible() -> None:
 
 
 def attention_parts_not_rescaled() -> None:
-    """Each part of the attention keeps the weights it had by itself."""
+    """Partial attention outputs are averaged instead of rescaled."""
 
     def halves(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
         out.copy_(torch.where((lse > -math.inf)[..., None], (out + more) / 2, more))
@@ -248,13 +248,13 @@ def key_gradients_not_summed() -> None:
     def own_alone(part: Tensor, whole: Tensor, group: Group) -> None:
         part.copy_(whole.unflatten(0, (group.size, -1))[group.rank])
 
-    # For this module alone: the others call the collective too.
+    # Replaced in this module only, because other modules call the collective too.
     broken = {**vars(context_module.collectives), "reduce_scatter_into": own_alone}
     context_module.collectives = SimpleNamespace(**broken)  # type: ignore[assignment]
 
 
 def key_gradients_left_on_the_way() -> None:
-    """Gradients of keys and values do not travel on with them: each rank keeps what it has computed last."""
+    """Gradients of keys and values stay on each rank instead of moving along the ring."""
     pass_on = context_module.start_ring_exchange
 
     def stay(tensor: Tensor, group: Group, tag: int) -> Pending:
@@ -286,7 +286,7 @@ def deferred_weight_gradient_lost() -> None:
 
 
 def weight_gradient_of_another_micro_batch() -> None:
-    """The gradients of one micro-batch meet the inputs of the latest one of the same stage."""
+    """The gradients of one micro-batch are multiplied with the inputs of the stage's latest one."""
     compute = DeferredGradients.compute
 
     def mixing(self: DeferredGradients, cell: tuple[int, int]) -> None:
@@ -299,7 +299,7 @@ def weight_gradient_of_another_micro_batch() -> None:
 
 
 def tied_head_without_a_gradient() -> None:
-    """Where first and last stage share one parameter, only its first use brings a gradient."""
+    """If first and last stage share a parameter, its use in the head gives no gradient."""
     build = OutputLayer.__init__
 
     def half_tied(head: OutputLayer, *sizes: Any, **given: Any) -> None:
@@ -311,7 +311,7 @@ def tied_head_without_a_gradient() -> None:
 
 
 def deferred_gradient_for_a_copy() -> None:
-    """A recomputed layer hands over the weight that backward unpacks: a copy, whose gradient nobody reads."""
+    """A recomputed layer defers the gradient of the unpacked weight, a copy whose gradient is not read."""
 
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         x, weight = ctx.saved_tensors
@@ -322,9 +322,7 @@ def deferred_gradient_for_a_copy() -> None:
 
 
 def dropout_drawn_anew_in_recompute() -> None:
-    """The mask depends on how often a place was visited, so the second run of a layer drops other
-    elements.
-    """
+    """The dropout mask depends on the number of visits, so recompute drops other elements."""
     drop, visited = layer_module.hidden_dropout, list[tuple[DropoutKeys, int]]()
 
     def counting(x: Tensor, keys: DropoutKeys, site: int, probability: float, stream: Tensor) -> Tensor:
@@ -336,7 +334,7 @@ def dropout_drawn_anew_in_recompute() -> None:
 
 
 def recomputed_without_a_sum() -> None:
-    """The second run of a layer leaves out the sum over the tensor axis that the first one had."""
+    """Recompute leaves out the all-reduce over the tensor axis."""
     leave = TensorAxis.leave
 
     def local_in_backward(self: TensorAxis, x: Tensor) -> Tensor:
@@ -395,6 +393,6 @@ BUGS: dict[str, tuple[Callable[[], None], str, str]] = {
 
 
 def plant(bug: str) -> None:
-    """Breaks this process, or does nothing for no name."""
+    """Plants a bug in this process; does nothing for an empty name."""
     if bug:
         BUGS[bug][0]()

@@ -1,4 +1,4 @@
-"""What the net covers: families of models, and layouts to spread them over."""
+"""Cases of the parity net: families of models, and layouts to run them in."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -10,8 +10,8 @@ BATCH = 8
 SEQUENCE = 16
 VOCABULARY = 61
 
-# Four layers (a layout has as many as it needs), eight heads, two key/value heads: with four tensor ranks,
-# two of them share a key/value head.
+# Four layers unless a layout sets another number, eight heads, two key/value heads: with four tensor ranks,
+# two ranks share a key/value head.
 SHAPE = (
     f"--num-layers 4 --hidden-size 32 --num-attention-heads 8 --kv-channels 8 --ffn-hidden-size 48 "
     f"--seq-length {SEQUENCE} --vocab-size {VOCABULARY} --make-vocab-size-divisible-by 16 {REVEALING} "
@@ -53,11 +53,12 @@ MIXTURES = {
 
 @dataclass(frozen=True)
 class Layout:
-    """`words` are flags of the spread run; `both` are flags that the run on one process gets too.
+    """One layout of the net.
 
-    `same_cut`: what is computed depends on the micro-batches, so the run on one process has the same ones;
-    otherwise it takes the whole batch at once. `scaled`: the loss is multiplied before backward, as in fp16,
-    and on one process it is not. `fused`: so is its cross entropy, and in chunks.
+    `words`: flags of the run on several ranks. `both`: flags that the run on one process gets too.
+    `same_cut`: the result depends on the micro-batches, so the run on one process uses the same ones;
+    otherwise it takes the whole batch at once. `scaled`: on several ranks the loss is scaled before backward,
+    as in fp16. `fused`: on several ranks the cross entropy is fused and computed in chunks.
     """
 
     name: str
@@ -78,10 +79,9 @@ class Layout:
 
     @property
     def depth(self) -> int:
-        """Layers, unless `both` says how many: one for each stage, and two at least.
+        """Number of layers unless `both` sets it: one for each stage, and at least two.
 
-        Every layer costs its collectives. Stages of several layers, and of different numbers of them, come
-        with FIVE.
+        Every layer adds collectives. Stages of several layers, and of different numbers, are covered by FIVE.
         """
         doubled = VIRTUAL in self.words or ZBV in self.words or DUALPIPEV in self.words
         return max(2, self.pipeline_ranks * (2 if doubled else 1))
@@ -92,7 +92,7 @@ class Layout:
         return int(flags[flags.index(PIPELINE) + 1]) if PIPELINE in flags else 1
 
     def alone(self, family: str) -> str:
-        """The run on one process."""
+        """Returns the flags of the run on one process."""
         return f"{self.reference(family)} --micro-batch-size {self.micro_batch if self.same_cut else BATCH}"
 
 
@@ -108,9 +108,9 @@ def _pp(size: int, more: str = "") -> str:
 
 
 def every_second_scaled(layouts: Iterable[Layout]) -> tuple[Layout, ...]:
-    """A scale is no reason for a layout of its own: it must change nothing in any of them.
+    """Scales the loss in every second layout, and fuses the cross entropy in two of every four.
 
-    Neither is a fused loss.
+    Neither may change a result in any layout, so they need no layouts of their own.
     """
     return tuple(
         replace(layout, scaled=number % 2 == 1, fused=number // 2 % 2 == 0)
@@ -119,7 +119,7 @@ def every_second_scaled(layouts: Iterable[Layout]) -> tuple[Layout, ...]:
 
 
 SCALED = "--loss-scale 4096"
-# A chunk that divides no micro-batch, and is smaller than all but those of one sequence.
+# The chunk divides no micro-batch, and is smaller than any of more than one sequence.
 FUSED = "--cross-entropy-loss-fusion --cross-entropy-chunk 20"
 SP = "--sequence-parallel"
 GPIPE = "--pipeline-schedule gpipe"
@@ -235,7 +235,7 @@ _PLAIN = (
         both=FIVE,
     ),
     Layout("cp2 a2a pp2 dp2 zero2", 8, f"{_cp(2, 'a2a')} {_pp(2)} {_zero(2)}"),
-    # Backwards in two halves.
+    # Split backward.
     Layout("pp2 zero-bubble", 2, _pp(2, ZERO_BUBBLE)),
     Layout("pp2 zbv", 2, _pp(2, ZBV)),
     Layout("pp2 dualpipev", 2, _pp(2, DUALPIPEV)),
@@ -259,7 +259,7 @@ _PLAIN = (
     Layout("pp2 dualpipev uneven dp2", 4, _pp(2, DUALPIPEV), micro_batch=1, both=FIVE),
     Layout("pp2 dualpipev dp2 zero1", 4, f"{_pp(2, DUALPIPEV)} {_zero(1)}", micro_batch=1),
     Layout("pp2 dualpipev dp2 zero2", 4, f"{_pp(2, DUALPIPEV)} {_zero(2)}", micro_batch=1),
-    # Parameters in shards.
+    # ZeRO 3.
     Layout("dp2 zero3", 2, ZERO3),
     Layout("cp2 zero3", 2, f"{_cp(2)} {ZERO3}", micro_batch=4),
     Layout("tp2 sp dp2 zero3", 4, f"{_tp(2)} {SP} {ZERO3}"),
@@ -290,14 +290,14 @@ _PLAIN = (
     Layout("tp2 pp2 gpipe mlp", 4, f"{_tp(2)} {_pp(2, GPIPE)} {_selective(MLP)}"),
     Layout("pp2 uneven dp2 zero1 core_attn", 4, f"{_pp(2)} {_zero(1)} {_selective(CORE)}", both=FIVE),
     Layout("pp2 virtual2 dp2 mlp layernorm", 4, f"{_pp(2, VIRTUAL)} {_selective(MLP, NORMS)}"),
-    # Recompute with backwards in two halves.
+    # Recompute with split backward.
     Layout("pp2 zero-bubble full", 2, f"{_pp(2, ZERO_BUBBLE)} {_full('uniform', 1)}", both=DROPOUT),
     Layout("tp2 sp pp2 zero-bubble mlp", 4, f"{_tp(2)} {SP} {_pp(2, ZERO_BUBBLE)} {_selective(MLP)}"),
     Layout("pp2 zbv dp2 zero2 full", 4, f"{_pp(2, ZBV)} {_zero(2)} {_full('uniform', 1)}", micro_batch=1),
     Layout("pp2 zbv core_attn mlp layernorm", 2, f"{_pp(2, ZBV)} {_selective(CORE, MLP, NORMS)}"),
     Layout("tp2 pp2 dualpipev block1", 4, f"{_tp(2)} {_pp(2, DUALPIPEV)} {_full('block', 1)}"),
     Layout("pp2 dualpipev core_attn layernorm", 2, f"{_pp(2, DUALPIPEV)} {_selective(CORE, NORMS)}"),
-    # Context parallelism with backwards in two halves, and with recompute.
+    # Context parallelism with split backward, and with recompute.
     *(
         Layout(f"cp2 {kind} pp2 {name}", 4, f"{_cp(2, kind)} {_pp(2, schedule)}")
         for kind in ("p2p", "all_gather", "a2a")

@@ -1,4 +1,4 @@
-"""Drawing values, for random cases."""
+"""Draws values for random cases."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from pentatron.settings.run_config import table
 
 Item = TypeVar("Item")
 
-# How often a value is drawn that need not fit the others.
+# Probability of a value that may not fit the others.
 _CARELESS = 0.02
 
 
@@ -29,7 +29,7 @@ class Dice:
         return self.random.randint(least, max(least, most))
 
     def some(self, options: Sequence[Item], most: int) -> list[Item]:
-        """One or several of them, in their order."""
+        """Draws one or several of the options, in their order."""
         chosen = self.random.sample(range(len(options)), self.number(1, min(most, len(options))))
         return [options[i] for i in sorted(chosen)]
 
@@ -38,6 +38,6 @@ class Dice:
 
 
 def available(name: str) -> list[Any]:
-    """The choices of a setting that are built: what is built later is drawn from that day on."""
+    """Returns the choices of a setting that are built; new ones are drawn as soon as they are built."""
     item = table()[name]
     return [choice for choice in item.choices if not item.refuses(choice)]

@@ -25,15 +25,15 @@ from tests.parity.trajectory import on_a_rank, run
 from tests.parity.verdicts import disagreements, failures, largest_gap
 
 TIMEOUT = 90.0
-# Two experts whose scores lie closer than this may change places when sums are rounded in another order.
+# Two experts with scores closer than this may swap when sums are rounded in another order.
 TIE = 2e-5
-# Half of the distance between fp32 numbers, relative to them.
+# Half the distance between neighbouring fp32 numbers, relative to them.
 ROUNDING = 3e-8
 _OTHER_SEEDS = 4
 
 
 class Margins(TorchFunctionMode):
-    """Watches every choice of the largest: by how little was the last one chosen?"""
+    """Records the smallest margin between the last chosen and the first rejected score of any `topk`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,15 +50,15 @@ class Margins(TorchFunctionMode):
             return
         best = scores.detach().topk(k + 1, dim).values
         chosen, missed = best.select(dim, k - 1), best.select(dim, k)
-        # Where experts have no token more to choose from (0), or come in groups that were not (-inf), none
-        # was close.
+        # Not ties: scores of 0 (an expert has no tokens left to choose) and of -inf (a group of experts was
+        # not chosen).
         real = chosen.isfinite() & missed.isfinite() & chosen.ne(0)
         if real.any():
             self.closest = min(self.closest, float((chosen - missed)[real].min()))
 
 
 def alone_on_a_rank(words: str) -> tuple[Trajectory, float]:
-    """The run on one process, and how close its closest choice of experts was."""
+    """Runs one process; also returns the smallest margin of a choice of experts."""
     with Margins() as margins:
         seen = run(words, 1)
     return seen, margins.closest
@@ -66,10 +66,11 @@ def alone_on_a_rank(words: str) -> tuple[Trajectory, float]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """`refused`: the sentence of the configuration; `failed`: what went wrong; neither: it agrees.
+    """Result of a case; it agrees if neither `refused` nor `failed` is set.
 
-    `share` is the largest gap as a share of what is allowed. `ties`: for every seed with which it was asked
-    in vain, how close the closest choice of experts was.
+    `refused`: the error of the configuration. `failed`: what went wrong. `share`: the largest gap as a share
+    of what is allowed. `ties`: the smallest margin of a choice of experts, for every seed that was rejected
+    because of a tie.
     """
 
     refused: str = ""
@@ -81,15 +82,16 @@ class Outcome:
 def judged(case: Case, bug: str = "", timeout: float = TIMEOUT) -> Outcome:
     """Compares a case with one process.
 
-    Where experts are chosen by scores that are all but equal, two right runs may choose differently, and go
-    different ways from there. So a case that disagrees and has such a choice is asked again with another
-    seed: a mistake would show there too.
+    If experts have almost equal scores, two correct runs may choose different experts and diverge. A case
+    that disagrees and has such a tie is therefore run again with another seed, where a real mistake would
+    show too.
     """
     try:
         config = case.config()
     except UserError as error:
         return Outcome(refused=str(error))
-    # A router with a capacity compares weights in steps; one at the edge of a step may fall on either side.
+    # A router with a capacity compares rounded weights, and a weight at a rounding edge may fall on either
+    # side.
     in_steps = config.moe.num_experts is not None and config.moe.moe_expert_capacity_factor is not None
     ties: list[float] = []
     while True:
@@ -101,14 +103,14 @@ def judged(case: Case, bug: str = "", timeout: float = TIMEOUT) -> Outcome:
 
 
 def with_other_seed(case: Case, more: int) -> Case:
-    """Other initial weights, the same model."""
+    """Returns the same model with other initial weights."""
     seed = case.config().run.seed
     others = tuple(trait for trait in case.traits if not trait.startswith("--seed "))
     return case if more == 0 else Case(case.ranks, (*others, f"--seed {seed + more}"))
 
 
 def _compared(case: Case, bug: str, timeout: float) -> tuple[tuple[str, ...], float, float]:
-    """What failed, the largest gap, and how close the closest choice was."""
+    """Returns what failed, the largest gap, and the smallest margin of a choice of experts."""
     try:
         [(expected, closest)] = run_distributed(alone_on_a_rank, 1, timeout=timeout, words=case.reference())
         found = run_distributed(on_a_rank, case.ranks, timeout=timeout, words=case.command, bug=bug)
@@ -116,12 +118,12 @@ def _compared(case: Case, bug: str, timeout: float) -> tuple[tuple[str, ...], fl
         return tuple(str(error).strip().splitlines()), math.inf, math.inf
     judgement = gaps(found, expected)
     apart = [f"{place} differs from another rank's" for place in disagreements(found)]
-    # No choice, close or not, excuses ranks that raise, hang or hold different copies.
+    # A tie does not excuse ranks that raise, hang or hold different copies.
     return (*failures(judgement), *apart), gap_size(largest_gap(judgement)), math.inf if apart else closest
 
 
 def nudged_on_a_rank(words: str, share: float) -> Trajectory:
-    """The run on one process, with every initial weight changed by about this share of itself."""
+    """Runs one process, with every initial weight changed by about this share of itself."""
     reveal = trial_module.perturb_norms_and_biases
 
     def nudge(model: ParallelModel) -> None:
@@ -136,11 +138,9 @@ def nudged_on_a_rank(words: str, share: float) -> Trajectory:
 
 
 def sensitivity(case: Case) -> float:
-    """How far one process comes from itself by a rounding of its initial weights, as a share of what is
-    allowed.
+    """Returns the gap caused by rounding the initial weights, as a share of what is allowed.
 
-    Where this is far above 1 the model makes so much of so little that no layout can agree, right as it may
-    be.
+    If it is far above 1, the model amplifies rounding errors so much that no correct layout can agree.
     """
     one, other = (
         run_distributed(nudged_on_a_rank, 1, timeout=TIMEOUT, words=case.reference(), share=share)
@@ -151,11 +151,11 @@ def sensitivity(case: Case) -> float:
 
 @dataclass
 class Tally:
-    """What has been run so far."""
+    """Counts of the cases run so far."""
 
     run: int = 0
     refused: int = 0
-    # Numbers of the cases that were asked again, and how close their choices were.
+    # Cases that were run again, with the smallest margin for each seed.
     ties: dict[int, tuple[float, ...]] = field(default_factory=dict)
     failures: list[tuple[int, Case, Outcome]] = field(default_factory=list)
     share: float = 0.0
@@ -181,8 +181,11 @@ class Tally:
 
 @dataclass(frozen=True)
 class Campaign:
-    """`wanted` cases are run, those refused not counted; `seconds` end it earlier, `only` picks cases by a
-    word."""
+    """A series of random cases.
+
+    `wanted`: number of cases to run, without refused ones. `seconds`: time after which no further case is
+    run. `only`: text that a case must contain.
+    """
 
     seed: int
     wanted: int
@@ -201,7 +204,7 @@ class Campaign:
             number += 1
 
     def run(self, tally: Tally, tell: Callable[[Tally, float], None]) -> None:
-        """`tell` is called after every case with the seconds since the start."""
+        """Runs cases, and calls `tell` after each with the seconds since the start."""
         started = time.monotonic()
         for number, case, outcome in self._outcomes():
             tally.count(number, case, outcome)
@@ -212,7 +215,7 @@ class Campaign:
                 return
 
     def _outcomes(self) -> Iterator[tuple[int, Case, Outcome]]:
-        """In the order of the cases, however many are run at a time."""
+        """Yields outcomes in the order of the cases, even if several run in parallel."""
         if self.jobs == 1:
             for number, case in self.cases():
                 yield number, case, judged(case, self.bug)
@@ -230,12 +233,12 @@ class Campaign:
 
 
 def replay_command(case: Case) -> str:
-    # With =, as one flag alone would be taken for a flag of the script.
+    # With `=`, because argparse would take a single flag for one of the script.
     return f"python scripts/fuzz.py --ranks {case.ranks} --case={shlex.quote(case.words)}"
 
 
 def shrunk(case: Case, still_fails: Callable[[Case], bool], seconds: float) -> Case:
-    """Leaves out one trait after the other as long as the case fails without it, for some seconds."""
+    """Removes traits as long as the case fails without them, for at most `seconds`."""
     until = time.monotonic() + seconds
     smaller: Case | None = case
     while smaller is not None:
@@ -248,7 +251,10 @@ def shrunk(case: Case, still_fails: Callable[[Case], bool], seconds: float) -> C
 
 
 def _smaller(case: Case) -> Iterator[Case]:
-    """First whole subjects, then single traits; a parallel size takes its ranks with it."""
+    """Yields smaller cases: without a section, then without a trait, then on fewer ranks.
+
+    Removing a parallel size divides the number of ranks by it.
+    """
     sections = {trait: setting.section for trait in case.traits if (setting := setting_of(trait)) is not None}
     for section in ("moe", "memory"):
         kept = tuple(trait for trait in case.traits if sections.get(trait) != section)

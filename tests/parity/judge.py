@@ -1,4 +1,4 @@
-"""Cells of the parity table, one after the other or several at a time."""
+"""Computes cells of the parity table, one at a time or in parallel."""
 
 import functools
 import math
@@ -25,7 +25,7 @@ class Cell:
 
     @property
     def text(self) -> str:
-        """The largest gap as a share of what is allowed."""
+        """Returns the largest gap as a share of what is allowed."""
         return f"{largest_gap(self.judged).ratio:.1%}"
 
     @property
@@ -48,7 +48,7 @@ def _alone(words: str, device: str) -> Trajectory:
 
 
 def judged(task: Task) -> Cell:
-    """A layout against one process; ranks that fail are as far away as can be."""
+    """Compares a layout with one process; ranks that fail count as an infinite gap."""
     layout, family = task.layout, task.family
     expected = _alone(layout.alone(family), task.device)
     try:
@@ -67,7 +67,7 @@ def judged(task: Task) -> Cell:
 
 
 def judge_all(tasks: Sequence[Task], jobs: int) -> Iterator[Cell]:
-    """In the order of the tasks; each job has a process and a warm parent of ranks of its own."""
+    """Yields cells in the order of the tasks; each job has its own process and zygote."""
     if jobs == 1:
         yield from map(judged, tasks)
         return

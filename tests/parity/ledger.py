@@ -1,5 +1,4 @@
-"""How many random cases have been run in all: a line of docs/fuzz.csv for every run, and what docs/parity.md
-says of it."""
+"""Ledger of random cases: a line of docs/fuzz.csv for every run, and a section of docs/parity.md."""
 
 import csv
 from collections.abc import Sequence
@@ -52,7 +51,7 @@ def append(ledger: Path, entry: Entry) -> None:
 
 
 def section(entries: Sequence[Entry]) -> str:
-    """What the page says about them; the last thing on it."""
+    """Returns the section of docs/parity.md about random cases, which is the last one."""
     cases, refused = sum(e.cases for e in entries), sum(e.refused for e in entries)
     text = (
         f"`make fuzz` draws models and layouts at random and judges each of them in the same way: {cases} cases have been run in "
@@ -71,5 +70,5 @@ def section(entries: Sequence[Entry]) -> str:
 
 
 def renewed(page: str, entries: Sequence[Entry]) -> str:
-    """The page, with what it says about random cases brought up to date."""
+    """Returns the page with an updated section about random cases."""
     return f"{page.partition(TITLE)[0].rstrip()}\n\n{section(entries)}"

@@ -1,4 +1,4 @@
-"""Mistakes about experts, planted like those of `bugs.py`."""
+"""Planted bugs in layers with experts; part of `BUGS` of `bugs.py`."""
 
 import dataclasses
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from pentatron.parallel.sharding import Shard, ShardedModule, ShardingSpec
 
 
 def forget_partial(chosen: Callable[[Any, str], bool]) -> None:
-    """Layers that `chosen` picks declare their gradients complete although they are parts of a sum."""
+    """Makes the layers that `chosen` selects declare partial gradients as complete."""
     declare = ShardedModule.declare
 
     def forgetful(self: Any, name: str, shape: tuple[int, ...], declared: ShardingSpec) -> Any:
@@ -45,7 +45,7 @@ def token_combined_with_the_wrong_weight() -> None:
 
 
 def tokens_returned_in_the_order_of_experts() -> None:
-    """What comes back is not put where its token is."""
+    """Outputs of experts are not scattered back to the places of their tokens."""
     put_back = dispatch_module._scatter_rows
 
     def as_it_came(rows: Tensor, order: Tensor, count: int) -> Tensor:
@@ -59,7 +59,7 @@ def balance_judged_by_local_counts() -> None:
 
 
 def balance_averaged_over_own_micro_batches() -> None:
-    """Data-parallel ranks each take the mean over their own micro-batches, and all of them are added up."""
+    """Each data-parallel rank averages over its own micro-batches, and the averages are summed."""
 
     def own(self: RouterLoads, micro_batches: int, scale: float = 1.0) -> None:
         for load in self.local.values():
@@ -69,7 +69,7 @@ def balance_averaged_over_own_micro_batches() -> None:
 
 
 def expert_gradients_divided_by_the_wrong_number() -> None:
-    """By the copies of dense layers, after they were summed over the copies of experts."""
+    """Gradients summed over expert replicas are scaled by the ratio of expert to dense replicas."""
     finish = FullReduction.finish
 
     def divided(self: FullReduction) -> None:
@@ -83,7 +83,7 @@ def expert_gradients_divided_by_the_wrong_number() -> None:
 
 
 def expert_gradients_summed_with_dense_ones() -> None:
-    """Over all data-parallel ranks, of which some hold other experts."""
+    """Expert gradients are summed over all data-parallel ranks, some of which hold other experts."""
     finish = FullReduction.finish
 
     def with_all(self: FullReduction) -> None:
@@ -97,7 +97,7 @@ def expert_gradients_summed_with_dense_ones() -> None:
 
 
 def expert_norm_counted_on_the_first_tensor_rank() -> None:
-    """As if tensor ranks held copies of each other's experts: the norm lacks some of them."""
+    """The norm leaves out experts of later tensor ranks, as if they were copies."""
     counted = Optimizer._norm_views
 
     def fewer(self: Optimizer) -> list[GradientView]:
@@ -146,7 +146,7 @@ def expert_gate_and_up_cut_as_one() -> None:
 
 
 def capacity_by_local_tokens() -> None:
-    """Every rank drops by its own tokens, as if they were the micro-batch."""
+    """Every rank drops tokens as if its own were the whole micro-batch."""
     of_micro_batch = ExpertAxis.gather_micro_batch
 
     def own(self: ExpertAxis, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the net covers of mixtures of experts: families, and layouts to spread them over."""
+"""Layouts of the parity net for mixtures of experts."""
 
 from tests.parity.cases import (
     BOTH_OVERLAPS,
@@ -25,10 +25,10 @@ from tests.parity.cases import _selective as selective
 from tests.parity.cases import _tp as tensor
 from tests.parity.cases import _zero as zero
 
-# Each expert whole on its rank, however the dense layers are cut.
+# Experts are not split over ranks, even if dense layers are.
 WHOLE = "--expert-tensor-parallel-size 1"
 GATHER = "--moe-token-dispatcher-type allgather"
-# These look at a micro-batch as a whole, so the run on one process must cut its batch alike.
+# Computed over a micro-batch, so the run on one process must use the same micro-batches.
 BY_MICRO_BATCH = "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.05"
 CAPACITY = "--moe-expert-capacity-factor 1.1"
 
@@ -66,7 +66,7 @@ _PLAIN = (
     Layout("tp4 ep2", 4, f"{tensor(4)} {experts(2, '--expert-tensor-parallel-size 2')}", micro_batch=8),
     Layout("tp2 dp2 zero1 dropout", 4, f"{tensor(2)} {zero(1)}", both=DROPOUT),
     Layout("tp2 dp2 zero2", 4, f"{tensor(2)} {zero(2)}"),
-    # Experts wider than dense layers: etp 2 without tensor parallelism.
+    # Experts split over more ranks than dense layers: etp 2 without tensor parallelism.
     Layout("dp2 etp2", 2, "--expert-tensor-parallel-size 2"),
     Layout(
         "dp4 ep2 etp2 gather overlap",
@@ -116,7 +116,7 @@ _PLAIN = (
         "tp2 sp cp2 dp2 ep4 gather zero2", 8, f"{tensor(2)} {SP} {context(2)} {experts(4, GATHER)} {zero(2)}"
     ),
     Layout("dp8 ep4 zero2", 8, f"{experts(4)} {zero(2)}", micro_batch=1),
-    # Parameters in shards; with as many expert ranks as replicas, experts are whole.
+    # ZeRO 3; with as many expert ranks as replicas, experts are not sharded.
     Layout("ep2 zero3", 2, f"{experts(2)} {ZERO3}", both=DROPOUT),
     Layout("dp4 ep2 zero3", 4, f"{experts(2)} {ZERO3}"),
     Layout("dp4 ep2 gather zero3 hybrid", 4, f"{experts(2, GATHER)} {HYBRID}", micro_batch=1),
@@ -125,7 +125,7 @@ _PLAIN = (
     Layout("ep2 zero3 moe", 2, f"{experts(2)} {ZERO3} {selective('moe', 'layernorm')}"),
     Layout("ep2 zero3 full", 2, f"{experts(2)} {ZERO3} {full('uniform', 2)}", both=FOUR),
     Layout("pp2 ep2 zero3", 4, f"{pipeline(2)} {experts(2)} {ZERO3}"),
-    # What is defined by micro-batch.
+    # Auxiliary losses and capacities that are defined per micro-batch.
     Layout("dp2 by micro-batch", 2, "", both=BY_MICRO_BATCH, same_cut=True),
     Layout(
         "tp2 cp2 dp2 ep2 by micro-batch",

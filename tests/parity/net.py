@@ -1,5 +1,7 @@
-"""A layout and its reference, as the tests of the net run them; apart from the tests, whose cases take a rank
-longer to find than to run."""
+"""Runs a layout and its reference on one process, for the tests of the net.
+
+Not in a test module: a rank would import it, and computing its list of cases takes longer than a run.
+"""
 
 import functools
 
@@ -10,8 +12,8 @@ from tests.parity.mixtures import MIXTURE_LAYOUTS
 from tests.parity.trajectory import on_a_rank, run
 
 TIMEOUT = 180.0
-# The third step is the first whose gradients have seen what a second update made of the first one's moments,
-# and every planted bug is caught by then. `make parity` takes five.
+# The third step is the first whose gradients depend on a second update, which uses the moments of the first.
+# All planted bugs are detected by then. `make parity` runs five steps.
 SHORT = "--train-iters 3"
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
 MIXTURES_BY_NAME = {layout.name: layout for layout in MIXTURE_LAYOUTS}
@@ -27,7 +29,7 @@ def on_one_process(words: str) -> Trajectory:
 
 
 def reference(layout: Layout, family: str) -> Trajectory:
-    """The same on one process."""
+    """Runs the layout's model on one process."""
     return on_one_process(f"{layout.alone(family)} {SHORT}")
 
 

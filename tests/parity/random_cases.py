@@ -1,7 +1,7 @@
-"""Random models in random layouts: the same seed and number always make the same case.
+"""Random models in random layouts; a seed and a number always give the same case.
 
-Values are drawn so that most of them fit together; now and then one is drawn without looking, as a user
-would.
+Most values are drawn so that they fit together. Now and then one is drawn without regard to the others, as a
+user might choose it.
 """
 
 import math
@@ -24,13 +24,13 @@ from tests.support import resolved
 COMMON = f"--lr 3e-3 --train-iters {STEPS}"
 MOST_LAYERS = 9
 LONGEST = 32
-# What the run on one process does without: how work is spread, and what is kept in memory.
+# Settings without effect in the run on one process: parallelism, and what is kept in memory.
 _SPREAD_SECTIONS = ("parallel", "memory")
 _SPREAD_SETTINGS = (
     *("micro_batch_size", "loss_scale", "moe_token_dispatcher_type", "moe_grouped_gemm"),
     *("fused_cross_entropy", "cross_entropy_chunk"),
 )
-# Two and four ranks find most mistakes and are quick.
+# Weights of the numbers of ranks: two and four find most mistakes and are quick.
 _RANKS = {1: 2, 2: 12, 3: 1, 4: 12, 5: 0.5, 6: 1, 7: 0.5, 8: 3}
 
 
@@ -50,11 +50,11 @@ class Case:
         return f"{COMMON} {self.words}"
 
     def config(self) -> RunConfig:
-        """Raises `UserError` for a case that is refused."""
+        """Resolves the flags; raises `UserError` if the case is refused."""
         return resolved(self.command, self.ranks).config
 
     def reference(self) -> str:
-        """The flags of the same model on one process."""
+        """Returns the flags of the same model on one process."""
         config = self.config()
         micro_batch = (
             config.train.micro_batch_size if _by_micro_batch(config) else config.train.global_batch_size
@@ -65,7 +65,7 @@ class Case:
 
 
 def read_case(ranks: int, text: str) -> Case:
-    """From the flags as a failing case prints them."""
+    """Parses the flags that a failing case prints."""
     traits: list[str] = []
     for word in text.split():
         if is_flag(word) or not traits:
@@ -90,7 +90,7 @@ def _is_spread(trait: str) -> bool:
 
 
 def _by_micro_batch(config: RunConfig) -> bool:
-    """Whether something is defined by micro-batch, so that one process must cut its batch likewise."""
+    """Whether results depend on the micro-batches, so that one process must use the same ones."""
     if config.moe.num_experts is None:
         return False
     return "aux_loss" in loss_weights(config.moe) or config.moe.moe_expert_capacity_factor is not None
@@ -118,8 +118,8 @@ def draw(seed: int, number: int) -> Case:
     layers = _layers(dice, axes.pipeline * virtual)
     sequence_parallel = axes.tensor > 1 and (dice.often(0.5) or (experts and not dice.careless()))
     norm, query_key_norms = dice.of(*available("normalization")), dice.often(0.25)
-    # A norm of two channels leaves a sign or an angle, steep where both are small: rounding alone then
-    # changes a run.
+    # A norm over two channels leaves only a sign or an angle, which is steep where both are small: rounding
+    # alone then changes a run.
     few_channels = not query_key_norms
     traits = [
         *_shape(dice, axes, layers, exchange, sequence_parallel),
@@ -151,7 +151,7 @@ def _axes(dice: Dice, ranks: int) -> Axes:
 
 
 def _schedule(dice: Dice, ranks: int) -> tuple[str, int]:
-    """A pipeline schedule and the stages of each rank."""
+    """Draws a pipeline schedule and the number of stages of each rank."""
     if ranks == 1:
         return "1f1b", 1
     several = [n for n in (2, 3) if n * ranks <= MOST_LAYERS]
@@ -165,7 +165,7 @@ def _schedule(dice: Dice, ranks: int) -> tuple[str, int]:
 
 
 def _layers(dice: Dice, stages: int) -> int:
-    """Rather few than many."""
+    """Draws a number of layers, more often a small one."""
     if dice.careless():
         return dice.number(1, MOST_LAYERS)
     return min(dice.number(stages, MOST_LAYERS) for _ in range(2))
@@ -186,7 +186,7 @@ def _shape(dice: Dice, axes: Axes, layers: int, exchange: str, sequence_parallel
     if sequence_parallel:
         multiple = math.lcm(multiple, axes.context * axes.tensor)
     length = multiple * dice.number(1, LONGEST // multiple)
-    # Fewer tokens than two leave nothing for masks to differ in.
+    # With fewer than two tokens, masks cannot differ.
     yield f"--seq-length {max(2, length + dice.careless())}"
     yield f"--vocab-size {dice.number(11, 97)}"
     yield f"--make-vocab-size-divisible-by {dice.of(1, 2, 3, 5, 16, 64)}"
@@ -208,7 +208,7 @@ def _positions(dice: Dice, few_channels: bool) -> Iterable[str]:
     if dice.often(0.4):
         yield "--rotary-interleaved"
     if dice.often(0.3):
-        # Half of a head of two channels is one, which cannot be rotated: refused now and then.
+        # Half of a head of two channels is a single one, which cannot be rotated; such a case is refused.
         yield f"--rotary-percent {dice.of(0.5, 0.25)}"
 
 
@@ -271,7 +271,7 @@ def _pipeline(dice: Dice, ranks: int, kind: str, virtual: int, layers: int) -> I
             yield f"--microbatch-group-size-per-virtual-pipeline-stage {dice.number(ranks, ranks + 2)}"
     way = dice.of("by cost", "by cost", "ends", "counted", "written out")
     if way == "ends":
-        # What is left must fill the stages between.
+        # The remaining layers must fill the other stages.
         most = max(1, (layers - stages) // virtual + 1)
         flag = dice.of("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
         yield f"{flag} {virtual * dice.number(1, most)}"
@@ -284,8 +284,7 @@ def _pipeline(dice: Dice, ranks: int, kind: str, virtual: int, layers: int) -> I
 
 
 def _written(dice: Dice, layers: int, stages: int) -> str:
-    """Stages between the ends have a layer at least; the first may have the embedding alone, the last the
-    head."""
+    """Draws a pipeline layout with a layer in each inner stage; the ends may have none."""
     counts = [0] + [1] * (stages - 2) + [0]
     for _ in range(layers - sum(counts)):
         counts[dice.number(0, stages - 1)] += 1

@@ -1,4 +1,4 @@
-"""The experts of a random model, and how they are spread."""
+"""Draws the experts of a random model and their parallelism."""
 
 from collections.abc import Iterable
 
@@ -7,7 +7,7 @@ from tests.parity.dice import Dice, available
 
 
 def draw_experts(dice: Dice, stage: int, tensor: int, layers: int) -> Iterable[str]:
-    """`stage` ranks hold one pipeline stage, `tensor` of them share a dense layer."""
+    """Draws flags; `stage` ranks hold one pipeline stage, `tensor` of them share a dense layer."""
     cut = tensor if dice.often(0.5) else dice.of(*divisors(stage))
     holders = dice.of(*divisors(stage // cut if stage % cut == 0 else stage))
     experts = holders * dice.of(1, 2, 2, 3, 4)

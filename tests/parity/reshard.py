@@ -1,4 +1,4 @@
-"""Saving in one layout and going on in another."""
+"""Saves a checkpoint in one layout and resumes in another."""
 
 import itertools
 import random
@@ -26,25 +26,26 @@ from tests.parity.trajectory import here
 from tests.support import resolved
 
 SAVED_AFTER = 2
-# The state is compared bit for bit; of the steps that follow, the third shows what two updates made of it.
+# The state is compared bit for bit; the third of the steps that follow depends on two updates of it.
 AFTERWARDS = 3
 
 
 @dataclass
 class Continued:
-    """The state as this rank holds it (owned fragments), and the losses of the steps that followed."""
+    """The state (owned fragments of this rank), and the losses of the steps that followed."""
 
     state: list[SentFragment]
     losses: list[float]
 
 
 def words_of(layout: Layout, family: str) -> str:
-    """Layouts differ in what both runs share (dropout, number of layers); here all have the plain
-    architecture."""
+    """Returns the flags of a layout with the plain architecture of a family.
+
+    `both` of the layout (dropout, number of layers) is left out, so that all layouts have the same model.
+    """
     longer = f"--train-iters {SAVED_AFTER + AFTERWARDS}"
     words = f"{SHAPE} {(FAMILIES | MIXTURES)[family]} {layout.words} {longer}"
-    # One micro-batch a step: schedules and accumulation are not what is tested here. One schedule needs
-    # several.
+    # One micro-batch a step, as schedules and accumulation are not tested here; DualPipeV needs several.
     replicas = resolved(f"{words} --micro-batch-size 1", layout.ranks).config.grid.data
     return f"{words} --micro-batch-size {1 if DUALPIPEV in words else BATCH // replicas}"
 
@@ -63,7 +64,7 @@ def _build(words: str) -> tuple[RunConfig, World, ParallelModel, AnyOptimizer]:
 
 
 def _kept(model: ParallelModel, optimizer: AnyOptimizer, owned_only: bool = True) -> Iterator[Fragment]:
-    """What a checkpoint has of them, as in the loop."""
+    """Returns the fragments that a checkpoint has, as in the training loop."""
     return itertools.chain(optimizer.fragments(owned_only), model.routers.fragments(owned_only))
 
 
@@ -80,7 +81,7 @@ def _go_on(
 
 
 def save_on_a_rank(words: str, folder: Path) -> Continued:
-    """Two steps, a checkpoint, and three steps more."""
+    """Runs two steps, saves a checkpoint, and runs three more steps."""
     config, world, model, optimizer = _build(words)
     _go_on(config, world, model, optimizer, 0, SAVED_AFTER)
     store = CheckpointStore(folder, keep=None)
@@ -90,7 +91,7 @@ def save_on_a_rank(words: str, folder: Path) -> Continued:
 
 
 def load_on_a_rank(words: str, folder: Path, bug: str = "") -> Continued:
-    """The checkpoint in this layout, as it arrives, and the same three steps."""
+    """Loads the checkpoint in this layout, copies the state, and runs the same three steps."""
     plant(bug)
     config, world, model, optimizer = _build(words)
     found, complaints = CheckpointStore(folder, keep=None).newest_valid(verify=True, set_aside=False)
@@ -112,8 +113,9 @@ class Pair:
 
 
 def resharded_layouts(layouts: Sequence[Layout] = LAYOUTS) -> list[Layout]:
-    """All but those with more stages than the plain architecture has layers, and those of what is
-    not plain.
+    """Returns the layouts that fit the plain architecture.
+
+    Left out are layouts with more stages than it has layers, and those with `same_cut`.
     """
     return [o for o in layouts if EIGHT not in o.both and NINE not in o.both and not o.same_cut]
 
@@ -126,9 +128,9 @@ def random_pairs(
     layouts: Sequence[Layout] = LAYOUTS,
     first: str = "",
 ) -> list[Pair]:
-    """`count` different pairs that start from `saves` saved runs, so that each of those is made once.
+    """Draws `count` different pairs that start from `saves` saved runs, each of which is made once.
 
-    `first`: words that the layouts of those runs have.
+    `first`: flags that the layouts of the saved runs must have.
     """
     generator = random.Random(seed)
     possible = resharded_layouts(layouts)
@@ -148,7 +150,7 @@ def pairs_with_experts(count: int, saves: int) -> list[Pair]:
 
 
 def stale_optimizer_state(state: list[SentFragment]) -> list[SentFragment]:
-    """A control: what a loader that forgets Adam's moments would have."""
+    """Control: the state after a load that leaves out Adam's moments."""
     return [
         (n, shape, at, v if n.startswith("weights/") else torch.zeros_like(v)) for n, shape, at, v in state
     ]

@@ -1,4 +1,4 @@
-"""Mistakes about the loss scale, planted like those of `bugs.py`."""
+"""Planted bugs in the loss scale; part of `BUGS` of `bugs.py`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ def clipped_by_the_norm_of_scaled_gradients() -> None:
 
 
 def shards_keep_the_scale() -> None:
-    """The update of shards forgets to divide."""
+    """The ZeRO 3 optimizer does not divide gradients by the loss scale."""
     step = ShardedOptimizer.step
 
     def undivided(
@@ -30,7 +30,7 @@ def shards_keep_the_scale() -> None:
 
 
 def router_losses_not_scaled() -> None:
-    """They do not come from the end of the model, where the scale is."""
+    """Router losses, which are not part of the model's loss, are not scaled."""
     begin = RouterLoads.begin_step
 
     def without(self: RouterLoads, micro_batches: int, scale: float = 1.0) -> None:

@@ -1,4 +1,4 @@
-"""Mistakes about parameters in shards, planted like those of `bugs.py`."""
+"""Planted bugs in ZeRO 3; part of `BUGS` of `bugs.py`."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from pentatron.parallel.zero3 import FSDPModule, ShardedStage
 
 
 def sharded_gradients_averaged() -> None:
-    """What torch does unless it is told otherwise."""
+    """FSDP averages gradients, which is torch's default."""
     FSDPModule.set_gradient_divide_factor = lambda self, factor: None  # type: ignore[method-assign]
 
 
@@ -22,7 +22,7 @@ def groups_of_replicas_not_summed() -> None:
 
 
 def gathered_weights_outlive_the_update() -> None:
-    """What a stage keeps through a step is never gathered again."""
+    """Weights that a stage keeps gathered through a step are not gathered again after the update."""
 
     def keep(self: ShardedStage, last: bool) -> None:
         self.units[-1].set_reshard_after_backward(False, recurse=False)

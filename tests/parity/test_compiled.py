@@ -1,6 +1,4 @@
-"""Layouts whose layers are compiled: the numbers of one eager process, and weight gradients that
-still wait.
-"""
+"""Compiled layers compute the numbers of one eager process, and still defer weight gradients."""
 
 from functools import partial
 
@@ -27,7 +25,7 @@ WINDOWS = "--window-size 4,0 --window-attn-skip-freq 2"
 
 
 def without_a_compiler(backend: str) -> None:
-    """What is at stake is what is traced: no kernels are generated."""
+    """Traces layers without generating kernels: the tests depend on the traced graph only."""
     compilation._trial = lambda device: ""
     compilation.CompileOptions = partial(CompileOptions, backend)  # type: ignore[assignment,misc]
 
@@ -43,7 +41,7 @@ LAYOUTS = [
     ("llama", "--zero-stage 3", f"{WINDOWS} --num-layers 2", ()),
     ("llama", "--zero-stage 1 --overlap-param-gather --overlap-grad-reduce", "", pytest.mark.sweep),
     ("gpt", "--zero-stage 1 --compile-layers-together 2", "", ()),
-    # Weights are waited for at each layer, which must then be alone.
+    # Each layer waits for its own weights, so it must be compiled alone.
     ("llama", "--zero-stage 1 --overlap-param-gather --compile-layers-together 2", "", pytest.mark.sweep),
     ("llama", "--zero-stage 3 --compile-layers-together 2", "", pytest.mark.sweep),
     ("llama", "--context-parallel-size 2", "", pytest.mark.sweep),
@@ -64,11 +62,13 @@ def test_compiled_layers_compute_what_one_process_does(family: str, words: str, 
 
 
 def waiting_on_a_rank(words: str, split: bool) -> int:
-    """The most numbers that wait for weight gradients in one step; without `split`, compiled as if nothing
-    had to wait."""
+    """Returns the most elements kept for deferred weight gradients in one step.
+
+    Without `split`, layers are compiled as if no gradient were deferred.
+    """
     without_a_compiler("eager" if split else "aot_eager")
     if not split:
-        # Layers whose linear layers do not keep themselves out of the graph.
+        # Keeps linear layers in the compiled graph.
         ModelOptions.linear_of_layer = lambda self, layer: self.linear  # type: ignore[method-assign]
     config = resolved(words, dist.get_world_size()).config
     world = here(config)
@@ -98,6 +98,6 @@ def test_weight_gradients_wait_in_compiled_layers() -> None:
 
 @pytest.mark.sweep
 def test_compiled_as_they_are_they_would_not() -> None:
-    """The control, on the first rank, which has no head whose gradient waits."""
+    """Control, on the first rank, which has no head whose weight gradient is deferred."""
     words = f"{SHAPE} --num-layers 2 {FAMILIES['llama']} --micro-batch-size 1 {ZERO_BUBBLE} {COMPILED}"
     assert run_distributed(waiting_on_a_rank, 2, words=words, split=False)[0] == 0

@@ -1,4 +1,4 @@
-"""Documents inside sequences meet every axis: against one process, and against each document by itself."""
+"""Documents inside sequences, in all axes: compared with one process and with each document alone."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ def test_a_layout_computes_the_same_numbers(layout: Layout, family: str) -> None
 
 
 def unmasked_later_stages() -> None:
-    """Only the stage that embeds tokens knows of documents."""
+    """Only the stage with the embedding masks documents."""
     forward = CausalLM.forward
 
     def forgetful(self: CausalLM, *given: Any, **named: Any) -> torch.Tensor:
@@ -71,7 +71,7 @@ def unmasked_in_the_ring() -> None:
 
 
 def own_tokens_cut_documents() -> None:
-    """Documents of the tokens of a rank, as if these were a sequence of their own."""
+    """Documents are computed from a rank's own tokens, as if these were a whole sequence."""
     own_tokens = ParallelModel.local_tokens
 
     def cut(self: ParallelModel, batches: Sequence[Batch]) -> list[Batch]:
@@ -108,9 +108,9 @@ def test_mistakes_are_caught(mistake: str) -> None:
 
 @pytest.mark.parametrize("flag", ALL.split())
 def test_a_flag_that_is_left_out_is_seen(flag: str) -> None:
-    """Each by itself.
+    """Leaves out one flag at a time.
 
-    Learned positions: rotary ones are relative, so inside documents it is the same where they begin.
+    The model has learned positions: rotary ones are relative, so their start in a document does not matter.
     """
     others = " ".join(word for word in ALL.split() if word != flag)
     expected = on_one_process(Layout("", 1, "", both=ALL).alone("gpt"))
@@ -122,7 +122,7 @@ LENGTHS = ((5, 1, 10), (16,), (1, 1, 3, 11), (9, 7))
 
 
 def documents() -> list[list[npt.NDArray[np.int64]]]:
-    """For every sample its documents, each ending with EOD, that fill the sequence."""
+    """Returns the documents of every sample; each ends with EOD, and together they fill the sequence."""
     draw = np.random.default_rng(4)
     return [[np.append(draw.integers(0, EOD, n - 1), EOD) for n in lengths] for lengths in LENGTHS]
 
@@ -140,7 +140,7 @@ def built(words: str) -> CausalLM:
 
 
 def one_by_one(words: str) -> list[list[float]]:
-    """The loss of every token of every document, run alone; that of what follows its end is nobody's."""
+    """Returns the loss of every token of every document, run alone; the last token has none."""
     model = built(words)
     found = []
     for sample in documents():

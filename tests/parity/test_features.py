@@ -1,5 +1,4 @@
-"""What single families add to a model — stretched positions, windows, single biases — meets every axis:
-against one process."""
+"""RoPE scaling, windows and single biases, in all axes: compared with one process."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -45,7 +44,7 @@ def test_a_layout_computes_the_same_numbers(layout: Layout) -> None:
 
 
 def counted_in_the_stage() -> None:
-    """Layers with windows are counted from the first of a stage, not from the first of the model."""
+    """Layers with windows are numbered within the stage, not within the model."""
     right = attention.window_of_layer
 
     def wrong(size: Sequence[int], skip: str | None, layers: int, number: int) -> int | None:
@@ -55,7 +54,7 @@ def counted_in_the_stage() -> None:
 
 
 def own_chunk_alone() -> None:
-    """A window ends where a chunk of the sequence does."""
+    """A window ends at the boundary of a sequence chunk."""
     right = context_attention.chunk_blocks
 
     def wrong(*given: Any) -> list[Block]:

@@ -1,5 +1,4 @@
-"""Random cases: how they are drawn, judged, made smaller and counted; and a short run of them, always the
-same ones."""
+"""Random cases: drawing, judging, shrinking and counting, and a short run of fixed cases."""
 
 import math
 import shlex
@@ -32,7 +31,7 @@ def test_the_same_seed_draws_the_same_cases() -> None:
 
 
 def traits(config: RunConfig) -> set[tuple[str, object]]:
-    """What a case exercises, read from the configuration it resolves to."""
+    """Returns what a case exercises, read from its resolved configuration."""
     grid, parallel, memory, moe = config.grid, config.parallel, config.memory, config.moe
     found: dict[tuple[str, object], bool] = {
         ("pipeline_schedule", parallel.pipeline_schedule): grid.pipeline > 1,
@@ -127,7 +126,7 @@ EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 8 --moe-token-dispatcher-type a
     ],
 )
 def test_one_process_keeps_the_model_alone(words: str, micro_batch: int) -> None:
-    """And takes the whole batch at once, unless something is defined by micro-batch."""
+    """One process takes the whole batch at once, unless results depend on the micro-batches."""
     case = read_case(2, f"--num-layers 3 {words} --micro-batch-size 2 --global-batch-size 8")
     reference = case.reference()
     assert f"--micro-batch-size {micro_batch}" in reference and "--num-layers 3" in reference
@@ -171,7 +170,7 @@ def test_a_refused_case_is_not_run() -> None:
 def test_how_close_a_choice_was() -> None:
     with Margins() as margins:
         torch.tensor([[0.5, 0.1, 0.3, 0.0], [0.9, 0.8, 0.1, 0.0]]).topk(2, -1)
-        # What was never a candidate is not close: nothing chosen at all, groups that were left out.
+        # Not ties: an expert without tokens, and groups that were not chosen.
         torch.tensor([[0.0, 0.0, 0.0], [1.0, -math.inf, -math.inf]]).topk(2, -1)
         torch.ones(2).topk(2)
     assert margins.closest == pytest.approx(0.2)

@@ -1,4 +1,4 @@
-"""What experts cost, against formulas: collectives and exchanged rows of one step, and bytes on a rank."""
+"""Costs of experts against formulas: collectives, exchanged rows, and bytes on a rank."""
 
 from collections import Counter
 from typing import Any
@@ -22,26 +22,27 @@ ETP, GATHER = "--expert-tensor-parallel-size", "--moe-token-dispatcher-type allg
 
 
 def expected(config: RunConfig) -> Counter[str]:
-    """The collectives of one step of a model in one stage."""
+    """Returns the collectives of one step of a model in one stage."""
     grid, moe, batches = config.grid, config.moe, config.accumulation
     sparse = len(config.layers_with_experts)
     layers, shared = config.model.num_layers, moe.moe_shared_expert_intermediate_size is not None
     total: Counter[str] = Counter()
     if grid.expert * grid.expert_tensor > 1:
         if moe.moe_token_dispatcher_type == "alltoall":
-            # How many come; there and back, forward and backward.
+            # One for the sizes; four for tokens there and back, in forward and backward.
             total["all-to-all"] += 5 * sparse * batches
         else:
-            # Tokens, weights and choices forward, gradients of the output backward; sums the other way round.
+            # All-gather: tokens, weights and choices in forward, gradients of the output in backward.
+            # Reduce-scatter: the output in forward, gradients of tokens and weights in backward.
             total += Counter({"all-gather": 4 * sparse * batches, "reduce-scatter": 3 * sparse * batches})
     if grid.tensor * grid.context > 1:
         counted = {"aux_loss", "seq_aux_loss"} & set(moe.moe_router_load_balancing_type)
         total["all-reduce"] += len(counted) * sparse * batches
     if grid.tensor > 1:
-        # Attention and dense or shared feed-forward parts; experts take tokens as they are.
+        # Attention and dense or shared MLPs; experts take tokens as they are.
         crossings = 2 * layers + 2 * (layers - sparse) + 2 * sparse * shared + 2
         total += Counter({"all-gather": crossings * batches, "reduce-scatter": crossings * batches})
-        # The cross entropy's two, and once a step what is partial over tensor ranks.
+        # Two of the cross entropy, and once a step the gradients that are partial over tensor ranks.
         total["all-reduce"] += 2 * batches + 1
     if grid.context > 1:
         total["ring pass"] += (2 * (grid.context - 1) + grid.context) * layers * batches
@@ -81,7 +82,7 @@ def test_collectives_are_those_of_the_theory(family: str, ranks: int, words: str
 
 
 def exchanged_on_a_rank(words: str) -> tuple[int, int]:
-    """Rows of the residual stream's width this rank sends to others in a step, and receives."""
+    """Returns the rows of hidden states that this rank sends to and receives from others in a step."""
     config = resolved(words, dist.get_world_size()).config
     world = here(config)
     model = build_parallel_model(config, world)
@@ -118,10 +119,10 @@ def test_every_chosen_token_travels_there_and_back_and_so_does_its_gradient(
     sent, received = (sum(rank[i] for rank in found) for i in (0, 1))
     assert sent == received
     if always_elsewhere:
-        # Of the two ranks that share an expert one is always another one: four times a row for each pair.
+        # One of the two ranks that share an expert is always remote: each pair sends a row four times.
         assert sent == 4 * pairs
     else:
-        # About half of the pairs stay where they are.
+        # About half of the pairs stay on their rank.
         assert 0.3 * 4 * pairs < sent < 0.7 * 4 * pairs and sent % 2 == 0
     assert cut == config.grid.expert_tensor
 

@@ -1,5 +1,7 @@
-"""Layouts against one process: enough of them here for every pair of traits to meet, all of them with all
-families in `make parity`."""
+"""Layouts against one process: enough cases for every pair of traits to occur.
+
+`make parity` runs all layouts with all families.
+"""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -16,11 +18,11 @@ from tests.support import resolved
 
 
 def in_turn(layouts: Sequence[Layout], families: Iterable[str]) -> list[tuple[str, str]]:
-    """One family for each layout, in turn, so that every family meets every kind of layout."""
+    """Pairs each layout with one family, in turn, so that every family meets every kind of layout."""
     return [(layout.name, family) for layout, family in zip(layouts, itertools.cycle(families))]
 
 
-# Pairs that must not depend on whose turn it is.
+# Pairs that are always included.
 FIXED = [
     ("tp4", "qwen3"),
     ("tp2 sp", "gpt"),
@@ -37,7 +39,7 @@ FIXED = [
 
 
 def traits(layout: Layout, family: str) -> set[str]:
-    """What a case exercises, read from the configuration it resolves to."""
+    """Returns what a case exercises, read from its resolved configuration."""
     config = resolved(layout.command(family), layout.ranks).config
     grid, parallel = config.grid, config.parallel
     found = {
@@ -60,15 +62,13 @@ def traits(layout: Layout, family: str) -> set[str]:
 
 
 def pairs_of(layout: Layout, family: str) -> list[tuple[str, str]]:
-    """Two traits at a time; the number of ranks and experts are traits too."""
+    """Returns all pairs of traits; the number of ranks and experts are traits too."""
     found = traits(layout, family) | {f"{layout.ranks} ranks"}
     return list(itertools.combinations(sorted(found | ({"experts"} if family in MIXTURES else set())), 2))
 
 
 def covering(cases: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """As few ranks as can be found quickly that let every pair of traits meet that meets in any of
-    the cases.
-    """
+    """Selects cases with few ranks, greedily, that cover every pair of traits of all the cases."""
     pairs = [set(pairs_of(named(*case), case[1])) for case in cases]
     chosen = [number for number, case in enumerate(cases) if case in FIXED]
     missing = set().union(*pairs).difference(*(pairs[number] for number in chosen))
@@ -85,7 +85,7 @@ CASES = covering(list(dict.fromkeys(IN_TURN + FIXED)))
 
 @pytest.mark.parametrize(("layout", "family"), CASES)
 def test_a_layout_computes_the_same_numbers(layout: str, family: str) -> None:
-    """And replicas stay equal to the last bit."""
+    """Replicas also stay equal bit for bit."""
     case = named(layout, family)
     ranks = spread(case, family)
     assert failures(gaps(ranks, reference(case, family))) == []
@@ -105,7 +105,10 @@ def test_replicas_that_drift_would_be_seen() -> None:
 
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_a_rank_whose_words_are_all_padding_cuts_its_buckets_like_its_neighbours(zero: int) -> None:
-    """61 words in 2 shares of 64: partial sums go by place, so the tensor ranks must agree on the places."""
+    """61 words in 2 shards of 64: one tensor rank has padding only.
+
+    Partial gradients are summed by their places in buckets, on which the tensor ranks must agree.
+    """
     words = (
         f"--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 --zero-stage {zero} "
         f"--virtual-pipeline-model-parallel-size 2 --make-vocab-size-divisible-by 64"
@@ -130,7 +133,7 @@ def test_every_pair_of_traits_is_covered() -> None:
         {"cp p2p", "cp allgather", "cp a2a"},
         {"ep alltoall", "ep allgather"},
     ]
-    # Refused: torch sums the gradients of a layer before the second half has come.
+    # Refused: torch reduces the gradients of a layer before the second half of its backward.
     exclusive += [{schedule, "zero3"} for schedule in ("zero-bubble", "zbv", "dualpipev")]
     missing = [
         {a, b}

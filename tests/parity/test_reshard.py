@@ -24,10 +24,10 @@ from tests.parity.reshard import (
 
 TIMEOUT = 180.0
 PAIRS = random_pairs(50, saves=10)
-# More of them, for `make sweep`: experts over any axes, and out of shards.
+# More pairs for `make sweep`: experts over any axes, and saved runs with ZeRO 3.
 FURTHER = [*pairs_with_experts(36, saves=12), *random_pairs(14, saves=5, seed=13, first=ZERO3)]
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
-# Into shards of parameters, out of them, and from some into others.
+# Into ZeRO 3, out of it, and from one layout with it to another.
 SHARDED = [
     Pair(family, BY_NAME[saved], BY_NAME[loaded])
     for family, saved, loaded in (
@@ -75,7 +75,7 @@ def state_of(ranks: list[Continued]) -> dict[str, torch.Tensor]:
 
 
 def _more_of_the_same(number: int) -> bool:
-    """Whether two pairs before this one start from the same checkpoint."""
+    """Whether at least two pairs before this one start from the same checkpoint."""
     own = [(pair.family, pair.saved) for pair in PAIRS[: number + 1]]
     return own.count(own[-1]) > 2
 

@@ -1,5 +1,4 @@
-"""What a layout costs, against formulas: collectives of one step, and bytes of weights, gradients and Adam's
-state."""
+"""Costs of a layout against formulas: collectives of a step, and bytes of optimizer and gradients."""
 
 import itertools
 from collections import Counter
@@ -23,7 +22,7 @@ from tests.parity.cases import FAMILIES, SHAPE
 from tests.parity.trajectory import here
 from tests.support import LLAMA, resolved
 
-# Torch's names, old and new, under one.
+# Old and new names of torch, mapped to one.
 NAMES = {
     "all_reduce": "all-reduce",
     "all_gather_single": "all-gather",
@@ -38,8 +37,7 @@ NAMES = {
 
 
 def count_collectives() -> Counter[str]:
-    """Counts what this process asks of torch.distributed from now on; the check of sizes before a step is
-    left out."""
+    """Counts this process's calls of torch.distributed from now on, except announcements of a step."""
     seen: Counter[str] = Counter()
     for name, kind in NAMES.items():
         if hasattr(dist, name):
@@ -71,7 +69,7 @@ def step_on_a_rank(words: str) -> Counter[str]:
 
 
 def expected(config: RunConfig, rank: int) -> Counter[str]:
-    """The collectives of one step on one rank, by formula."""
+    """Returns the collectives of one step on one rank, by formula."""
     grid, at, micro_batches = config.grid, config.grid.coordinates(rank), config.accumulation
     total: Counter[str] = Counter()
     parts = [config.stages[s] for s in config.placement.stages_of(at.pipeline)]
@@ -81,7 +79,7 @@ def expected(config: RunConfig, rank: int) -> Counter[str]:
     sp = config.parallel.sequence_parallel
     if grid.tensor > 1:
         if sp:
-            # Each layer enters twice and leaves twice; the backward of one is the other.
+            # Each layer gathers twice and scatters twice; the backward of one is the other.
             crossings = 4 * layers + first + last
             total += Counter(
                 {"all-gather": crossings * micro_batches, "reduce-scatter": crossings * micro_batches}
@@ -91,9 +89,9 @@ def expected(config: RunConfig, rank: int) -> Counter[str]:
         total += Counter({kind: n * micro_batches for kind, n in recomputed(config, parts).items()})
         # The largest logit, then the two sums of the cross entropy.
         total["all-reduce"] += 2 * last * micro_batches
-        # Norms lie at the end of a bucket: with shares, in the last one's.
+        # Norms are at the end of a bucket: if it is partitioned, in the share of the last replica.
         last_replica = at.data == grid.data - 1 and at.context == grid.context - 1
-        # Parameters in shards are cut one by one, so that every rank has a part of each norm.
+        # ZeRO 3 shards each parameter, so that every rank has a part of each norm.
         holds_norms = config.parallel.zero_stage in (0, 3) or last_replica
         total["all-reduce"] += (sp or config.model.qk_layernorm) and holds_norms
         total["all-reduce"] += grid.kv_copies > 1
@@ -101,8 +99,7 @@ def expected(config: RunConfig, rank: int) -> Counter[str]:
         # The two ends of a folded pipeline are on one rank and share one parameter.
         total["all-reduce"] += tied and first != last
         where = config.placement.rank_of
-        # Both ways over every boundary that another rank lies beyond: a folded pipeline turns on its last
-        # rank.
+        # Both ways over every boundary between two ranks; a folded pipeline turns within its last rank.
         boundaries = [
             pair for pair in itertools.pairwise(where) if at.pipeline in pair and len(set(pair)) > 1
         ]
@@ -111,7 +108,8 @@ def expected(config: RunConfig, rank: int) -> Counter[str]:
     if grid.context > 1:
         match config.parallel.cp_comm_type:
             case "p2p":
-                # Keys travel to all others forward and backward, their gradients all the way round.
+                # Keys and values pass all other ranks in forward and backward, their gradients go all the way
+                # round.
                 total["ring pass"] += (2 * (grid.context - 1) + grid.context) * layers * micro_batches
             case "all_gather":
                 total["all-gather"] += 2 * layers * micro_batches
@@ -130,7 +128,7 @@ def expected(config: RunConfig, rank: int) -> Counter[str]:
             case 1:
                 total += Counter({"reduce-scatter": buckets + shared, "all-gather": buckets + shared})
             case 2:
-                # What two stages share is reduced once, when both are done.
+                # A parameter that two stages share is reduced once, after both.
                 total["reduce-scatter"] += buckets * micro_batches + shared
                 total["all-gather"] += buckets + shared
             case 3:
@@ -140,9 +138,10 @@ def expected(config: RunConfig, rank: int) -> Counter[str]:
 
 
 def sharded(config: RunConfig, parts: list[StagePart]) -> Counter[str]:
-    """ZeRO 3: every layer is gathered in forward and in backward, where its gradients are scattered.
+    """Returns the collectives of ZeRO 3.
 
-    What a stage holds beside its layers is gathered once a step.
+    Every layer is gathered in forward and in backward, where its gradients are reduce-scattered. Other
+    parameters of a stage are gathered once a step.
     """
     layers, beside = sum(len(p.layers) for p in parts), sum(p.embedding or p.head for p in parts)
     micro_batches = config.accumulation
@@ -150,25 +149,25 @@ def sharded(config: RunConfig, parts: list[StagePart]) -> Counter[str]:
         {
             "all-gather": 2 * layers * micro_batches + beside,
             "reduce-scatter": (layers + beside) * micro_batches,
-            # Over the groups of replicas, for each stage.
+            # Between groups of replicas, for each stage.
             "all-reduce": len(parts) * (config.grid.instances > 1),
         }
     )
 
 
 def recomputed(config: RunConfig, parts: list[StagePart]) -> Counter[str]:
-    """Collectives that a backward runs again. A second run ends with the last thing backward needs of it."""
+    """Returns the collectives that recompute repeats, up to the last tensor that backward needs."""
     memory, sp = config.memory, config.parallel.sequence_parallel
     layers = [len(part.layers) for part in parts]
     if memory.recompute_granularity == "selective":
-        # Of the modules only the MLP has collectives: it enters again, and what leaves it is not needed.
+        # Only the MLP has collectives: its input is gathered again, its output is not needed.
         return Counter({"all-gather": sum(layers)} if sp and "mlp" in memory.recompute_modules else {})
     each = memory.recompute_num_layers
     if memory.recompute_granularity is None or each is None:
         return Counter()
     covered = sum(layers) if memory.recompute_method == "uniform" else sum(min(n, each) for n in layers)
     chunks = sum(-(-n // each) for n in layers) if memory.recompute_method == "uniform" else covered
-    # Of a chunk's last layer the output is not needed, unless dropout behind it needs its keys.
+    # The output of a chunk's last layer is not needed, unless dropout follows, which saves its keys.
     leaving = 2 * covered - (chunks if config.model.hidden_dropout == 0 else 0)
     if sp:
         return Counter({"all-gather": 2 * covered, "reduce-scatter": leaving})
@@ -243,7 +242,7 @@ def test_collectives_are_those_of_the_theory(family: str, ranks: int, words: str
 
 
 def layer_runs_on_a_rank(words: str) -> list[int]:
-    """How often each of this rank's layers begins to run in a step."""
+    """Returns how often each of this rank's layers starts to run in a step."""
     config = resolved(words, dist.get_world_size()).config
     world = here(config)
     model = build_parallel_model(config, world)
@@ -274,7 +273,7 @@ def test_a_pipeline_runs_no_layer_more_often_than_recompute_needs(
 
 
 def deferred_on_a_rank(words: str) -> int:
-    """The most numbers that wait for weight gradients in one step."""
+    """Returns the most elements kept for deferred weight gradients in one step."""
     config = resolved(words, dist.get_world_size()).config
     world = here(config)
     model = build_parallel_model(config, world)
@@ -301,14 +300,13 @@ def deferred_on_a_rank(words: str) -> int:
         f"{PP} 2",
         f"{TP} 2 {SP} {PP} 2",
         f"{TP} 2 {PP} 2",
-        # Recompute changes nothing about it.
+        # Recompute does not change the number.
         f"{PP} 2 {FULL} uniform --recompute-num-layers 2",
         f"{TP} 2 {SP} {PP} 2 {SELECTIVE} core_attn mlp layernorm",
     ],
 )
 def test_what_waits_for_weight_gradients(words: str) -> None:
-    """The input and the gradient of the output of every linear layer, for every micro-batch between the
-    halves."""
+    """Between its halves a backward keeps each linear layer's input and the gradient of its output."""
     command = f"{SHAPE} {FAMILIES['llama']} --micro-batch-size 1 {words} --pipeline-schedule zero-bubble"
     ranks = 2 if TP not in words else 4
     config = resolved(command, ranks).config
@@ -348,7 +346,7 @@ def bytes_on_a_rank(words: str) -> dict[str, int]:
 
 
 def parameters_of(config: RunConfig, rank: int) -> float:
-    """Elements a rank holds, from the sizes of the architecture."""
+    """Returns the number of parameters of a rank, from the sizes of the architecture."""
     m, grid = config.model, config.grid
     assert (
         m.num_attention_heads
@@ -387,7 +385,7 @@ def parameters_of(config: RunConfig, rank: int) -> float:
 )
 def test_bytes_per_rank_are_those_of_the_formulas(ranks: int, words: str, precision: str) -> None:
     command = f"{LARGE} {words} {precision} --ddp-bucket-size {BUCKET}"
-    # Two micro-batches: what is held does not grow with more of them.
+    # Two micro-batches: the bytes do not grow with more of them.
     batch = 2 * resolved(f"{command} --global-batch-size 8", ranks).config.grid.data
     command = f"{command} --global-batch-size {batch}"
     config = resolved(command, ranks).config
@@ -397,7 +395,7 @@ def test_bytes_per_rank_are_those_of_the_formulas(ranks: int, words: str, precis
     for rank, held in enumerate(run_distributed(bytes_on_a_rank, ranks, words=command)):
         elements = parameters_of(config, rank)
         if zero == 3:
-            # In fp32, whatever is computed in: what is gathered is rounded on the way.
+            # Shards are fp32 in every precision; weights are rounded when they are gathered.
             share = 4 * elements / (replicas / config.grid.instances)
             expected = {"parameters": share, "gradients": share, "master": 0, "moments": 2 * share}
             assert held == pytest.approx(expected, rel=0.01)

@@ -1,4 +1,4 @@
-"""The ranks of a test as a world, and a trial run of a layout on them."""
+"""Creates the world of a test's ranks, and runs a trial of a layout on them."""
 
 import torch
 import torch.distributed as dist
@@ -11,14 +11,14 @@ from tests.support import resolved
 
 
 def here(config: RunConfig, device: str = "cpu") -> World:
-    """Ranks share one GPU."""
+    """Returns the world of this rank; on a GPU all ranks share one."""
     if config.grid.world_size == 1:
         return single_process(torch.device(device))
     return create_groups(config.grid, dist.get_rank(), dist.get_rank(), torch.device(device))
 
 
 def on_a_rank(words: str, bug: str = "", device: str = "cpu") -> Trajectory:
-    """The body of a distributed run."""
+    """Runs a trial on one of several ranks, with a planted bug if one is named."""
     plant(bug)
     return run(words, dist.get_world_size(), device)
 

@@ -1,5 +1,4 @@
-"""Verdicts about compared runs: what fails, the largest gap, and ranks that hold other weights than their
-peers."""
+"""Verdicts on compared runs: failed comparisons, the largest gap, and replicas that differ."""
 
 from collections.abc import Sequence
 

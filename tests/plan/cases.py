@@ -1,4 +1,4 @@
-"""Layouts in which planned memory is compared with a real step, and the comparison of each pipeline rank."""
+"""Layouts in which planned memory is compared with a real step, for each pipeline rank."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
-"""Counts what a rank keeps in one training step: storages that autograd saves, and the optimizer state.
+"""Counts what a rank keeps in one training step: storages that autograd saves, and optimizer state.
 
-Memory is counted by storage, each once however many tensors lie in it, and from the moment something is kept
-to the moment the last holder lets go. Weights are not counted among activations.
+Memory is counted once for each storage, however many tensors share it, from its first holder to its last.
+Weights are not counted among activations.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from tests.support import resolved
 
 
 class Ledger:
-    """Owners of storages. `peak` is the largest number of bytes kept at a time."""
+    """Counts the bytes of storages while they have a holder; `peak` is the maximum."""
 
     def __init__(self) -> None:
         self.holders: dict[int, int] = {}
@@ -34,7 +34,7 @@ class Ledger:
         self.now = self.peak = 0
 
     def keep(self, tensor: Tensor, holder: object) -> None:
-        """Counts the tensor's memory for as long as `holder` lives."""
+        """Counts the tensor's storage as long as `holder` is alive."""
         storage = tensor.untyped_storage()
         place = storage.data_ptr()
         if not storage.nbytes():
@@ -83,7 +83,7 @@ class Watch:
         self.weights.update(found)
 
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        # Taken from the forward, because its weights may be shards by now.
+        # The storages recorded before forward, because the weights may be shards again.
         self.weights.subtract(self._entered[id(module)].pop())
 
     def _angles(self, module: nn.Module, inputs: Any, angles: tuple[Tensor, Tensor]) -> None:
@@ -148,7 +148,7 @@ def measured_on_a_rank(words: str) -> Measured:
     dtype = model_dtype(config)
     offload, options = config.parallel.optimizer_cpu_offload, model.decisions.optimizer
     if offload:
-        # On a CPU nothing is offloaded unless the optimizer is told that it runs on a GPU.
+        # On a CPU the optimizer offloads only if `in_host_memory` is set as on a GPU.
         options = dataclasses.replace(options, in_host_memory=True)
     optimizer = build_optimizer(model.stages, world, config.optim, options, dtype)
     chunk = list(itertools.islice(micro_batches(config, world, 0), config.accumulation))

@@ -1,4 +1,4 @@
-"""Compares planned memory with steps on a GPU: the peak of the allocator, and the moments of the formulas."""
+"""Compares planned memory with steps on a GPU: between steps, of a layer, and at the peak."""
 
 import itertools
 import statistics
@@ -20,7 +20,7 @@ from pentatron.settings.settings import Facts
 from pentatron.train.model import build_parallel_model, model_dtype
 from pentatron.train.step import train_step
 
-# The shapes of docs/performance.md; four sequences of 4096 tokens a step unless the words set others.
+# The shapes of docs/performance.md; a step has four sequences of 4096 tokens unless a case sets others.
 QWEN3, QWEN2 = "--preset qwen3-8b --num-layers 8", "--preset qwen2.5-1.5b"
 _STEP = "--bf16 --seq-length 4096 --micro-batch-size 4 --global-batch-size 4 --train-iters 4 --lr 1e-5 --mock-data"
 CASES = {
@@ -58,7 +58,7 @@ def planned(config: RunConfig) -> tuple[RankMemory, int]:
 
 
 def measured(config: RunConfig) -> Measured:
-    """Measures steps after the first, in which kernels are compiled and autotuned."""
+    """Measures the last step; kernels are compiled and autotuned in the first."""
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     before = torch.cuda.memory_allocated()
@@ -84,7 +84,7 @@ def measured(config: RunConfig) -> Measured:
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
     layers = config.model.num_layers
-    # Of the last micro-batch, when gradients exist already, and before any recompute.
+    # The last micro-batch: gradients are allocated already, and nothing has been recomputed.
     of_forward = marks[:layers]
     grown = [after - at for at, after in itertools.pairwise(of_forward)]
     return Measured(torch.cuda.memory_allocated() - before, statistics.median(grown), peak)

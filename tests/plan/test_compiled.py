@@ -1,5 +1,4 @@
-"""Activations of a compiled layer: the formula against torch's partition of the graph into forward and
-backward."""
+"""Compares planned activations of a compiled layer with what torch's partitioner saves for backward."""
 
 import itertools
 
@@ -26,7 +25,7 @@ QWEN3 = f"{GROUPED} --qk-layernorm"
 
 
 def kept_by_a_layer(words: str) -> int:
-    """Returns the bytes of the second of two layers, because the first also saves its inputs."""
+    """Returns the bytes that the second of two layers saves; the first also saves its inputs."""
     config = resolved(words).config
     options = ModelOptions(
         recompute=recompute_of(config.memory), compile=CompileOptions("aot_eager_decomp_partition")

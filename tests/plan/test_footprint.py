@@ -1,4 +1,4 @@
-"""Megatron-LM's memory estimate against its formulas for single cases."""
+"""Compares Megatron-LM's memory estimate with its formulas for single cases."""
 
 import pytest
 

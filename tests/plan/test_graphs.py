@@ -1,4 +1,4 @@
-"""Memory of a run whose micro-batches are captured as CUDA graphs."""
+"""Tests planned memory of runs whose micro-batches are captured as CUDA graphs."""
 
 import dataclasses
 import itertools
@@ -32,7 +32,7 @@ def planned(words: str) -> RankMemory:
 
 @pytest.mark.parametrize(("words", "plain", "recorded"), [(QWEN2, 50.6, 52.0), (GPT2, 4.8, 5.0)])
 def test_a_step_of_one_micro_batch_needs_no_more(words: str, plain: float, recorded: float) -> None:
-    """Measured on an H200, without evaluation; memory is counted in blocks of the allocator."""
+    """`plain` and `recorded` are GiB measured on an H200 without evaluation, in allocator blocks."""
     off, on = (planned(f"{words} --eval-iters 0 --cuda-graphs {how}") for how in ("off", "on"))
     assert off.total == on.total and on.graphs == 0
     assert off.total / GIB == pytest.approx(plain, rel=0.02)
@@ -79,7 +79,7 @@ def peak_of_an_evaluation(config: RunConfig) -> int:
     [
         ("--seq-length 128 --vocab-size 4000", 0.95),
         ("--seq-length 128 --vocab-size 4000 --cross-entropy-loss-fusion", 0.6),
-        # The forward peak of a layer is below all that it could save.
+        # The forward peak of a layer is below the sum of all tensors that it could save.
         ("--seq-length 512 --vocab-size 40", 0.3),
     ],
 )
@@ -104,7 +104,7 @@ def test_where_they_are_a_choice_of_ours_nothing_is_made_of_them_but_a_line() ->
     for other in (["--cuda-graphs", "off"], ["--cuda-graphs", "on"]):
         assert plan_layouts([*words, *other])[0].shown.with_graphs is None, other
     assert plan_layouts([*words[:-4], "--gpus", "2", "--gpu", "h200"])[0].shown.with_graphs is None
-    # With room only for steps without graphs.
+    # A device with room for steps without graphs only.
     between = (plain.total + recorded.total) / 2
     scarce = dataclasses.replace(report.search.device, memory=int((between + GIB) / 0.95))
     layout = dataclasses.replace(report.shown, search=dataclasses.replace(report.search, device=scarce))

@@ -1,4 +1,4 @@
-"""Planned bytes against those of real steps, and against the parameters of the model."""
+"""Compares planned bytes with real steps and with the parameters of models."""
 
 import dataclasses
 
@@ -48,7 +48,7 @@ def test_bytes_are_those_of_a_real_step_in_every_layout(case: Case) -> None:
 
 
 def test_a_wrong_plan_would_be_seen() -> None:
-    """The formulas must distinguish half of the recompute."""
+    """The formulas distinguish full recompute from recompute of core_attn."""
     with_it, without = (
         memory_of(resolved(f"{named('recompute core_attn').command} {words}").config).largest.activations
         for words in ("", "--recompute-granularity full")

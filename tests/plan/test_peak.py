@@ -1,4 +1,4 @@
-"""Peak memory of a step beyond static memory, counted over every tensor that is allocated."""
+"""Compares the planned peak of a step with the bytes of all tensors alive in a real one."""
 
 import itertools
 import weakref
@@ -24,7 +24,7 @@ SHAPE = f"{LLAMA} --num-layers 2 --hidden-size 128 --num-attention-heads 4 --mic
 
 
 class Living(TorchDispatchMode):
-    """Counts storages of operator outputs while referenced. Workspaces of kernels are not counted."""
+    """Counts storages of operator outputs while they are referenced, without workspaces of kernels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def test_the_peak_of_a_step_is_the_planned_one(words: str, ranks: int) -> None:
 
 
 def test_messages_that_come_early_have_room_in_the_plan() -> None:
-    """With groups of the pipeline's size two messages are in transit; with larger groups more wait."""
+    """In groups as large as the pipeline two messages are in transit; in larger groups more wait."""
     pipeline = (
         f"{SHAPE} --seq-length 16 --vocab-size 400 --num-layers 4 --pipeline-model-parallel-size 2 "
         "--num-layers-per-virtual-pipeline-stage 1 --global-batch-size 8"

@@ -1,5 +1,4 @@
-"""Planned traffic of a rank against the tensors a real step passes to torch.distributed; bubbles against
-the checker."""
+"""Compares planned traffic with the tensors that a step sends, and planned bubbles with the checker."""
 
 import itertools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A file that appears if code of a stranger runs, and what would make it appear."""
+"""A canary file that appears if untrusted code runs, and the payloads that would create it."""
 
 import os
 import pickle
@@ -25,9 +25,9 @@ def pickled(canary: Path) -> bytes:
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
-    """A command as it is typed: exit code, what it says, what it complains of.
+    """Runs a command line; returns exit code, standard output and standard error.
 
-    Anything but a sentence is raised here.
+    Exceptions that the command does not turn into a sentence are raised.
     """
     code = main([str(word) for word in words])
     told = capsys.readouterr()
@@ -35,7 +35,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, s
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    """The one sentence with which a command refuses."""
+    """Runs a command that must be refused; returns its one sentence."""
     code, _, complaint = run(capsys, *words)
     assert code == 2 and complaint.startswith("pentatron: ") and complaint.count("\n") == 1, complaint
     assert "unknown flag" not in complaint, "the command must be refused for what it reads"

@@ -1,5 +1,4 @@
-"""Steps that a stranger made: whatever their manifest says, nothing runs, nothing outside is read, and memory
-stays bounded."""
+"""Tests forged steps: nothing is executed, nothing outside is read, and memory stays bounded."""
 
 import json
 import os
@@ -23,7 +22,7 @@ A = "weights/a"
 
 
 def listed(manifest: dict[str, Any], file: Path, name: str) -> None:
-    """Every tensor lies in that file, by that name, with its right size and sum."""
+    """Lists `file` as `name`, with its right size and checksum, as the file of every tensor."""
     manifest["files"] = {name: record_of(file, name)}
     for record in manifest["tensors"].values():
         for piece in record["pieces"]:
@@ -31,7 +30,7 @@ def listed(manifest: dict[str, Any], file: Path, name: str) -> None:
 
 
 def outside(step: Path, name: str) -> None:
-    """The file is moved out of the step and listed where it lies now."""
+    """Moves the file out of the step and lists it at its new place."""
     moved = (step / DATA).rename(step.parent.parent / "outside.safetensors")
     rewrite(step, lambda m: listed(m, moved, name.format(moved)))
 
@@ -59,7 +58,7 @@ def many_dimensions(step: Path) -> None:
 
 
 def a_pipe(step: Path) -> None:
-    """Who opens it for reading waits for ever."""
+    """Replaces the manifest by a FIFO, which would block a reader forever."""
     (step / "manifest.json").unlink()
     os.mkfifo(step / "manifest.json")
 
@@ -154,8 +153,7 @@ def test_pickle_under_the_name_of_tensors_is_not_unpickled(
 def test_pickle_in_a_file_of_torch_is_not_unpickled(
     steps: Path, tmp_path: Path, archived: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A manifest may say that tensors lie in files that torch has written: what is pickled there says where
-    numbers are, no more."""
+    """A manifest may list files of torch.save; their pickles only give positions of the data."""
     canary, step = tmp_path / "canary", steps / "step-00000002"
     file = step / "__0_0.distcp"
     file.write_bytes(pickled(canary))
@@ -215,7 +213,7 @@ def test_a_name_that_steers_the_terminal_is_shown_and_not_obeyed(
 
 
 def test_tensors_of_a_library_are_data(steps: Path) -> None:
-    """A control: what the tests above call honest is read."""
+    """Control: an unchanged step is loaded."""
     found, _ = find_step(steps)
     assert load(found, A)[A].shape == (3, 4)
     assert json.loads((steps / "step-00000002" / "manifest.json").read_text())["step"] == 2

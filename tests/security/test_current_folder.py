@@ -1,4 +1,4 @@
-"""Files in the current folder do not run in place of packages, in no process that a command starts."""
+"""Tests that no process of a command imports files of the current folder in place of packages."""
 
 import multiprocessing
 import os
@@ -18,7 +18,7 @@ from pentatron.supervise.launcher import run_workers
 from pentatron.supervise.processes import environment_of, python_command
 
 PACKAGE = Path(program.__file__).parent
-# What Python, the command line and training import early.
+# Modules that Python, the command line and training import early.
 MODULES = (
     "pentatron",
     "torch",
@@ -33,7 +33,7 @@ MODULES = (
 
 @pytest.fixture
 def hostile(working_directory: Path) -> Path:
-    """A current folder whose modules leave a mark; the mark."""
+    """Writes modules into the current folder that leave a mark when imported; returns its path."""
     mark = working_directory / "mark"
     for name in MODULES:
         (working_directory / f"{name}.py").write_text(f"open({str(mark)!r}, 'a').write({name!r})\n")
@@ -41,7 +41,7 @@ def hostile(working_directory: Path) -> Path:
 
 
 def test_modules_run_where_python_puts_the_folder_first(hostile: Path) -> None:
-    """The test itself: this is what must not happen to a worker."""
+    """Control: `python -m` puts the current folder first, which must not happen in a worker."""
     subprocess.run([sys.executable, "-m", "pentatron", "--version"], capture_output=True, check=False)
     assert hostile.exists()
 
@@ -53,7 +53,7 @@ def test_workers_import_nothing_from_the_current_folder(hostile: Path) -> None:
 
 
 def test_a_command_typed_with_m_imports_nothing_from_the_current_folder(hostile: Path) -> None:
-    """Python finds the package itself there before the package can look; everything else comes after that."""
+    """Deletes pentatron.py, which Python would find before the package can change the path."""
     (hostile.parent / "pentatron.py").unlink()
     done = subprocess.run(
         [sys.executable, "-m", "pentatron", "presets"], capture_output=True, text=True, check=False
@@ -82,7 +82,7 @@ def test_a_scripts_own_folder_is_not_hidden_by_the_guard_of_its_launcher() -> No
 
 
 def test_processes_that_libraries_start_do_not_either(hostile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Data workers are fresh interpreters of `multiprocessing`, started in the folder of the user."""
+    """Data workers are new interpreters of `multiprocessing`, started in the user's folder."""
 
     def prepare(words: Sequence[str]) -> int:
         process = multiprocessing.get_context("spawn").Process(target=abs, args=(1,))
@@ -99,7 +99,7 @@ def test_processes_that_libraries_start_do_not_either(hostile: Path, monkeypatch
 
 
 def left(monkeypatch: pytest.MonkeyPatch, path: list[str]) -> list[str]:
-    """The path after a start with `python -m`, without the hooks of an editable installation."""
+    """Returns sys.path after a start with `python -m`, without hooks of an editable installation."""
     monkeypatch.setattr(sys, "path", path)
     monkeypatch.setattr(sys, "meta_path", [PathFinder])
     program.leave_current_folder()

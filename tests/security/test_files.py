@@ -1,5 +1,4 @@
-"""Settings, data and names of strangers: YAML that would build objects, files that lie about their sizes,
-names like commands."""
+"""Tests untrusted settings, data and names: YAML objects, false sizes, names that are commands."""
 
 import json
 import struct
@@ -53,7 +52,7 @@ def test_yaml_holds_settings_and_nothing_else(
 
 
 def test_yaml_of_people_is_read(tmp_path: Path) -> None:
-    """Control: anchors, and numbers that YAML takes for texts."""
+    """Control: reads anchors, and numbers that YAML parses as strings."""
     (tmp_path / "x.yaml").write_text("base: &b {lr: 1e-5}\noptim: {<<: *b, clip_grad: 1}\n")
     assert load_file(tmp_path / "x.yaml")["optim"] == {"lr": "1e-5", "clip_grad": 1}
 
@@ -69,7 +68,7 @@ NAMES = [
 
 
 def start(script: str, folder: Path) -> object:
-    """Runs a written script to its end, with words of Slurm and Python that do nothing."""
+    """Runs a script to its end with stubs of the commands of Slurm and Python."""
     stubs = "srun() { :; }; scontrol() { :; }; scancel() { :; }; SLURM_JOB_ID=1; SLURM_JOB_NODELIST=x\n"
     words = ["bash", "-c", stubs + script.replace("exec true", "echo")]
     return subprocess.run(words, cwd=folder, timeout=20, capture_output=True, check=False)
@@ -248,6 +247,6 @@ def test_a_script_with_a_key_is_its_owners(
     cluster = ["launch", "slurm", "--nodes", "1", "--gpus-per-node", "1", *ELSEWHERE]
     assert run(capsys, *cluster, "--write", "plain.sh")[0] == 0
     code, said, _ = run(capsys, *cluster, "--setup", "export WANDB_API_KEY=hunter22", "--write", "key.sh")
-    assert code == 0 and "only you can read it" in said and "hunter22" not in said
+    assert code == 0 and "only its owner may read it" in said and "hunter22" not in said
     assert (tmp_path / "key.sh").read_text().count("hunter22") == 1, "where it acts, and not in the comment"
     assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("plain.sh", "key.sh")] == [0o755, 0o700]

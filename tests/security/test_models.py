@@ -1,4 +1,4 @@
-"""Tests untrusted models: code in a Hugging Face folder, settings or tokenizer folder is never executed."""
+"""Tests untrusted models: code in a Hugging Face folder, settings or a tokenizer is never executed."""
 
 import json
 import shutil
@@ -152,7 +152,7 @@ def test_a_state_of_another_kind_is_refused(state: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="which is invalid"):
         TrainState.from_json(state)
     assert TrainState.from_json({"count_update": 1, "step": 3}).step == 3, "what is not known is left alone"
-    # Overflows that are not handled explicitly.
+    # `overflows_left` becomes negative when overflows continue.
     assert TrainState.from_json({"loss_scaling": {"overflows_left": -2}}).loss_scaling["overflows_left"] == -2
 
 
@@ -186,7 +186,7 @@ def test_a_chat_template_stays_in_its_sandbox(tmp_path: Path, attack: str) -> No
     found = find_chat_template(tmp_path)
     assert found is not None and special_tokens(tmp_path) == {}
     try:
-        # Some attributes are missing.
+        # Some forbidden attributes are undefined, which renders as nothing.
         assert template(found[0]).render(TALK).text == ""
     except UserError as error:
         assert "\n" not in str(error)

@@ -1,8 +1,7 @@
-"""Manifests and configurations with one value changed, rightly signed: each is refused with a sentence or
-loaded within bounds.
+"""Tests files with one value changed and signed again: they load within limits or are refused.
 
-A seed chooses among some thousand changes; the cases that are named are those that once took gigabytes, or
-were a traceback.
+A seed chooses among some thousand changes of manifests and configurations. The named cases once took
+gigabytes or ended with a traceback.
 """
 
 import json

@@ -1,5 +1,4 @@
-"""What arrives from the network is data, from processes of the same job, and nothing listens outside the
-machine."""
+"""Tests the network: messages are data from ranks of the same job, and sockets stay on the machine."""
 
 import contextlib
 import datetime
@@ -93,7 +92,7 @@ def test_long_and_short_values_travel_with_a_key() -> None:
     rank = dist.get_rank()
     group = Group(rank, 2, dist.group.WORLD, key=KEY)
     for length in (0, 983, 984, 985, 5000):
-        # One rank with a short value beside one with a long one.
+        # Rank 0 has a short value, rank 1 a long one.
         own = "x" * length if rank else rank
         assert gather_objects(own, group) == [0, "x" * length]
         assert broadcast_object(["y" * length, rank], group) == ["y" * length, 0]
@@ -101,9 +100,12 @@ def test_long_and_short_values_travel_with_a_key() -> None:
 
 @distributed(world=2)
 def test_what_another_rank_sends_is_never_unpickled(tmp_path: Path) -> None:
-    """Rank 1 is not one of the job: it takes part in the collectives, and sends what it likes."""
+    """Rank 1 does not belong to the job: it joins the collectives and sends a pickle."""
     rank, canary = dist.get_rank(), tmp_path / "canary"
-    for key, said in ((None, "it cannot be decoded"), (KEY, "it does not carry the secret of this job")):
+    for key, said in (
+        (None, "it cannot be decoded"),
+        (KEY, "its HMAC does not match the secret of this job"),
+    ):
         group = Group(rank, 2, dist.group.WORLD, key=key, name="all ranks")
         if rank:
             block, _ = sign(pickled(canary), None, 1, collectives._BLOCK)
@@ -123,11 +125,11 @@ def test_no_module_unpickles_what_ranks_send() -> None:
         assert "object_list(" not in text and "gather_object(" not in text, module
 
 
-# --- who may join ---
+# --- rendezvous ---
 
 
 def met(secrets: list[bytes | None], store: Any) -> list[Any]:
-    """What each rank gets of `exchange_gpus`, or raises, in threads of this process."""
+    """Runs `exchange_gpus` for each rank in a thread; returns the results or errors."""
     found: list[Any] = [None] * len(secrets)
 
     def meet(rank: int) -> None:
@@ -162,7 +164,7 @@ def test_ranks_of_one_job_agree_on_a_fresh_key() -> None:
 
 @pytest.mark.parametrize("other", [b"t" * 32, None])
 def test_a_rank_of_another_job_leaves_without_a_trace(other: bytes | None) -> None:
-    """Two jobs on one port: the rank that met the other job's first rank says so and writes nothing there."""
+    """With two jobs on one port, a rank that meets the other job's store fails and writes nothing to it."""
     store = store_of_one_second()
     store.set("job", hmac.digest(b"s" * 32, b"name of the job", "sha256").hex())
     with pytest.raises(
@@ -183,8 +185,10 @@ def test_a_process_without_the_secret_is_refused() -> None:
 
 
 def impostor(port: int, canary: Path, joins: bool) -> int:
-    """Takes the place of rank 1 and sends a pickle where rank 0 awaits a value; `joins`: rank 0 asks for no
-    secret."""
+    """Takes the place of rank 1 and sends a pickle where rank 0 expects a value.
+
+    `joins`: rank 0 requires no secret.
+    """
     store = dist.TCPStore("127.0.0.1", port, 2, False, datetime.timedelta(seconds=20))  # type: ignore[attr-defined]
     store.get("job")
     store.set("rank/1", "random none")
@@ -199,7 +203,7 @@ def impostor(port: int, canary: Path, joins: bool) -> int:
 
 
 def listening_addresses() -> set[str]:
-    """Of the sockets on which this process listens."""
+    """Returns the addresses on which this process listens."""
     own = set()
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -220,7 +224,7 @@ def listening_addresses() -> set[str]:
 @pytest.mark.parametrize("secret", ["s" * 32, ""])
 @distributed(world=1, process_group=False)
 def test_an_impostor_runs_nothing(tmp_path: Path, secret: str) -> None:
-    """It is there before the real rank 1; rank 0 refuses it, at the meeting or at its first value."""
+    """The impostor arrives before rank 1; rank 0 refuses it at the rendezvous or at its first value."""
     canary = tmp_path / "canary"
     listener = listener_for_workers(0)
     port = listener.getsockname()[1]

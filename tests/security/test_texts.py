@@ -1,6 +1,4 @@
-"""Tests untrusted texts and tokenizers: endless lines, decompression bombs, empty vocabularies, slow
-regexes.
-"""
+"""Tests untrusted texts and tokenizers: endless lines, bombs, empty vocabularies, slow regexes."""
 
 import gzip
 import json
@@ -59,7 +57,7 @@ def peak() -> Iterator[Callable[[], int]]:
 def test_a_line_without_end_is_a_sentence(
     tmp_path: Path, name: str, make: Callable[[Path, int], Path], peak: Callable[[], int]
 ) -> None:
-    """32 times the longest line; memory stays a small multiple of the longest line."""
+    """Reads a line of 32 times the limit; memory stays a small multiple of the limit."""
     path = make(tmp_path / name, 32 * MOST)
     before = peak()
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Short ways to a configuration, for the tests of this folder."""
+"""Builds configurations for the tests of this folder."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,7 +10,7 @@ from pentatron.settings.resolve import Resolved, gather, resolve
 from pentatron.settings.run_config import table
 from pentatron.settings.settings import Draft, Facts
 
-# The least a run must be told when the demo is not underneath.
+# The settings that a run without the demo preset needs at least.
 LEAST = "--mock-data --vocab-size 100 --train-iters 10"
 
 
@@ -29,7 +29,7 @@ def values(
 def problems(
     words: str = "", facts: Facts | None = None, entry: EntryPoint = TRAIN, least: str = LEAST
 ) -> list[str]:
-    """What is wrong with a command line; an empty list if nothing is."""
+    """Returns the problems of a command line, or an empty list."""
     try:
         resolved(words, facts, entry, least)
     except ConfigError as error:
@@ -44,7 +44,7 @@ def notices(
 
 
 def about(name: str, words: str, facts: Facts) -> list[str]:
-    """The notices about one setting."""
+    """Returns the notices about one setting."""
     flag = table()[name].flag
     spelled = (flag, f"--no-{flag[2:]}")
     return [n for n in notices(words, facts, least="") if n.split()[0].rstrip(":") in spelled]
@@ -55,12 +55,12 @@ def draft(words: str, entry: EntryPoint = TRAIN) -> Draft:
 
 
 def not_built(found: Iterable[str]) -> list[str]:
-    """The problems that only say that a feature comes later."""
+    """Returns those problems that say only that a feature is not implemented yet."""
     return [p for p in found if "which this version does not have yet" in p]
 
 
 def other_value(item: Setting) -> Any:
-    """A value of the setting's type that is not its default."""
+    """Returns a value of the setting's type that is not its default."""
     if item.choices:
         choice = next(c for c in item.choices if c != item.default and c not in item.available)
         return (choice,) if item.is_list else choice

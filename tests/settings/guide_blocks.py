@@ -1,5 +1,4 @@
-"""The guides' command lines: program, processes, and the words it is given once the shell is through with
-them."""
+"""Command lines of the guides: entry point, number of processes and arguments."""
 
 from dataclasses import dataclass
 
@@ -8,7 +7,7 @@ from pentatron.settings.entry_points import EXAMPLE, MEGATRON, PARALLEL_3D, PRET
 
 @dataclass(frozen=True)
 class Block:
-    """`complete`: a whole command, not a part of one."""
+    """A command line of a guide, or with `complete=False` a part of one."""
 
     entry: EntryPoint
     processes: int
@@ -17,7 +16,7 @@ class Block:
 
     @property
     def words(self) -> list[str]:
-        """What reaches the program: the shell joins lines and splits at blanks."""
+        """Returns the arguments as the shell passes them: lines joined, split at blanks."""
         return self.text.split()
 
 
@@ -76,7 +75,7 @@ BLOCKS: dict[str, Block] = {
         "--tensor-model-parallel-size=2 --pipeline-model-parallel-size=1 --num-layers=2 --hidden-size=128 "
         "--train-steps=10 --batch-size=4",
     ),
-    # The two argument lists of 001 carry their comments inside the quotes.
+    # The two argument lists of guide 001 have comments inside their quotes.
     "001-qwen2.5-7b": Block(
         PRETRAIN_GPT,
         1,

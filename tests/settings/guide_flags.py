@@ -1,4 +1,4 @@
-"""Every training flag the guides name, in their spelling: what it sets, to which value, in which program."""
+"""Training flags of the guides as they spell them, with the setting, its values and the programs."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +16,10 @@ SWITCH = ""
 
 @dataclass(frozen=True)
 class Flag:
-    """`values`: what is written after the flag → what the setting becomes; SWITCH for a flag
-    without a value.
+    """Expected effect of a flag.
+
+    `values` maps the text after the flag to the value of the setting; SWITCH stands for a flag without a
+    value.
     """
 
     setting: str

@@ -1,4 +1,4 @@
-"""The ways to name data: words, weights, splits and files mean the same wherever they are written."""
+"""Tests data prefixes, weights and splits, which mean the same in flags and files."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ def problem_of(words: str) -> str:
         ("a b c", "a b c", None),
         ("1 a 2 b", "a b", (1.0, 2.0)),
         ("30 a", "a", (30.0,)),
-        # An odd number of words are prefixes, whatever they look like.
+        # An odd number of words is a list of prefixes, even if some look like numbers.
         ("1 a 2", "1 a 2", None),
         (EXAMPLE, "dataset1_text_document dataset2_text_document dataset3_text_document", (0.7, 0.2, 0.1)),
     ],
@@ -60,7 +60,7 @@ def test_a_file_of_words(tmp_path: Path) -> None:
     (tmp_path / "args").write_text("0.7 a\n  0.3\tb\n")
     data = data_of(f"--data-args-path {tmp_path / 'args'}")
     assert data.data_path == ("0.7", "a", "0.3", "b")
-    # A saved configuration holds both.
+    # A saved configuration has both flags, which is accepted if the data is the same.
     assert data_of(f"--data-args-path {tmp_path / 'args'} --data-path 0.7 a 0.3 b") == data
     assert "name different data; choose one" in problem_of(
         f"--data-args-path {tmp_path / 'args'} --data-path c"

@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration file as settings of ours."""
+"""Translates DeepSpeed configuration files into settings."""
 
 import json
 from pathlib import Path

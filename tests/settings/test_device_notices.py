@@ -1,5 +1,7 @@
-"""Settings of what GPUs do: on a CPU one line says that they are idle, whether the CPU was asked for or is
-all there is."""
+"""Tests the notice that a setting for GPUs has no effect on a CPU.
+
+It is printed once, whether the CPU was requested or is the only device.
+"""
 
 import pytest
 
@@ -16,7 +18,7 @@ SHARED = "--moe-shared-expert-intermediate-size 32"
 FP8 = "--swiglu --bf16 --fp8 e4m3 --num-layers 4 --no-bias-swiglu-fusion"
 DEFERS = "--pp_size 2 --pipeline-schedule zero-bubble --num-microbatches 4"
 
-# What a GPU acts on, and a CPU does not.
+# Settings that have an effect on a GPU only.
 ON_A_GPU = {
     "bias_swiglu_fusion": "--swiglu --no-bias-swiglu-fusion",
     "cross_entropy_fusion_impl": "--cross-entropy-fusion-impl native",
@@ -43,7 +45,7 @@ def test_what_only_a_gpu_acts_on(name: str, words: str) -> None:
 
 
 def later(found: Resolved, kind: str) -> list[str]:
-    """What a run says when its device is known."""
+    """Returns the notices that a run prints once its device is known."""
     return notices_of_device(found, decide(found.config, DeviceFacts(kind)))
 
 
@@ -103,7 +105,7 @@ def later(found: Resolved, kind: str) -> list[str]:
     ],
 )
 def test_what_is_idle_on_a_gpu_too(name: str, words: str, told: str, facts: Facts) -> None:
-    """And what is said of it is the same on a CPU, once."""
+    """A setting without effect on a GPU gives the same single notice on a CPU."""
     found = about(name, f"{LEAST} {words} --device cuda", facts)
     assert len(found) == bool(told) and all(told in line for line in found)
     if told:

@@ -1,4 +1,4 @@
-"""YAML, TOML and JSON files: nested or flat, in any spelling, with every mistake named by file and key."""
+"""Tests YAML, TOML and JSON files: nested or flat, any spelling, errors that name file and key."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ def read(folder: Path, text: str, name: str = "a.yaml", entry: EntryPoint = TRAI
 
 
 def complaints(folder: Path, text: str, name: str = "a.yaml", entry: EntryPoint = TRAIN) -> list[str]:
-    """Sentences without the folder, which differs from run to run."""
+    """Returns the error sentences without the folder, which differs between runs."""
     with pytest.raises(UserError) as error:
         read(folder, text, name, entry)
     found = error.value.problems if isinstance(error.value, ConfigError) else [str(error.value)]
@@ -182,15 +182,15 @@ def test_what_a_run_saves_can_be_given_again(tmp_path: Path, entry: EntryPoint, 
     path = tmp_path / "config.yaml"
     path.write_text(config_text(first), encoding="utf-8")
     again = resolve(gather(["--config", str(path)], entry), Facts(2, 2))
-    # Where it came from and where the first run lies are not repeated: the second one gets a folder of its
-    # own.
+    # The saved file names neither its sources nor the folders of the first run, so that the second run gets
+    # its own.
     own = dict.fromkeys(("config", "preset", "run_dir", "save", "load"))
     assert again.config.flat() | own == first.config.flat() | own
     assert [n for n in again.notices if not n.startswith("training stops")] == []
 
 
 def test_what_a_run_saves_begins_where_the_run_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fine-tuning that is repeated from its file does not begin with random weights in silence."""
+    """A fine-tuning that is repeated from its saved file loads the same weights again."""
     monkeypatch.chdir(tmp_path)
 
     def kept(words: str) -> object:

@@ -1,4 +1,4 @@
-"""Reading words: two spellings, two forms, every mistake at once with a suggestion."""
+"""Parses flags: dashes or underscores, blank or `=`, and all mistakes at once with suggestions."""
 
 import pytest
 

@@ -29,7 +29,7 @@ def test_published_check_values(preset: str, words: str, batch: int, sequence: i
 
 
 def attention(words: str, sequence: int) -> float:
-    """FLOPs of attention alone in units of one layer that sees everything."""
+    """Returns the FLOPs of attention in units of one layer with full attention."""
     with_it, width = shape("llama3-8b", f"--num-layers 4 {words}").model, 32 * 128
     everything = shape("llama3-8b", "--num-layers 4").model
     left_out = step_flops(everything, 2, sequence) - step_flops(with_it, 2, sequence)
@@ -37,7 +37,7 @@ def attention(words: str, sequence: int) -> float:
 
 
 def test_a_window_counts_what_it_lets_through() -> None:
-    """A band of W tokens out of S is W · (2 S - W) of S² pairs, counted one by one here."""
+    """Counts only token pairs inside the window: W · (2 S - W) of S² pairs for W of S tokens."""
     for before in (0, 7, 100):
         seen = [min(before + 1, place + 1) for place in range(256)]
         assert attention(f"--window-size {before},0", 256) == pytest.approx(

@@ -1,4 +1,4 @@
-"""Every flag and every command line of the guides is understood by the program they give it to."""
+"""Every flag and command line of the guides is accepted by the program it is written for."""
 
 import re
 import shutil
@@ -24,7 +24,7 @@ FLAG_ITEMS = range(52, 135)
 
 @pytest.mark.parametrize("flag", FLAGS)
 def test_flag(flag: str) -> None:
-    """In every program whose guide names it, and in `pentatron train`, written with a blank or with `=`."""
+    """Parses a flag in the programs of its guides and in `pentatron train`, with a blank or `=`."""
     expected = FLAGS[flag]
     here = () if flag in ("--batch-size", "--batch_size") else (TRAIN,)
     for entry in (*expected.entries, *here):
@@ -43,7 +43,7 @@ def test_flag(flag: str) -> None:
 
 
 def flags_of_the_contract() -> dict[str, int]:
-    """Flag → the first contract item that names it; an `args.NAME` of item 126 counts as a flag."""
+    """Returns {flag: first contract item that names it}; an `args.NAME` of item 126 counts as a flag."""
     found: dict[str, int] = {}
     for item in yaml.safe_load(ITEMS.read_text(encoding="utf-8"))["items"]:
         if item["id"] not in FLAG_ITEMS:
@@ -64,19 +64,19 @@ def test_the_table_holds_every_flag_of_the_contract() -> None:
 
 @pytest.fixture
 def deepspeed_file() -> None:
-    """The file of the repository that a block of guide 003 names."""
+    """Copies the DeepSpeed file that a block of guide 003 names into the working folder."""
     shutil.copy(ROOT / "ds_config.json", Path.cwd())
 
 
 @pytest.mark.usefixtures("deepspeed_file")
 @pytest.mark.parametrize("name", BLOCKS)
 def test_block_is_understood(name: str) -> None:
-    """No unknown word, and every written word has set something."""
+    """A block has no unknown word, and every flag in it sets a value."""
     block = BLOCKS[name]
     draft = gather(block.words, block.entry)
     typed = {re.split(r"[= ]", word)[0] for word in block.words if word.startswith("--")}
     told = {source.removeprefix("flag ") for source in draft.sources.values() if source.startswith("flag ")}
-    # Two flags for one thing: Qwen3's list names rope twice.
+    # Qwen3's list gives two flags for RoPE; only the last counts as the origin.
     assert typed - told <= {"--position-embedding-type"}
     comments = [n for n in draft.notices if n.startswith("dropped the comment")]
     assert len(comments) == block.text.count("#")

@@ -1,5 +1,4 @@
-"""Layouts that cannot be: each is answered with one sentence, its equation filled in, before any process
-group starts."""
+"""Refuses impossible layouts with one sentence and its equation, before a process group starts."""
 
 import os
 import subprocess
@@ -131,7 +130,7 @@ def test_impossible(name: str) -> None:
     assert error.value.problems == [sentence]
 
 
-# The same layouts with one number put right, so that each refusal is known to come from that number.
+# The layouts above with one number corrected, so that each refusal is known to come from that number.
 POSSIBLE = [
     (4, "--tp_size 2 --pp_size 2"),
     (8, "--tp_size 4"),
@@ -221,7 +220,7 @@ def test_the_command_refuses_before_anything_starts(words: str, sentence: str, t
 
 
 def test_the_guard_sees_a_start(tmp_path: Path) -> None:
-    """Control: a layout that is possible does start something."""
+    """Control: a possible layout does start something."""
     done = guarded("train", "--nproc-per-node", "2", "--run-dir", str(tmp_path / "run"))
     assert done.returncode not in (0, 2)
     assert "RuntimeError: imported torch" in done.stderr or "RuntimeError: started something" in done.stderr

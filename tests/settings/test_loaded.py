@@ -1,4 +1,4 @@
-"""The architecture of what is loaded, against what was said."""
+"""Compares the architecture of a loaded model with the given settings."""
 
 from typing import Any
 
@@ -66,7 +66,7 @@ def test_a_tokenizer_may_have_fewer_ids_than_the_model_but_not_more() -> None:
 
 
 def test_learned_positions_cannot_be_made_more() -> None:
-    """The advice is one that the next start takes: more positions are refused."""
+    """Refuses a sequence that is longer than the learned positions; RoPE has no such limit."""
     for kind in ("learned_absolute", "rope"):
         found = adopted("--seq-length 128", position_embedding_type=kind, max_position_embeddings=64)
         assert ("seq_length" in found.wrong) == (kind == "learned_absolute")

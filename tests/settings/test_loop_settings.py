@@ -1,11 +1,11 @@
-"""Settings of the loop: when they have nothing to act on, and what is refused."""
+"""Tests settings of the training loop: when they have no effect, and what is refused."""
 
 import pytest
 
 from pentatron.settings.settings import Facts
 from tests.settings.builders import LEAST, about, problems
 
-# setting, words it is idle with, words it acts with
+# Setting, words with which it has no effect, words with which it has one
 CASES: list[tuple[str, str, str]] = [
     (
         "eval_global_batch_size",

@@ -1,4 +1,4 @@
-"""Settings of the architecture: what each stands for, when it is refused, and when it is told to be idle."""
+"""Tests settings of the architecture: meanings, refusals, and notices without effect."""
 
 import pytest
 
@@ -70,7 +70,7 @@ def test_every_rule_has_a_case() -> None:
     assert {case[0] for case in RULES} == set(POSITION_RULES)
 
 
-# setting, words it is idle with, words it acts with
+# Setting, words with which it has no effect, words with which it has one
 IDLE: list[tuple[str, str, str]] = [
     *(
         (name, words, f"{words} {ROPE}")
@@ -142,7 +142,7 @@ def test_a_window_is_a_pair_of_numbers(written: str) -> None:
 
 
 def test_which_layers_have_a_window() -> None:
-    """As Megatron counts: from 1, and every N-th layer is one without."""
+    """Layers count from 1 and every N-th has no window, as in Megatron."""
     assert windowed_layers(None, 3) == (True, True, True)
     assert windowed_layers("3", 7) == (True, True, False, True, True, False, True)
     assert windowed_layers("1", 2) == (False, False)

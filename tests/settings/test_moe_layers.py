@@ -1,4 +1,4 @@
-"""Which layers have experts, as it is written."""
+"""Parses `--moe-layer-freq`, which selects the layers with experts."""
 
 import pytest
 
@@ -78,7 +78,11 @@ def test_layers_of_a_configuration() -> None:
 
 
 def test_stages_are_divided_by_what_a_token_costs_there() -> None:
-    """Two experts of 100 and a shared one of 50 in half of the layers, 1000 in the others: 625 on average."""
+    """Counts only the experts that a token uses.
+
+    Two experts of 100 and a shared one of 50 in half of the layers, and an MLP of 1000 in the others, cost as
+    much as an MLP of 625 in all layers.
+    """
     experts = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 100 --moe-shared-expert-intermediate-size 50"
     words = f"--num-layers 4 --hidden-size 64 --ffn-hidden-size 1000 {experts} --moe-layer-freq 2"
     mixed = costs_of(resolved(words).config.settings).layer

@@ -115,7 +115,7 @@ def test_what_follows_from_experts() -> None:
     dense = values("--tp_size 2", TWO)
     assert (dense["moe_ffn_hidden_size"], dense["expert_tensor_parallel_size"]) == (None, None)
     assert not dense["sequence_parallel"]
-    # Without experts nothing is cut for them, whatever is asked for.
+    # Without experts, --expert-tensor-parallel-size has no effect on the grid.
     assert resolved("--expert-tensor-parallel-size 3", TWO).config.grid.expert_tensor == 1
 
 

@@ -1,4 +1,4 @@
-"""A setting that was given and cannot act is answered with one line; one that acts is not."""
+"""A setting without effect gives one notice if it was given; one with an effect gives none."""
 
 from pathlib import Path
 
@@ -38,7 +38,8 @@ def test_every_notice_is_said(name: str) -> None:
     assert notices(words) == [f"{words}: {item.notice}"]
 
 
-# setting, words it is idle with, words it acts with, facts of the first, facts of the second
+# Setting, words with which it has no effect, words with which it has one, facts of the first, facts of the
+# second
 CASES: list[tuple[str, str, str, Facts, Facts]] = [
     ("sequence_parallel", f"{LEAST} --sequence-parallel", f"{LEAST} --no-sequence-parallel", ONE, ONE),
     (
@@ -508,7 +509,7 @@ def test_idle(name: str, idle: str, acting: str, idle_facts: Facts, acting_facts
 
 
 def test_every_need_and_decision_has_a_case() -> None:
-    """Conversations are in train/test_sft.py."""
+    """Cases about conversations are in train/test_sft.py."""
     conversations = {"sft_packing", "sft_tokenizer_prompt_format", "chat_template", "sft_date"}
     elsewhere = {"check_weight_hash_across_dp_replicas_interval", *conversations, *ON_A_GPU}
     elsewhere |= {n for n, item in table().items() if item.section == "moe"}

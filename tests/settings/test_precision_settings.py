@@ -1,5 +1,4 @@
-"""The two sets of defaults for loss scales (conflict C17), and the names that guides and Megatron have for
-them."""
+"""Tests both sets of loss scale defaults (conflict C17) and their names in guides and Megatron."""
 
 import pytest
 

@@ -9,7 +9,7 @@ from pentatron.settings.presets import presets
 from pentatron.settings.settings import Facts, Settings
 from tests.settings.builders import draft, problems, resolved, values
 
-# Billions of parameters, to the digits in which they are published; "total/active" for mixtures of experts.
+# Billions of parameters, with as many digits as are published; "total/active" for mixtures of experts.
 PUBLISHED = {
     "qwen2.5-0.5b": "0.494",
     "qwen2.5-1.5b": "1.544",
@@ -58,7 +58,7 @@ LEAST = "--mock-data --train-iters 10"
 
 
 def completed(name: str) -> Settings:
-    """The preset's values with all that follows from them."""
+    """Returns the settings of a preset with all derived values."""
     found = draft(f"--preset {name} {LEAST}")
     found.facts = Facts(1)
     derive(found)
@@ -67,9 +67,7 @@ def completed(name: str) -> Settings:
 
 
 def parameters(v: Settings, experts_counted: int) -> int:
-    """Weights and biases of a decoder with these settings; `experts_counted` of its experts, if it
-    has any.
-    """
+    """Counts the weights and biases of a decoder, with `experts_counted` experts in a layer."""
     hidden, bias = v.hidden_size, v.add_bias_linear
     attended = v.num_attention_heads * v.kv_channels
     qkv = attended + 2 * v.num_query_groups * v.kv_channels

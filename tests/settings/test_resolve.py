@@ -1,4 +1,4 @@
-"""From preset, file and flags to values with an origin, and what follows from them."""
+"""Resolves preset, file and flags to values with origins, and derives further values."""
 
 from pathlib import Path
 from typing import Any
@@ -121,7 +121,7 @@ def test_a_presets_heads_follow_a_hidden_size_that_was_typed() -> None:
 
 
 def test_the_layout_does_not_choose_the_model() -> None:
-    """The same words mean the same architecture on any number of ranks; only padding may differ."""
+    """The same settings give the same architecture on any number of ranks; only padding may differ."""
     for words in ("--hidden-size 64", "--hidden-size 256", "--hidden-size 1024 --swiglu"):
         alone, spread = values(words), values(f"{words} --tp_size 4 --pp_size 2", Facts(8, 8))
         architecture = [n for n, s in table().items() if s.section == "model" and n != "padded_vocab_size"]
@@ -260,7 +260,7 @@ def test_why_a_size_gave_way() -> None:
 
 
 def test_a_typed_size_is_insisted_on() -> None:
-    """And the sentence speaks of what was typed, not of what the preset would have added."""
+    """Errors name the sizes that were typed, not those that the preset would add."""
     assert problems("--preset demo --tp_size 4", Facts(2, 2), least="") == [
         "2 processes are too few: one copy of the model needs 4 (tensor) × 1 (pipeline) × 1 (context) = 4; "
         "start 4 processes or a multiple, or lower the parallel sizes",
@@ -371,7 +371,7 @@ def test_epochs_alone_are_not_cut_by_a_default() -> None:
 
 
 def test_a_typed_length_is_stronger_than_one_in_a_file(tmp_path: Path) -> None:
-    """A saved configuration holds the epochs and the steps that followed from them."""
+    """A length on the command line replaces both the epochs and the steps of a saved configuration."""
     file = tmp_path / "saved.yaml"
     file.write_text("dataset_size: 800\nglobal_batch_size: 8\nepochs: 2\ntrain_iters: 200\n")
     assert length(f"--config {file}") == (200, [])
@@ -386,7 +386,7 @@ def test_a_typed_length_is_stronger_than_one_in_a_file(tmp_path: Path) -> None:
 
 
 def test_epochs_and_batches_that_grow() -> None:
-    """8 + 8 + 16 + 16 + 16 + 16 + 16 samples are most of 100."""
+    """An epoch of 100 samples has 7 steps: 2 of 8 samples and 5 of 16."""
     ramp = "--batch-size=16 --rampup-batch-size 8 8 9 --dataset-size 100"
     assert length(f"{ramp} --epochs 1") == (7, [])
     assert length(f"{ramp} --epochs 1 --train-samples 4000") == (
@@ -416,7 +416,7 @@ def test_a_flag_is_stronger_than_what_a_file_says_in_other_words(tmp_path: Path)
     assert chosen(found.config.flat(), "train_iters lr_warmup_iters lr_decay_iters") == {
         "train_iters": 30, "lr_warmup_iters": 2, "lr_decay_iters": None,
     }  # fmt: skip
-    # Within a file, samples and shares count, and a line says so.
+    # Within one file, samples and fractions take precedence over steps, and a notice says so.
     path = file(tmp_path, "mock_data: true\nvocab_size: 100\ntrain_iters: 50\ntrain_samples: 30\n")
     assert resolved(f"--config {path}", least="").notices == [
         "--train-samples 30 is used to set the length of the run, so --train-iters 50 is ignored"

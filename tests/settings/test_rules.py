@@ -1,6 +1,4 @@
-"""Every cross-field rule: one configuration that breaks it, with the whole sentence, and one that
-does not.
-"""
+"""Tests every cross-field rule: words that break it, the whole sentence, and words that keep it."""
 
 import pytest
 
@@ -16,7 +14,7 @@ ONE = Facts(1)
 
 
 def relations(words: str, facts: Facts = ONE, least: str | None = None) -> list[str]:
-    """The problems, less those that only say that a feature comes later."""
+    """Returns the problems, without those that say only that a feature is not implemented yet."""
     found = problems(words, facts) if least is None else problems(words, facts, least=least)
     return [p for p in found if p not in not_built(found)]
 
@@ -293,7 +291,7 @@ CASES: list[tuple[str, str, str, str, Facts]] = [
      "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler contradict each other; give one of them",
      "--use-checkpoint-opt-param-scheduler", ONE),
 ]  # fmt: skip
-# the same for rules about what is missing: least words, words that help
+# Rules about missing settings: name of the rule, words without the setting, the sentence, words that add it
 MISSING: list[tuple[str, str, str, str]] = [
     ("vocabulary", "--mock-data --train-iters 3",
      "the vocabulary size is unknown; give --vocab-size, or --tokenizer-model with a folder that has a tokenizer.json",
@@ -346,15 +344,17 @@ def test_what_is_missing(rule: str, least: str, sentence: str, help: str) -> Non
 
 
 def test_every_rule_has_a_case() -> None:
-    """Those about experts are in test_moe_rules.py, those about positions in test_model_settings.py, about
-    chats in train/test_sft.py, of the loop in test_loop_settings.py.
+    """Every rule has a case here or in another file.
+
+    Rules about experts are in test_moe_rules.py, about positions in test_model_settings.py, about chats in
+    train/test_sft.py and about the loop in test_loop_settings.py.
     """
     elsewhere = {*MOE_RULES, *POSITION_RULES, *SFT_RULES, *LOOP_RULES}
     named = {case[0] for case in CASES} | {case[0] for case in MISSING}
     assert named == set(RULES) - elsewhere
 
 
-# Problems met while values are derived.
+# Problems that are found while values are derived.
 @pytest.mark.parametrize(
     ("words", "world", "sentence"),
     [
@@ -392,7 +392,7 @@ def test_problems_of_derivations(words: str, world: int, sentence: str) -> None:
 
 @pytest.mark.parametrize("width", [10, 16])
 def test_heads_of_a_given_width_need_not_fill_the_hidden_size(width: int) -> None:
-    """Not even where it is the width that a division would have given, rounded down."""
+    """Accepts any `--kv-channels`, even 64 // 6 = 10, the rounded quotient."""
     assert problems(f"--hidden-size 64 --num-attention-heads 6 --kv-channels {width}") == []
 
 

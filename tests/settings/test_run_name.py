@@ -1,4 +1,4 @@
-"""The folder of a run that is given none."""
+"""Tests the default name of a run folder."""
 
 import pytest
 

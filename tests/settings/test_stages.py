@@ -1,4 +1,4 @@
-"""What a configuration says about its ranks, stages and schedules."""
+"""Tests ranks, stages and schedules of a configuration."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def test_grid() -> None:
 
 
 def test_costs_are_the_multiplications_of_a_token() -> None:
-    """hidden 32, 4 heads of 8, 2 groups, MLP 40, 16 tokens, 128 rows of vocabulary."""
+    """Costs of hidden size 32, 4 heads of 8, 2 query groups, MLP 40, 16 tokens, 128 vocabulary rows."""
     words = "--num-query-groups 2 --ffn-hidden-size 40"
     plain = costs_of(config(words, 1).settings)
     attention = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 16 * 32
@@ -110,7 +110,7 @@ def test_a_folded_pipeline(kind: str, alive: tuple[int, int]) -> None:
 
 
 def test_layers_of_the_first_rank_of_a_folded_pipeline() -> None:
-    """Its stages are the first and the last; dealt out in turn they would be the first and the third."""
+    """A folded pipeline gives rank 0 the first and last stage, an interleaved one the first and third."""
     assert layers(config(f"{FOLDED} zbv --decoder-first-pipeline-num-layers 2", 2)) == [1, 3, 3, 1]
     dealt = "--pipeline-schedule zero-bubble --virtual-pipeline-model-parallel-size 2"
     words = f"--pp_size 2 --num-layers 8 --micro-batch-size 1 --decoder-first-pipeline-num-layers 2 {dealt}"

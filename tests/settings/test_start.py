@@ -1,4 +1,4 @@
-"""What a run does with what its folder holds, by program and flags."""
+"""Tests what a run does with checkpoints in its folder, depending on program and flags."""
 
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,7 @@ def test_a_saved_configuration_writes_nothing_into_the_run_it_is_of(tmp_path: Pa
     )
     for place, expected in (
         (f"{other}/tb", f"{tmp_path}/mine/tb"),
-        # Before it was moved aside.
+        # The folder of that run had this path before it was moved.
         (f"{tmp_path}/first/tb", f"{tmp_path}/mine/tb"),
         (f"{tmp_path}/shared", f"{tmp_path}/shared"),
     ):

@@ -1,4 +1,4 @@
-"""The table of settings: unambiguous, explained, reachable, and nothing in it is silently ignored."""
+"""Tests the table of settings: unambiguous, explained, reachable, and never silently ignored."""
 
 import dataclasses
 from collections import Counter
@@ -15,14 +15,14 @@ from pentatron.settings.settings import Assigned, Settings
 from tests.settings.builders import all_settings, other_value, resolved
 from tests.settings.usage import settings_read, settings_read_anywhere
 
-# A rule compares it with the real number of processes, and that is all it is for.
+# Read by a rule alone, which compares it with the real number of processes.
 ONLY_CHECKED = {"world_size"}
-# These act only with a feature that is refused; as soon as it is built, they must be read.
+# Settings of a refused feature, which must be read as soon as the feature is implemented.
 WAITS_FOR: dict[str, str] = {}
 
 
 def entries(value: Any) -> tuple[Any, ...]:
-    """The values of a list, or the one value there is."""
+    """Returns the values of a list, or a tuple of the single value."""
     if value is None:
         return ()
     return value if isinstance(value, tuple) else (value,)
@@ -120,7 +120,7 @@ def read() -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("name", all_settings())
 def test_no_setting_is_silently_ignored(name: str, read: dict[str, set[str]]) -> None:
-    """Each is read by code that acts on it, refused as not built, or answered with a notice."""
+    """Every setting is read by code that acts on it, refused as not implemented, or gives a notice."""
     item = table()[name]
     if name in WAITS_FOR and not read.get(name):
         assert table()[WAITS_FOR[name]].not_yet, f"{name} must be used now, or refused"

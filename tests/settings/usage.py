@@ -1,7 +1,7 @@
-"""Which settings the source reads, found by a walk over its syntax trees.
+"""Finds the settings that the source reads by walking over its syntax trees.
 
-A read counts when it can change what a run does: `config.optim.lr`, `self.config.lr` where the class was
-given an `OptimConfig`, `draft.lr` in a derivation. Rules and needs only judge a value and do not count.
+A read counts if it can change what a run does: `config.optim.lr`, `self.config.lr` in a class that is given
+an `OptimConfig`, `draft.lr` in a derivation. Rules and needs only judge a value and do not count.
 """
 
 import ast
@@ -19,7 +19,7 @@ SECTION_OF = {cls.__name__: section for section, cls in sections().items()}
 
 
 def settings_read_anywhere() -> dict[str, set[str]]:
-    """Setting name → the modules that read it."""
+    """Returns {setting: modules that read it}."""
     found: dict[str, set[str]] = defaultdict(set)
     for path in sorted(PACKAGE.rglob("*.py")):
         module = path.relative_to(PACKAGE)
@@ -31,7 +31,7 @@ def settings_read_anywhere() -> dict[str, set[str]]:
 
 
 def settings_read(source: str) -> set[str]:
-    """The settings one module's text reads."""
+    """Returns the settings that the source text of a module reads."""
     tree = ast.parse(source)
     aliases = _aliases(tree)
     found = set()
@@ -44,7 +44,7 @@ def settings_read(source: str) -> set[str]:
 
 
 def _aliases(tree: ast.AST) -> defaultdict[str, set[str]]:
-    """Variable or attribute name → the sections it holds somewhere in the module."""
+    """Returns {variable or attribute name: sections that it holds somewhere in the module}."""
     found: defaultdict[str, set[str]] = defaultdict(set)
     for node in ast.walk(tree):
         if isinstance(node, ast.arg) and isinstance(node.annotation, ast.Name):

@@ -1,4 +1,4 @@
-"""Who is at fault when a job hangs, from beats alone: no process is needed to tell."""
+"""Tests that the culprit of a hang is found from heartbeats alone, without processes."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ def beat(
 
 
 def watch_for(seconds: float, beats: list[Heartbeat], limits: HangLimits = USUAL) -> Hang | None:
-    """The same beats for so long, from processes that live."""
+    """Repeats the heartbeats once a second with new pulses; returns the hang, if any."""
     watch, ranks = HangDetector(limits), [b.rank for b in beats]
     for now in range(int(seconds) + 2):
         hang = watch.look([replace(b, pulse=now) for b in beats], float(now), ranks)
@@ -60,15 +60,13 @@ def test_a_rank_that_left_a_collective_out() -> None:
     assert hang is not None and hang.culprits == [1], "as many, but another one"
     hang = watch_for(20, [beat(0), beat(1, what="broadcast", step=8)])
     assert hang is not None and hang.culprits == [1], "of two, who has come further"
-    assert "rank 1 of 2 is not where the others are, as if a collective had been left out" in hang.sentence(
-        {}, 2
-    )
+    assert "rank 1 of 2 waits in a different collective than the other ranks" in hang.sentence({}, 2)
 
 
 def test_nobody_is_blamed_without_a_reason() -> None:
     hang = watch_for(20, [beat(0, what="broadcast"), beat(1)])
     assert hang is not None and hang.culprits == []
-    assert "no rank stands out: rank 0 waits in the broadcast #50" in hang.sentence({}, 2)
+    assert "no single rank is the cause: rank 0 waits in the broadcast #50" in hang.sentence({}, 2)
 
 
 def test_a_rank_without_a_sign_of_life_whatever_it_was_doing() -> None:
@@ -77,9 +75,7 @@ def test_a_rank_without_a_sign_of_life_whatever_it_was_doing() -> None:
     assert looks[20] is None
     hang = looks[-1]
     assert hang is not None and hang.culprits == [1]
-    assert "rank 1 of 2 is frozen (stopped): no sign of life for 22 seconds" in hang.sentence(
-        {1: "stopped"}, 2
-    )
+    assert "rank 1 of 2 is frozen (stopped): no heartbeat for 22 seconds" in hang.sentence({1: "stopped"}, 2)
 
 
 def test_a_long_load_may_hold_the_interpreter() -> None:
@@ -95,9 +91,7 @@ def test_a_long_load_may_hold_the_interpreter() -> None:
     [{"phase": "saving"}, {"phase": "evaluating"}, {"phase": "building the model"}, {"first_step": 0.0}],
 )
 def test_what_may_take_long_is_left_alone(change: dict[str, object]) -> None:
-    """Saving, evaluating, starting, and the first step, which compiles; a collective's own limit
-    ends them.
-    """
+    """Saves, evaluations, starts and the first step, which compiles, end only at the collective timeout."""
     beats = [beat(0), replace(beat(1, waits=False), **change)]
     assert watch_for(300, beats) is None
     assert watch_for(100, beats, HangLimits(20.0, 100.0)) is not None

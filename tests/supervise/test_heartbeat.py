@@ -1,4 +1,4 @@
-"""What a rank's file says of it at any moment."""
+"""Tests the content of a heartbeat file at any moment."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from pentatron.supervise.heartbeat import HeartbeatWriter, heartbeat_path, read_
 
 
 def test_the_step_and_where_it_began_are_exact_between_two_beats(tmp_path: Path) -> None:
-    """A rank may be killed at once after it has gone on from a step: that is no step that it has done."""
+    """The resumed step is written at once: a rank that is killed right after it has done no step."""
     where = RankStatus()
     heart = HeartbeatWriter(heartbeat_path(tmp_path, 0), 0, "a", where, pause=1000.0)
     heart.start()
@@ -26,7 +26,7 @@ def test_the_step_and_where_it_began_are_exact_between_two_beats(tmp_path: Path)
 
 
 def test_a_step_that_is_left_out_is_not_the_first_one(tmp_path: Path) -> None:
-    """The one after it compiles."""
+    """The first step that is computed is the one that compiles."""
     where = RankStatus()
     where.begin_at(0)
     where.step_done(1, 0.0)

@@ -1,4 +1,4 @@
-"""A request to stop that reaches a worker twice, and a user who asks twice."""
+"""Tests a stop signal that reaches a worker twice, and a user who presses Ctrl-C twice."""
 
 import os
 import signal
@@ -10,8 +10,7 @@ from pentatron.supervise.signals import StopRequest, handle_signals
 
 
 def test_a_signal_and_its_echo_from_the_launcher_are_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shell signals every process of a job, and torchrun passes on what it gets: the save must not be
-    broken off."""
+    """A shell signals every process and torchrun forwards its signal: neither may interrupt the save."""
     now = 100.0
     monkeypatch.setattr(signals.time, "monotonic", lambda: now)
     request = StopRequest(launcher=os.getppid())
@@ -24,8 +23,7 @@ def test_a_signal_and_its_echo_from_the_launcher_are_one_request(monkeypatch: py
 
 
 def test_a_warning_and_what_follows_it_are_one_request() -> None:
-    """Slurm sends SIGUSR1, and SIGTERM when the time is over: only a person at a terminal means it when
-    asking twice."""
+    """Slurm sends SIGUSR1, and SIGTERM at the time limit; only a second Ctrl-C ends the run at once."""
     request = StopRequest()
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM, signal.SIGHUP):
         request(number, None)

@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 
 from pentatron.errors import UserError
+from pentatron.files import lock_scratch_folder, scratch_folder
 from pentatron.supervise.launcher import (
     BROKEN_PIPE,
     JobResult,
     listener_for_workers,
-    lock_folder,
     require_descriptors,
-    scratch_folder,
 )
 from pentatron.supervise.signals import WATCHED
 
@@ -44,16 +43,16 @@ def test_temporary_folders_of_killed_commands_are_removed_and_those_in_use_stay(
     )
     for folder in (killed, in_use, young, foreign, aimed):
         folder.mkdir()
-    # A rank may hold it after the launcher is gone.
+    # A rank may hold the lock after the launcher has ended.
     code = (
-        "import sys; from pathlib import Path; from pentatron.supervise.launcher import lock_folder; "
-        "lock_folder(Path(sys.argv[1])); print(1, flush=True); input()"
+        "import sys; from pathlib import Path; from pentatron.files import lock_scratch_folder; "
+        "lock_scratch_folder(Path(sys.argv[1])); print(1, flush=True); input()"
     )
     words = [sys.executable, "-c", code, str(in_use)]
     holder = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert holder.stdout is not None and holder.stdout.readline() == b"1\n"
     for folder in (killed, young, aimed):
-        os.close(lock_folder(folder))
+        os.close(lock_scratch_folder(folder))
     (tmp_path / "pentatron-job-link").symlink_to(aimed)
     for folder in (killed, in_use, foreign, aimed):
         os.utime(folder, (1, 1))

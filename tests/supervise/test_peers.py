@@ -1,4 +1,4 @@
-"""Ranks that watch each other, where the launcher is somebody else's."""
+"""Tests ranks that watch each other, under a launcher of another program."""
 
 import os
 import time
@@ -13,12 +13,12 @@ from pentatron.supervise.hang import HangLimits, PeerWatchdog
 
 
 class Left(Exception):
-    """Instead of ending this process."""
+    """Raised in place of `os._exit`."""
 
 
 @pytest.fixture
 def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PeerWatchdog]:
-    """Of a rank alone that hangs after step 7, which hung before in the same place."""
+    """Watchdog of a single rank that hangs after step 7, with a report of an earlier hang there."""
 
     def leave(code: int) -> None:
         raise Left
@@ -35,7 +35,7 @@ def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PeerWatch
 
 
 def look(watch: PeerWatchdog, times: int = 6) -> None:
-    """As if it had hung for long."""
+    """Checks `times` times, as if the rank had hung for long."""
     for _ in range(times):
         watch.at_pulse()
         watch._since = time.monotonic() - 5000
@@ -49,14 +49,14 @@ def test_a_hang_where_an_earlier_one_was_is_told_as_well(watch: PeerWatchdog) ->
     (line,) = said
     assert str(watch.folder / "hang-7-2.txt") in line
     assert (watch.folder / "hang-7.txt").read_text() == "an earlier attempt's"
-    # A second rank of this attempt finds that it was said.
+    # A second rank of this attempt finds the report and prints nothing.
     with pytest.raises(Left):
         look(watch)
     assert len(said) == 1
 
 
 def test_who_cannot_write_its_own_beats_blames_nobody(watch: PeerWatchdog) -> None:
-    """On a full disk nobody's beats are new, however well they get on."""
+    """On a full disk no rank can write heartbeats, so that old ones are no evidence of a hang."""
     assert watch.heart is not None
     watch.heart._file = os.open("/dev/full", os.O_RDWR)
     watch.heart.beat()

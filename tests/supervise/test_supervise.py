@@ -1,5 +1,4 @@
-"""Who failed first, and whether the job is started again: processes that are only scripts, and attempts that
-are only told."""
+"""Tests failure reports with scripts in place of ranks, and restarts with scripted attempts."""
 
 import json
 import os
@@ -39,7 +38,7 @@ def run(script: str, processes: int, monkeypatch: pytest.MonkeyPatch) -> JobResu
 def test_a_killed_rank_is_the_first_whatever_the_others_say_and_nobody_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 fails before anybody has noticed; rank 2 would stay for ever, and has a process of its own."""
+    """Rank 0 exits before the kill of rank 1 is noticed; rank 2 ignores SIGTERM and has a child process."""
     script = f"""
 import subprocess
 if rank == 0:
@@ -95,7 +94,7 @@ def test_an_end_with_0_is_a_success_only_of_ranks_that_finished_their_work(
 def test_ranks_that_never_began_are_told_and_not_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with a file of the program's name in the current folder, which is run in its place."""
+    """Happens if a file of the program's name in the current folder is run in its place."""
     ended = run_workers(["-c", ""], 2, None, os.environ, os.getpid())
     story = Story(tmp_path, [(ended, None)])
     assert story.run().status == 1 and story.restarts == [0]
@@ -141,14 +140,14 @@ def crash(step: int, code: int = -9, advanced: bool = True, opened: bool = True)
 
 
 class Story:
-    """Attempts that end as told, each with the step that is saved by then."""
+    """Supervises scripted attempts: how each one ends, and the step that is saved by then."""
 
     def __init__(self, folder: Path, endings: Sequence[tuple[JobResult, int | None]], limit: int = 3) -> None:
         self.endings, self.folder, self.limit = list(endings), folder, limit
         self.restarts: list[int] = []
         self.said: list[str] = []
         self.saved: int | None = None
-        # Seconds that passed before each attempt, and after how many of them all somebody wants an end.
+        # `waited`: seconds of delay after each attempt. `patience`: total delay after which SIGTERM arrives.
         self.waited: list[float] = []
         self.patience = float("inf")
 
@@ -207,14 +206,14 @@ def test_what_gets_on_between_its_crashes_is_counted_anew(tmp_path: Path) -> Non
     )
     rows = [json.loads(line)["restart"] for line in (tmp_path / "restarts.jsonl").read_text().splitlines()]
     assert rows == list(range(1, 10)), "the record counts them all"
-    # A checkpoint that turns out to be damaged, and is made once more, is no progress.
+    # Saving a step again whose checkpoint was damaged is no progress.
     steps = (40, 20, 40, 20, 40)
     story = Story(tmp_path, [(crash(47), saved) for saved in steps], limit=3)
     assert story.run().is_crash and story.restarts == [0, 1, 2, 3]
 
 
 def test_restarts_in_vain_wait_longer_each_time_and_say_so(tmp_path: Path) -> None:
-    """Progress begins the row anew, at once."""
+    """A new checkpoint resets the delay."""
     saved = [40] * 8 + [50, 50]
     story = Story(tmp_path, [*((crash(57), step) for step in saved), (JobResult(0), 100)], limit=9)
     assert story.run().exit_code == 0
@@ -246,7 +245,7 @@ def test_what_never_took_a_step_is_not_repeated_unless_it_was_killed(tmp_path: P
 
 
 def test_an_earlier_run_in_the_folder_is_not_taken_for_ones_own(tmp_path: Path) -> None:
-    """A script that starts anew has not yet moved it aside: it must start anew again."""
+    """With resumes=False, a crash before the earlier run is moved aside restarts as a new run."""
     early = crash(0, advanced=False, opened=False)
     story = Story(tmp_path, [(early, 500), (crash(3), None), (JobResult(0), 9)])
     story.run(resumes=False)
@@ -257,14 +256,14 @@ def test_an_earlier_run_in_the_folder_is_not_taken_for_ones_own(tmp_path: Path) 
 
 
 def told(ended: JobResult, folder: Path, told_to_stop: bool = False) -> tuple[list[str], list[int]]:
-    """What the launcher says of an end from step 9 on, and which attempts it makes."""
+    """Returns what is printed about an end with step 9 saved, and the attempts that are made."""
     story = Story(folder, [(ended, 9), (JobResult(0), 9)])
     story.run(told_to_stop=told_to_stop)
     return story.said, story.restarts
 
 
 def test_a_rank_that_dies_while_the_job_is_to_stop_is_named(tmp_path: Path) -> None:
-    """The save that was asked for has not come about: nobody may take that for an end in good order."""
+    """The requested save has not happened, so that this must not look like a clean stop."""
     killed = JobResult(-9, [Failure(1, -9, 0.0)], signal.SIGTERM, 12, True, True)
     said, restarts = told(killed, tmp_path)
     assert said[0].startswith("rank 1 of 2 was killed by SIGKILL") and restarts == [0]
@@ -272,11 +271,11 @@ def test_a_rank_that_dies_while_the_job_is_to_stop_is_named(tmp_path: Path) -> N
         "not started again, as SIGTERM asked for an end. The last checkpoint, step 9, is intact: the same command resumes from there"
     )
     assert killed.status == 1
-    # By a signal that it was not yet listening to.
+    # A signal for which the rank had no handler yet.
     early = JobResult(-15, [Failure(1, -15, 0.0)])
     said, restarts = told(early, tmp_path)
     assert "rank 1 of 2 was killed by SIGTERM" in said[0] and restarts == [0] and early.status == 143
-    # Those that end in good order have said so themselves.
+    # Ranks that stop in good order have printed that themselves.
     assert told(JobResult(143, [Failure(1, 143, 0.0)]), tmp_path) == ([], [0])
 
 
@@ -296,7 +295,7 @@ def test_nothing_is_written_into_the_folder_of_a_running_job(tmp_path: Path) -> 
 
 
 class Dead:
-    """The handle of a process that cannot be reaped, or ended so."""
+    """Handle of a process that cannot be reaped."""
 
     pid, returncode = 2**22 + 1, None
 
@@ -309,7 +308,7 @@ def process(rank: int, code: int | None, was_killed: bool = False) -> Process:
 
 
 def test_a_hang_is_none_the_better_for_processes_that_do_not_die(tmp_path: Path) -> None:
-    """As those do not that wait for a disk that is gone."""
+    """A process that waits for a lost disk does not die."""
     hang = Failure(1, 1, 0.0, "hung", story="rank 1 hangs")
     ended = launcher._ended([process(0, None), process(1, None)], ReceivedSignals(), tmp_path, hang)
     assert ended.is_crash and ended.failures == [hang]
@@ -321,7 +320,7 @@ def test_a_rank_that_crashes_just_before_we_end_it_has_crashed(tmp_path: Path) -
 
 
 def test_only_ranks_that_listen_are_asked_for_their_stacks(tmp_path: Path) -> None:
-    """SIGQUIT kills whoever has not come so far."""
+    """SIGQUIT kills a rank that has not installed its handler yet."""
     asked: list[int] = []
 
     class Asked(Process):
@@ -337,7 +336,7 @@ def test_only_ranks_that_listen_are_asked_for_their_stacks(tmp_path: Path) -> No
 
 
 def test_the_commands_that_start_ranks_tell_what_a_rank_wrote_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank of ours does not print its traceback: its launcher does."""
+    """A rank records its traceback instead of printing it; its launcher prints it."""
     failure = Failure(1, 1, 0.0, "exception", "Traceback\nLookupError: a bug\n")
     monkeypatch.setattr(launcher, "run_workers", lambda *words: JobResult(1, [failure]))
     monkeypatch.setattr(verify.environment, "set_worker_environment", lambda threads: [])

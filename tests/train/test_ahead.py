@@ -1,5 +1,4 @@
-"""Batches that are read before they are drawn: the same ones, in the same order, with errors where they
-belong."""
+"""Tests that prefetched batches keep their order, errors surface at their batch and the thread ends."""
 
 import threading
 import time
@@ -16,7 +15,7 @@ from tests.support import LLAMA, resolved
 
 
 class Journal:
-    """Counts what is on its way, and does not carry anything anywhere."""
+    """Records batches whose copy starts and finishes; copies nothing."""
 
     def __init__(self) -> None:
         self.started: list[int] = []
@@ -65,7 +64,7 @@ def test_order_and_the_place_of_an_error() -> None:
 def test_a_step_is_on_its_way_before_it_is_drawn() -> None:
     journal = Journal()
     batches = Prefetcher(numbered(100), 4, journal)
-    # Four lie ready, and the thread has one in its hands.
+    # Four batches are ready, and the thread holds a fifth.
     wait_for(lambda: len(journal.started) == 5)
     assert journal.finished == []
     next(batches)
@@ -105,5 +104,5 @@ def test_what_arrives_is_what_was_sent() -> None:
     sent = [Batch(*(torch.randint(99, (4, 512)) for _ in range(4))) for _ in range(50)]
     for expected, found in zip(sent, Prefetcher(iter(sent), 2, CopyToGPU(torch.cuda.Stream(device)))):
         assert found.tokens.device == device
-        # Used on another stream than the copy's, and let go at once.
+        # The batch is used on another stream than the copy's, and freed immediately.
         assert torch.equal((found.tokens * 2 + found.labels).cpu(), expected.tokens * 2 + expected.labels)

@@ -1,4 +1,4 @@
-"""--async-save in a run: the same checkpoints, and no way out of a run that forgets what is being written."""
+"""Tests --async-save in a run: equal checkpoints, and no exit that forgets a save under way."""
 
 import os
 import re
@@ -30,8 +30,7 @@ CPU = torch.device("cpu")
 
 
 def steps(folder: Path) -> dict[str, Any]:
-    """By the names of the steps, the sums of their files and the state of the run; settings differ by
-    --async-save alone."""
+    """Returns checksums, tensors and run state by step; settings are left out, as --async-save differs."""
     found = {}
     for step in CheckpointStore(folder / "checkpoints", keep=None).steps():
         manifest = read_manifest(step)
@@ -60,9 +59,7 @@ def here() -> World:
 
 @distributed(world=2)
 def test_two_ranks_save_the_same_in_the_background(tmp_path: Path) -> None:
-    """Updates are many while one rank's copy and writing are slow: what is saved is of its step all
-    the same.
-    """
+    """Rank 1 writes slowly, so updates overtake its save; the saved values stay those of the step."""
     words = f"{LLAMA} --tensor-model-parallel-size 2 --train-iters 6 --save-interval 2 --keep-checkpoints 9 --eval-iters 0"
     run_training(resolved(f"{words} --run-dir {tmp_path / 'waits'}", 2), here(), True)
     if dist.get_rank() == 1:
@@ -80,7 +77,7 @@ def test_two_ranks_save_the_same_in_the_background(tmp_path: Path) -> None:
 
 
 def test_an_update_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a copy that comes late, and without the wait, what is saved would be of a later step."""
+    """A late copy still saves the values of its step; without the wait (control) it saves later ones."""
     from pentatron.checkpoint.save import HostCopy
 
     run(tmp_path / "waits")
@@ -114,14 +111,14 @@ def full_disk(monkeypatch: pytest.MonkeyPatch, *saves: int) -> None:
 def test_a_failure_in_the_middle_is_told_and_one_at_the_end_is_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str
 ) -> None:
-    """Who ended in the middle would lose what was trained since; the next save may succeed."""
+    """Training continues after a failed save: stopping would lose steps, and the next save may succeed."""
     full_disk(monkeypatch, 2)
     run(tmp_path / "a", words)
     assert list(steps(tmp_path / "a")) == ["step-00000002", "step-00000006"]
     told = r"warning: the checkpoint of step 4 could not be saved .*rank 0: No space left on device; [0-9]+ MiB free\); the last checkpoint is step 2\. Training goes on"
     assert re.search(told, capsys.readouterr().out)
     assert re.search(told, (tmp_path / "a" / "train.log").read_text())
-    # In the foreground the last step is tried twice: as one of every second step, and as the last.
+    # A synchronous save tries the last step twice: for --save-interval 2 and at the end of the run.
     full_disk(monkeypatch, *((3,) if words else (3, 4)))
     with pytest.raises(
         UserError, match=r"step 6 could not be saved.*rank 0: No space left on device; .* intact"
@@ -142,7 +139,7 @@ def test_a_stop_after_a_failure_saves_that_step_again(
 
 
 def test_waiting_for_the_last_save_is_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that takes so long would be a hang, for which the job is ended."""
+    """The wait counts as phase `saving`: a phase `step` of that length would be ended as a hang."""
     make, honest = Checkpoints.__init__, Saver.settle
     made: list[Checkpoints] = []
     phases: list[str] = []
@@ -197,7 +194,7 @@ def test_a_run_that_ends_with_bad_numbers_has_saved_what_it_says(
 
 
 def train_and_die(folder: Path) -> None:
-    """On a forked rank: killed by its writer, in the middle of the third save."""
+    """Trains on a forked rank whose writer kills it in the middle of the third save."""
     honest, made = parts_module.write_tensors, iter(range(1, 100))
 
     def write(path: Path, tensors: Any) -> Any:

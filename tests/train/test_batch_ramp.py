@@ -1,5 +1,4 @@
-"""Training with a batch that changes: the same numbers in every layout, resuming in the middle, and refusals
-before the first step."""
+"""Tests batch ramp-up: equal numbers in every layout, resume in the middle, early refusals."""
 
 import json
 import shutil
@@ -56,7 +55,7 @@ def run_spread(folder: Path, words: str, world: int, plan: str = RAMP) -> None:
 
 
 def cut(whole: Path, folder: Path, step: int) -> None:
-    """A copy of a run that was killed after it had saved that step."""
+    """Copies a run as if it had been killed after it had saved `step`."""
     shutil.copytree(whole, folder)
     for later in (folder / "checkpoints").glob("step-*"):
         if int(later.name[5:]) > step:
@@ -87,7 +86,7 @@ INTERLEAVED = "--pp_size 2 --virtual-pipeline-model-parallel-size 2 --microbatch
 
 @distributed(world=4)
 def test_layouts_compute_the_numbers_of_one_process(tmp_path: Path) -> None:
-    """Also one that goes on, within the ramp, with what one process began."""
+    """Compares losses with one process; the second layout resumes its checkpoint within the ramp."""
     first = dist.get_rank() == 0
     if first:
         run_alone(tmp_path / "alone")
@@ -114,7 +113,7 @@ def test_small_counts_under_every_schedule(tmp_path: Path) -> None:
     for number, words in enumerate(("--zero-stage 1", INTERLEAVED, "--pp_size 2 --pipeline-schedule zbv")):
         run_spread(tmp_path / str(number), words, 2)
         assert losses(tmp_path / str(number)) == expected, words
-    # And to the last digit where nothing but the process is another one.
+    # A resume in the same layout is bit-exact.
     if first:
         cut(tmp_path / "1", tmp_path / "resumed", 5)
     dist.barrier()
@@ -124,7 +123,7 @@ def test_small_counts_under_every_schedule(tmp_path: Path) -> None:
 
 
 def test_written_steps_may_also_go_down(tmp_path: Path) -> None:
-    """Thresholds are tokens of sequences of 16; the run is as long as its samples."""
+    """Thresholds count tokens (sequences of 16); --train-samples sets the length of the run."""
     plan = "--step-batch-size-schedule 0:2,64:8,512:4 --train-samples 43"
     config = settings(tmp_path / "a", plan=plan).config
     assert config.spans.total == 43, "what the order of samples is made for, as Megatron's"
@@ -134,11 +133,11 @@ def test_written_steps_may_also_go_down(tmp_path: Path) -> None:
     assert rows(tmp_path / "a")[-1]["consumed_samples"] == 40, "3 samples are too few for another step"
 
 
-# --- what a layout cannot take ---
+# --- refused batch sizes ---
 
 
 def test_every_size_on_the_way_must_fit(tmp_path: Path) -> None:
-    """Before anything is built, and with the equation; a size that no step has does not matter."""
+    """Refuses before anything is built, with the equation; sizes that no step uses do not matter."""
     plan = "--rampup-batch-size 6 6 36 --global-batch-size 24 --train-iters 9"
     with pytest.raises(UserError) as refusal:
         run_alone(tmp_path / "a", f"--micro-batch-size 4 --save {tmp_path}/b --load {tmp_path}/b", plan)
@@ -147,7 +146,7 @@ def test_every_size_on_the_way_must_fit(tmp_path: Path) -> None:
         "(1) = 4; use batch sizes that are multiples of 4, or --micro-batch-size 1, 2, 3 or 6"
     )
     assert not (tmp_path / "a" / "config.yaml").exists()
-    # From 4 samples on a step has 24: the sizes between are jumped over.
+    # After 4 samples the batch is 24; the sizes between are never used.
     run_alone(
         tmp_path / "b",
         "--micro-batch-size 4",
@@ -191,7 +190,7 @@ def test_too_few_micro_batches_for_a_schedule(tmp_path: Path) -> None:
     )
 
 
-# --- whose schedule ---
+# --- schedule of the checkpoint or of the command ---
 
 
 def test_a_changed_schedule_is_said_and_the_checkpoints_can_be_kept(
@@ -217,7 +216,7 @@ def test_a_changed_schedule_is_said_and_the_checkpoints_can_be_kept(
     assert "--lr 0.003 (was 0.01)" in taken and note not in taken
     assert losses(tmp_path / "kept") == losses(tmp_path / "whole")
     assert losses(tmp_path / "taken") == losses(tmp_path / "noted") != losses(tmp_path / "whole")
-    # What was kept is what the next start finds, whatever the command said.
+    # The kept schedule is saved, so the next start resumes it whatever its flags are.
     cut(tmp_path / "kept", tmp_path / "again", 7)
     said("again", "--use-checkpoint-opt-param-scheduler")
     assert losses(tmp_path / "again") == losses(tmp_path / "whole")
@@ -230,7 +229,7 @@ def test_nothing_to_keep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_rate_that_is_the_same_for_now_is_not_called_another(tmp_path: Path) -> None:
-    """At the first step of a warm-up it is 0 in both schedules; what will be different is named."""
+    """Both rates are 0 at the first warm-up step; the note names the flags that will differ later."""
     state = TrainState()
     for rate in ("1e-2", "2e-2"):
         words = f"{TINY} {RAMP} --lr-warmup-iters 5 --lr {rate} --run-dir {tmp_path}".split()
@@ -243,7 +242,7 @@ def test_a_rate_that_is_the_same_for_now_is_not_called_another(tmp_path: Path) -
 
 @pytest.mark.parametrize(("style", "notes"), [("constant", 0), ("cosine", 1)])
 def test_only_a_schedule_that_acts_is_told_of(tmp_path: Path, style: str, notes: int) -> None:
-    """A longer run has another decay, if its rate decays."""
+    """A longer run changes the decay only if the learning rate decays."""
     words, state = f"--lr-decay-style {style} --weight-decay-incr-style constant", TrainState()
     plan = RAMP.replace("--train-iters 9", "--train-iters 30")
     for length in (RAMP, plan):
@@ -253,8 +252,7 @@ def test_only_a_schedule_that_acts_is_told_of(tmp_path: Path, style: str, notes:
 
 
 def test_a_weight_decay_that_changes_acts(tmp_path: Path) -> None:
-    """That of the step, not the configured one: from 0.4 to 0.4 it is 0.4, and from 0.1 to 0.4 something
-    else."""
+    """Compares the weight decay of the step: 0.4 to 0.4 equals 0.4, and 0.1 to 0.4 does not."""
     least = f"{LLAMA} --train-iters 3 --global-batch-size 4 --save-interval 3 --lr-decay-style constant"
     for name, words in (
         ("constant", "--weight-decay 0.4"),

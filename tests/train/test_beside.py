@@ -1,4 +1,4 @@
-"""What is done beside the steps: timers, profiles, garbage, comparing replicas, times of the start."""
+"""Tests timers, profiles, garbage collection, weight comparison and start-up times of a run."""
 
 import gc
 import json
@@ -32,7 +32,7 @@ RUN = f"{LLAMA} --train-iters 4 --save-interval 4 --log-interval 2 --micro-batch
 
 
 def run(folder: Path, words: str = "", started: float | None = None) -> str:
-    """The log of a run."""
+    """Trains and returns the log."""
     settings = resolved(f"{RUN} --run-dir {folder} {words}")
     run_training(settings, single_process(), True, started=started)
     return (folder / "train.log").read_text()
@@ -82,14 +82,14 @@ def test_timers_show_the_parts_of_their_level(tmp_path: Path) -> None:
     assert {"batch-generator", "all-grads-sync", "optimizer"} <= set(names)
     one = run(tmp_path / "b", "--timing-log-level 1")
     assert one.count("forward-backward ...") == 2 and "forward-compute" not in one
-    # Nothing but the start and what is not a step.
+    # The default level logs only the start and work outside steps.
     assert "forward-backward ..." not in run(tmp_path / "c")
 
 
 def test_what_is_no_part_of_every_step_is_told_when_it_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole, not divided by the steps between two lines; and a mean is over the steps there were."""
+    """Reports saves and evaluations undivided; averages step timers over the steps since the last line."""
     start = CheckpointStore.start
 
     def slowly(*arguments: Any) -> Any:
@@ -113,7 +113,7 @@ def test_what_is_no_part_of_every_step_is_told_when_it_is_done(
     assert len(found) == 2 and all(float(time) >= 200 for time in found)
     assert len(re.findall(r"^-+\n\(min, max\) .*\n    evaluate \.+: \(.*\n(?!    )", log, re.M)) == 2
     run(tmp_path / "a", f"{words} --train-iters 7")
-    # Of each start, then of the steps to 3, and of 5 and 6.
+    # The first start, steps 1 to 3, the second start, steps 5 and 6.
     assert asked == [1, 3, 1, 2]
 
 
@@ -146,7 +146,7 @@ def test_chosen_steps_and_ranks_are_profiled(tmp_path: Path) -> None:
     run_distributed(on_ranks, world=2, folder=str(tmp_path / "a"), words=words, grid={"data": 2})
     assert [p.name for p in (tmp_path / "a" / "profile").iterdir()] == ["rank-00001.json"]
     events = json.loads((tmp_path / "a" / "profile" / "rank-00001.json").read_text())["traceEvents"]
-    # Two steps of two micro-batches, of one embedding each.
+    # Two steps of two micro-batches with one embedding each.
     assert sum(e.get("name") == "aten::embedding" for e in events) == 2 * 2
 
 
@@ -218,7 +218,7 @@ def test_a_history_of_memory_needs_a_gpu_and_says_so(tmp_path: Path) -> None:
 def test_a_history_of_memory_is_recorded_and_left_in_the_run_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What torch is asked for; there is no GPU here to ask."""
+    """Checks the calls to torch.cuda.memory, as there is no GPU to record."""
     asked: list[Any] = []
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **named: asked.append(named))
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", asked.append)

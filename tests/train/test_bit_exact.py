@@ -1,6 +1,6 @@
-"""A run that was stopped and goes on ends with the state of one that never stopped, bit for bit.
+"""A stopped and resumed run ends with the state of an undisturbed one, bit for bit.
 
-Every part runs in processes of its own, so that nothing is taken over but what the checkpoint holds.
+Every part runs in its own processes, so that only the checkpoint carries state over.
 """
 
 from pathlib import Path
@@ -21,7 +21,7 @@ from tests.support import LLAMA, resolved
 
 STEPS, STOP = 7, 3
 TIMEOUT = 240.0
-# Dropout of both kinds, two micro-batches or more, warm-up, evaluations between and before the stop.
+# Both kinds of dropout, at least two micro-batches, warm-up, evaluations before and after the stop.
 RUN = (
     f"--train-iters {STEPS} --save-interval {STEPS} --log-interval 1 --micro-batch-size 1 --eval-interval 2 --eval-iters 1 "
     f"--lr-warmup-iters 4 --hidden-dropout 0.1 --attention-dropout 0.1 --check-for-spiky-loss --sample-tokens 0"
@@ -30,7 +30,7 @@ MODEL = f"{LLAMA} {GROUPED} --num-layers 4 --num-attention-heads 8 --kv-channels
 FP16 = "--fp16 --initial-loss-scale 262144 --hysteresis 1 --loss-scale-window 2"
 RAMP = "--rampup-batch-size 4 4 16 --global-batch-size 8"
 WITHOUT_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
-# (name, ranks, words); the first few are a part of every test run.
+# (name, ranks, flags). Every test run has OFTEN; SELDOM is left to `make sweep`.
 OFTEN = (
     ("tp2 fp16 ramp", 2, f"--num-layers 2 --tp_size 2 --sequence-parallel {FP16} {RAMP}"),
     ("pp2 zero-bubble bf16", 2, "--num-layers 2 --pp_size 2 --pipeline-schedule zero-bubble --bf16"),
@@ -88,7 +88,7 @@ CASES = [
 
 
 def write_corpora(folder: Path) -> str:
-    """Two corpora, of which the run needs several epochs of one."""
+    """Writes two corpora and returns their flags; the run reads the second for several epochs."""
     draw = np.random.default_rng(0)
     for name, count in (("a", 60), ("b", 9)):
         with IndexedDatasetWriter(folder / name, "uint16") as writer:

@@ -1,4 +1,4 @@
-"""Whether a run is compiled, and what is told of it."""
+"""Tests whether a run is compiled, and which notes it prints."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -63,12 +63,12 @@ def test_by_default_on_gpus_alone(
 def test_without_a_compiler_it_is_told_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     (note,) = settled("", monkeypatch, "no g++").notes
     assert "layers are not compiled" in note and "(no g++)" in note
-    with pytest.raises(UserError, match=r"--compile on: nothing can be compiled here \(no g\+\+\)"):
+    with pytest.raises(UserError, match=r"--compile on: torch.compile fails on this machine \(no g\+\+\)"):
         settled("--compile on", monkeypatch, "no g++")
 
 
 class Stubborn(nn.Module):
-    """Needs a version for every number."""
+    """Recompiles for every value of `number`."""
 
     number = 0
 
@@ -134,7 +134,7 @@ def test_eager_where_hooks_must_run() -> None:
 
 
 def with_a_stubborn_stage(folder: str) -> None:
-    """The second stage alone has something to say, before the first step and after it."""
+    """Trains with a note of both ranks, and with a note and a failed compilation of rank 1 alone."""
 
     def compiled(*_: object) -> Compilation:
         if dist.get_rank() == 0:
@@ -148,7 +148,7 @@ def with_a_stubborn_stage(folder: str) -> None:
 
 
 def trained(words: str, grid: Grid, compiled: Callable[..., Compilation]) -> None:
-    """By two ranks, with something in the compiler's place."""
+    """Trains on two ranks with `compiled` in place of `track_compilation`."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(parallel_model, "track_compilation", compiled)
         world = create_groups(grid, dist.get_rank(), dist.get_rank(), CPU)
@@ -165,7 +165,7 @@ def test_what_another_rank_does_not_compile_is_told_once_with_the_rank(tmp_path:
 
 
 class Late(Compilation):
-    """Rank 1 gives something up in its second step, whose numbers nobody collects."""
+    """Fails to compile on rank 1 in step 2, after which no line of the log is due."""
 
     steps = 0
 

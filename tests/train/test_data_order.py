@@ -1,6 +1,4 @@
-"""The order of samples over a whole run: several corpora and ranks, interrupted, made longer, kept
-in files.
-"""
+"""Tests the order of samples over a run: blends, ranks, interruptions, longer runs, cached files."""
 
 import json
 from pathlib import Path
@@ -31,9 +29,9 @@ RUN = f"{LLAMA} --train-iters 6 --save-interval 2 --eval-interval 3 --eval-iters
 
 
 def write_corpora(folder: Path) -> str:
-    """Two corpora of other tokens; the words of a blend of them.
+    """Writes two corpora with disjoint tokens; returns the flags of their blend.
 
-    Six steps need three epochs of the second.
+    Six steps need three epochs of the second corpus.
     """
     draw = np.random.default_rng(0)
     for name, count, low in (("a", 60, 0), ("b", 9, 30)):
@@ -72,7 +70,7 @@ def tokens(datasets: Datasets, count: int) -> list[list[int]]:
 
 
 def test_a_resumed_run_reads_on_where_it_stopped(tmp_path: Path) -> None:
-    """The files are the same to the byte, so the samples were; the counts of each corpus are among them."""
+    """Identical checkpoint files imply identical samples; their state has the count of each corpus."""
     words = write_corpora(tmp_path)
     run(tmp_path / "whole", words)
     state, files = newest(tmp_path / "whole")
@@ -103,7 +101,7 @@ def test_a_run_made_longer_goes_on_in_its_order(tmp_path: Path, capsys: pytest.C
     grown = laid_out(tmp_path, f"{words} --train-iters 8", TrainState(ordered_for=[32]))
     assert tokens(grown, 32) == tokens(laid_out(tmp_path, f"{words} --train-iters 4"), 32)
     assert tokens(grown, 32) != tokens(laid_out(tmp_path, f"{words} --train-iters 8"), 32)
-    # A shorter one, or another batch, does not change it either.
+    # A shorter run or another batch size does not change the order either.
     for other in ("--train-iters 2", "--train-iters 8 --global-batch-size 4"):
         assert tokens(laid_out(tmp_path, f"{words} {other}", TrainState(ordered_for=[32, 64])), 64) == tokens(
             grown, 64
@@ -121,7 +119,7 @@ def test_a_changed_blend_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
     ):
         with pytest.raises(UserError, match=rf"the data is not what .* --allow-changed-data.* \({why}\)$"):
             run(tmp_path / "r", other)
-    # Knowingly, and from then on without saying so again; what came from the other corpus is not forgotten.
+    # After one --allow-changed-data the flag is not needed again; the count of the dropped corpus is kept.
     capsys.readouterr()
     run(tmp_path / "r", f"--data-path {a} --allow-changed-data --train-iters 4")
     said = capsys.readouterr().out
@@ -142,8 +140,7 @@ def write_constant(prefix: Path, token: int) -> None:
 
 
 def test_other_tokens_under_the_same_index_are_noticed(tmp_path: Path) -> None:
-    """The index and every size stay as they were; only the checksums that lie beside the tokens tell, and
-    nothing else is read."""
+    """Index and sizes stay the same: only the sidecar's checksums differ, and the tokens are not read."""
     prefix, words = tmp_path / "c", f"--data-path {tmp_path / 'c'} --split 1"
     write_constant(prefix, 5)
     index = Path(f"{prefix}.idx").read_bytes()
@@ -154,8 +151,8 @@ def test_other_tokens_under_the_same_index_are_noticed(tmp_path: Path) -> None:
         UserError, match=r"c\.bin holds other tokens: the checksum of its checksums was \w+, is"
     ):
         run(tmp_path / "r", f"{words} --train-iters 3")
-    # Without a sidecar nobody knows; the checksum that was known is kept, and compared when there is one
-    # again.
+    # Without a sidecar the change goes unnoticed; the known checksum is kept and compared when a sidecar is
+    # back.
     sidecar = Path(f"{prefix}.meta")
     kept = sidecar.read_bytes()
     sidecar.unlink()
@@ -172,7 +169,7 @@ def test_other_tokens_under_the_same_index_are_noticed(tmp_path: Path) -> None:
 
 @distributed(world=2)
 def test_ranks_with_different_copies_are_refused(tmp_path: Path) -> None:
-    """As on two machines without a shared file system."""
+    """Imitates two machines without a shared file system."""
     rank = dist.get_rank()
     world, own = create_groups(Grid(data=2), rank, rank, torch.device("cpu")), tmp_path / f"machine{rank}"
     own.mkdir()
@@ -190,7 +187,7 @@ def test_ranks_share_the_samples_of_one_process(tmp_path: Path, kind: str, weigh
     if not weighted:
         words = words.replace(" 2 /", " /").replace(" 1 /", " /")
     datasets = laid_out(tmp_path, f"{words} --dataloader-type {kind} --train-iters 30")
-    # From the middle of an epoch on, over its end.
+    # Starts in the middle of an epoch and crosses its end.
     start = 40
 
     def steps(ranks: int) -> list[list[list[int]]]:
@@ -208,7 +205,7 @@ def test_ranks_share_the_samples_of_one_process(tmp_path: Path, kind: str, weigh
 
 
 def test_full_validation_reads_every_sample_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those that do not fill a batch; the loss is that of all labels."""
+    """Includes samples that do not fill a batch; the loss covers all labels."""
     words = (
         f"{write_corpora(tmp_path)} --full-validation --train-iters 2 --eval-interval 2 --micro-batch-size 2"
     )
@@ -245,7 +242,7 @@ def test_files_of_each_split(tmp_path: Path) -> None:
 
 @distributed(world=2)
 def test_one_rank_of_a_machine_builds_for_all(tmp_path: Path) -> None:
-    """Both ranks train on what one process trains on; only the first of the machine writes files."""
+    """Both ranks read the samples of one process; only the first rank of a machine writes the cache."""
     rank = dist.get_rank()
     world = create_groups(Grid(data=2), rank, rank, torch.device("cpu"))
     if rank == 0:

@@ -1,5 +1,4 @@
-"""Room for checkpoints: what is needed is what is written, and what cannot fit is refused before the first
-step."""
+"""Tests disk space for checkpoints: an exact estimate, and a refusal before the first step."""
 
 import math
 from pathlib import Path
@@ -35,7 +34,7 @@ def test_what_cannot_fit_is_refused_and_what_will_not_is_told(
     assert not (tmp_path / "a" / "metrics.jsonl").exists(), "before the first step"
     run(tmp_path / "a", "--no-save-checkpoints")
     capsys.readouterr()
-    # Three saves of six steps, two of them kept: three lie there for a moment.
+    # Six steps save three times and keep two checkpoints; for a moment there are three.
     with_free(int(2.9 * size), monkeypatch)
     run(tmp_path / "b", "--keep-checkpoints 2")
     told = "3 more will lie in"
@@ -43,7 +42,7 @@ def test_what_cannot_fit_is_refused_and_what_will_not_is_told(
     with_free(int(3.1 * size), monkeypatch)
     run(tmp_path / "c", "--keep-checkpoints 2")
     assert told not in capsys.readouterr().out
-    # Those that lie there already take no more room: one is written before one goes.
+    # Existing checkpoints need no more space: one is written before one is deleted.
     with_free(int(1.1 * size), monkeypatch)
     run(tmp_path / "c", "--keep-checkpoints 2 --train-iters 12")
     assert "more will lie in" not in capsys.readouterr().out
@@ -71,7 +70,7 @@ def test_what_a_killed_save_left_does_not_keep_a_run_from_starting(
 
 
 def test_a_step_that_has_weights_twice_takes_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron-LM's files have what a run computes with beside what it keeps."""
+    """Files of torch_dist hold the bf16 weights beside the fp32 master weights."""
     words = "--bf16 --ckpt-format torch_dist --train-iters 1"
     run(tmp_path / "known", words)
     found, _ = find_step(tmp_path / "known")
@@ -80,7 +79,7 @@ def test_a_step_that_has_weights_twice_takes_more(tmp_path: Path, monkeypatch: p
     )
     once = sum(math.prod(r.shape) * DTYPES[r.dtype].itemsize for r in found.manifest.tensors.values())
     with_free(once + twice, monkeypatch)
-    with pytest.raises(UserError, match="nothing could be saved"):
+    with pytest.raises(UserError, match="no checkpoint can be saved"):
         run(tmp_path / "a", words)
     with_free(once + 2 * twice, monkeypatch)
     run(tmp_path / "a", words)

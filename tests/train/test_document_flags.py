@@ -1,5 +1,4 @@
-"""What the flags about the ends of documents do to the samples of a run, and where the id of an end comes
-from."""
+"""Tests what the document-boundary flags do to samples, and where the end-of-document id comes from."""
 
 import itertools
 from pathlib import Path

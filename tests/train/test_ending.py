@@ -1,4 +1,4 @@
-"""Ends before the last step: by number, clock and signal; what is saved, said and returned."""
+"""Tests early stops by step count, time limit and signal: checkpoint, log and exit code."""
 
 import signal
 import time
@@ -41,7 +41,7 @@ def test_a_run_in_stretches_is_the_run_in_one(tmp_path: Path, capsys: pytest.Cap
         shown = f"stopped (--exit-interval 2) after step {step}; its checkpoint is saved"
         assert shown in capsys.readouterr().out
     assert steps(tmp_path / "cut") == ["2", "4"], "step 4 was saved once"
-    # The last step is the end of the run, not an early one.
+    # --exit-interval at the last step is the normal end of the run, not an early stop.
     assert run(tmp_path / "cut", "--exit-interval 2").ending is None
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
     assert final_state(tmp_path / "cut") == final_state(tmp_path / "whole")
@@ -94,7 +94,7 @@ def test_the_handler_makes_its_signal_a_wish(
 
 @distributed(world=2)
 def test_ranks_agree_when_the_clock_or_a_signal_reaches_one_of_them() -> None:
-    """Clocks of machines differ by a little: what one rank takes for late ends all."""
+    """Clocks of machines differ slightly, so a time limit reached on one rank stops all ranks."""
     late = dist.get_rank() == 1
     config, world = resolved("--exit-duration-in-mins 1", 2).config, world_here()
     assert (

@@ -1,4 +1,4 @@
-"""What a checkpoint says of the machine it was made on, and what is restored of its generators."""
+"""Tests the environment that a checkpoint records, and the random generators that it restores."""
 
 import random
 from pathlib import Path
@@ -19,7 +19,7 @@ from tests.train.test_session import run
 def test_other_threads_than_the_checkpoints_are_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With them the same steps may give other last bits, while the loss that is printed stays the same."""
+    """Another thread count may change the last bits of a step while the printed loss stays the same."""
     had = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
@@ -39,7 +39,7 @@ def test_other_threads_than_the_checkpoints_are_told(
 
 
 def draws() -> list[float]:
-    """The second number of a normal pair is kept by two of these generators, besides their words."""
+    """Draws from each generator; two of them also cache the second number of a normal pair."""
     return [random.gauss(0, 1), float(np.random.mtrand.normal()), float(torch.rand(()))]
 
 

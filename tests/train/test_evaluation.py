@@ -1,6 +1,4 @@
-"""Evaluation: during training, after it and instead of it; what is read, what is printed, what is
-recorded.
-"""
+"""Tests evaluation during, after and instead of training: samples, printed lines and metrics."""
 
 import json
 import math
@@ -37,7 +35,7 @@ def log(folder: Path) -> list[str]:
 
 
 def evaluations(folder: Path) -> dict[str, float]:
-    """Where → loss, of every evaluation in the log that has the whole form of its line."""
+    """Returns the losses of all evaluations in the log by place (such as `iteration 2`)."""
     form = r" validation loss at (.+?) \| lm loss value: (\d\.\d{6}E[+-]\d\d) \| lm loss PPL: (\d\.\d{6}E[+-]\d\d) \| "
     found = {}
     lines = log(folder)
@@ -50,7 +48,7 @@ def evaluations(folder: Path) -> dict[str, float]:
 
 
 def watch(monkeypatch: pytest.MonkeyPatch) -> list[list[list[int]]]:
-    """The samples that each evaluation reads."""
+    """Records the samples that each evaluation reads."""
     seen: list[list[list[int]]] = []
     original = evaluation_module.evaluate
 
@@ -124,7 +122,7 @@ def test_skip_train_evaluates_what_was_trained_and_changes_nothing(
     run(tmp_path / "a")
     before, trained = kept(tmp_path / "a"), evaluations(tmp_path / "a")
     (tmp_path / "a" / "train.log").unlink()
-    # A guide's script would move an earlier run aside.
+    # Without --skip-train, resumes=False (a guide's script) would move the earlier run aside.
     assert run(tmp_path / "a", "--skip-train", resumes=False).ending is None
     said = capsys.readouterr().out
     assert "skipping training (--skip-train is on) ...\n" in said
@@ -183,7 +181,8 @@ def test_validations_go_on_and_the_test_set_is_its_own(
         "iteration 5 on test set",
     ]
     samples = [tuple(sample) for read in seen for sample in read]
-    # Short walks may be equal by chance; windows that stood still would leave half of them.
+    # Short samples may be equal by chance; reading the same ones in every evaluation would leave half of
+    # them.
     assert len(seen) == 4 and len(set(samples)) > 0.9 * len(samples) == 0.9 * 4 * 16
     assert rows(tmp_path / "a")[-1]["test_loss"] == pytest.approx(
         evaluations(tmp_path / "a")["iteration 5 on test set"], rel=1e-6
@@ -198,7 +197,8 @@ def test_a_longer_run_keeps_the_order_of_its_validations(
     run(tmp_path / "a", words)
     first = seen[:2]
     seen.clear()
-    # Its last validation came after its last save; the longer run has one at step 6 instead.
+    # The validation at step 5 followed the last save and is not counted; the longer run has one at step 6
+    # instead.
     run(tmp_path / "a", f"{words} --train-iters 9")
     found, _ = CheckpointStore(tmp_path / "a" / "checkpoints", keep=None).newest_valid(True, False)
     assert found is not None and found.manifest.run_state["valid_ordered_for"] == [3 * 16, 5 * 16]

@@ -1,6 +1,6 @@
-"""fp8 in whole runs: what it covers, what it refuses, that it learns as bf16 does, and that layouts agree.
+"""Tests fp8 in whole runs: coverage, refusals, learning as in bf16, and agreement of layouts.
 
-On a CPU products are those of rounded values, computed in fp32.
+On a CPU, fp8 products multiply rounded values in fp32.
 """
 
 import json
@@ -110,8 +110,7 @@ def test_a_run_learns_as_in_bf16_and_resumes(tmp_path: Path, monkeypatch: pytest
 
 
 def test_scales_that_are_kept_are_those_of_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found for all weights at once or by each layer for itself: the same bits; validations come after an
-    update too."""
+    """Scales found for all weights at once and by each layer give the same bits, validations included."""
     monkeypatch.setattr(fitting, "check_fp8_support", lambda decided: None)
 
     def run(name: str) -> list[float]:
@@ -149,18 +148,19 @@ def test_scales_are_kept_for_those_who_ask_to_find_them() -> None:
 @pytest.mark.parametrize(
     ("layout", "family", "nearer"),
     [
-        # Whole sequences on every rank, in other micro-batches than on one process: every number is rounded
-        # alike.
+        # Every rank has whole sequences and only the micro-batches differ, so every number is rounded alike.
         ("pp2 zbv dp2 zero1", "llama", 0.05),
         ("pp2 dp2 zero3", "qwen2.5", 0.05),
         ("pp2 dp2 zero3", "qwen2.5 rowwise", 0.05),
-        # Sums in another order, a last digit of bf16 apart, may round to another number of fp8.
+        # Another order of summation changes the last bit of bf16, which may round to another fp8 number.
         ("tp2 sp pp2 virtual2", "qwen2.5", 0.95),
     ],
 )
 def test_layouts_compute_what_one_process_does(layout: str, family: str, nearer: float) -> None:
-    """Their gradients are nearer to those of one process in fp8 than these are to fp32, and no further from
-    fp32."""
+    """Compares layouts with one process, measured by the error of fp8 against fp32.
+
+    Gradients must be nearer to those of one process in fp8 than these are to fp32, and no further from fp32.
+    """
     case = next(x for x in LAYOUTS if x.name == layout)
     wide = "--ffn-hidden-size 64"
     family, _, recipe = family.partition(" ")

@@ -1,4 +1,4 @@
-"""A disk that is full takes lines from the log, and no training."""
+"""A full disk costs log lines, but does not stop training."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,7 +50,7 @@ def test_lines_that_cannot_be_written_are_told_of_once() -> None:
 def test_files_beside_the_checkpoints_that_cannot_be_written_end_no_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What lies in their places stands for a disk that has no room for them."""
+    """Folders and a file in place of the outputs stand in for a full disk."""
     for name in ("loss.svg", "app_metrics.json"):
         (tmp_path / name).mkdir()
     (tmp_path / "profile").touch()
@@ -60,14 +60,14 @@ def test_files_beside_the_checkpoints_that_cannot_be_written_end_no_run(
     assert outcome.ending is None and "finished: loss " in log and "checkpoint from iteration       5" in log
     told = " ".join(capsys.readouterr().out.split())
     for name in ("loss.svg", "app_metrics.json"):
-        assert f"warning: {name} cannot be written (Is a directory); the run is complete without it" in told
+        assert f"warning: {name} cannot be written (Is a directory); the run itself is complete" in told
     place = tmp_path / "profile" / "rank-00000.json"
     assert f"warning: the profile {place} cannot be written (File exists); the run does without it" in told
 
 
 @pytest.mark.parametrize("content", [None, "", '{"traceEvents": [{"ph": "X"}, {'])
 def test_a_profile_that_is_not_whole_is_no_profile(content: str | None, tmp_path: Path) -> None:
-    """The profiler itself says nothing of it."""
+    """The profiler itself does not report a missing or truncated file."""
     place = tmp_path / "rank-00000.json"
 
     def export(text: str | None) -> None:
@@ -94,5 +94,5 @@ def test_a_checkpoint_that_cannot_be_read_for_a_sample_fails_no_run(
     display = Said()
     results._show_sample(config, RunFolder(tmp_path), datasets, Output(display, None, []))
     assert display.texts == [
-        "note: there is no sample of what it writes (--sample-prompt): weights.bin: Input/output error"
+        "note: no sample text was generated (--sample-prompt): weights.bin: Input/output error"
     ]

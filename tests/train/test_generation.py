@@ -1,4 +1,4 @@
-"""Texts from Hugging Face folders against `transformers`, on one process and spread over ranks."""
+"""Compares text from Hugging Face folders with `transformers`, on one process and on several ranks."""
 
 import json
 from pathlib import Path
@@ -107,7 +107,7 @@ def test_prompts_of_any_length_give_the_text_of_transformers(case: str, tmp_path
 
 
 def test_what_was_imported_gives_the_text_of_its_folder(tmp_path: Path) -> None:
-    """Experts: an import has their weights, but nothing of what training keeps of routers."""
+    """Uses experts, as an import has their weights, but no router state of training."""
     folder, _ = saved("mixtral", tmp_path / "theirs")
     import_folder(folder, tmp_path / "imported", ImportOptions(), SilentDisplay())
     assert made(tmp_path / "imported") == made(folder)
@@ -164,7 +164,7 @@ def test_ranks_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 
 def test_half_precision(tmp_path: Path) -> None:
-    """Weights are half, positions are not; the text is about as likely."""
+    """Weights are bf16 and rotary frequencies fp32; log-probabilities differ slightly from fp32."""
     folder, _ = saved("qwen3", tmp_path)
     source = open_source(folder)
     config = generation_config(source, Ranks())

@@ -1,4 +1,4 @@
-"""Micro-batches that are recorded and replayed: the same numbers, and what is told where they cannot be."""
+"""Tests CUDA graphs of micro-batches: same bits as eager, and notes where they cannot be captured."""
 
 import itertools
 from collections.abc import Callable
@@ -27,14 +27,16 @@ from tests.support import resolved
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 DROPOUT = "--hidden-dropout 0.2 --attention-dropout 0 --micro-batch-size 2"
-# Micro-batches of the steps: one, two and more of them use other graphs, and the number changes as batches
-# grow.
+# Micro-batches of each step. Steps with one, two and more use different graphs; the count changes as in a
+# batch ramp-up.
 COUNTS = (1, 1, 3, 3, 2, 4, 1)
 
 
 class Rehearsed:
-    """Does on a CPU what a graph does: the work runs on the same memory again, and what it reads is what lies
-    there by then."""
+    """Imitates a CUDA graph on a CPU.
+
+    A replay runs the work again on the same memory and reads its current values.
+    """
 
     def __init__(self, optimizer: Optimizer, breaks: bool = False) -> None:
         self.optimizer, self.breaks = optimizer, breaks
@@ -51,7 +53,7 @@ class Rehearsed:
         if self.breaks:
             raise RuntimeError("operation not permitted\nwhen stream is capturing")
         after = self._values()
-        # Recording computes nothing.
+        # A capture computes nothing.
         for place, value in zip(before, kept):
             if place is not None and value is not None:
                 place.copy_(value)
@@ -74,7 +76,7 @@ class Rehearsed:
 
 
 class Run:
-    """A few steps of a small model, with all that may come between them."""
+    """Runs steps of a small model with a changing loss scale and an evaluation in between."""
 
     def __init__(self, words: str, device: torch.device = CPU, recorded: bool = False) -> None:
         self.config = resolved(f"{DROPOUT} {words}").config
@@ -99,7 +101,7 @@ class Run:
         found = []
         for step, count in enumerate(counts, first):
             drawn = list(itertools.islice(batches, count))
-            # The scale of fp16 changes on the way.
+            # The loss scale changes with each step, as in fp16.
             result = train_step(self.model, self.optimizer, drawn, 1e-2, step, 2.0**step)
             found += [result.loss, result.gradient_norm]
             if step == 3:
@@ -129,13 +131,13 @@ def same(one: Run, other: Run, counts: tuple[int, ...] = COUNTS) -> bool:
 def test_replayed_steps_have_the_same_bits(words: str, graphs_of: int) -> None:
     recorded = Run(words, recorded=True)
     assert same(Run(words), recorded)
-    # All but the first time that a step finds none, one or several gradients; sums in fp32 need no graph for
-    # a second one.
+    # Each variant (no, one or several gradients so far) first runs eagerly. With fp32 gradients the second
+    # micro-batch is the same variant as later ones.
     assert recorded.recorder.graphs == graphs_of and recorded.recorder.replays == sum(COUNTS) - graphs_of
 
 
 def test_what_changes_is_copied_to_where_a_graph_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control of the test above: an input that stays as it was is seen."""
+    """Control of the test above: an input that is not copied changes the numbers."""
     as_it_is = graphs._Inputs.take
     plain = Run("").numbers((1, 1, 1, 1))
     for forgotten in ("tokens", "keys", "divisor", "scale"):
@@ -194,14 +196,13 @@ def test_a_batch_of_another_shape_runs_as_it_is() -> None:
     assert run.recorder.replays == 1 and all(map(torch.equal, run.weights(), plain.weights()))
 
 
-# Of steps with two micro-batches, what is unusual about one: a micro-batch is shorter than others, or numbers
-# are none.
+# What is unusual in each step of two micro-batches: a shorter micro-batch, NaN, inf or nothing.
 EVENTS = ("", "", "", "first short", "", "second short", "", "nan", "", "inf", "")
 SOUND_SIZES = tuple(event for event in EVENTS if "short" not in event)
 
 
 def disturbed(run: Run, events: tuple[str, ...]) -> list[str]:
-    """What steps tell, each in words, as what is no number is not equal to itself."""
+    """Returns loss and gradient norm of each step as text, since NaN is not equal to itself."""
     torch.manual_seed(1)
     batches, told = micro_batches(run.config, run.world, 0), []
     for step, event in enumerate(events):
@@ -210,7 +211,7 @@ def disturbed(run: Run, events: tuple[str, ...]) -> list[str]:
             at = 0 if event == "first short" else 1
             drawn[at] = drawn[at].map(lambda t: t[:1])
         if event == "nan":
-            # Of two tokens that count too much, for and against: the loss is inf - inf.
+            # Two tokens with huge loss weights of opposite sign: the loss is inf - inf.
             mask = drawn[0].loss_mask.clone()
             mask[0, 0], mask[0, 1] = 3e38, -3e38
             drawn[0] = replace(drawn[0], loss_mask=mask)
@@ -224,7 +225,7 @@ def disturbed(run: Run, events: tuple[str, ...]) -> list[str]:
 
 
 def replays_of(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each micro-batch was replayed, from now on."""
+    """Records from now on whether each micro-batch is replayed."""
     found: list[bool] = []
     as_it_is = GraphReplay.forward
 
@@ -238,7 +239,10 @@ def replays_of(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def expected_replays(events: tuple[str, ...]) -> list[bool]:
-    """The first step runs as it is; so does a short micro-batch, and what comes to its gradients."""
+    """Returns which micro-batches are replayed.
+
+    The first step runs eagerly, and so do a short micro-batch and one that adds to its gradients.
+    """
     kinds = {"first short": [False, False], "second short": [True, False]}
     return [False, False, *itertools.chain(*(kinds.get(event, [True, True]) for event in events[1:]))]
 
@@ -309,7 +313,7 @@ def test_by_default_where_launching_takes_longer_than_computing() -> None:
     for words in (GPT2.format(8).replace("auto", "off"), GPT2.format(8).replace("auto", "none")):
         assert recording_of(words).recorder is None
     assert recording_of(GPT2.format(8), CPU).recorder is None
-    # There is more to launch in fp8, and less to compute.
+    # fp8 has more kernels to launch and less to compute.
     for size, records in ((8, True), (32, True), (128, False)):
         words = (
             f"{GPT2.format(size).replace('--global-batch-size 64', '--global-batch-size 128')} --fp8 hybrid"
@@ -334,7 +338,7 @@ def test_what_is_left_out_is_said(words: str, reason: str) -> None:
 
 
 def test_what_the_run_needs_beside_its_recordings_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An evaluation that comes later finds nothing of what they hold."""
+    """Memory held by graphs is not available to a later evaluation."""
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 30 * 2**30)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10 * 2**30)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 30 * 2**30)
@@ -392,8 +396,8 @@ def test_graphs_on_the_gpu_have_the_same_bits(words: str) -> None:
         ("--fp16 --compile off", EVENTS),
         ("--compile off --no-fused-update --no-cross-entropy-loss-fusion", EVENTS),
         ("--bf16 --compile off --fp8 hybrid", EVENTS),
-        # A compiler may take another size for a reason to make kernels of any size, which need not have the
-        # bits of those that are recorded.
+        # Another size may lead torch.compile to dynamic-shape kernels, whose bits may differ from captured
+        # ones.
         ("--bf16 --compile on", SOUND_SIZES),
     ],
 )

@@ -1,5 +1,4 @@
-"""Numbers that are none: found before the update, computed again, and followed to where they begin; spikes
-and skipped steps."""
+"""Tests NaN and inf: stop before the update, recompute, locate the origin; spikes, skipped steps."""
 
 import json
 import math
@@ -50,7 +49,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 class Poison:
-    """Puts a nan into what attention of one layer makes, in chosen calls of the process (counted from 1)."""
+    """Adds NaN to the output or gradient of one layer's attention in chosen calls, counted from 1."""
 
     def __init__(self, layer: int, is_due: Callable[[int], bool], of_gradient: bool = False) -> None:
         self.layer, self.is_due, self.of_gradient, self.calls = layer, is_due, of_gradient, 0
@@ -82,7 +81,7 @@ class Poison:
 def test_what_repeats_is_followed_to_its_origin_and_saved_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Four micro-batches a step: from the third of the third step on.
+    # A step has four micro-batches, so NaN begins with the third micro-batch of step 3.
     Poison(2, lambda call: call >= 11).install(monkeypatch)
     with pytest.raises(NonFiniteError) as error:
         run(tmp_path / "a")
@@ -91,7 +90,7 @@ def test_what_repeats_is_followed_to_its_origin_and_saved_before(
     assert text.startswith(
         "step 3: the loss is nan and the gradient norm nan; training stopped before the weights"
     )
-    # Computed again, the poison is in every micro-batch.
+    # In the recomputation every micro-batch is poisoned.
     assert "begins with the output of layers.1.attention on rank 0, stage 0, micro-batch 0" in text
     assert "--iterations-to-skip 3 leaves this step out. The checkpoint of step 2" in text
     assert steps(tmp_path / "a") == ["2"]
@@ -109,7 +108,7 @@ def test_what_ended_the_run_is_the_last_line_of_its_log(
 
 
 def failing(folder: str, agreed: bool) -> str:
-    """Both ranks fail, one of them only because the other did."""
+    """Fails on both ranks: with an agreed error, or on rank 0 only because rank 1 failed."""
     world = create_groups(Grid(data=2), dist.get_rank(), dist.get_rank(), CPU)
 
     def fail(trainer: object) -> None:
@@ -173,7 +172,7 @@ def test_a_bad_weight_comes_before_all_it_does(tmp_path: Path, monkeypatch: pyte
 def test_a_mask_that_is_no_number_is_followed_to_the_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a dataset of the user's own may have one."""
+    """A custom dataset may return such a mask."""
     as_it_is = SyntheticDataset.__getitem__
 
     def masked(samples: SyntheticDataset, index: int) -> Any:
@@ -243,7 +242,7 @@ def poisoned(folder: str, words: str, grid: dict[str, int], rank: int) -> str:
     ],
 )
 def test_the_rank_is_named_by_all(tmp_path: Path, words: str, grid: dict[str, int], rank: int) -> None:
-    """One rank of two is poisoned; the numbers of both are bad."""
+    """One rank of two is poisoned; loss or gradients are NaN on both."""
     told = run_distributed(poisoned, world=2, folder=str(tmp_path / "a"), words=words, grid=grid, rank=rank)
     assert told[0] == told[1]
     stage = 1 if "pipeline" in grid else 0
@@ -256,7 +255,7 @@ def test_the_rank_is_named_by_all(tmp_path: Path, words: str, grid: dict[str, in
 def test_attention_dropout_is_drawn_alike_the_second_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A passing fault: the second time the loss is what a run without the fault has."""
+    """Recomputing after a transient fault gives the loss of a run without the fault."""
     run(tmp_path / "whole", "--attention-dropout 0.3")
     Poison(2, lambda call: call == 5).install(monkeypatch)
     with pytest.raises(NonFiniteError) as error:
@@ -273,7 +272,7 @@ def test_steps_are_left_out_by_the_number_the_log_gives_them(tmp_path: Path) -> 
     found = [row for row in every if "left_out" not in row]
     assert [row["step"] for row in found] == [1, 4, 5, 6]
     assert found[0]["loss"] == whole[0]["loss"]
-    # The schedule stands still, the data does not.
+    # Left-out steps consume samples, but do not advance the schedule.
     assert [row["consumed_samples"] for row in found] == [8, 32, 40, 48]
     assert found[1]["learning_rate"] == whole[1]["learning_rate"]
     assert found[1]["loss"] != whole[1]["loss"] and found[1]["loss"] != whole[3]["loss"]
@@ -317,7 +316,7 @@ def test_spikes_are_told_and_the_run_goes_on(
 def test_a_run_of_skipped_steps_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And one that had no step to make does not say so."""
+    """A run without steps left to train does not print the warning."""
     run(tmp_path / "whole")
     run(tmp_path / "again", f"--load {tmp_path / 'whole'}")
     assert "no update was made" not in capsys.readouterr().out
@@ -329,12 +328,12 @@ def test_a_run_of_skipped_steps_says_why(
 def test_a_run_that_left_all_its_steps_out_says_so(tmp_path: Path) -> None:
     run(tmp_path / "a", "--iterations-to-skip 1 2 3 4 5 6")
     log = (tmp_path / "a" / "train.log").read_text()
-    assert "finished, but every step was left out (--iterations-to-skip), so nothing was trained\n" in log
+    assert "finished, but every step was skipped (--iterations-to-skip), so nothing was trained\n" in log
     assert "finished: loss" not in log
 
 
 def test_nothing_stands_out_from_what_was_not_watched(tmp_path: Path) -> None:
-    """A checkpoint that knows of no largest loss, as older ones."""
+    """Resumes from a checkpoint without a largest loss, as older ones are."""
     settings = resolved(f"{RUN} --run-dir {tmp_path} --check-for-spiky-loss --check-for-large-grads").config
     told: list[str] = []
     output = Output(SimpleNamespace(say=told.append))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Commands of Megatron's programs typed one after another, and restarts of them, in the same folders."""
+"""Runs Megatron-style commands and restarts one after another in the same folders."""
 
 import json
 from pathlib import Path
@@ -59,7 +59,7 @@ def test_with_save_alone_the_earlier_run_is_moved_aside(tmp_path: Path) -> None:
     train(f"--save {place} --train-iters 4")
     train(f"--save {place} --train-iters 2 --hidden-size 64")
     assert saved(place) == {"step-00000002"} and saved(tmp_path / "a.1") == {"step-00000002", "step-00000004"}
-    # What names the folder goes on with it.
+    # A command that loads the folder resumes the run in it.
     train(f"--save {place} --load {place} --train-iters 4 --hidden-size 64")
     assert steps(place) == [1, 2, 3, 4] and not (tmp_path / "a.2").exists()
 
@@ -73,7 +73,7 @@ def test_weights_alone_begin_at_step_0_each_time_in_the_folder_itself(tmp_path: 
     train(f"{words} --train-iters 4 --lr 1e-3")
     assert steps(place) == [1, 2, 3, 4]
     assert saved(place) == {name(2), name(4), f"{name(2)}.before", f"{name(4)}.before"}
-    # Other data, another length; what it begins with is the newest, although others have a larger number.
+    # Other data and lengths: the run begins from the newest step, although others have a larger number.
     train(f"{words} --train-iters 2 --dataset-size 32")
     train(f"{words} --train-iters 6 --dataset-size 48")
     assert steps(place) == [1, 2, 3, 4, 5, 6]
@@ -100,7 +100,7 @@ def test_a_restart_goes_on_and_a_command_typed_again_does_not(tmp_path: Path, wo
     # An earlier run of another job.
     train(f"--save {place} --train-iters 4", slurm(place, "1", 0))
     said = f"--save {place} {words.format(base=base, own=place)} --lr-decay-iters 6"
-    # Not met by job 2 yet, which was put back into the queue before it came so far.
+    # Job 2 was requeued before it reached this folder, so its restart 1 begins a new run.
     train(f"{said} --train-iters 2", slurm(place, "2", 1))
     assert steps(place) == [1, 2]
     train(f"{said} --train-iters 6", slurm(place, "2", 2))

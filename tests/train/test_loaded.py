@@ -1,5 +1,4 @@
-"""Training that begins with weights from elsewhere: a Hugging Face folder, another run's checkpoints, an
-import."""
+"""Tests training that begins with weights of a Hugging Face folder, another run or an import."""
 
 import json
 import os
@@ -36,7 +35,7 @@ from pentatron.train.session import run_training
 from tests.harness import run_distributed
 
 CPU = torch.device("cpu")
-# Nothing of the architecture: that comes from what is loaded.
+# No architecture: it comes from what is loaded.
 RUN = (
     "--dataset-size 64 --seq-length 16 --global-batch-size 4 --micro-batch-size 1 --eval-interval 0 --lr 1e-2 --adam-eps 1e-6 "
     "--save-interval 2 --keep-checkpoints 2 --progress-bar off"
@@ -49,7 +48,7 @@ LAYOUTS = {
 
 
 def prepared(folder: Path, words: str, world: int = 1, resumes: bool = True) -> Resolved:
-    """As a command does it, from its words on."""
+    """Resolves settings from flags as a command does."""
     draft, facts = gather(f"{RUN} --run-dir {folder} {words}".split(), TRAIN), Facts(world, world, 1)
     adopt_checkpoint_settings(
         draft, facts, start_of(derived_settings(draft, facts), draft.given("load"), resumes)
@@ -58,7 +57,7 @@ def prepared(folder: Path, words: str, world: int = 1, resumes: bool = True) -> 
 
 
 def train(folder: Path, words: str, resumes: bool = True) -> None:
-    """`resumes`: as `pentatron train`, else as Megatron's programs."""
+    """Trains: `resumes` as `pentatron train`, else as Megatron's programs."""
     run_training(prepared(folder, words, resumes=resumes), single_process(), resumes)
 
 
@@ -75,7 +74,7 @@ def newest(folder: Path) -> Checkpoint:
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
-    """Those of the newest step of a run, by name."""
+    """Returns the weights of the newest step of a run by name."""
     found = newest(folder / "checkpoints")
     names = [name for name in found.manifest.tensors if name.startswith("weights/")]
     return {name.removeprefix("weights/"): load_tensor(found.folder, found.manifest, name) for name in names}
@@ -87,7 +86,7 @@ def losses(folder: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders made by transformers, and what its own model holds."""
+    """Saves small models of `transformers` as Hugging Face folders."""
     from tests.hf.support import EXPERTS, save, theirs
 
     made = tmp_path_factory.mktemp("models")
@@ -98,7 +97,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def stored(folder: Path) -> dict[str, Tensor]:
-    """What our model holds when it is filled from the folder, whole."""
+    """Returns the whole tensors of our model after loading the folder."""
     from tests.hf.support import ours_from, targets_of
 
     found: dict[str, Tensor] = {}
@@ -109,14 +108,14 @@ def stored(folder: Path) -> dict[str, Tensor]:
 
 
 def stored_values(folder: Path) -> Tensor:
-    """Every number of the files, sorted: whatever the names are, none may be lost, changed or made up."""
+    """Returns all numbers of the files, sorted, to show that none is lost, changed or added."""
     tensors = [t for file in sorted(folder.glob("*.safetensors")) for t in load_file(file).values()]
     return torch.cat([tensor.flatten() for tensor in tensors]).sort().values
 
 
 @pytest.fixture(scope="module")
 def alone(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
-    """The losses of one process, by family."""
+    """Returns the losses of one process by family."""
     found = {}
     for family, model in models.items():
         folder = tmp_path_factory.mktemp(family)
@@ -127,7 +126,7 @@ def alone(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def train_twice(folder: Path, words: str) -> None:
-    """No step, which saves what was loaded, and three."""
+    """Trains for 0 steps, which saves the loaded weights, and for 3 steps."""
     train_on_a_rank(folder / "0", f"{words} --train-iters 0")
     train_on_a_rank(folder / "3", f"{words} --train-iters 3")
 
@@ -195,15 +194,14 @@ def test_what_contradicts_the_folder_is_refused_with_both_values(
 def test_words_that_say_the_same_are_no_contradiction(models: dict[str, Path], tmp_path: Path) -> None:
     same = "--group-query-attention --num-query-groups 2 --swiglu --use-rotary-position-embeddings --moe-router-topk 3"
     assert prepared(tmp_path, f"--load {models['qwen2']} --train-iters 2 {same}").config.model.num_layers == 2
-    # A folder says nothing of layers of the user's own; whether they have its tensors shows when they are
-    # filled.
+    # A folder cannot contradict custom layers; loading shows whether it has their tensors.
     prepared(tmp_path, f"--load {models['qwen2']} --train-iters 2 --spec mine layers")
     every = "--moe-layer-freq [1]*2 --ffn-hidden-size 99"
     prepared(tmp_path, f"--load {models['qwen3_moe']} --train-iters 2 {every}")
 
 
 def test_windows_and_factors_of_another_model_are_a_contradiction() -> None:
-    """Also where a window covers the sequences of this run: what the run saves would be another model."""
+    """Includes a window that covers the sequences of this run, as the run would save another model."""
     base = {name: item.default for name, item in table().items()} | {"position_embedding_type": "rope"}
     base |= {"rope_scaling_type": "yarn", "rope_scaling_factor": 4.0, "seq_length": 2048}
 
@@ -270,7 +268,7 @@ def test_a_run_goes_on_without_its_architecture_being_said_again(
 
 
 def test_a_run_whose_steps_are_all_damaged_may_be_begun_anew(copied: Path, tmp_path: Path) -> None:
-    """Another run that loads them has nothing to gain from that."""
+    """Suggests --fresh to the run itself, and another folder to a run that loads the damaged steps."""
     for manifest in copied.glob("checkpoints/*/manifest.json"):
         manifest.write_text("{")
     with pytest.raises(UserError, match=r"is usable .*--fresh"):
@@ -303,7 +301,7 @@ def test_finetuning_takes_the_weights_alone_and_a_restart_goes_on(
 
 
 def test_the_base_in_the_runs_own_folder_is_begun_from_once_and_never_deleted(copied: Path) -> None:
-    """Of the same number of steps as the new training, and more than are kept."""
+    """Steps of the base have numbers of the new run, and --keep-checkpoints does not delete them."""
     own = copied / "checkpoints"
     words = f"--load {own} --save {own} --finetune --save-interval 1"
     train(copied, f"{words} --train-iters 3 --lr-decay-iters 4")
@@ -315,7 +313,7 @@ def test_the_base_in_the_runs_own_folder_is_begun_from_once_and_never_deleted(co
     bases = {"step-00000002.before", "step-00000004.before"}
     assert steps == {*bases, "step-00000003", "step-00000004"}
     assert newest(own).folder.name == "step-00000004"
-    # Where its own saves are lost, the run does not begin again behind its user's back.
+    # If its own saves are lost, the run is refused instead of silently beginning again.
     for name in ("step-00000003", "step-00000004"):
         (own / name / "manifest.json").unlink()
     for _ in range(2):
@@ -350,8 +348,9 @@ def test_without_the_optimizer_a_run_goes_on_with_new_moments(
 def test_weights_alone_in_half_precision_are_a_beginning_too(
     base: Path, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """As an import makes them: no optimizer, the type of the source, files of Hugging Face beside
-    the steps.
+    """Loads a checkpoint as an import writes it.
+
+    It has no optimizer state, the dtype of the source, and files of Hugging Face beside the steps.
     """
     halves = {name: values.bfloat16() for name, values in weights(base).items()}
     own = tmp_path / "a" / "checkpoints"
@@ -377,7 +376,7 @@ def test_weights_alone_in_half_precision_are_a_beginning_too(
 
 
 def test_only_what_a_run_has_put_there_is_replaced(models: dict[str, Path], tmp_path: Path) -> None:
-    """A folder of that name may be anything, such as the cache of the hub."""
+    """A folder named `huggingface` may be anything, such as the cache of the hub."""
     place = tmp_path / "huggingface"
     place.mkdir()
     (place / "config.json").write_text("of a start that was cut short")

@@ -1,5 +1,4 @@
-"""Which step is loaded, whether there must be one, with which layout, and what a checkpoint of another model
-is told."""
+"""Tests --ckpt-step, a required checkpoint, its layout, and errors for another model."""
 
 from pathlib import Path
 
@@ -29,7 +28,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_step_is_chosen_by_its_number(base: Path, tmp_path: Path) -> None:
     train(tmp_path / "a", f"--load {base} --ckpt-step 4 --train-iters 6")
     assert len(losses(tmp_path / "a")) == 2 and losses(tmp_path / "a") == losses(base)[4:]
-    # A restart of that run goes on with its own steps.
+    # A restart of that run resumes from its own steps.
     train(tmp_path / "a", f"--load {base} --ckpt-step 4 --train-iters 7")
     assert len(losses(tmp_path / "a")) == 3
     with pytest.raises(UserError, match=r"--ckpt-step 5: .* has no such step, but step-00000002, .*name one"):

@@ -1,5 +1,4 @@
-"""A run whose folder is taken from it stops before it writes; files that are deleted under it are made again,
-with a line."""
+"""A run that lost its folder stops before it writes; files deleted during a run are created again."""
 
 import json
 import shutil
@@ -9,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import pentatron.train.trainer as trainer_module
-from pentatron.checkpoint.lock import FILE_NAME
+from pentatron.checkpoint.lock import LOCK_FILE
 from pentatron.errors import AgreedError
 from pentatron.parallel.world import single_process
 from pentatron.train.session import run_training
@@ -21,13 +20,13 @@ FOUR_STEPS = f"{LLAMA} --train-iters 4 --save-interval 1 --log-interval 1 --keep
 
 
 def take_over(folder: Path) -> None:
-    """What a job on another machine does that held this one for gone."""
+    """Takes the lock, as a job on another machine does that considers this one dead."""
     record = {"host": "elsewhere", "pid": 7, "since": "2026-01-01T00:00:00+00:00", "token": "theirs"}
-    (folder / FILE_NAME).write_text(json.dumps(record))
+    (folder / LOCK_FILE).write_text(json.dumps(record))
 
 
 def replace_lock(folder: Path) -> None:
-    (folder / FILE_NAME).unlink()
+    (folder / LOCK_FILE).unlink()
     take_over(folder)
 
 
@@ -41,7 +40,7 @@ def move_and_begin_another(folder: Path) -> None:
 
 
 def after_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[], object]) -> None:
-    """Does something between two steps, while the second one is computed."""
+    """Runs `action` at the beginning of the step after `step`."""
     honest = trainer_module.train_step
 
     def train_step(*given: object, **named: object) -> object:
@@ -53,8 +52,8 @@ def after_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[], 
 
 
 def state_of(folder: Path) -> dict[Path, bytes]:
-    """Without locks: of two, the one that is still the run's is released."""
-    files = [path for path in folder.rglob("*") if path.is_file() and path.name != FILE_NAME]
+    """Returns the contents of all files except locks, as the run releases a lock that it still holds."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != LOCK_FILE]
     return {path.relative_to(folder): path.read_bytes() for path in files}
 
 
@@ -94,13 +93,13 @@ def test_an_owner_that_lost_its_folder_stops_before_it_writes(
 def test_a_lock_that_was_merely_deleted_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    after_step(monkeypatch, 2, (tmp_path / "a" / "checkpoints" / FILE_NAME).unlink)
+    after_step(monkeypatch, 2, (tmp_path / "a" / "checkpoints" / LOCK_FILE).unlink)
     run_training(resolved(f"{FOUR_STEPS} --run-dir {tmp_path / 'a'}"), single_process(), resumes=True)
     assert (
         capsys.readouterr().out.count("checkpoints/.lock was deleted during the run; it was made again") == 1
     )
     assert (tmp_path / "a" / "checkpoints" / "step-00000004").is_dir()
-    assert json.loads((tmp_path / "a" / "checkpoints" / FILE_NAME).read_text())["released"]
+    assert json.loads((tmp_path / "a" / "checkpoints" / LOCK_FILE).read_text())["released"]
 
 
 def test_a_deleted_log_and_deleted_metrics_are_told_and_made_again(

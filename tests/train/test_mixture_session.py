@@ -1,6 +1,4 @@
-"""A run with experts from beginning to end: resume, other numbers of ranks, text from it, and what
-it writes.
-"""
+"""Tests a run with experts: resume, other numbers of ranks, generated text, metrics and notices."""
 
 import itertools
 import json
@@ -28,7 +26,7 @@ from tests.support import LLAMA, resolved
 CPU = torch.device("cpu")
 RUN = f"{LLAMA} --train-iters 6 --lr-decay-iters 6 --save-interval 2 --keep-checkpoints 9 --eval-interval 0 --log-interval 2"
 EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 24 --micro-batch-size 4"
-# A bias that moves far in a step, and a loss with the load of the step before: both outlive a step.
+# A fast-moving router bias and a loss with the load of the previous step: both are kept across steps.
 REMEMBERING = (
     f"{EXPERTS} --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.05 "
     "--moe-router-load-balancing-type global_aux_loss aux_loss --moe-aux-loss-coeff 0.5 0.1"
@@ -124,7 +122,7 @@ def test_other_experts_are_another_model(tmp_path: Path) -> None:
     "spread", ["--ep 2", "--ep 2 --zero-stage 2", "--tp 2 --expert-tensor-parallel-size 2"]
 )
 def test_other_numbers_of_ranks_continue_it(tmp_path: Path, spread: str) -> None:
-    """From two to one and back to two, each for two steps."""
+    """Trains two steps each on two ranks, on one and on two."""
     if dist.get_rank() == 0:
         train(tmp_path / "whole", REMEMBERING)
     dist.barrier()
@@ -156,7 +154,7 @@ def test_two_expert_ranks_resume_bit_for_bit(tmp_path: Path) -> None:
     assert len({piece.file for piece in pieces}) == 2, "each rank saved the experts it has"
 
 
-# --- text from it ---
+# --- generated text ---
 
 
 @distributed(world=2, timeout=120.0)
@@ -171,7 +169,7 @@ def test_text_is_made_by_the_experts_the_run_would_choose(tmp_path: Path) -> Non
         assert any(load_tensor(found.folder, found.manifest, "routers/layers.0.mlp.router.bias"))
 
 
-# --- what is written ---
+# --- metrics, log and notices ---
 
 
 def test_metrics_and_log(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The small twin of a layout with experts: which sizes it has, and that the verdict on it is right."""
+"""Tests the small twin of a layout with experts: its sizes, and the verdict on it."""
 
 import dataclasses
 
@@ -38,7 +38,7 @@ def test_sound_layouts_pass(words: str) -> None:
 
 
 def test_another_partition_of_the_batch_would_be_seen() -> None:
-    """The balancing loss is one of a micro-batch: one process must take the batch as the ranks do."""
+    """The balancing loss is per micro-batch, so one process must split the batch as the ranks do."""
     words = "--num-experts 4 --dp_size 2 --ep 2 --moe-aux-loss-coeff 0.1 --micro-batch-size 1"
     config = twin(words)
     ranks = run_distributed(on_a_rank, 2, timeout=120.0, words=words, bug="")
@@ -84,7 +84,7 @@ def test_one_process_has_all_experts() -> None:
 @pytest.mark.parametrize(
     ("words", "experts", "inner", "shared"),
     [
-        # The eight of a token and one that it does not use, on two ranks.
+        # Eight experts for a token and an unused one, rounded up for two ranks.
         (f"{QWEN3} --dp_size 2 --ep 2", 10, 24, None),
         (f"{QWEN3} --dp_size 8 --ep 8", 16, 24, None),
         ("--num-experts 64 --moe-router-topk 2 --dp_size 4 --ep 4", 8, 24, None),

@@ -1,5 +1,4 @@
-"""What a start does to the folders it is given: only what a run made is moved, and each folder has one
-writer."""
+"""Tests what a start does to its folders: it moves only files of a run, and a folder has one writer."""
 
 import contextlib
 import json
@@ -22,7 +21,7 @@ TWO_STEPS = f"{LLAMA} --train-iters 2 --save-interval 1"
 
 @contextlib.contextmanager
 def opened(folder: Path, words: str = "", resumes: bool = True) -> Iterator[Session]:
-    """A run that holds its folders, before anything is built."""
+    """Opens a session, which locks its folders, and builds nothing."""
     settings = resolved(f"{LLAMA} --run-dir {folder} {words}")
     with open_session(settings, single_process(), resumes) as session:
         yield session
@@ -48,7 +47,7 @@ def test_a_project_with_a_data_folder_is_refused_by_a_script_that_starts_anew(tm
         pass
     assert {path.name for path in project.iterdir()} == {"data", ".git", "thesis.tex"}, "not even a lock"
     assert [path.name for path in tmp_path.iterdir()] == ["project"]
-    # What writes there without moving anything may do so, and what was there stays where it is for good.
+    # A run that moves nothing may write there, and files of others stay in place for good.
     train(project)
     train(project, "--fresh")
     assert {"data", ".git", "thesis.tex"} <= names(project) and names(tmp_path / "project.1").isdisjoint(
@@ -68,7 +67,7 @@ def test_a_file_that_no_run_made_is_not_overwritten(tmp_path: Path, name: str) -
 
 
 def test_names_alone_make_no_run(tmp_path: Path) -> None:
-    """Steps of Megatron-LM, and logs that somebody keeps under the names that a run's files have."""
+    """Steps of Megatron-LM and a user's log with the name of a run's file are not a run."""
     (tmp_path / "iter_0000004").mkdir()
     (tmp_path / "iter_0000004" / "common.pt").write_text("theirs")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
@@ -214,7 +213,7 @@ def test_one_folder_of_checkpoints_has_one_writer(tmp_path: Path, other: str) ->
 
 
 def test_a_job_that_is_refused_leaves_no_lock(tmp_path: Path) -> None:
-    """Not even in place of one that was deleted: its owner would have to take the folder for another's."""
+    """It does not replace a deleted lock either: the owner would consider its folder taken over."""
     with opened(tmp_path / "R") as session:
         (tmp_path / "R" / ".lock").unlink()
         with pytest.raises(UserError, match=r"another job is using .*checkpoints"), opened(tmp_path / "R"):

@@ -1,4 +1,4 @@
-"""The model as it is spread over ranks: which stage has which end, and what sequence parallelism saves."""
+"""Tests the model spread over ranks: ends of stages, tied embeddings, and activations kept."""
 
 import pytest
 import torch
@@ -24,8 +24,7 @@ def built(words: str) -> ParallelModel:
 
 
 def ends_on_a_rank(words: str) -> dict[int, tuple[bool, bool, int]]:
-    """For each stage of this rank: whether it has the embedding, whether it makes losses, how many layers it
-    has."""
+    """Returns for each stage of this rank: has an embedding, computes losses, number of layers."""
     model = built(words)
     return {
         number: (stage.embedding is not None, stage.final_norm is not None, len(stage.layers))
@@ -51,7 +50,7 @@ def test_the_first_stage_embeds_and_the_last_one_has_the_head(
 
 
 def counted_on_a_rank(words: str) -> tuple[int, int]:
-    """Parameters of the whole model, and those of this rank's stages that share memory with another stage."""
+    """Counts parameters of the whole model, and those that stages of this rank share."""
     model = built(words)
     each = [id(p) for stage in model.stages.values() for p in stage.parameters()]
     return model.count_parameters(), len(each) - len(set(each))
@@ -72,9 +71,7 @@ def test_a_folded_pipeline_holds_a_tied_embedding_once(untied: bool) -> None:
 
 
 def kept_on_a_rank(words: str) -> int:
-    """Bytes of activations that autograd keeps for the backward of one micro-batch; weights are not
-    counted.
-    """
+    """Returns the bytes of activations kept for backward of one micro-batch, without weights."""
     model = built(words)
     (batch,) = model.local_tokens([next(micro_batches(model.config, model.world, 0))])
     weights = {p.untyped_storage().data_ptr() for p in model.stages[0].parameters()}
@@ -97,7 +94,7 @@ def test_sequence_parallelism_keeps_fewer_activations() -> None:
     without, together = (
         max(run_distributed(kept_on_a_rank, 2, words=words)) for words in (tensor, f"{tensor} {split}")
     )
-    # At the very least half of the input of each layer's two norms, in fp32.
+    # Sequence parallelism saves at least half of the fp32 inputs of each layer's two norms.
     assert without - together >= 2 * LAYERS * 4 * MICRO_BATCH * SEQUENCE * HIDDEN / 2
 
 

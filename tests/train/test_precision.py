@@ -1,6 +1,4 @@
-"""Half precision through whole runs: steps that overflow change nothing, and a run resumes to the
-last bit.
-"""
+"""Tests half precision in whole runs: overflowing steps change nothing, and resume is bit-exact."""
 
 import itertools
 import json
@@ -59,7 +57,7 @@ def test_a_run_in_fp16_finds_its_scale_skips_and_resumes_to_the_last_bit(tmp_pat
     skipped = [int(n) for n in re.findall(r"number of skipped iterations: +(\d) \|", log)]
     assert len(skipped) == 6 and sum(skipped) == state.skipped_steps and skipped[0] == 1
     assert re.findall(r"loss scale: ([\d.]+) \|", log)[-1] == f"{state.loss_scaling['scale']:.1f}"
-    # The warm-up counts the steps that were made.
+    # The warm-up counts updates, not skipped steps.
     before = [sum(1 - s for s in skipped[:step]) for step in range(6)]
     rates = [row["learning_rate"] for row in rows(tmp_path / "whole")]
     assert rates == pytest.approx([1e-2 * count / 3 for count in before])
@@ -105,7 +103,7 @@ def test_a_fixed_scale_that_overflows_stops_the_run(tmp_path: Path) -> None:
         run(tmp_path / "a", "--fp16 --loss-scale 1e30")
 
 
-# A step that overflows on one rank is left out by all of them, in every way the weights are spread.
+# A step that overflows on one rank is skipped by all ranks, in every layout.
 
 LAYOUTS = {
     "tp2 pp2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
@@ -121,7 +119,7 @@ LAYOUTS = {
 
 
 def poison(model: ParallelModel) -> Any:
-    """Gradients of this rank overflow from here on, in the backward of one of its layers."""
+    """Makes gradients of this rank overflow in the backward of its first layer."""
     stage = model.stages[min(model.stages)]
     layer = next(iter(stage.layers.values()))
 
@@ -133,7 +131,7 @@ def poison(model: ParallelModel) -> Any:
 
 
 def weights_after(words: str, steps: tuple[int, ...], poisoned: int | None) -> tuple[list[bool], list[bytes]]:
-    """Which steps were made, and the bits of everything a rank keeps after them."""
+    """Returns which steps made an update, and the bits of all state that this rank then has."""
     config = resolved(f"{LLAMA} --micro-batch-size 2 {words} --fp16", dist.get_world_size()).config
     world = create_groups(config.grid, dist.get_rank(), dist.get_rank(), torch.device("cpu"))
     model = build_parallel_model(config, world)
@@ -145,7 +143,7 @@ def weights_after(words: str, steps: tuple[int, ...], poisoned: int | None) -> t
     made = []
     for step in steps:
         is_bad = step == poisoned
-        # The last rank alone.
+        # Only the last rank overflows.
         handle = poison(model) if is_bad and world.everyone.rank == world.everyone.size - 1 else None
         made.append(train_step(model, optimizer, chunks[step], 1e-3, step, 1024.0).updated)
         if handle is not None:
@@ -164,7 +162,7 @@ def test_an_overflow_on_one_rank_is_a_step_that_never_was(layout: str) -> None:
     assert [bits for _, bits in with_it] == [bits for _, bits in without]
 
 
-# Optimizers that do not know each other's state.
+# State of one optimizer in a run with another.
 
 
 def test_gradient_descent_resumes_and_refuses_what_is_not_its_own(tmp_path: Path) -> None:
@@ -176,7 +174,7 @@ def test_gradient_descent_resumes_and_refuses_what_is_not_its_own(tmp_path: Path
     run(tmp_path / "cut", sgd)
     assert checksums(tmp_path / "cut") == checksums(tmp_path / "whole")
     assert any(name.startswith("momentum_buffer/") for name in newest(tmp_path / "cut").manifest.tensors)
-    # Without a momentum there is nothing to remember, and nothing that another run could go on with.
+    # Without momentum there is no optimizer state, so a run with momentum cannot resume from it.
     run(tmp_path / "plain", f"{sgd} --sgd-momentum 0 --train-iters 3 --lr-decay-iters 6")
     with pytest.raises(UserError, match="holds no momentum, which --sgd-momentum needs"):
         run(tmp_path / "plain", sgd)

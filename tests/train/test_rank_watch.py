@@ -1,4 +1,4 @@
-"""Who is slow: measured without the time that the others spend waiting for them."""
+"""Tests straggler statistics: the busy time of a rank excludes waiting for other ranks."""
 
 import time
 from dataclasses import astuple, replace
@@ -22,7 +22,7 @@ SLOW, DELAY = 1, 0.5
 
 
 def step_with_a_slow_rank(words: str, world_size: int, bug: str = "") -> RankReport:
-    """One real step after a first; the slow rank sleeps where another one computes."""
+    """Runs two steps; the slow rank sleeps at the beginning of the second."""
     config = resolved(f"--micro-batch-size 2 {words}", world_size).config
     rank = torch.distributed.get_rank()
     world = create_groups(config.grid, rank, rank, torch.device("cpu"))
@@ -52,7 +52,7 @@ def test_the_slow_rank_is_found(words: str) -> None:
     report = run_distributed(step_with_a_slow_rank, 2, words=words, world_size=2)[0]
     busy = report.as_metrics()["ranks"]["busy_seconds"]
     assert min(report.seconds) > DELAY / 2, "everyone's step takes as long as the slow rank's"
-    # Only who is slower: a machine that is busy with other things delays the other rank as well.
+    # Compares the two ranks only, as other load on this machine delays both.
     assert busy[SLOW] > DELAY and busy[SLOW] > busy[1 - SLOW]
     waited = [c + m for c, m in zip(report.collectives, report.messages)]
     assert waited[1 - SLOW] > waited[SLOW]

@@ -1,4 +1,4 @@
-"""What a run leaves for people and programs to read, beside its checkpoints."""
+"""Tests the log and the progress, performance and memory files of a run."""
 
 import json
 import re

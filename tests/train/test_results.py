@@ -1,4 +1,4 @@
-"""What is told at the end of a run."""
+"""Tests the summary at the end of a run."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,7 +39,5 @@ def test_a_prompt_that_cannot_be_continued_fails_no_run_that_is_done(
     display, config = Said(), resolved(f"--sample-prompt long --run-dir {tmp_path}").config
     print_summary(config, RunFolder(tmp_path), SimpleNamespace(tokenizer=object()), Output(display))  # type: ignore[arg-type]
     note, folder = display.texts
-    assert note.startswith(
-        "note: there is no sample of what it writes (--sample-prompt): the prompt has 600 tokens"
-    )
+    assert note.startswith("note: no sample text was generated (--sample-prompt): the prompt has 600 tokens")
     assert folder.startswith(f"run folder: {tmp_path}")

@@ -1,4 +1,4 @@
-"""What happens to an earlier run in the same folder that left nothing to go on from."""
+"""Tests a start in the folder of an earlier run that left no checkpoint."""
 
 import json
 from pathlib import Path

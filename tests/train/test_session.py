@@ -268,8 +268,7 @@ def test_a_named_checkpoint_that_is_not_there_is_refused(tmp_path: Path) -> None
 
 
 def test_a_signal_during_the_start_ends_it_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the start is blocked: Python would resume a blocked call after a handler that only takes a
-    note."""
+    """Ends a blocked start too: Python resumes a blocked call after a handler that only sets a flag."""
 
     def blocked(*args: Any) -> Any:
         signal.setitimer(signal.ITIMER_REAL, 0.05)

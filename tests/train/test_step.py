@@ -1,4 +1,4 @@
-"""One training step: what waits for what."""
+"""Tests when a training step waits for the all-reduce of its token count."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from tests.support import resolved
 
 
 class Watched:
-    """A sum over the replicas that tells when somebody waits for it."""
+    """Pending all-reduce that records when it is waited for."""
 
     def __init__(self, happened: list[str]) -> None:
         self.happened = happened

@@ -1,4 +1,4 @@
-"""A slow rank is told of once; ranks that are as fast as each other are not."""
+"""A slow rank is reported once, and ranks of equal speed are never reported."""
 
 import time
 
@@ -14,7 +14,7 @@ from tests.harness import run_distributed
 
 
 def lines_of(delay: float) -> list[str]:
-    """Four measured steps of two ranks, of which one needs so much longer."""
+    """Measures four steps of two ranks, of which rank 1 takes `delay` seconds longer."""
     world = create_groups(Grid(data=2), dist.get_rank(), dist.get_rank(), torch.device("cpu"))
     stragglers, found = StragglerDetector(world.grid), []
     for step in range(4):
@@ -54,10 +54,10 @@ def test_stages_are_compared_with_their_like_and_one_slow_step_is_nothing() -> N
 
 
 def test_a_rank_alone_in_its_stage_may_just_have_more_to_compute() -> None:
-    """Its stage, not its machine, is the likely reason: there is no rank like it to compare with."""
+    """Without a replica to compare with, the likely reason is its stage, not its machine."""
     alone, slow = StragglerDetector(Grid(pipeline=2)), report(0.1, 0.5)
     (line,) = [line for step in range(4) for line in alone.look(step, slow)]
     assert "ranks of other stages for 100 ms" in line and "`pentatron layout`" in line
     beside, slow = StragglerDetector(Grid(pipeline=2, data=2)), report(0.1, 0.5, 0.1, 0.1)
     (line,) = [line for step in range(4) for line in beside.look(step, slow)]
-    assert "ranks like it for 100 ms" in line and "layout" not in line
+    assert "ranks of the same stage for 100 ms" in line and "layout" not in line

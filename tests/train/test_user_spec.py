@@ -1,5 +1,4 @@
-"""Layers of the user's own, from the example of the documents: every layout, checkpoints, and what is said
-about mistakes."""
+"""Tests custom layers (--spec) with the documented example: layouts, checkpoints and mistakes."""
 
 import json
 import os
@@ -34,9 +33,7 @@ LAYOUT = (
 
 
 def example(folder: Path, name: str, *changes: tuple[str, str]) -> str:
-    """Writes the example's module under a name of its own (modules are imported once); the words
-    that use it.
-    """
+    """Writes the example as module `name`, since modules are imported once; returns its --spec flag."""
     found = re.search(r"```python\n# my_layers.py\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
     assert found is not None
     text = found[1]
@@ -71,7 +68,7 @@ def test_own_layers_train_alike_in_every_layout(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_wrong_declaration_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The net shows it: a gradient that every rank has a part of, declared as if each had all of it."""
+    """The parity net catches a gradient that is declared whole on every rank, which has only a part of it."""
     forgotten = example(tmp_path, "forgetful_layers", (", axes.tensor.partial_axes", ""))
     words = f"{SHAPE} {LLAMA} {forgotten}"
     monkeypatch.chdir(tmp_path)
@@ -169,7 +166,7 @@ def test_a_settings_file_does_not_choose_what_runs(
     complaint = capsys.readouterr().err
     assert "spec names code, which only the command line may choose" in complaint
     assert "add --spec file_layers layer_spec to the command" in complaint
-    # Every config.yaml of an earlier version says that there is none.
+    # Every config.yaml of an earlier version has an empty spec.
     (tmp_path / "none.yaml").write_text("model:\n  spec: []\n")
     assert main(f"config {words.replace(name, 'none.yaml').removeprefix('train ')}".split()) == 0
 
@@ -219,7 +216,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.parametrize("given", ["block", "no_argument", "one_layer"])
 def test_what_a_spec_may_be(module: str, given: str) -> None:
-    """All of these choose what the configuration has anyway."""
+    """All of these choose the layers that the configuration has anyway."""
     assert run(f"{SHAPE} --spec {module} {given}", 1).losses == run(SHAPE, 1).losses
 
 
@@ -266,7 +263,7 @@ def test_a_missing_module_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_parts_of_own_layers_are_built_as_their_axes_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And parts without axes as on one process; in fp8 a note says so."""
+    """Parts built without axes are built as on one process, and a note names them in fp8."""
     monkeypatch.chdir(tmp_path)
 
     def built(spec: str) -> ParallelModel:

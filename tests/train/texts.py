@@ -1,5 +1,7 @@
-"""Texts from a Hugging Face folder, by one process or by one of several ranks. (Ranks need not import
-`transformers`.)"""
+"""Generates text from a Hugging Face folder, on one process or on one of several ranks.
+
+A module of its own, so that ranks need not import `transformers`.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +31,7 @@ def texts(
     stop: frozenset[int] = frozenset(),
     device: str = "cpu",
 ) -> tuple[list[list[Text]], int]:
-    """For each sampling those of all prompts; and how many weights this rank holds."""
+    """Returns the texts of all prompts for each sampling, and the number of weights on this rank."""
     source = open_source(find_weights(str(folder), verify=True)[0])
     config = generation_config(source, ranks)
     spread = ranks.world_size > 1
@@ -41,7 +43,7 @@ def texts(
     )
     stages = load_stages(source, config, world, torch.float32)
     model = build_generation_model(stages, config.model, world)
-    # Three at a time: the last prompt is read after the others have ended.
+    # Three at once: the last prompt is read after the others have ended.
     found = [
         list(dict(generate_texts(model, PROMPTS, NEW, sampling, stop, at_once=3)).values())
         for sampling in samplings

@@ -1,4 +1,4 @@
-"""Hugging Face weights to a checkpoint, under the name and with the flags the guides use."""
+"""Converts Hugging Face weights to a checkpoint, with the name and the flags that the guides use."""
 
 import sys
 from pathlib import Path

@@ -1,5 +1,7 @@
-"""The loader `llama_mistral` of convert.py: the models that `--model-size` may name, and what they are in
-config.json."""
+"""Lists the values of `--model-size` for the loader `llama_mistral` of convert.py.
+
+Each has its `model_type` of config.json beside it.
+"""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What `transformers` says after a prompt, under the name and with the flags the guides use."""
+"""Continues a prompt with `transformers`, with the name and the flags that the guides use."""
 
 import sys
 from pathlib import Path
